@@ -1,0 +1,7 @@
+"""`python -m colabkit` is the command `colabkit`."""
+
+import sys
+
+from colabkit.cli import main
+
+sys.exit(main())

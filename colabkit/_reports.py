@@ -1,0 +1,78 @@
+"""What every public call returns: a frozen record that is text in a terminal and a small table in a notebook.
+
+This is also the only place that turns text into HTML: names from files, classes and errors pass `escape`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+_CELL = "text-align:left;padding:1px 12px 1px 0;border:0;background:none"
+
+
+def escape(text: object) -> str:
+    """Return `text` safe inside HTML elements and attributes; undecodable bytes show as escapes."""
+    return html.escape(str(text).encode("utf-8", "backslashreplace").decode("utf-8"))
+
+
+def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, ...] = ()) -> str:
+    """Return a small HTML table with inline style only, so that it survives in saved notebooks."""
+    head = "".join(f'<th scope="col" style="{_CELL}">{escape(cell)}</th>' for cell in header)
+    body = "".join(
+        "<tr>"
+        + f'<th scope="row" style="{_CELL};font-weight:normal;opacity:0.7">{escape(row[0])}</th>'
+        + "".join(f'<td style="{_CELL};font-variant-numeric:tabular-nums">{escape(cell)}</td>' for cell in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div style="font-weight:600;padding:2px 0">{escape(title)}</div>'
+        f'<table style="border-collapse:collapse">{f"<tr>{head}</tr>" if head else ""}{body}</table>'
+    )
+
+
+class Report(ABC):
+    """Base of the frozen dataclasses that public calls return.
+
+    A subclass says its lines in `_summary` and its table in `_rows`; `repr`, HTML and `to_dict` follow.
+    """
+
+    @abstractmethod
+    def _summary(self) -> str:
+        """Return one or a few true lines."""
+
+    @abstractmethod
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of the notebook's table: a name and its values."""
+
+    def __repr__(self) -> str:
+        return self._summary()
+
+    def _repr_html_(self) -> str:
+        first = self._summary().splitlines()[0]
+        return html_table(first, self._rows())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that `json.dumps` takes."""
+        return _fields(self)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: _plain(getattr(record, field.name)) for field in dataclasses.fields(record)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return value

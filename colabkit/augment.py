@@ -1,0 +1,48 @@
+"""Transforms of whole batches, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colabkit.errors import InvalidOption, cannot
+
+__all__ = ["Normalize"]
+
+
+class Normalize:
+    """Turns `uint8 [B, C, H, W]` into `(x / 255 - mean) / std` of a floating dtype, keeping the memory format.
+
+    Args:
+        mean: one value a channel, on the scale [0, 1].
+        std: one value a channel, on the same scale.
+        dtype: of the result.
+
+    Raises:
+        InvalidOption: if a standard deviation is not positive, the lengths differ, or the dtype is not floating.
+    """
+
+    def __init__(
+        self, mean: Sequence[float] = (0.5,), std: Sequence[float] = (0.5,), dtype: torch.dtype = torch.float32
+    ) -> None:
+        if not 0 < len(mean) == len(std) or not all(value > 0 for value in std):
+            found = f"mean={tuple(mean)}, std={tuple(std)}"
+            needed = "as many means as positive standard deviations"
+            raise InvalidOption(cannot("normalize", found, needed, "Give one of each for every channel"))
+        if not dtype.is_floating_point:
+            raise InvalidOption(cannot("normalize", f"dtype={dtype}", "a floating dtype", "Use torch.float32, say"))
+        self.dtype = dtype
+        # (x / 255 - mean) / std is one multiplication and one addition.
+        self._scale = torch.tensor([1 / (255 * s) for s in std]).view(1, -1, 1, 1)
+        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the normalised images, on the device they are on."""
+        scale = self._scale.to(images.device, self.dtype)
+        shift = self._shift.to(images.device, self.dtype)
+        return images.to(self.dtype, copy=True).mul_(scale).add_(shift)
+
+    def __repr__(self) -> str:
+        return f"Normalize(scale={self._scale.flatten().tolist()}, shift={self._shift.flatten().tolist()})"

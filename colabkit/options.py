@@ -1,0 +1,229 @@
+"""The one table of verbs and options that magics and commands are made from.
+
+Names, defaults and meanings are those of the public functions; a test compares the table with their signatures. A value
+of the kind `object` is a Python object: in a notebook the name of a variable, in a terminal `FILE.py:NAME`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from colabkit.errors import InvalidOption, cannot
+
+__all__ = ["VERBS", "Option", "Verb", "arguments_of", "parser_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An argument of a verb.
+
+    Attributes:
+        name: the function's parameter.
+        help: one line, for `--help` and `?`.
+        default: the function's default; without one it is positional.
+        kind: `text`, `number`, `flag`, `threads`, `size`, `splits`, `object` or `objects`.
+        choices: the allowed values, if they are few.
+    """
+
+    name: str
+    help: str
+    default: Any = ...
+    kind: str = "text"
+    choices: tuple[str, ...] = ()
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether it has to be given, without its name."""
+        return self.default is ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A magic and a command.
+
+    Attributes:
+        name: of both, and of the public function.
+        help: one line.
+        options: positional ones first.
+        is_magic: whether there is a magic of it.
+    """
+
+    name: str
+    help: str
+    options: tuple[Option, ...] = ()
+    is_magic: bool = True
+
+
+_PROGRESS = Option("progress", "show a progress bar", True, "flag")
+_THREADS = Option("threads", "files read at once; auto measures what the source rewards", "auto", "threads")
+_PACK_SPLITS = Option(
+    "splits", "shares of the splits, as in train=0.8,test=0.2, for a tree without any", None, "splits"
+)
+
+VERBS: tuple[Verb, ...] = (
+    Verb("runtime", "show what this machine allows: CPUs, RAM, tmpfs, disks, GPUs, versions"),
+    Verb(
+        "stage",
+        "copy a folder or zip archive to near storage",
+        (
+            Option("source", "a folder, a zip archive, or samples:digits"),
+            Option("to", "auto, tmpfs, disk, or the path of the copy", "auto"),
+            _THREADS,
+            Option("extract", "extract an archive", True, "flag"),
+            Option("refresh", "copy again even if a near copy is there", False, "flag"),
+            _PROGRESS,
+        ),
+    ),
+    Verb("unstage", "remove a near copy and give its space back", (Option("path", "what stage returned"),)),
+    Verb(
+        "pack",
+        "pack images with one folder a class into one sealed HDF5 file",
+        (
+            Option("source", "a folder, a zip archive, or samples:digits"),
+            Option("out", "the pack's path, as in birds.h5"),
+            Option("size", "height and width to bring images to, as in 224 or 240x320", None, "size"),
+            Option("channels", "3 for RGB, 1 for luminance", 3, "number"),
+            _PACK_SPLITS,
+            Option("seed", "decides which sample goes to which split", 0, "number"),
+            _THREADS,
+            Option("overwrite", "replace what is at the pack's path", False, "flag"),
+            _PROGRESS,
+        ),
+    ),
+    Verb("verify", "check every byte of a pack against its digests", (Option("path", "the pack"), _PROGRESS)),
+    Verb(
+        "train",
+        "train with prefetching, checkpoints and resume",
+        (
+            Option("step", "the step: takes a batch, returns a loss", kind="object"),
+            Option("loader", "the Loader", kind="object"),
+            Option("epochs", "how many in all", 1, "number"),
+            Option("state", "what checkpoints hold, as in: model optimizer", None, "objects"),
+            Option("save_to", "folder of the checkpoints", None),
+            Option("resume", "go on after the newest checkpoint", True, "flag"),
+            Option("validate", "called after each epoch, returns a dict of numbers", None, "object"),
+            Option("on_step", "called after each step with its record", None, "object"),
+        ),
+    ),
+    Verb(
+        "demo",
+        "show the whole way on real images, from a slow drive to a trained network, with figures measured on the spot",
+        (
+            Option("data", "a folder or zip archive with one folder a class; else handwritten digits", None),
+            Option("epochs", "how many", 3, "number"),
+            Option("size", "height and width to bring images to, as in 32; else the images' own, or 64", None, "size"),
+            Option("latency", "seconds that the simulated slow drive takes to open a file", 0.02, "seconds"),
+            Option("keep", "folder for near copy, pack and checkpoints; else they are removed", None),
+            Option("progress", "tell what is done, with a live panel", True, "flag"),
+        ),
+        is_magic=False,
+    ),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [action.option_strings[0] if action.option_strings else action.dest for action in self._actions]
+        needed = f"its arguments are {', '.join(known)}"
+        raise InvalidOption(cannot(f"run {self.prog}", message, needed, f"See {self.prog} --help"))
+
+
+def parser_of(verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser] = _Parser) -> argparse.ArgumentParser:
+    """Return the parser of a verb's options; unsuited arguments raise `InvalidOption`.
+
+    Args:
+        verb: whose options.
+        prog: the name in usage lines, as in `"%stage"` or `"colabkit stage"`.
+        make: makes an empty parser.
+    """
+    parser = make(prog=prog, description=_sentence(verb.help), allow_abbrev=False)
+    kinds: Mapping[str, Callable[[str], Any]] = {
+        "text": str,
+        "number": int,
+        "seconds": float,
+        "threads": lambda text: text if text == "auto" else int(text),
+        "size": _size,
+        "splits": _splits,
+        "object": str,
+    }
+    for kind, function in kinds.items():
+        parser.register("type", kind, function)
+    for option in verb.options:
+        text = option.help.replace("%", "%%")
+        flag = "--" + option.name.replace("_", "-")
+        if option.is_positional:
+            parser.add_argument(option.name, type=option.kind, help=text)
+        elif option.kind == "flag":
+            parser.add_argument(
+                flag,
+                dest=option.name,
+                action=argparse.BooleanOptionalAction,
+                default=option.default,
+                help=f"{text} (default: {'yes' if option.default else 'no'})",
+            )
+        elif option.kind == "objects":
+            parser.add_argument(flag, dest=option.name, nargs="+", default=option.default, metavar="NAME", help=text)
+        else:
+            shown = "" if option.default is None else f" (default: {option.default})"
+            parser.add_argument(
+                flag,
+                dest=option.name,
+                type=option.kind,
+                default=option.default,
+                metavar=option.name.upper(),
+                help=text + shown,
+            )
+    return parser
+
+
+def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the keyword arguments for the verb's function.
+
+    Args:
+        verb: whose function.
+        parsed: what its parser returned.
+        look_up: turns the text of an `object` into the object.
+    """
+    values = {option.name: getattr(parsed, option.name) for option in verb.options}
+    for option in verb.options:
+        given = values[option.name]
+        if option.kind == "object" and given is not None:
+            values[option.name] = look_up(given)
+        elif option.kind == "objects" and given is not None:
+            values[option.name] = {name.rpartition(":")[2]: look_up(name) for name in given}
+    return values
+
+
+def look_up_in(namespace: Mapping[str, Any], name: str) -> Any:
+    """Return a variable by name.
+
+    Raises:
+        InvalidOption: if there is none; near names are suggested.
+    """
+    if name in namespace:
+        return namespace[name]
+    near = difflib.get_close_matches(name, [key for key in namespace if not key.startswith("_")], n=2)
+    hint = f"Did you mean {' or '.join(near)}" if near else "Define it first"
+    raise InvalidOption(cannot(f"use {name!r}", "no variable of this name", "one", hint))
+
+
+def _size(text: str) -> int | tuple[int, int]:
+    height, cross, width = text.partition("x")
+    return (int(height), int(width)) if cross else int(text)
+
+
+def _splits(text: str) -> dict[str, float] | None:
+    if not text:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {name.strip(): float(share) for name, _, share in pairs}
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."

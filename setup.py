@@ -1,0 +1,64 @@
+"""Metadata of colabkit. Lower bounds only: whatever a hosted notebook has installed stays as it is."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "colabkit/__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+)
+
+setup(
+    name="colabkit",
+    version=VERSION[1] if VERSION else None,
+    description="Data near, packed and prefetched, for training in Colab and Jupyter notebooks",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["colabkit", "colabkit.*"]),
+    package_data={"colabkit": ["py.typed", "samples/*.zip"]},
+    python_requires=">=3.11",
+    install_requires=[
+        "h5py>=3.8",
+        "numpy>=1.26",
+        "nvidia-ml-py>=12.535.108",
+        "pillow>=10.1",
+        "psutil>=5.9",
+        "simplejpeg>=1.7",
+        "torch>=2.6",
+        "tqdm>=4.64",
+    ],
+    extras_require={
+        "test": [
+            "hypothesis>=6.100",
+            "ipykernel>=6.17",
+            "ipython>=7.34",
+            "ipywidgets>=7.7",
+            "mypy==2.4.1",  # tools are pinned: a new version finds new faults
+            "nbclient>=0.7",
+            "nbformat>=5.4",
+            "pytest>=8.0",
+            "pytest-timeout>=2.3",
+            "ruff==0.17.5",
+            "types-psutil==7.2.2.20261111",
+            "types-tqdm==4.70.0.20261106",
+        ],
+        "bench": ["playwright>=1.40", "scikit-learn>=1.3", "torchvision>=0.21"],
+        "cluster": ["distributed>=2024.1"],
+    },
+    entry_points={"console_scripts": ["colabkit = colabkit.cli:main"]},
+    classifiers=[
+        "Framework :: IPython",
+        "Framework :: Jupyter",
+        "License :: OSI Approved :: MIT License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,64 @@
+"""Fixtures shared by all tests: small image trees, packs, and the seam through which files change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from colabkit import _files
+
+
+@pytest.fixture(autouse=True)
+def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep near copies of `to="auto"` and `to="disk"` inside the test's own folder."""
+    folder = tmp_path_factory.mktemp("near")
+    monkeypatch.setenv("COLABKIT_NEAR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def image_tree(tmp_path: Path) -> Path:
+    """Return a folder of 24 PNG images of 6x5 pixels in the classes ants, bees and cats."""
+    return make_tree(tmp_path / "tree", 8)
+
+
+def make_tree(folder: Path, images_per_class: int, size: tuple[int, int] = (6, 5), prefix: str = "") -> Path:
+    """Write class folders of random but reproducible PNG images, height x width as in `size`."""
+    random = np.random.default_rng(7)
+    for name in ("ants", "bees", "cats"):
+        target = folder / prefix / name
+        target.mkdir(parents=True)
+        for number in range(images_per_class):
+            pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(target / f"{number:03d}.png")
+    return folder
+
+
+@pytest.fixture
+def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]]:
+    """Return a function that sets the hook called before each change of the file system; it is removed afterwards."""
+
+    def set_hook(hook: Callable[[str, Path], None] | None) -> None:
+        _files.hook = hook
+
+    yield set_hook
+    _files.hook = None
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Return everything below a folder that colabkit left half-done."""
+    return [path for path in map(str, folder.rglob("*")) if ".partial" in path]
+
+
+def needs(tool: str, available: bool) -> None:
+    """Skip a test whose tool is missing; with COLABKIT_CI=1 fail instead, since CI installs all of them."""
+    if available:
+        return
+    if os.environ.get("COLABKIT_CI") == "1":
+        pytest.fail(f"{tool} is missing, and COLABKIT_CI=1 asks for every test")
+    pytest.skip(f"{tool} is missing")

@@ -1,0 +1,289 @@
+"""Promises that several modules keep, as checks that their tests call: files that change, streams that resume."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colabkit import _files
+from colabkit.errors import ColabkitError
+from colabkit.pack_format import FieldLayout, create_pack, read_pack, seal_pack
+
+Samples = list[Any]
+
+
+def make_pack(
+    path: Path, shape: tuple[int, ...] = (4, 3, 3), dtype: str = "|u1", seed: int = 11, **counts: int
+) -> Path:
+    """Seal a pack of random but reproducible samples, as in `make_pack(path, train=40, dev=7)`, and return its path."""
+    random = np.random.default_rng(seed)
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in counts.items():
+        samples = random.integers(0, 256, (count, *shape)).astype(dtype)
+        arrays[f"X_{split}"] = samples
+        arrays[f"Y_{split}"] = np.arange(count, dtype="<i8") % 3
+        arrays[f"crc_{split}"] = np.array([zlib.crc32(sample.tobytes()) for sample in samples], "<u4")
+    meta = {"source": "made", "classes": ["a", "b", "c"], "splits": counts, "sample_shape": shape, "left_out": []}
+    placed = create_pack(path, tuple(FieldLayout(n, a.shape, a.dtype.str) for n, a in arrays.items()), meta)
+    with path.open("r+b") as file:
+        for name, array in arrays.items():
+            file.seek(placed[name].offset)
+            file.write(array.tobytes())
+    tables = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items() if not name.startswith("X_")}
+    seal_pack(path, placed.values(), tables)
+    return path
+
+
+def whole_content(path: Path) -> tuple[object, ...]:
+    """Return everything that a pack means, read in every way there is."""
+    info = read_pack(path)
+    fields = {name: info.map(name).tobytes() for name in info.fields}
+    tables = {name: info.table(name).tobytes() for name in info.table_crcs}
+    return info.fields, info.meta, info.table_crcs, info.seal, info.splits, fields, tables
+
+
+class AtChange:
+    """A hook that acts at the `number`-th change of files; with `lasting` also at each later one that writes."""
+
+    def __init__(self, number: int, act: Callable[[], object], lasting: bool = False) -> None:
+        self.number = number
+        self.act = act
+        self.lasting = lasting
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, operation: str, path: Path) -> None:
+        with self._lock:
+            self.count += 1
+            is_due = self.count == self.number
+        if is_due or (self.lasting and self.count > self.number and operation not in ("remove", "rename")):
+            self.act()
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether the change came at all."""
+        return self.count >= self.number
+
+
+def fill_disk() -> None:
+    """Fail as a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def killed_at(number: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a forked process that is killed at its `number`-th change; return whether it came so far."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _files.hook = AtChange(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), f"the child ended with status {status}"
+    return status == signal.SIGKILL
+
+
+def kills(work: Callable[[], object]) -> Iterator[int]:
+    """Yield after each kill of `work` at its 1st, 2nd, … change, until it runs to its end untouched."""
+    number = 1
+    while killed_at(number, work):
+        yield number
+        number += 1
+    assert number > 1, "the work changed nothing"
+
+
+class StreamContract:
+    """What holds for everything that yields batches epoch after epoch and goes on from a saved state.
+
+    A test class inherits from it and defines `make`, which gives a fresh and equal stream on each call, and `dropped`,
+    the number of samples that each epoch leaves out.
+    """
+
+    dropped = 0
+
+    def make(self, fail_at: int | None = None) -> Any:
+        """Return a stream of several batches an epoch; its batch `fail_at`, counted from 0, fails with "planned"."""
+        raise NotImplementedError
+
+    def samples(self, batch: Any) -> Samples:
+        """Return the samples of a batch, comparable and hashable."""
+        raise NotImplementedError
+
+    def everything(self) -> Samples:
+        """Return the samples of an epoch in any order."""
+        raise NotImplementedError
+
+    def assert_whole(self, got: Samples) -> None:
+        assert len(got) == len(set(got)) == len(self.everything()) - self.dropped
+        assert set(got) <= set(self.everything())
+
+    def epoch(self, stream: Any) -> Samples:
+        return [sample for batch in stream for sample in self.samples(batch)]
+
+    def first(self, stream: Any, batches: int) -> Samples:
+        """Take some batches of the next epoch, stop there, and return their samples."""
+        got: Samples = []
+        if batches:
+            for number, batch in enumerate(stream, 1):
+                got += self.samples(batch)
+                if number == batches:
+                    break
+        return got
+
+    def resumed(self, state: dict[str, Any]) -> Any:
+        """Return a fresh stream that goes on from a state which went through a file."""
+        stream = self.make()
+        stream.load_state_dict(json.loads(json.dumps(state)))
+        return stream
+
+    def batches(self) -> int:
+        return sum(1 for _ in self.make())
+
+    def test_every_epoch_gives_every_sample_once(self):
+        stream = self.make()
+        for _ in range(2):
+            self.assert_whole(self.epoch(stream))
+
+    def test_equal_streams_give_equal_epochs(self):
+        one, other = self.make(), self.make()
+        for _ in range(3):
+            assert self.epoch(one) == self.epoch(other)
+
+    def test_resume_at_every_position_equals_the_uninterrupted_stream(self):
+        reference = self.make()
+        expected = [self.epoch(reference) for _ in range(3)]
+        for stop in range(self.batches() + 1):
+            stream = self.make()
+            before = self.epoch(stream) + self.first(stream, stop)
+            after = self.resumed(stream.state_dict())
+            rest = [] if stop == self.batches() else self.epoch(after)
+            assert before + rest == expected[0] + expected[1]
+            assert self.epoch(after) == expected[2]
+
+    def test_resume_twice_in_one_epoch_keeps_the_first_offset(self):
+        expected = self.epoch(self.make())
+        for once in range(self.batches()):
+            for again in range(1, self.batches() - once):
+                stream = self.make()
+                got = self.first(stream, once)
+                stream = self.resumed(stream.state_dict())
+                got += self.first(stream, again)
+                stream = self.resumed(stream.state_dict())
+                assert got + self.epoch(stream) == expected
+
+    def test_resume_at_the_end_of_an_epoch_gives_the_next_one_whole(self):
+        stream = self.make()
+        self.epoch(stream)
+        assert self.epoch(self.resumed(stream.state_dict())) == self.epoch(stream) != []
+
+    def test_resume_after_the_last_batch_without_asking_for_more_gives_the_next_epoch(self):
+        stream, reference = self.make(), self.make()
+        self.first(stream, self.batches())
+        self.epoch(reference)
+        assert self.epoch(self.resumed(stream.state_dict())) == self.epoch(reference) != []
+
+    def test_a_loaded_state_is_used_up_by_one_epoch(self):
+        stream, reference = self.make(), self.make()
+        self.first(stream, 1)
+        resumed = self.resumed(stream.state_dict())
+        self.epoch(reference)
+        self.epoch(resumed)
+        assert self.epoch(resumed) == self.epoch(reference)
+
+    def test_a_loaded_state_that_is_not_used_yet_is_the_state(self):
+        stream = self.make()
+        self.first(stream, 2)
+        state = stream.state_dict()
+        assert self.resumed(state).state_dict() == state
+
+    def test_a_break_keeps_the_position_for_the_state(self):
+        stream = self.make()
+        expected = self.epoch(self.make())
+        got = self.first(stream, 2)
+        assert got + self.epoch(self.resumed(stream.state_dict())) == expected
+
+    def test_a_break_in_a_resumed_epoch_keeps_the_position_too(self):
+        stream = self.make()
+        expected = self.epoch(self.make())
+        got = self.first(stream, 1)
+        stream = self.resumed(stream.state_dict())
+        got += self.first(stream, 1)
+        assert got + self.epoch(self.resumed(stream.state_dict())) == expected
+
+    def test_a_new_iteration_after_a_break_is_the_next_epoch_whole(self):
+        stream, reference = self.make(), self.make()
+        self.first(stream, 1)
+        self.epoch(reference)
+        assert self.epoch(stream) == self.epoch(reference)
+
+    def test_what_was_prefetched_but_not_received_does_not_count(self):
+        stream = self.make()
+        expected = self.epoch(self.make())
+        running = iter(stream)
+        for taken in range(1, self.batches()):
+            next(running)
+            rest = self.epoch(self.resumed(stream.state_dict()))
+            assert len(rest) < len(expected)
+            assert rest == expected[-len(rest) :]
+            assert len(self.first(self.make(), taken)) == len(expected) - len(rest)
+        running.close()
+
+    def test_nothing_is_lost_and_nothing_comes_twice_around_a_stop(self):
+        for stop in range(1, self.batches()):
+            stream = self.make()
+            got = self.first(stream, stop)
+            self.assert_whole(got + self.epoch(self.resumed(stream.state_dict())))
+
+    def test_a_state_is_a_snapshot(self):
+        stream = self.make()
+        self.first(stream, 1)
+        state = stream.state_dict()
+        kept = pickle.dumps(state)
+        self.epoch(stream)
+        assert pickle.dumps(state) == kept
+        assert stream.state_dict() != state
+
+    def test_taking_states_disturbs_nothing_and_each_is_small(self):
+        stream, watched, states = self.make(), self.make(), []
+        expected = self.epoch(stream) + self.epoch(stream)
+        got: Samples = []
+        for _ in range(2):
+            for batch in watched:
+                got += self.samples(batch)
+                states.append(len(json.dumps(watched.state_dict())))
+        assert got == expected
+        assert max(states) < 400
+
+    def test_streams_of_the_same_data_share_nothing(self):
+        expected = self.epoch(self.make())
+        one, other = self.make(), self.make()
+        got: tuple[Samples, Samples] = [], []
+        for left, right in zip(one, other, strict=True):
+            got[0].extend(self.samples(left))
+            got[1].extend(self.samples(right))
+            self.resumed(one.state_dict())
+        assert got == (expected, expected)
+
+    @pytest.mark.parametrize("fail_at", [0, 1, 2])
+    def test_an_error_comes_at_its_place_and_the_state_is_the_last_batch_received(self, fail_at):
+        expected = self.epoch(self.make())
+        stream = self.make(fail_at=fail_at)
+        got: Samples = []
+        with pytest.raises(ColabkitError, match="planned"):
+            got.extend(sample for batch in stream for sample in self.samples(batch))
+        assert got == expected[: len(got)]
+        assert len(got) == len(self.first(self.make(), fail_at))
+        assert got + self.epoch(self.resumed(stream.state_dict())) == expected

@@ -1,0 +1,239 @@
+"""The only place that changes files: its operations, and the seam that counts them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from colabkit import _files
+from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
+
+SetHook = Callable[[Callable[[str, Path], None] | None], None]
+
+
+def operations(set_hook: SetHook) -> list[tuple[str, str]]:
+    """Return a list that fills with the operations from now on."""
+    seen: list[tuple[str, str]] = []
+    set_hook(lambda operation, path: seen.append((operation, path.name)))
+    return seen
+
+
+def folder_of(path: Path, text: str) -> None:
+    """Make a folder of two files that hold `text`."""
+    _files.make_folder(path)
+    for name in ("one", "two"):
+        _files.write_file(path / name, text.encode())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_not_enough_space(code):
+    with pytest.raises(NotEnoughSpace, match="Cannot copy 'x'"), _files.translated("copy 'x'"):
+        raise OSError(code, os.strerror(code))
+
+
+def test_other_refusals_name_the_deed_the_cause_and_the_file():
+    error = OSError(errno.EACCES, "Permission denied", "/some/file")
+    with pytest.raises(FileFailed) as caught, _files.translated("copy 'x'"):
+        raise error
+    assert re.fullmatch(r"Cannot copy 'x': Permission denied \('/some/file'\), .+\. .+\.", str(caught.value)), (
+        caught.value
+    )
+    assert caught.value.__cause__ is error
+
+
+def test_an_os_error_without_text_still_gives_one_line():
+    with pytest.raises(FileFailed, match="Cannot copy: odd"), _files.translated("copy"):
+        raise OSError("odd")
+
+
+@pytest.mark.parametrize("error", [FileFailed("one"), InvalidOption("two"), ValueError("three"), KeyboardInterrupt()])
+def test_what_is_no_plain_os_error_passes_unchanged(error):
+    with pytest.raises(type(error)) as caught, _files.translated("copy"):
+        raise error
+    assert caught.value is error
+
+
+def test_every_change_passes_the_hook_first(tmp_path, file_hook):
+    seen = operations(file_hook)
+    _files.make_folder(tmp_path / "folder")
+    fd = _files.create(tmp_path / "file")
+    _files.reserve(fd, 10, tmp_path / "file")
+    _files.write_at(fd, b"0123456789", 0, tmp_path / "file")
+    _files.sync(fd, tmp_path / "file")
+    os.close(fd)
+    _files.remove(tmp_path / "file")
+    assert seen == [
+        ("mkdir", "folder"),
+        *((operation, "file") for operation in ("create", "reserve", "write", "sync", "remove")),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: _files.make_folder(folder / "new"),
+        lambda folder: _files.create(folder / "new"),
+        lambda folder: _files.write_file(folder / "new", b"data"),
+        lambda folder: _files.remove(folder / "old"),
+        lambda folder: folder_of(folder / "new", "text"),
+    ],
+)
+def test_a_hook_that_raises_stops_the_change(tmp_path, file_hook, change):
+    (tmp_path / "old").write_text("kept")
+
+    def refuse(operation: str, path: Path) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    file_hook(refuse)
+    with pytest.raises(OSError, match="read-only"):
+        change(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_folder_that_is_there_is_no_change(tmp_path, file_hook):
+    seen = operations(file_hook)
+    _files.make_folder(tmp_path)
+    assert seen == []
+
+
+def test_create_refuses_what_exists_and_follows_no_link(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            _files.create(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_reserve_sets_the_length_and_takes_zero(tmp_path):
+    for size in (0, 1, 5000):
+        fd = _files.create(tmp_path / f"{size}")
+        _files.reserve(fd, size, tmp_path)
+        os.close(fd)
+        assert (tmp_path / f"{size}").stat().st_size == size
+
+
+def test_reserve_works_where_the_system_cannot_allocate_ahead(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    fd = _files.create(tmp_path / "file")
+    _files.reserve(fd, 300, tmp_path)
+    os.close(fd)
+    assert (tmp_path / "file").stat().st_size == 300
+
+
+def test_short_writes_are_continued_until_all_is_written(tmp_path, monkeypatch):
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, bytes(data[:3]), offset))
+    fd = _files.create(tmp_path / "file")
+    _files.write_at(fd, b"0123456789", 2, tmp_path)
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == b"\0\x000123456789"
+
+
+@pytest.mark.parametrize("data", [b"", bytearray(b"abc"), np.arange(6, dtype="<i8").reshape(2, 3)])
+def test_write_file_takes_any_buffer(tmp_path, data):
+    _files.write_file(tmp_path / "file", data)
+    assert (tmp_path / "file").read_bytes() == bytes(memoryview(data).tobytes())
+
+
+def test_only_durable_files_wait_for_the_medium(tmp_path, file_hook):
+    seen = operations(file_hook)
+    _files.write_file(tmp_path / "a", b"x")
+    _files.write_file(tmp_path / "b", b"x", durable=True)
+    assert [operation for operation, name in seen if name == "a"] == ["create", "write"]
+    assert [operation for operation, name in seen if name == "b"] == ["create", "write", "sync"]
+
+
+def test_write_file_closes_its_descriptor_when_the_write_fails(tmp_path, file_hook):
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "write":
+            raise OSError(errno.ENOSPC, "full")
+
+    file_hook(fail)
+    with pytest.raises(OSError, match="full"):
+        _files.write_file(tmp_path / "file", b"x")
+    assert (os.listdir("/proc/self/fd") if before else []) == before
+
+
+def test_remove_takes_files_and_trees_and_only_the_link_of_a_link(tmp_path):
+    folder_of(tmp_path / "tree", "text")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    for name in ("tree", "link", "missing"):
+        _files.remove(tmp_path / name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
+
+
+def test_discard_removes_files_and_trees(tmp_path):
+    folder_of(tmp_path / "tree", "text")
+    _files.write_file(tmp_path / "file", b"x")
+    _files.discard(tmp_path / "tree")
+    _files.discard(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_discard_never_shows_half_a_tree(tmp_path, monkeypatch):
+    final = tmp_path / "tree"
+    folder_of(final, "text")
+    at_its_path = []
+
+    def remove_half(path: Path) -> None:
+        at_its_path.append(final.exists())
+        (Path(path) / "one").unlink()
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_files.shutil, "rmtree", remove_half)
+        with pytest.raises(OSError, match="broken"):
+            _files.discard(final)
+    assert at_its_path == [False]
+    assert not final.exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_003])
+def test_sha256_is_that_of_the_bytes(tmp_path, size):
+    data = np.random.default_rng(1).bytes(size)
+    (tmp_path / "file").write_bytes(data)
+    assert _files.sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_hdf5_data_starts_on_a_page_and_existing_files_are_refused(tmp_path, file_hook):
+    seen = operations(file_hook)
+    with _files.create_hdf5(tmp_path / "file.h5") as file:
+        for number in range(3):
+            data = file.create_dataset(f"d{number}", data=np.zeros(number + 5000, dtype="u1"))
+            assert data.id.get_offset() % 4096 == 0
+    assert (tmp_path / "file.h5").read_bytes()[:4096] == bytes(4096), "the user block is left alone"
+    with pytest.raises(FileExistsError), _files.create_hdf5(tmp_path / "file.h5"):
+        pass
+    assert seen == [("hdf5", "file.h5"), ("hdf5", "file.h5")]
+
+
+def test_free_bytes_speaks_of_the_file_system_that_will_hold_the_path(tmp_path, monkeypatch):
+    asked = []
+    statvfs = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: asked.append(path) or statvfs(path))
+    stats = statvfs(tmp_path)
+    assert 0 < _files.free_bytes(tmp_path / "not" / "yet") <= stats.f_blocks * stats.f_frsize
+    assert asked == [tmp_path]
+
+
+def test_check_space_names_both_numbers_and_takes_the_tighter_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(_files, "free_bytes", lambda path: 3 << 20)
+    _files.check_space("copy 'x'", 3 << 20, tmp_path / "x")
+    _files.check_space("copy 'x'", 1 << 20, tmp_path / "x", available=1 << 20)
+    with pytest.raises(NotEnoughSpace, match=r"Cannot copy 'x': 3\.0 MiB free at .+, 4\.0 MiB needed\."):
+        _files.check_space("copy 'x'", 4 << 20, tmp_path / "x", available=8 << 20)
+    with pytest.raises(NotEnoughSpace, match=r"1\.0 MiB free"):
+        _files.check_space("copy 'x'", 2 << 20, tmp_path / "x", available=1 << 20)

@@ -1,0 +1,81 @@
+"""Magic, command and function agree, because one table makes two of them and this file compares the third."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import colabkit
+from colabkit.errors import InvalidOption
+from colabkit.options import VERBS, Option, Verb, arguments_of, look_up_in, parser_of
+
+by_name = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+
+
+@by_name
+def test_names_order_and_defaults_are_the_functions(verb: Verb) -> None:
+    parameters = inspect.signature(getattr(colabkit, verb.name)).parameters
+    assert [option.name for option in verb.options] == list(parameters)
+    for option in verb.options:
+        default = parameters[option.name].default
+        assert option.default == (... if default is inspect.Parameter.empty else default)
+
+
+@by_name
+def test_no_options_means_the_functions_defaults(verb: Verb) -> None:
+    positional = [option.name for option in verb.options if option.is_positional]
+    parsed = parser_of(verb, verb.name).parse_args(positional)
+    values = arguments_of(verb, parsed, lambda name: name)
+    assert values == {option.name: option.name if option.is_positional else option.default for option in verb.options}
+
+
+@by_name
+def test_every_option_is_explained_in_the_help(verb: Verb) -> None:
+    text = " ".join(parser_of(verb, verb.name).format_help().split())
+    for option in verb.options:
+        assert option.help.split(",")[0] in text
+
+
+def parse(verb_name: str, *words: str, **objects: object) -> dict[str, object]:
+    verb = next(verb for verb in VERBS if verb.name == verb_name)
+    return arguments_of(verb, parser_of(verb, verb_name).parse_args(words), lambda name: look_up_in(objects, name))
+
+
+def test_values_get_their_kinds() -> None:
+    values = parse("pack", "a", "b.h5", "--size", "240x320", "--splits", "train=0.9,test=0.1", "--seed", "3")
+    assert (values["size"], values["splits"], values["seed"]) == ((240, 320), {"train": 0.9, "test": 0.1}, 3)
+    assert parse("pack", "a", "b", "--size", "64", "--splits", "")["size"] == 64
+    assert parse("pack", "a", "b", "--splits", "")["splits"] is None
+    assert parse("stage", "a", "--threads", "4", "--no-progress", "--refresh")["threads"] == 4
+    assert parse("stage", "a", "--no-progress")["progress"] is False
+
+
+def test_objects_are_looked_up_by_name() -> None:
+    step, model = object(), object()
+    values = parse("train", "step", "loader", "--state", "model", step=step, model=model, loader=1)
+    assert values["step"] is step
+    assert values["state"] == {"model": model}
+
+
+def test_a_misspelt_object_is_suggested() -> None:
+    with pytest.raises(
+        InvalidOption, match=r"Cannot use 'modle': no variable of this name, one\. Did you mean model\."
+    ):
+        parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["stage"], ["stage", "a", "--treads", "4"], ["stage", "a", "--threads", "x"], ["pack", "a", "b", "--size", "big"]],
+)
+def test_arguments_that_cannot_be_meant_are_one_line(words: list[str]) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse(*words)
+    assert str(caught.value).startswith("Cannot run ")
+    assert "--help" in str(caught.value)
+
+
+def test_options_with_a_default_are_not_positional() -> None:
+    assert Option("x", "help").is_positional
+    assert not Option("x", "help", None).is_positional

@@ -1,0 +1,118 @@
+"""The progress bar: counts, silence where nobody watches, nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+from colabkit.progress import ProgressBar
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Put a terminal in the place of the error stream and return it."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_a_terminal_sees_action_count_and_unit(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 3, " files") as bar:
+        bar.advance(1)
+        bar._bar.refresh()
+        bar.advance(2)
+    text = shown.getvalue()
+    assert "stage" in text
+    assert "1/3" in text
+    assert "files" in text
+
+
+def test_the_bar_is_wiped_away_at_the_end(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 2, " files") as bar:
+        bar.advance(2)
+    assert shown.getvalue().endswith("\r")
+    assert "\n" not in shown.getvalue()
+
+
+def test_the_bar_is_wiped_away_after_an_error(monkeypatch):
+    shown = terminal(monkeypatch)
+
+    def fail() -> None:
+        with ProgressBar("stage", 2, " files"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert shown.getvalue().endswith("\r")
+
+
+def test_bytes_are_counted_in_binary_units(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 4 << 20, "B") as bar:
+        bar.advance(1 << 20)
+        bar._bar.refresh()
+    assert "1.00M/4.00M" in shown.getvalue()
+
+
+def test_an_unknown_total_is_no_obstacle(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("list", None, " files") as bar:
+        bar.advance(5)
+        bar._bar.refresh()
+    assert "5 files" in shown.getvalue()
+
+
+def test_logs_stay_clean(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with ProgressBar("stage", 2, " files") as bar:
+        bar.advance(2)
+    assert log.getvalue() == ""
+
+
+def test_a_bar_that_is_not_enabled_says_nothing_even_in_a_terminal(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 2, " files", enabled=False) as bar:
+        bar.advance(2)
+    assert shown.getvalue() == ""
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_bar_leaves_no_thread(monkeypatch, enabled):
+    terminal(monkeypatch)
+    with ProgressBar("stage", 2, " files", enabled=enabled) as bar:
+        bar.advance(1)
+    assert [thread.name for thread in threading.enumerate() if "tqdm" in type(thread).__module__] == []
+
+
+def test_a_missing_widget_package_is_not_the_users_problem():
+    program = (
+        "import sys, warnings\n"
+        "warnings.simplefilter('error')\n"
+        "sys.modules['ipywidgets'] = None\n"
+        "from colabkit.progress import ProgressBar\n"
+        "with ProgressBar('stage', 1, ' files') as bar:\n"
+        "    bar.advance(1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_users_warning_filters_are_left_as_they_were():
+    before = list(warnings.filters)
+    with ProgressBar("stage", 1, " files"):
+        pass
+    assert warnings.filters == before

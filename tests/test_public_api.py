@@ -1,0 +1,84 @@
+"""The front door: names sorted, complete, documented, and cheap to import."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+import colabkit
+
+HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab", "psutil", "tqdm", "pynvml")
+MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert colabkit.__all__ == sorted(colabkit.__all__)
+    assert set(colabkit.__all__) == set(colabkit._HOMES) | MODULES
+    assert set(dir(colabkit)) == {*colabkit.__all__, "__version__"}
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        colabkit.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", sorted(set(colabkit.__all__) - MODULES))
+def test_every_public_object_and_method_is_documented(name: str) -> None:
+    thing = getattr(colabkit, name)
+    assert inspect.getdoc(thing)
+    assert thing.__name__ == name
+    if inspect.isclass(thing):
+        for method, function in vars(thing).items():
+            if not method.startswith("_") and inspect.isfunction(function):
+                assert function.__doc__, f"{name}.{method}"
+
+
+@pytest.mark.parametrize("name", sorted(set(colabkit.__all__) - MODULES))
+def test_every_argument_is_explained(name: str) -> None:
+    thing = getattr(colabkit, name)
+    if name.endswith("Report") or name in ("Pack", "PackedDataset"):
+        return  # made by colabkit alone
+    text = inspect.getdoc(thing) or ""
+    for parameter in inspect.signature(thing).parameters:
+        assert f"\n    {parameter}: " in text, f"{name} does not explain {parameter}"
+
+
+def test_no_function_has_a_modules_name() -> None:
+    for name, home in colabkit._HOMES.items():
+        assert name not in colabkit._HOMES.values(), f"{name} of {home} hides a module"
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_loads_nothing_heavy_and_changes_nothing() -> None:
+    code = f"""
+import json, logging, os, sys, threading, warnings
+def state():
+    return dict(os.environ), list(logging.root.handlers), list(warnings.filters), threading.active_count()
+before = state()
+import colabkit
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+loaded = sorted(name for name in sys.modules if name.startswith("colabkit"))
+print(json.dumps([heavy, before == state(), loaded]))
+"""
+    heavy, is_unchanged, loaded = json.loads(run_python(code))
+    assert heavy == []
+    assert is_unchanged
+    assert loaded == ["colabkit"]
+
+
+def test_import_takes_under_a_tenth_of_a_second() -> None:
+    code = "import time; t = time.perf_counter(); import colabkit; print(time.perf_counter() - t)"
+    assert min(float(run_python(code)) for _ in range(3)) < 0.1
+
+
+def test_staging_and_packing_need_no_torch() -> None:
+    code = "import colabkit as c, sys; c.pack, c.stage, c.runtime, c.verify; print('torch' in sys.modules)"
+    assert run_python(code).strip() == "False"
