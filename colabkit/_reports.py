@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-_CELL = "text-align:left;padding:1px 12px 1px 0;border:0;background:none"
+_CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
 
 
 def escape(text: object) -> str:
@@ -25,7 +25,7 @@ def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, .
     head = "".join(f'<th scope="col" style="{_CELL}">{escape(cell)}</th>' for cell in header)
     body = "".join(
         "<tr>"
-        + f'<th scope="row" style="{_CELL};font-weight:normal;opacity:0.7">{escape(row[0])}</th>'
+        + f'<th scope="row" style="{_CELL};white-space:nowrap;font-weight:normal;opacity:0.7">{escape(row[0])}</th>'
         + "".join(f'<td style="{_CELL};font-variant-numeric:tabular-nums">{escape(cell)}</td>' for cell in row[1:])
         + "</tr>"
         for row in rows

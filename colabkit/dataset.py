@@ -84,7 +84,12 @@ class Pack(Mapping[str, "PackedDataset"]):
             field = self._info.fields[f"{SAMPLES}_{split}"]
             shape = " x ".join(map(str, field.shape))
             rows.append(
-                (split, format_count(field.shape[0]), f"{field.dtype[1:]} {shape}", format_bytes(field.size_bytes))
+                (
+                    split,
+                    format_count(field.shape[0]),
+                    f"{np.dtype(field.dtype)} {shape}",
+                    format_bytes(field.size_bytes),
+                )
             )
         table = html_table(repr(self), rows, ("split", "samples", "layout", "bytes"))
         return table + html_table("", [("source", self.source), ("seal", self._info.seal[:16])])

@@ -104,7 +104,8 @@ class RuntimeReport(Report):
 
     def _summary(self) -> str:
         gpus = "; ".join(map(repr, self.gpus)) or "no GPU"
-        return f"{self.place}, Python {self.python}: {self.cpus:g} CPUs, {self.memory!r}, {gpus}"
+        place = "" if self.place == "Python" else f"{self.place}, "
+        return f"{place}Python {self.python}: {self.cpus:g} CPUs, {self.memory!r}, {gpus}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -112,7 +113,7 @@ class RuntimeReport(Report):
             ("RAM", f"{self.memory!r} (limit: {self.memory.limited_by})"),
             *(("tmpfs", repr(disk)) for disk in self.tmpfs),
             *(("disk", repr(disk)) for disk in self.disks),
-            *(("GPU", repr(gpu)) for gpu in self.gpus or ("none",)),
+            *([("GPU", repr(gpu)) for gpu in self.gpus] or [("GPU", "none")]),
             ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
         ]
 

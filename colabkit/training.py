@@ -120,7 +120,7 @@ class TrainReport(Report):
                 )
             )
         if self.checkpoint:
-            rows.append(("checkpoint", str(self.checkpoint)))
+            rows.append(("checkpoint", "", "", "", str(self.checkpoint)))
         return rows
 
 

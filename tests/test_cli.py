@@ -25,7 +25,7 @@ def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runtime"]) == 0
-    assert capsys.readouterr().out.startswith(f"Python, Python {sys.version.split()[0]}")
+    assert capsys.readouterr().out.startswith(f"Python {sys.version.split()[0]}: ")
 
 
 def test_json_is_the_report_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
