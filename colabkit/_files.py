@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from colabkit._units import format_bytes
+from colabkit.environment import is_tmpfs, memory_limits, read_file
 from colabkit.errors import ColabkitError, FileFailed, NotEnoughSpace, TargetExists, cannot
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class Partial:
         if not replace and os.path.lexists(self.final):
             act = f"publish {str(self.final)!r}"
             raise TargetExists(cannot(act, "the path was taken meanwhile", "a free path", "Run it again"))
-        if self.final.is_dir() and not self.final.is_symlink():
+        if self.path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
             # Folders cannot be replaced in one rename: the old one becomes a partial first, and is removed last.
             _rename(self.final, self._old)
             _rename(self.path, self.final)
@@ -260,7 +261,11 @@ def check_space(act: str, needed: int, path: Path, available: int | None = None)
     Raises:
         NotEnoughSpace: naming both numbers.
     """
-    free = free_bytes(path) if available is None else min(available, free_bytes(path))
+    free = free_bytes(path)
+    if is_tmpfs(path):  # its bytes are RAM, of which a cgroup may allow less than the file system says
+        free = min(free, memory_limits(read_file).available_bytes)
+    if available is not None:
+        free = min(free, available)
     if needed > free:
         where = f"{format_bytes(free)} free at {str(path.parent)!r}"
         raise NotEnoughSpace(

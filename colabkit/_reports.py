@@ -50,6 +50,11 @@ class Report(ABC):
     def _rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the notebook's table: a name and its values."""
 
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong with what the report is about."""
+        return True
+
     def __repr__(self) -> str:
         return self._summary()
 

@@ -34,14 +34,17 @@ class Normalize:
         if not dtype.is_floating_point:
             raise InvalidOption(cannot("normalize", f"dtype={dtype}", "a floating dtype", "Use torch.float32, say"))
         self.dtype = dtype
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
         # (x / 255 - mean) / std is one multiplication and one addition.
         self._scale = torch.tensor([1 / (255 * s) for s in std]).view(1, -1, 1, 1)
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the normalised images, on the device they are on."""
-        scale = self._scale.to(images.device, self.dtype)
-        shift = self._shift.to(images.device, self.dtype)
+        if images.device not in self._constants:  # moving them makes the host wait for the device, so once is enough
+            moved = self._scale.to(images.device, self.dtype), self._shift.to(images.device, self.dtype)
+            self._constants[images.device] = moved
+        scale, shift = self._constants[images.device]
         return images.to(self.dtype, copy=True).mul_(scale).add_(shift)
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from colabkit import _files
-from colabkit.errors import Corrupt, cannot
+from colabkit.errors import Corrupt, InvalidOption, cannot
 
 __all__ = ["Checkpoint", "newest_checkpoint", "newest_step", "save_checkpoint"]
 
@@ -55,26 +55,33 @@ class Checkpoint:
 def save_checkpoint(folder: Path, step: int, content: Mapping[str, Any]) -> Path:
     """Save `content` with the state of all random generators as the checkpoint of `step`, and return its path.
 
-    On the medium when it returns. The newest two checkpoints are kept.
+    On the medium when it returns. The newest two checkpoints are kept. What will be written is first loaded once, in
+    memory: a checkpoint that cannot be loaded is found now, not when it is needed.
 
     Raises:
+        InvalidOption: if `content` holds objects that only an unsafe load would bring back.
         NotEnoughSpace: if it does not fit; the older checkpoints stay.
         FileFailed: if the file system refuses.
     """
-    buffer = io.BytesIO()
-    torch.save({**content, "random": _random_state()}, buffer)
-    data = buffer.getbuffer()
     path = folder / f"checkpoint-{step:08d}.pt"
+    act = f"save {str(path)!r}"
+    buffer = io.BytesIO()
+    try:
+        torch.save({**content, "random": _random_state()}, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickling runs the objects' own code
+        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        needed = "a state of tensors, numbers, text, lists and dicts, which alone can be loaded safely"
+        raise InvalidOption(cannot(act, found, needed, "Keep only these in what state= names")) from error
+    data = buffer.getbuffer()
     seal = {"format": _FORMAT, "step": step, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    with _files.translated(f"save {str(path)!r}"):
+    with _files.translated(act):
         for final, content_bytes in ((path, data), (path.with_suffix(".json"), json.dumps(seal).encode())):
             with _files.Partial(final) as partial:
                 _files.write_file(partial.path, content_bytes, durable=True)
                 partial.publish(replace=True)
         # A checkpoint of a later step is a damaged one that was passed over; it must not drive out good ones.
-        # What a killed save left without its seal goes too.
-        for unsealed in set(_numbered(folder, ".pt")) - set(_sealed(folder)):
-            _files.remove(unsealed)
         for old in [sealed for sealed in _sealed(folder) if _step_of(sealed) <= step][_KEEP:]:
             _files.remove(old.with_suffix(".json"))
             _files.remove(old)
@@ -115,9 +122,10 @@ def _sealed(folder: Path) -> list[Path]:
 
 
 def _numbered(folder: Path, suffix: str) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.suffix == suffix and _NAME.fullmatch(path.stem)]
+    with _files.translated(f"look for checkpoints in {str(folder)!r}"):
+        if not folder.exists():
+            return []
+        return [path for path in folder.iterdir() if path.suffix == suffix and _NAME.fullmatch(path.stem)]
 
 
 def _step_of(path: Path) -> int:

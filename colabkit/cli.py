@@ -1,7 +1,7 @@
 """The command `colabkit`: the verbs of the magics in a terminal.
 
-Exit status 0 when done, 1 after an error of colabkit, which is one line on standard error, 2 for arguments that cannot
-be meant, 130 after Ctrl-C.
+Exit status 0 when done, 1 after an error of colabkit, which is one line on standard error, and after `verify` of a
+damaged pack, 2 for arguments that cannot be meant, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("colabkit: interrupted", file=sys.stderr)
         return 130
     print(json.dumps(report.to_dict(), indent=2) if parsed.json else repr(report))
-    return 0
+    return 0 if report.is_good else 1
 
 
 def _look_up(reference: str) -> Any:
@@ -62,11 +62,11 @@ def _look_up(reference: str) -> Any:
 @cache
 def _module(file: str) -> ModuleType:
     path = Path(file)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"colabkit_file_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "FILE.py:NAME", "Check the path"))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 

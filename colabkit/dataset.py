@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from colabkit._reports import html_table
 from colabkit._units import format_bytes, format_count
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, MissingSplit, cannot
 from colabkit.pack_format import LABELS, SAMPLES, PackInfo, read_pack
 
 __all__ = ["Pack", "PackedDataset", "open_pack"]
@@ -38,7 +38,7 @@ def open_pack(path: str | os.PathLike[str]) -> Pack:
         NotSealed: if it is HDF5 but no finished pack.
         Corrupt: if it was sealed and has changed.
     """
-    return Pack(read_pack(Path(path).expanduser()))
+    return Pack(read_pack(Path(path).expanduser().absolute()))
 
 
 class Pack(Mapping[str, "PackedDataset"]):
@@ -60,7 +60,7 @@ class Pack(Mapping[str, "PackedDataset"]):
     def __getitem__(self, split: str) -> PackedDataset:
         if split not in self._info.splits:
             act = f"take split {split!r} of {str(self.path)!r}"
-            raise KeyError(cannot(act, "no such split", f"one of {', '.join(self)}", "Use one of these"))
+            raise MissingSplit(cannot(act, "no such split", f"one of {', '.join(self)}", "Use one of these"))
         if split not in self._splits:
             # The file is mapped by its name, which another pack may have taken since this one was opened.
             self._splits[split] = _reopen(self.path, self._info.seal, split)
@@ -73,7 +73,9 @@ class Pack(Mapping[str, "PackedDataset"]):
         return len(self._info.splits)
 
     def __repr__(self) -> str:
-        splits = ", ".join(f"{split} {format_count(len(self[split]))}" for split in self)
+        splits = ", ".join(
+            f"{split} {format_count(self._info.fields[f'{SAMPLES}_{split}'].shape[0])}" for split in self
+        )
         shape = "x".join(map(str, self._info.meta["sample_shape"]))
         size = format_bytes(self.path.stat().st_size)
         return f"Pack {str(self.path)!r}: {splits}; images {shape}, {len(self.classes)} classes, {size}"

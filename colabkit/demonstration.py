@@ -7,6 +7,7 @@ neither FUSE nor root; the naive loop is the usual `DataLoader` with two workers
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import tempfile
 import time
@@ -28,10 +29,10 @@ from colabkit._units import format_count, format_seconds, format_share
 from colabkit.augment import Normalize
 from colabkit.dataset import PackedDataset, open_pack
 from colabkit.decode import decode_image
-from colabkit.errors import BadImage, InvalidOption, cannot
+from colabkit.errors import BadImage, BadSource, InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.labels import ClassTree, class_tree
 from colabkit.loader import Loader
-from colabkit.packing import Size, pack
+from colabkit.packing import Size, height_and_width, pack
 from colabkit.panel import dashboard
 from colabkit.sources import FolderSource, Item, SlowSource, Source, ZipSource, open_source
 from colabkit.staging import stage
@@ -64,7 +65,8 @@ class DemoReport(Report):
         packed_wait_share: share of that time spent waiting for data.
         part_s: seconds of staging, packing, training, and of the loader's parts, which work in the background.
         epochs: trained from the pack.
-        accuracy: share of the test images that are classified rightly.
+        accuracy: share of the images of a split not trained on that are classified rightly.
+        accuracy_on: that split, `"test"` where there is one, else `"dev"`.
         kept: the folder that was kept, if any.
     """
 
@@ -80,6 +82,7 @@ class DemoReport(Report):
     part_s: Mapping[str, float]
     epochs: int
     accuracy: float
+    accuracy_on: str
     kept: Path | None
 
     def _title(self) -> str:
@@ -106,7 +109,12 @@ class DemoReport(Report):
                 "of the time",
             ),
             *((name, "", format_seconds(seconds), _PART_NOTES.get(name, "")) for name, seconds in self.part_s.items()),
-            ("test accuracy", "", f"{100 * self.accuracy:.1f}%", f"after {self.epochs} epoch{'s' * (self.epochs > 1)}"),
+            (
+                f"{self.accuracy_on} accuracy",
+                "",
+                f"{100 * self.accuracy:.1f}%",
+                f"after {self.epochs} epoch{'s' * (self.epochs > 1)}",
+            ),
         ]
 
     def _summary(self) -> str:
@@ -153,9 +161,11 @@ def demo(
         SourceMissing, BadSource, BadArchive, BadImage: if the data is not there, has no classes, or is broken.
         NotEnoughSpace: if near copy or pack do not fit.
     """
-    if epochs < 1 or latency < 0:
-        found = f"epochs={epochs}, latency={latency}"
-        raise InvalidOption(cannot("run the demo", found, "epochs of 1 or more and no negative latency", "Change them"))
+    act = "run the demo"
+    check_whole_number(act, "epochs", epochs, 1)
+    height_and_width(act, size)
+    if latency < 0:
+        raise InvalidOption(cannot(act, f"latency={latency}", "0 seconds or more", "Use latency=0.02, say"))
     say = print if progress else _silent
     source = open_source("samples:digits" if data is None else data)
     with _workplace(keep) as folder, torch.random.fork_rng(devices=[]):
@@ -164,6 +174,9 @@ def demo(
             say("0/4  Extracting the archive, so that its files lie on the slow drive")
         drive = SlowSource(_as_folder(source, folder / "drive", progress), latency)
         tree = class_tree(drive.list(), source.name)
+        if "train" not in tree.splits:
+            found = f"only the splits {', '.join(tree.splits)}"
+            raise BadSource(cannot(f"train on {source.name!r}", found, "a folder 'train'", "Rename one of the folders"))
         shape = _shape(drive.source, tree, size)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         batch_size = 32 if sum(map(len, tree.splits.values())) < 10_000 else 128
@@ -200,7 +213,8 @@ def demo(
         packed_wait_share=report.wait_share,
         part_s={"stage": staged.seconds, "pack": packed.seconds, "train": train_s, **report.parts},
         epochs=epochs,
-        accuracy=report.epochs[-1].validation["test accuracy"],
+        accuracy=report.epochs[-1].validation[f"{test.split} accuracy"],
+        accuracy_on=test.split,
         kept=None if keep is None else folder,
     )
 
@@ -213,8 +227,11 @@ def _silent(text: str) -> None:
 def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
     if keep is not None:
         folder = Path(keep).expanduser()
-        with _files.translated(f"keep the demo in {str(folder)!r}"):
+        act = f"keep the demo in {str(folder)!r}"
+        with _files.translated(act):
             _files.make_folder(folder)
+            if any(folder.iterdir()):
+                raise TargetExists(cannot(act, "the folder is not empty", "an empty folder", "Choose another folder"))
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="colabkit-demo-") as name:
@@ -286,14 +303,13 @@ def _train_naively(
     step = supervised_step(model, torch.optim.AdamW(model.parameters()))
     images = 0
     wait_s = 0.0
-    batches = map(partial(_checked, drive, tree.splits["train"]), loader)
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))  # few images make few batches
+    batches = map(partial(_checked, drive, tree.splits["train"]), endless)
     step(_moved(next(batches), device))
     started = time.perf_counter()
     for _ in range(_NAIVE_BATCHES):
         asked = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
-            break
+        batch = next(batches)
         wait_s += time.perf_counter() - asked
         step(_moved(batch, device))
         images += len(batch[1])
@@ -354,7 +370,7 @@ def _accuracy_on(model: nn.Module, loader: Loader) -> Callable[[], dict[str, flo
         model.eval()
         with torch.inference_mode():
             right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
-        return {"test accuracy": right / len(loader.dataset)}
+        return {f"{loader.dataset.split} accuracy": right / len(loader.dataset)}
 
     return accuracy
 

@@ -311,7 +311,7 @@ def _text(value: str | bytes | None) -> str | None:
 def near_folder(environ: Mapping[str, str]) -> Path:
     """Return where near copies go on disk unless the user says otherwise; `COLABKIT_NEAR` overrides it."""
     if chosen := environ.get("COLABKIT_NEAR"):
-        return Path(chosen)
+        return Path(chosen).expanduser()
     for folder in ("/content", "/kaggle/temp"):
         if Path(folder).is_dir():
             return Path(folder) / "colabkit"
@@ -346,10 +346,20 @@ def _disk(folder: str, mounts: list[tuple[str, str]]) -> DiskReport | None:
         stats = os.statvfs(folder)
     except OSError:
         return None
-    path = Path(folder).resolve()
+    return DiskReport(
+        str(folder), _fstype(Path(folder), mounts), stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+    )
+
+
+def _fstype(path: Path, mounts: list[tuple[str, str]]) -> str:
+    path = path.resolve()
     holding = [(len(point), number) for number, (point, _) in enumerate(mounts) if path.is_relative_to(point)]
-    fstype = mounts[max(holding)[1]][1] if holding else "unknown"
-    return DiskReport(str(folder), fstype, stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize)
+    return mounts[max(holding)[1]][1] if holding else "unknown"
+
+
+def is_tmpfs(path: Path) -> bool:
+    """Return whether the bytes of a file at `path`, there already or not, are RAM."""
+    return _fstype(path, list(_mounts(read_file))) == "tmpfs"
 
 
 def _working_folder() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ ColabkitError
 ├── FileFailed (OSError)                the file system refused an operation
 ├── NotSealed (ValueError)              a file without the mark that proves it whole
 ├── Corrupt (ValueError)                a sealed file whose content is no longer what was sealed
-├── MissingPackage (ImportError)        an optional package is needed
+├── MissingSplit (KeyError)             a pack has no split of this name
 └── LoaderFailed (RuntimeError)         the loader's background work failed
 ```
 
@@ -23,6 +23,7 @@ In a notebook an error is that one line; with the environment variable `COLABKIT
 
 from __future__ import annotations
 
+import numbers
 import os
 import traceback
 
@@ -35,7 +36,7 @@ __all__ = [
     "FileFailed",
     "InvalidOption",
     "LoaderFailed",
-    "MissingPackage",
+    "MissingSplit",
     "NotEnoughSpace",
     "NotSealed",
     "SourceChanged",
@@ -98,8 +99,10 @@ class Corrupt(ColabkitError, ValueError):
     """A sealed file no longer holds what was sealed."""
 
 
-class MissingPackage(ColabkitError, ImportError):
-    """A package is needed that is not installed."""
+class MissingSplit(ColabkitError, KeyError):
+    """A pack has no split of this name."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes
 
 
 class LoaderFailed(ColabkitError, RuntimeError):
@@ -116,3 +119,20 @@ def cannot(act: str, found: str, needed: str, next_step: str) -> str:
         next_step: a sentence that says what to do, without its full stop.
     """
     return f"Cannot {act}: {found}, {needed}. {next_step}."
+
+
+def check_whole_number(act: str, name: str, value: object, least: int) -> None:
+    """Raise `InvalidOption` unless `value` is a whole number of at least `least`.
+
+    Args:
+        act: verb and object for the message.
+        name: of the argument.
+        value: what was given; numbers of NumPy count.
+        least: the smallest allowed value.
+    """
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least:  # type: ignore[operator]
+        found = f"{name}={value!r}"
+        raise InvalidOption(
+            cannot(act, found, f"a whole number of {least} or more", f"Use {name}={max(least, 1)}, say")
+        )

@@ -85,7 +85,11 @@ def split_line(line: str, namespace: dict[str, Any]) -> list[str]:
         variable = _VARIABLE.fullmatch(raw)
         name, *attributes = (variable[1] or variable[2]).split(".") if variable else [""]
         if name in namespace:
-            words.append(str(reduce(getattr, attributes, namespace[name])))
+            try:
+                words.append(str(reduce(getattr, attributes, namespace[name])))
+            except AttributeError as error:
+                needed = "an attribute that is there"
+                raise InvalidOption(cannot(f"use {raw!r}", str(error), needed, "Check its name")) from error
             continue
         try:
             words.append("".join(shlex.split(raw)))

@@ -170,20 +170,23 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """`train()` begins: epochs in all, steps of an epoch, steps already done when it resumes."""
+    """`train()` begins: epochs in all, steps of a whole epoch."""
 
     meters: LoaderMeters
     epochs: int
     steps_per_epoch: int
-    steps_done: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is over. `values` are what the step returned, not yet read from the device: `float(value)` reads them."""
+    """A step is over: its number in all, its number in this epoch, both from 1.
+
+    `values` are what the step returned, not yet read from the device: `float(value)` reads them.
+    """
 
     epoch: int
     step: int
+    step_in_epoch: int
     values: Mapping[str, object]
 
 

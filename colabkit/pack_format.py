@@ -174,7 +174,8 @@ def read_pack(path: Path) -> PackInfo:
 
     act = f"open {str(path)!r}"
     if not path.is_file():
-        raise SourceMissing(cannot(act, "no such file", "a pack", "Make one with pack()"))
+        found = "a folder" if path.is_dir() else "no such file"
+        raise SourceMissing(cannot(act, found, "a pack", "Check the path, or make one with pack()"))
     try:
         seal, table_crcs = _checked_seal(act, path)
         with h5py.File(path, "r", locking=False) as file:

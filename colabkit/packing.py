@@ -27,11 +27,21 @@ from colabkit._reports import Report
 from colabkit._units import format_bytes, format_count, format_rate, format_seconds
 from colabkit.decode import Pixels, decode_image
 from colabkit.environment import usable_cpus
-from colabkit.errors import BadImage, ColabkitError, InvalidOption, TargetExists, cannot
+from colabkit.errors import BadImage, ColabkitError, InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.labels import ClassTree, class_tree, split_by_fraction
 from colabkit.pack_format import CRC, LABELS, SAMPLES, FieldLayout, PackInfo, create_pack, read_pack, seal_pack
 from colabkit.progress import ProgressBar
-from colabkit.sources import Item, Retries, Source, Threads, concurrently, open_source, read_item
+from colabkit.sources import (
+    Item,
+    Retries,
+    Source,
+    Threads,
+    check_outside,
+    check_threads,
+    concurrently,
+    open_source,
+    read_item,
+)
 
 __all__ = ["PackReport", "VerifyReport", "pack", "verify"]
 
@@ -98,6 +108,11 @@ class VerifyReport(Report):
     damaged: tuple[tuple[str, int], ...]
     seconds: float
 
+    @property
+    def is_good(self) -> bool:
+        """Whether no sample is damaged."""
+        return not self.damaged
+
     def _summary(self) -> str:
         if not self.damaged:
             return f"{str(self.path)!r} is whole: all {format_count(self.samples)} samples are as they were sealed"
@@ -149,23 +164,31 @@ def pack(
     started = time.monotonic()
     opened = open_source(source)
     act = f"pack {opened.name!r}"
-    if threads != "auto" and threads < 1:
-        raise InvalidOption(cannot(act, f"threads={threads}", "at least 1", "Use threads='auto'"))
+    check_threads(act, threads)
+    check_whole_number(act, "seed", seed, 0)
     if channels not in (1, 3):
         raise InvalidOption(cannot(act, f"channels={channels}", "3 for RGB or 1 for luminance", "Use one of them"))
     final = Path(out).expanduser()
+    if final.is_dir():
+        needed = "the path of a file, as in 'birds.h5'"
+        raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
+    check_outside(act, opened, final)
     with _files.translated(act), closing(opened):
         tree = class_tree(opened.list(), opened.name)
         if splits is not None:
             tree = split_by_fraction(tree, splits, seed)
-        reader = _ImageReader(opened, channels, _height_and_width(act, size))
+        reader = _ImageReader(opened, channels, height_and_width(act, size))
         shape = reader.sample_shape(tree)
         meta = {
             "source": opened.name,
             "classes": tree.classes,
             "splits": {split: len(samples) for split, samples in tree.splits.items()},
             "sample_shape": shape,
-            "options": {"resized": size is not None, "splits": dict(splits) if splits else None, "seed": seed},
+            "options": {
+                "resized": size is not None,
+                "splits": dict(splits) if splits else None,
+                "seed": seed if splits else None,
+            },
             "listing": _listing_digest(tree),
             "source_bytes": sum(item.size for samples in tree.splits.values() for item, _ in samples),
             "left_out": tree.left_out,
@@ -251,13 +274,16 @@ def _listing_digest(tree: ClassTree) -> str:
     return digest.hexdigest()
 
 
-def _height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
+def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
+    """Return the size as a pair, None for the images' own; raises `InvalidOption` for anything else."""
     if size is None:
         return None
-    height, width = (size, size) if isinstance(size, int) else size
-    if height < 1 or width < 1:
-        raise InvalidOption(cannot(act, f"size={size}", "positive height and width", "Use size=224, say"))
-    return height, width
+    both = (size, size) if isinstance(size, int) else size
+    is_pair = isinstance(both, tuple | list) and len(both) == 2
+    if not is_pair or not all(isinstance(side, int) and side >= 1 for side in both):
+        found, needed = f"size={size!r}", "a whole number, or height and width"
+        raise InvalidOption(cannot(act, found, needed, "Use size=224 or size=(240, 320), say"))
+    return both[0], both[1]
 
 
 def _fields(tree: ClassTree, shape: tuple[int, int, int]) -> tuple[FieldLayout, ...]:

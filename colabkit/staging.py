@@ -22,7 +22,6 @@ from colabkit._units import format_bytes, format_count, format_rate, format_seco
 from colabkit.environment import memory_limits, near_folder, read_file
 from colabkit.errors import (
     BadSource,
-    InvalidOption,
     NotSealed,
     SourceMissing,
     TargetExists,
@@ -31,11 +30,14 @@ from colabkit.errors import (
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
     STAGE_SEAL,
+    FolderSource,
     Item,
     Retries,
     Source,
     Threads,
     ZipSource,
+    check_outside,
+    check_threads,
     concurrently,
     open_source,
     read_blocks,
@@ -146,9 +148,8 @@ def stage(
         SourceChanged: if a file's size changed between listing and reading.
     """
     started = time.monotonic()
-    if threads != "auto" and threads < 1:
-        raise InvalidOption(cannot("stage", f"threads={threads}", "at least 1", "Use threads='auto'"))
     opened = open_source(source)
+    check_threads(f"stage {opened.name!r}", threads)
     keep_archive = isinstance(opened, ZipSource) and not extract
     act = f"stage {opened.name!r}"
     with _files.translated(act), closing(opened):
@@ -280,9 +281,18 @@ def _find_staged(source: Source, to: str | os.PathLike[str], key: str) -> tuple[
     else:
         candidates = [places[to] if isinstance(to, str) and to in places else Path(to).expanduser()]
     for folder in candidates:
-        if (seal := _read_seal(folder)) and seal.key == key:
+        if (seal := _read_seal(folder)) and seal.key == key and _is_complete(folder, seal):
             return folder, seal
     return None
+
+
+def _is_complete(folder: Path, seal: _Seal) -> bool:
+    """Return whether a near copy still has as many files and bytes as it was sealed with."""
+    if seal.archive:
+        kept = folder / seal.archive
+        return kept.is_file() and kept.stat().st_size == seal.staged_bytes
+    listing = FolderSource(folder).list()
+    return (len(listing.items), listing.total_bytes) == (seal.files, seal.staged_bytes)
 
 
 def _choose(source: Source, to: str | os.PathLike[str], key: str, needed: int) -> tuple[str, str, Path]:
@@ -308,9 +318,7 @@ def _tmpfs_room() -> int:
 
 
 def _check_target(act: str, source: Source, final: Path, key: str, refresh: bool) -> None:
-    if Path(os.path.realpath(final)).is_relative_to(os.path.realpath(source.name)):
-        found = f"the target {str(final)!r} lies inside the source"
-        raise BadSource(cannot(act, found, "a target elsewhere", "Choose another target"))
+    check_outside(act, source, final)
     if not os.path.lexists(final):
         return
     seal = _read_seal(final)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat, TypeAlias, cast
+from typing import Any, Protocol, SupportsFloat, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from colabkit import meters
 from colabkit._reports import Report
 from colabkit._units import format_rate, format_seconds, format_share
 from colabkit.checkpoint import newest_checkpoint, newest_step, save_checkpoint
-from colabkit.errors import InvalidOption, TargetExists, cannot
+from colabkit.errors import InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.loader import Loader
 
 __all__ = ["EpochRecord", "TrainReport", "supervised_step", "train"]
@@ -31,6 +31,7 @@ Values: TypeAlias = Mapping[str, object]
 Step: TypeAlias = Callable[[Batch], object]
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A model, optimizer or scheduler: anything whose state can be taken and set."""
 
@@ -156,16 +157,26 @@ def train(
         Corrupt: if all checkpoints are damaged.
         NotEnoughSpace, FileFailed: if a checkpoint cannot be written.
     """
-    if epochs < 0:
-        raise InvalidOption(cannot("train", f"epochs={epochs}", "0 or more", "Use epochs=1, say"))
-    run = _Run(loader, dict(state or {}), None if save_to is None else Path(save_to).expanduser(), resume)
+    act = "train"
+    check_whole_number(act, "epochs", epochs, 0)
+    if not callable(step) or not isinstance(loader, Loader):
+        found = f"a {type(step).__name__} and a {type(loader).__name__}"
+        raise InvalidOption(cannot(act, found, "a callable step and a colabkit.Loader", "Pass train(step, loader)"))
+    if state is not None and not isinstance(state, Mapping):
+        found = f"state is a {type(state).__name__}"
+        raise InvalidOption(cannot(act, found, "a dict of names and objects", "Use state={'model': model}"))
+    for name, part in (state or {}).items():
+        if not isinstance(part, Stateful):
+            found = f"state has {name!r}, a {type(part).__name__}"
+            raise InvalidOption(cannot(act, found, "objects with state_dict and load_state_dict", "Leave it out"))
+    run = _Run(loader, dict(state or {}), None if save_to is None else Path(save_to).expanduser().absolute(), resume)
     started = time.monotonic()
     before = loader.meters.snapshot()
     trained_s = 0.0
     error: BaseException | None = None
     is_left = len(run.history) < epochs
     if is_left:
-        meters.publish(meters.RunStarted(loader.meters, epochs, len(loader), run.steps))
+        meters.publish(meters.RunStarted(loader.meters, epochs, len(loader)))
     try:
         for epoch in range(len(run.history), epochs):
             record = run.epoch(epoch, step, on_step)
@@ -251,8 +262,9 @@ class _Run:
             raise TargetExists(
                 cannot(act, f"a checkpoint of step {step}", "no checkpoints", "Use resume=True or another folder")
             )
-        found = newest_checkpoint(folder, self._loader.device)
+        found = newest_checkpoint(folder)  # on the CPU: loading copies the values to where the objects are
         if found is None:
+            self.save()  # the start: shows that saving works before hours are spent, and where to begin again
             return
         saved = found.content["state"]
         if set(saved) != set(self._state):
@@ -288,7 +300,7 @@ class _Run:
                 values = _values(step(batch))
                 means.add(values, len(batch[1]))
                 self.steps += 1
-                done = meters.StepDone(epoch, self.steps, values)
+                done = meters.StepDone(epoch, self.steps, self.steps - steps_before, values)
                 meters.publish(done)
                 if on_step is not None:
                     on_step(done)
@@ -344,7 +356,7 @@ def _numbers(result: object, giver: str, needed: str) -> Values:
         if not _is_number(value):
             found = f"{giver} returned {name!r} as a {type(value).__name__}"
             raise InvalidOption(cannot("train", found, f"{needed}, each a single one", "Return its mean, say"))
-    return result
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in result.items()}
 
 
 def _is_number(value: object) -> bool:

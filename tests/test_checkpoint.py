@@ -310,3 +310,10 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileFailed, match="Cannot save"):
         save_checkpoint(tmp_path / "file" / "folder", 1, content(1))
+
+
+def test_a_foreign_file_with_a_checkpoints_name_is_left_alone(tmp_path):
+    (tmp_path / "checkpoint-00000100.pt").write_bytes(b"theirs")
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, content(step))
+    assert (tmp_path / "checkpoint-00000100.pt").read_bytes() == b"theirs"

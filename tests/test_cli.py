@@ -13,6 +13,7 @@ import pytest
 import colabkit
 from colabkit.cli import main
 from colabkit.options import VERBS
+from colabkit.pack_format import read_pack
 
 
 def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +58,17 @@ def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("colabkit.environment.runtime", interrupted)
     assert main(["runtime"]) == 130
     assert capsys.readouterr().err == "colabkit: interrupted\n"
+
+
+def test_a_damaged_pack_is_exit_status_1(image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = colabkit.pack(image_tree, tmp_path / "p.h5", progress=False).path
+    assert main(["verify", str(path), "--no-progress"]) == 0
+    data = bytearray(path.read_bytes())
+    data[read_pack(path).fields["X_train"].offset] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert main(["verify", str(path), "--no-progress"]) == 1
+    assert "is damaged: 1 of 24 samples, first train[0]" in capsys.readouterr().out
 
 
 def test_train_takes_objects_from_a_file(image_tree: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from conftest import leftovers, make_tree
 
 import colabkit
 from colabkit.cli import main
-from colabkit.errors import BadImage, BadSource, InvalidOption, SourceMissing
+from colabkit.errors import BadImage, BadSource, InvalidOption, SourceMissing, TargetExists
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,20 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert sorted(path for path in tmp_path.rglob("*") if "kept" not in path.parts) == before
 
 
-def test_options_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(InvalidOption, match="epochs=0"):
-        colabkit.demo(epochs=0)
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 1.5}, {"size": 0}, {"latency": -1}])
+def test_options_that_cannot_be_meant_are_refused(options: dict) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        colabkit.demo(**options)
+
+
+def test_a_folder_with_something_in_it_is_not_used_to_keep_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(TargetExists, match="not empty"):
+        colabkit.demo(keep=tmp_path, progress=False)
+
+
+def test_a_tree_without_training_images_is_one_line(tmp_path: Path) -> None:
+    make_tree(tmp_path / "tree" / "val", 2)
+    make_tree(tmp_path / "tree" / "test", 2)
+    with pytest.raises(BadSource, match="only the splits dev, test"):
+        colabkit.demo(tmp_path / "tree", latency=0, progress=False)

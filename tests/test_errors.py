@@ -30,7 +30,7 @@ BUILTINS = {
     "FileFailed": OSError,
     "NotSealed": ValueError,
     "Corrupt": ValueError,
-    "MissingPackage": ImportError,
+    "MissingSplit": KeyError,
     "LoaderFailed": RuntimeError,
 }
 REASON_ONLY = {("decode.py", "BadImage")}

@@ -125,8 +125,10 @@ def test_batches_are_the_rows_of_the_data_set_for_any_size_and_dtype(tmp_path, s
     assert torch.equal(labels, data.labels[order])
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 22, 23, 1000])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"),
+    [(1, False), (4, False), (22, False), (23, False), (1000, False), (4, True), (22, True)],
+)
 def test_batches_have_the_promised_count_shape_and_memory_format(data, batch_size, drop_last):
     loader = Loader(data, batch_size, drop_last=drop_last)
     batches = list(loader)
@@ -445,3 +447,47 @@ def test_two_hundred_epochs_leak_nothing(folder):
     after = resources()
     assert after[:2] == (threads, descriptors)
     assert after[2] - resident < 8 << 20  # an epoch's images alone are 2.3 MiB of floats
+
+
+def test_keeping_the_labels_keeps_no_images(data):
+    loader = Loader(data, 4)
+    labels = [labels for _, labels in loader]
+    assert all(some.untyped_storage().nbytes() <= 8 * len(data) for some in labels)
+
+
+def test_closing_waits_for_one_transform_at_most(data):
+    entered, release, calls = threading.Event(), threading.Event(), []
+
+    def transform(images: torch.Tensor) -> torch.Tensor:
+        calls.append(len(images))
+        if len(calls) == 3:  # in the second group, of two batches
+            entered.set()
+            release.wait(30)
+        return images
+
+    batches = iter(Loader(data, 2, transform=transform, prefetch_batches=8))
+    next(batches)
+    entered.wait(30)
+    threading.Timer(0.05, release.set).start()
+    batches.close()
+    made = len(calls)
+    assert made == 3
+    assert not [thread for thread in threading.enumerate() if thread.name == "colabkit-loader"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": "4"},
+        {"batch_size": 4.0},
+        {"batch_size": True},
+        {"prefetch_batches": 2.5},
+        {"seed": None},
+        {"transform": 3},
+        {"batch_size": 23, "drop_last": True},
+        {"device": 99},
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused_at_once(data, options):
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        Loader(data, **{"batch_size": 4, **options})

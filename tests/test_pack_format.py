@@ -146,7 +146,7 @@ def test_any_change_of_what_the_pack_says_of_itself_is_corrupt(packed):
 
 def test_nothing_there_is_source_missing(tmp_path):
     for path in (tmp_path, tmp_path / "none.h5", tmp_path / "none" / "none.h5"):
-        with pytest.raises(SourceMissing, match="no such file"):
+        with pytest.raises(SourceMissing, match=r"no such file|a folder"):
             read_pack(path)
 
 

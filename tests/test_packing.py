@@ -379,3 +379,57 @@ def test_reports_say_what_was_made(tmp_path, image_tree):
     assert "<table" in report._repr_html_()
     whole = verify(report.path, progress=False)
     assert repr(whole).endswith("is whole: all 24 samples are as they were sealed")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_is_never_replaced_by_a_pack(image_tree, tmp_path, overwrite):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "mine.txt").write_text("mine")
+    with pytest.raises(TargetExists, match="is a folder"):
+        pack(image_tree, tmp_path / "photos", overwrite=overwrite, progress=False)
+    assert (tmp_path / "photos" / "mine.txt").read_text() == "mine"
+
+
+def test_a_pack_is_never_written_into_or_over_its_source(image_tree, tmp_path):
+    before = sorted(image_tree.rglob("*"))
+    for target in (image_tree / "p.h5", image_tree / "ants" / "p.h5"):
+        with pytest.raises(BadSource, match="lies inside the source"):
+            pack(image_tree, target, overwrite=True, progress=False)
+    assert sorted(image_tree.rglob("*")) == before
+    archive = tmp_path / "tree.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in image_tree.rglob("*.png"):
+            file.write(path, path.relative_to(image_tree))
+    data = archive.read_bytes()
+    with pytest.raises(BadSource):
+        pack(archive, archive, overwrite=True, progress=False)
+    assert archive.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": "224"},
+        {"size": (1, 2, 3)},
+        {"size": 22.5},
+        {"size": 0},
+        {"threads": "4"},
+        {"threads": 0},
+        {"seed": 1.5},
+    ],
+)
+def test_options_of_the_wrong_kind_are_one_line(image_tree, tmp_path, options):
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        pack(image_tree, tmp_path / "p.h5", progress=False, **options)
+    assert not (tmp_path / "p.h5").exists()
+
+
+@pytest.mark.parametrize("source", [None, 3, "", ["a"]])
+def test_what_is_no_source_is_one_line(tmp_path, source):
+    with pytest.raises(InvalidOption, match="Cannot read"):
+        pack(source, tmp_path / "p.h5", progress=False)
+
+
+def test_a_seed_without_splits_changes_nothing(image_tree, tmp_path):
+    pack(image_tree, tmp_path / "p.h5", seed=1, progress=False)
+    assert pack(image_tree, tmp_path / "p.h5", seed=2, progress=False).reused

@@ -133,13 +133,13 @@ def meter(wait_s: float = 1.0, user_s: float = 3.0, batches: int = 10) -> meters
 
 def test_the_recorder_follows_a_run() -> None:
     recorder, counts = Recorder(), meters.LoaderMeters()
-    recorder.note(meters.RunStarted(counts, 2, 10, 10))
+    recorder.note(meters.RunStarted(counts, 2, 10))
     recorder.note(meters.EpochStarted(counts, 1, 10, 40))
     full = meter()
     for name in ("batches", "samples", "wait_s", "user_s", "ready", "_parts"):
         setattr(counts, name, getattr(full, name))
     recorder.note(meters.BatchTaken(counts))
-    recorder.note(meters.StepDone(1, 13, {"loss": 0.5}))
+    recorder.note(meters.StepDone(1, 13, 3, {"loss": 0.5}))
     state = recorder.state(None, 0.0)
     assert (state.phase, state.epoch, state.epochs, state.step, state.steps_per_epoch) == ("running", 2, 2, 3, 10)
     assert (state.wait_share, state.images_per_s, state.occupancy_rate) == (0.25, 10.0, 0.5)
@@ -152,8 +152,8 @@ def test_the_recorder_follows_a_run() -> None:
 
 def test_the_recorder_ignores_the_loader_of_the_validation() -> None:
     recorder, counts, other = Recorder(), meters.LoaderMeters(), meters.LoaderMeters()
-    recorder.note(meters.RunStarted(counts, 1, 10, 0))
-    recorder.note(meters.StepDone(0, 4, {}))
+    recorder.note(meters.RunStarted(counts, 1, 10))
+    recorder.note(meters.StepDone(0, 4, 4, {}))
     recorder.note(meters.EpochStarted(other, 7, 99, 99))
     recorder.note(meters.Waiting(other, 5.0))
     state = recorder.state(None, 0.0)
@@ -173,7 +173,7 @@ def test_the_recorder_follows_a_plain_loop() -> None:
 def test_losses_that_are_no_numbers_do_not_break_the_curve() -> None:
     recorder = Recorder()
     for loss in (1.0, float("nan"), float("inf"), 2.0):
-        recorder.note(meters.StepDone(0, 1, {"loss": loss}))
+        recorder.note(meters.StepDone(0, 1, 1, {"loss": loss}))
         state = recorder.state(None, 0.0)
         render(state)
     assert state.loss_curve == (1.0, 2.0)
@@ -257,6 +257,18 @@ def test_the_panel_opens_and_closes_itself_beside_training(
     finally:
         stop()
     assert meters._listeners == []
+
+
+def test_the_panel_that_opened_itself_tells_what_stopped_training(
+    loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = show_beside_training()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            colabkit.train(lambda batch: 1 / 0, loader)
+    finally:
+        stop()
+    assert "Stopped by ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_a_terminal_is_rewritten_in_place_and_a_log_gets_the_last_frame_only() -> None:

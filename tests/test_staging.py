@@ -75,13 +75,30 @@ def test_large_files_are_copied_block_by_block_with_identical_bytes(tmp_path, mo
 
 def test_a_near_copy_is_used_again_without_touching_the_source(image_tree, archive, monkeypatch):
     first, packed = copy(image_tree), copy(archive)
-    monkeypatch.setattr(FolderSource, "list", lambda self: pytest.fail("listed again"))
+    list_folder = FolderSource.list
+
+    def list_near(self):
+        assert self.path in (first.path, packed.path), "the source was listed again"
+        return list_folder(self)
+
+    monkeypatch.setattr(FolderSource, "list", list_near)
     monkeypatch.setattr(ZipSource, "list", lambda self: pytest.fail("listed again"))
     for source, report in ((image_tree, first), (archive, packed), (str(image_tree) + "/", first)):
         again = copy(source)
         assert again.reused
         assert "Already staged" in repr(again)
         assert (again.path, again.files, again.staged_bytes) == (report.path, report.files, report.staged_bytes)
+
+
+def test_a_near_copy_that_lost_files_is_made_anew(image_tree, tmp_path):
+    path = copy(image_tree, tmp_path / "near").path
+    (path / "ants" / "000.png").unlink()
+    report = copy(image_tree, tmp_path / "near")
+    assert not report.reused
+    assert data_of(path) == data_of(image_tree)
+    (path / "ants" / "000.png").write_bytes(b"short")
+    assert not copy(image_tree, tmp_path / "near").reused
+    assert data_of(path) == data_of(image_tree)
 
 
 def test_a_near_copy_under_the_users_home_is_used_again(image_tree, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from colabkit import meters
 from colabkit.augment import Normalize
 from colabkit.dataset import PackedDataset, open_pack
-from colabkit.errors import Corrupt, InvalidOption, LoaderFailed, TargetExists
+from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists
 from colabkit.loader import Loader
 from colabkit.training import EpochRecord, TrainReport, supervised_step, train
 
@@ -163,7 +163,7 @@ def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_
     report = resumed.train(4, save_to=tmp_path)
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
-    assert (report.resumed_from is None) == (at_step <= 6)
+    assert report.resumed_from.name == f"checkpoint-{(at_step - 1) // 6 * 6:08d}.pt"
 
 
 def test_a_damaged_checkpoint_costs_an_epoch_and_is_said(tmp_path, data):
@@ -348,14 +348,14 @@ def test_an_error_of_the_loader_is_a_loader_error(data, heard):
 def test_events_tell_the_run_from_start_to_end(tmp_path, data, heard):
     loader = Loader(data, 4)
     train(nothing, loader, epochs=1, save_to=tmp_path)
-    assert heard[0] == meters.RunStarted(loader.meters, 1, 6, 0)
+    assert heard[0] == meters.RunStarted(loader.meters, 1, 6)
     assert heard[-1] == meters.RunEnded(None)
     kinds = [type(event).__name__ for event in heard[1:-1] if not isinstance(event, meters.Waiting)]
     assert kinds == ["EpochStarted", *["BatchTaken", "StepDone"] * 6]
     heard.clear()
     loader = Loader(data, 4)
     train(nothing, loader, epochs=2, save_to=tmp_path)
-    assert heard[0] == meters.RunStarted(loader.meters, 2, 6, 6)
+    assert heard[0] == meters.RunStarted(loader.meters, 2, 6)
     assert [event.step for event in heard if isinstance(event, meters.StepDone)] == [7, 8, 9, 10, 11, 12]
 
 
@@ -409,3 +409,56 @@ def test_supervised_step_brings_the_model_back_to_training_after_a_validation(da
     assert not setup.model.training  # `validate` came last
     setup.usual(next(iter(setup.loader)))
     assert setup.model.training
+
+
+class Odd:
+    """A part whose state is nothing that a safe load brings back."""
+
+    def state_dict(self):
+        return {"best": np.float64(0.5)}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_state_that_could_not_be_loaded_again_is_refused_before_training(tmp_path, data):
+    steps = []
+    with pytest.raises(InvalidOption, match="tensors, numbers, text"):
+        train(steps.append, Loader(data, 4), state={"odd": Odd()}, save_to=tmp_path / "run")
+    assert steps == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, data):
+    steps = []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileFailed):
+        train(steps.append, Loader(data, 4), save_to=tmp_path / "file")
+    assert steps == []
+
+
+@pytest.mark.parametrize("state", [["model"], {"model": 3}, nn.Linear(1, 1)])
+def test_a_state_of_the_wrong_kind_is_one_line(data, state):
+    with pytest.raises(InvalidOption, match="state"):
+        train(nothing, Loader(data, 4), state=state)
+
+
+def test_only_our_loader_and_a_callable_step_are_taken(data):
+    for step, loader in ((nothing, [1]), (None, Loader(data, 4))):
+        with pytest.raises(InvalidOption, match=r"a callable step and a colabkit\.Loader"):
+            train(step, loader)
+    with pytest.raises(InvalidOption, match="epochs='2'"):
+        train(nothing, Loader(data, 4), epochs="2")
+
+
+def test_a_run_stopped_in_its_first_epoch_begins_again_in_the_same_kernel(tmp_path, data):
+    expected = Setup(data).train(2)
+    setup = Setup(data)
+
+    def stop(done: meters.StepDone) -> None:
+        if done.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        setup.train(2, save_to=tmp_path, on_step=stop)
+    assert history(setup.train(2, save_to=tmp_path)) == history(expected)

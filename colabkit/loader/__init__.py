@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colabkit import meters
 from colabkit.dataset import PackedDataset
-from colabkit.errors import ColabkitError, InvalidOption, LoaderFailed, cannot
+from colabkit.errors import ColabkitError, InvalidOption, LoaderFailed, cannot, check_whole_number
 from colabkit.loader.gather import GatherThread, Group, Plan, RowGather, Transform, group_bytes
 from colabkit.loader.slots import PinnedSlots, RecycledSlots
 from colabkit.loader.transfer import DeviceTransfer
@@ -70,9 +70,16 @@ class Loader:
         if not isinstance(dataset, PackedDataset):
             found = f"a {type(dataset).__name__}"
             raise InvalidOption(cannot(act, found, "a split of a pack", "Pass open_pack(path)['train']"))
-        if batch_size < 1 or (prefetch_batches is not None and prefetch_batches < 1):
-            found = f"batch_size={batch_size}, prefetch_batches={prefetch_batches}"
-            raise InvalidOption(cannot(act, found, "positive numbers", "Use batch_size=64, say"))
+        check_whole_number(act, "batch_size", batch_size, 1)
+        check_whole_number(act, "seed", seed, 0)
+        if prefetch_batches is not None:
+            check_whole_number(act, "prefetch_batches", prefetch_batches, 1)
+        if transform is not None and not callable(transform):
+            found = f"transform={transform!r}"
+            raise InvalidOption(cannot(act, found, "a callable or None", "Pass a function of a batch of images"))
+        if drop_last and batch_size > len(dataset):
+            found = f"batch_size={batch_size} with drop_last, and {len(dataset)} samples"
+            raise InvalidOption(cannot(act, found, "at least one full batch", "Use a smaller batch_size"))
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -166,8 +173,8 @@ class Loader:
         thread = GatherThread(
             self.dataset, self._gather, plan, self._slots, self.transform if on_cpu else None, self.meters
         )
+        ready = self._host_batches(thread) if on_cpu else self._device_batches(thread)
         try:
-            ready = self._host_batches(thread) if on_cpu else self._device_batches(thread)
             position = start
             for images, labels, wait_s, was_ready in ready:
                 position += len(labels)
@@ -183,9 +190,10 @@ class Loader:
                 del images, labels
                 counts.user_s += time.perf_counter() - left
         finally:
+            ready.close()
             thread.close()
 
-    def _host_batches(self, thread: GatherThread) -> Iterator[_Taken]:
+    def _host_batches(self, thread: GatherThread) -> Generator[_Taken, None, None]:
         while True:
             group, wait_s, was_ready = self._take(thread)
             if group is None:
@@ -199,23 +207,26 @@ class Loader:
                 yield *batch, wait_s, was_ready
                 wait_s, was_ready = 0.0, True
 
-    def _device_batches(self, thread: GatherThread) -> Iterator[_Taken]:
+    def _device_batches(self, thread: GatherThread) -> Generator[_Taken, None, None]:
         assert isinstance(self._slots, PinnedSlots)
         transfer = DeviceTransfer(self.device, self._slots, self.transform, self.meters)
         is_over = False
-        while True:
-            wait_s, was_ready = 0.0, True
-            while not is_over and len(transfer) <= self._group_batches and (thread.is_ready() or not len(transfer)):
-                group, waited_s, at_once = self._take(thread)
-                wait_s, was_ready = wait_s + waited_s, was_ready and at_once
-                if group is None:
-                    is_over = True
-                else:
-                    transfer.submit(group)
-                    thread.make_room()
-            if not len(transfer):
-                return
-            yield *transfer.take(), wait_s, was_ready
+        try:
+            while True:
+                wait_s, was_ready = 0.0, True
+                while not is_over and len(transfer) <= self._group_batches and (thread.is_ready() or not len(transfer)):
+                    group, waited_s, at_once = self._take(thread)
+                    wait_s, was_ready = wait_s + waited_s, was_ready and at_once
+                    if group is None:
+                        is_over = True
+                    else:
+                        transfer.submit(group)
+                        thread.make_room()
+                if not len(transfer):
+                    return
+                yield *transfer.take(), wait_s, was_ready
+        finally:
+            transfer.close()
 
     def _take(self, thread: GatherThread) -> tuple[Group | None, float, bool]:
         """Return the next group, the seconds waited for it, and whether it was ready; tell listeners while waiting."""
@@ -246,14 +257,13 @@ class Loader:
 
 def _usable_device(act: str, device: str | torch.device | None) -> torch.device:
     try:
-        chosen = torch.device(device or "cpu")
+        chosen = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         found = str(error).splitlines()[0]
         raise InvalidOption(cannot(act, found, "'cpu' or 'cuda'", "Use one of these")) from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidOption(
-            cannot(act, "no usable GPU here", f"one for device={device!r}", "Choose a GPU runtime or device='cpu'")
-        )
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        found = f"{torch.cuda.device_count() or 'no'} usable GPUs here"
+        raise InvalidOption(cannot(act, found, f"one for device={device!r}", "Choose a GPU runtime or device='cpu'"))
     if chosen.type not in ("cpu", "cuda"):
         raise InvalidOption(cannot(act, f"device={device!r}", "'cpu' or 'cuda'", "Move batches yourself"))
     if chosen.type == "cuda" and chosen.index is None:

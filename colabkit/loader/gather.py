@@ -43,14 +43,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Batches gathered together: (images, labels) pairs, and the buffer that they lie in, images with no transform."""
+    """Batches gathered together: (images, labels) pairs, and the buffer that images with no transform lie in."""
 
     batches: tuple[tuple[Tensor, Tensor], ...]
     buffer: Tensor
 
 
 def group_bytes(row_bytes: int, samples: int) -> tuple[int, int]:
-    """Return the bytes that a group's rows take in its buffer, and its labels after them, which start aligned."""
+    """Return the bytes that a group's rows take in a pinned buffer, and its labels after them, which start aligned."""
     return -(-samples * row_bytes // 8) * 8, 8 * samples
 
 
@@ -165,14 +165,20 @@ class GatherThread:
     def _make(self, start: int, stop: int) -> Group:
         indices = self._plan.order(start, stop)
         row_bytes, label_bytes = group_bytes(self._gather.row_bytes, len(indices))
-        buffer = self._slots.lend(row_bytes + label_bytes)
-        labels = buffer[row_bytes:].view(torch.int64)
+        if isinstance(self._slots, PinnedSlots):
+            buffer = self._slots.lend(row_bytes + label_bytes)
+            labels = buffer[row_bytes : row_bytes + label_bytes].view(torch.int64)
+        else:  # labels of their own: users keep them longer than the images, whose buffer they would hold
+            buffer = self._slots.lend(row_bytes)
+            labels = torch.empty(len(indices), dtype=torch.int64)
         with self._meters.busy("gather", len(indices), row_bytes):
             images = self._gather.gather(indices, buffer[: len(indices) * self._gather.row_bytes])
             torch.index_select(self._dataset.labels, 0, indices, out=labels)
         batches = list(zip(images.split(self._plan.batch_size), labels.split(self._plan.batch_size), strict=True))
         if self._transform is not None:
             for number, (some, their_labels) in enumerate(batches):
+                if self._stopping.is_set():
+                    break
                 try:
                     with self._meters.busy("transform", len(some), some.nbytes):
                         batches[number] = self._transform(some), their_labels

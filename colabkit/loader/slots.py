@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 __all__ = ["PinnedSlots", "RecycledSlots"]
-
-logger = logging.getLogger("colabkit")
 
 
 class RecycledSlots:
@@ -54,21 +51,18 @@ class PinnedSlots:
         self._slot_bytes = slot_bytes
         self._device = device
         self._idle: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self._lent: dict[int, Tensor] = {}
 
     def lend(self, size: int) -> Tensor:
-        """Return `size` bytes as a `uint8` tensor, waiting until the copy out of its buffer has ended."""
-        if self._idle:
+        """Return a buffer of at least `size` bytes as a `uint8` tensor, waiting until the copy out of it has ended."""
+        assert size <= self._slot_bytes
+        try:
             buffer, copied = self._idle.popleft()
-            copied.synchronize()
-        else:
+        except IndexError:
             with torch.cuda.device(self._device):
-                buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=True)
-            if not buffer.is_pinned():
-                logger.warning("host memory could not be page-locked; copies to the GPU will not overlap with compute")
-        self._lent[buffer.data_ptr()] = buffer
-        return buffer[:size]
+                return torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=True)
+        copied.synchronize()
+        return buffer
 
-    def give_back(self, lent: Tensor, copied: torch.cuda.Event) -> None:
-        """Take a buffer back, to be used again once `copied` has happened."""
-        self._idle.append((self._lent.pop(lent.data_ptr()), copied))
+    def give_back(self, buffer: Tensor, copied: torch.cuda.Event) -> None:
+        """Take a buffer back, to be used again once `copied` has happened. One that is never given back is freed."""
+        self._idle.append((buffer, copied))

@@ -52,7 +52,7 @@ class DeviceTransfer:
 
     def submit(self, group: Group) -> None:
         """Start copying all batches of a group; returns at once."""
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event(blocking=True)  # waiting for it must not spin one of few cores
         for images, labels in group.batches:
             current = torch.cuda.current_stream(self._device)
             on_device = torch.empty_like(images, device=self._device)
@@ -67,6 +67,11 @@ class DeviceTransfer:
             self._in_flight.append((on_device, labels_on_device, started, ended))
         copied.record(self._stream)
         self._slots.give_back(group.buffer, copied)
+
+    def close(self) -> None:
+        """Let batches go that were never taken: their memory may be handed out again only after their copies."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._in_flight.clear()
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the oldest batch; the current stream waits for its copy, the host does not."""

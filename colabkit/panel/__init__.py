@@ -110,6 +110,8 @@ def show_beside_training() -> Callable[[], None]:
             panel._listen(event)  # noqa: SLF001 - it subscribed while this event was being told
             shown.append(panel)
         elif isinstance(event, meters.RunEnded) and shown:
-            shown.pop().__exit__(None, None, None)
+            panel = shown.pop()
+            panel._recorder.note(event)  # noqa: SLF001 - it may have been told already; the first end counts
+            panel.__exit__(None, None, None)
 
     return meters.subscribe(listen)

@@ -93,7 +93,7 @@ class Recorder:
         self._epoch: int | None = None
         self._epochs: int | None = None
         self._steps_per_epoch: int | None = None
-        self._steps_before = 0
+        self._noted_steps = 0
         self._step = 0
         self._waiting_s = 0.0
         self._values: Mapping[str, object] = {}
@@ -110,10 +110,12 @@ class Recorder:
                 self._waiting_s = 0.0
                 if not self._in_run:
                     self._step += 1
+                    self._noted_steps += 1
             case StepDone():
                 self._values = event.values
                 self._epoch = event.epoch + 1
-                self._step = event.step - self._epoch_start(event.epoch)
+                self._step = event.step_in_epoch
+                self._noted_steps += 1
             case Waiting(meters, wait_s) if meters is self._meters:
                 self._phase = "waiting"
                 self._waiting_s = wait_s
@@ -124,7 +126,6 @@ class Recorder:
                 self._watch(event.meters)
                 self._in_run = True
                 self._epochs, self._steps_per_epoch = event.epochs, event.steps_per_epoch
-                self._steps_before = event.steps_done
             case RunEnded():
                 self.end(event.error)
 
@@ -140,9 +141,6 @@ class Recorder:
             self._meters = meters
             self._begin = meters.snapshot()
             self._started = time.monotonic()
-
-    def _epoch_start(self, epoch: int) -> int:
-        return epoch * (self._steps_per_epoch or 0)
 
     def state(self, host: HostSnapshot | None, cost_s: float) -> PanelState:
         """Return the state of this instant; reads the last step's values from the device.
@@ -201,10 +199,8 @@ class Recorder:
     def _remaining_s(self, elapsed_s: float) -> float | None:
         if not self._steps_per_epoch or self._epoch is None or self._ended is not None:
             return None
-        total = self._steps_per_epoch * (self._epochs or 1)
-        done = self._step + (self._epoch_start(self._epoch - 1) if self._in_run else 0)
-        done_now = done - self._steps_before
-        return (total - done) * elapsed_s / done_now if done_now > 0 else None
+        left = self._steps_per_epoch * (self._epochs - self._epoch + 1 if self._epochs else 1) - self._step
+        return left * elapsed_s / self._noted_steps if self._noted_steps else None
 
 
 def _append(curve: list[float], value: float | None) -> None:

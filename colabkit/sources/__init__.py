@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from colabkit._files import translated
-from colabkit.errors import BadSource, SourceMissing, cannot
+from colabkit.errors import BadSource, InvalidOption, SourceMissing, cannot
 from colabkit.sources.archive import ZipSource
-from colabkit.sources.engine import Retries, Threads, concurrently, read_blocks, read_item, read_range
+from colabkit.sources.engine import Retries, Threads, check_threads, concurrently, read_blocks, read_item, read_range
 from colabkit.sources.folder import FolderSource
 from colabkit.sources.items import STAGE_SEAL, Item, Listing, Source
 
@@ -28,6 +28,8 @@ __all__ = [
     "Source",
     "Threads",
     "ZipSource",
+    "check_outside",
+    "check_threads",
     "concurrently",
     "open_source",
     "read_blocks",
@@ -47,8 +49,11 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
         BadSource: if it is neither a folder nor a zip archive.
         BadArchive: if it is an archive that is cut short or broken.
     """
-    if not isinstance(source, str | os.PathLike):
+    if isinstance(source, Source):
         return source
+    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+        needed = "a folder, a zip archive or 'samples:digits'"
+        raise InvalidOption(cannot(f"read {source!r}", f"a {type(source).__name__}", needed, "Pass its path"))
     name = os.fspath(source)
     path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else Path(name).expanduser()
     act = f"read {name!r}"
@@ -69,6 +74,17 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
             return ZipSource(path)
     kind = f"a file of type {path.suffix!r}" if path.is_file() else "a special file"
     raise BadSource(cannot(act, kind, "a folder or a zip archive", "Name the folder that holds the files"))
+
+
+def check_outside(act: str, source: Source, target: Path) -> None:
+    """Refuse a target that is the source or lies inside it: a source is never written to.
+
+    Raises:
+        BadSource: naming the target.
+    """
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source.name)):
+        found = f"the target {str(target)!r} lies inside the source"
+        raise BadSource(cannot(act, found, "a target elsewhere", "Choose another target"))
 
 
 def sample_archive(name: str) -> Path:

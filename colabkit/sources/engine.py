@@ -17,10 +17,19 @@ from typing import BinaryIO, Literal, TypeAlias, TypeVar, cast
 
 from colabkit._files import translated
 from colabkit.environment import usable_cpus
-from colabkit.errors import SourceChanged, cannot
+from colabkit.errors import SourceChanged, cannot, check_whole_number
 from colabkit.sources.items import Item, Source, broken_archive, changed_item
 
-__all__ = ["READ_THREADS", "Retries", "Threads", "concurrently", "read_blocks", "read_item", "read_range"]
+__all__ = [
+    "READ_THREADS",
+    "Retries",
+    "Threads",
+    "check_threads",
+    "concurrently",
+    "read_blocks",
+    "read_item",
+    "read_range",
+]
 
 Threads: TypeAlias = int | Literal["auto"]
 T = TypeVar("T")
@@ -54,6 +63,12 @@ class Retries:
             raise error
         self.add()
         time.sleep(_BACK_OFF_S * 2**tries * random.uniform(0.5, 1.0))
+
+
+def check_threads(act: str, threads: Threads) -> None:
+    """Raise `InvalidOption` unless `threads` is `"auto"` or a positive whole number."""
+    if threads != "auto":
+        check_whole_number(act, "threads", threads, 1)
 
 
 def read_item(source: Source, item: Item, retries: Retries) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from colabkit.errors import BadArchive, SourceChanged, cannot
 
@@ -34,6 +34,7 @@ class Listing:
         return sum(item.size for item in self.items)
 
 
+@runtime_checkable
 class Source(Protocol):
     """A place with files: `name` for messages, `list()` once, `open()` for any item from any thread."""
 
