@@ -119,11 +119,11 @@ def create_hdf5(path: Path) -> Iterator[h5py.File]:
     """Create an HDF5 file; its first page is a user block, which HDF5 leaves alone."""
     import h5py
 
-    _step("hdf5", path)
+    os.close(create(path))  # so that a refusal is the system's own, which says less and tells more than HDF5's
     # Data sets of a page and more start on a page, so that maps and int64 views of them are aligned.
     page = HDF5_USER_BLOCK_BYTES
     with h5py.File(
-        path, "x", locking=False, alignment_threshold=page, alignment_interval=page, userblock_size=page
+        path, "w", locking=False, alignment_threshold=page, alignment_interval=page, userblock_size=page
     ) as file:
         yield file
 

@@ -27,6 +27,9 @@ class Normalize:
     def __init__(
         self, mean: Sequence[float] = (0.5,), std: Sequence[float] = (0.5,), dtype: torch.dtype = torch.float32
     ) -> None:
+        if not isinstance(mean, Sequence) or not isinstance(std, Sequence):
+            found = f"mean={mean!r}, std={std!r}"
+            raise InvalidOption(cannot("normalize", found, "a sequence of numbers each", "Use mean=(0.5,), say"))
         if not 0 < len(mean) == len(std) or not all(value > 0 for value in std):
             found = f"mean={tuple(mean)}, std={tuple(std)}"
             needed = "as many means as positive standard deviations"

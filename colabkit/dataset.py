@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from colabkit._reports import html_table
 from colabkit._units import format_bytes, format_count
 from colabkit.errors import InvalidOption, MissingSplit, cannot
+from colabkit.labels import SPLIT_FOLDERS
 from colabkit.pack_format import LABELS, SAMPLES, PackInfo, read_pack
 
 __all__ = ["Pack", "PackedDataset", "open_pack"]
@@ -58,6 +59,7 @@ class Pack(Mapping[str, "PackedDataset"]):
         self.source: str = info.meta["source"]
 
     def __getitem__(self, split: str) -> PackedDataset:
+        split = SPLIT_FOLDERS.get(split, split)  # "val" is the split dev
         if split not in self._info.splits:
             act = f"take split {split!r} of {str(self.path)!r}"
             raise MissingSplit(cannot(act, "no such split", f"one of {', '.join(self)}", "Use one of these"))

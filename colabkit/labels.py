@@ -116,7 +116,11 @@ def split_by_fraction(tree: ClassTree, fractions: Mapping[str, float], seed: int
         InvalidOption: if the fractions do not add up, name other splits, or the tree has splits already.
         BadSource: if a split would stay empty.
     """
+    if not isinstance(fractions, Mapping):
+        needed = "shares by split"
+        raise InvalidOption(cannot("split", f"splits={fractions!r}", needed, "Use {'train': 0.8, 'test': 0.2}, say"))
     act = f"split into {dict(fractions)!r}"
+    fractions = {SPLIT_FOLDERS.get(split, split): share for split, share in fractions.items()}
     if unknown := [split for split in fractions if split not in SPLITS]:
         raise InvalidOption(cannot(act, f"{unknown[0]!r} is no split", f"names among {SPLITS}", "Rename it"))
     if any(not share > 0 for share in fractions.values()) or abs(sum(fractions.values()) - 1) > 1e-6:
@@ -124,7 +128,7 @@ def split_by_fraction(tree: ClassTree, fractions: Mapping[str, float], seed: int
         raise InvalidOption(cannot(act, found, "positive shares that add up to 1", "Use train=0.8,test=0.2, say"))
     if set(tree.splits) != {"train"}:
         found = f"the folders already are the splits {', '.join(tree.splits)}"
-        raise InvalidOption(cannot(act, found, "a tree of class folders only", "Leave the option away"))
+        raise InvalidOption(cannot(act, found, "a tree of class folders only", "Leave the option out"))
     by_class: dict[int, list[tuple[Item, int]]] = {}
     for sample in tree.splits["train"]:
         by_class.setdefault(sample[1], []).append(sample)

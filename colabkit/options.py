@@ -99,8 +99,8 @@ VERBS: tuple[Verb, ...] = (
         "train",
         "train with prefetching, checkpoints and resume",
         (
-            Option("step", "the step: takes a batch, returns a loss", kind="object"),
-            Option("loader", "the Loader", kind="object"),
+            Option("step", "takes a batch, returns a loss: a variable, in a terminal FILE.py:NAME", kind="object"),
+            Option("loader", "the Loader: a variable, in a terminal FILE.py:NAME", kind="object"),
             Option("epochs", "how many in all", 1, "number"),
             Option("state", "what checkpoints hold, as in: model optimizer", None, "objects"),
             Option("save_to", "folder of the checkpoints", None),
@@ -145,11 +145,11 @@ def parser_of(verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser
     parser = make(prog=prog, description=_sentence(verb.help), allow_abbrev=False)
     kinds: Mapping[str, Callable[[str], Any]] = {
         "text": str,
-        "number": int,
-        "seconds": float,
-        "threads": lambda text: text if text == "auto" else int(text),
-        "size": _size,
-        "splits": _splits,
+        "number": _kind(int, "a whole number"),
+        "seconds": _kind(float, "a number of seconds"),
+        "threads": _kind(lambda text: text if text == "auto" else int(text), "auto or a whole number"),
+        "size": _kind(_size, "one number, or height x width as in 240x320"),
+        "splits": _kind(_splits, "shares, as in train=0.8,test=0.2"),
         "object": str,
     }
     for kind, function in kinds.items():
@@ -210,7 +210,17 @@ def look_up_in(namespace: Mapping[str, Any], name: str) -> Any:
         return namespace[name]
     near = difflib.get_close_matches(name, [key for key in namespace if not key.startswith("_")], n=2)
     hint = f"Did you mean {' or '.join(near)}" if near else "Define it first"
-    raise InvalidOption(cannot(f"use {name!r}", "no variable of this name", "one", hint))
+    raise InvalidOption(cannot(f"use {name!r}", "no variable of this name", "one that is defined", hint))
+
+
+def _kind(parse: Callable[[str], Any], needed: str) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {needed}") from error
+
+    return parsed
 
 
 def _size(text: str) -> int | tuple[int, int]:

@@ -35,7 +35,7 @@ from colabkit.errors import BadSource, ColabkitError, Corrupt, FileFailed, NotSe
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["FieldLayout", "PackInfo", "create_pack", "read_pack", "seal_pack"]
+__all__ = ["FieldLayout", "PackInfo", "create_pack", "is_pack", "read_pack", "seal_pack"]
 
 FORMAT_VERSION = 1
 CRC = "crc"
@@ -173,10 +173,10 @@ def read_pack(path: Path) -> PackInfo:
     import h5py
 
     act = f"open {str(path)!r}"
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise SourceMissing(cannot(act, found, "a pack", "Check the path, or make one with pack()"))
     try:
+        if not path.is_file():
+            found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
+            raise SourceMissing(cannot(act, found, "a pack", "Check the path, or make one with pack()"))
         seal, table_crcs = _checked_seal(act, path)
         with h5py.File(path, "r", locking=False) as file:
             fields = {name: _field(path, file, name) for name in file}
@@ -188,6 +188,14 @@ def read_pack(path: Path) -> PackInfo:
         raise FileFailed(cannot(act, found, "a file that can be read", "Check its permissions, or stage it")) from error
     except (AttributeError, KeyError, ValueError, RuntimeError, TypeError) as error:
         raise _corrupt(path, f"HDF5 structures are damaged ({error})") from error
+
+
+def is_pack(path: Path) -> bool:
+    """Return whether a file begins like a pack, whole or not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_NAME)) == _NAME
 
 
 def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:

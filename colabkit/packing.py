@@ -29,7 +29,7 @@ from colabkit.decode import Pixels, decode_image
 from colabkit.environment import usable_cpus
 from colabkit.errors import BadImage, ColabkitError, InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.labels import ClassTree, class_tree, split_by_fraction
-from colabkit.pack_format import CRC, LABELS, SAMPLES, FieldLayout, PackInfo, create_pack, read_pack, seal_pack
+from colabkit.pack_format import CRC, LABELS, SAMPLES, FieldLayout, PackInfo, create_pack, is_pack, read_pack, seal_pack
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
     Item,
@@ -117,9 +117,8 @@ class VerifyReport(Report):
         if not self.damaged:
             return f"{str(self.path)!r} is whole: all {format_count(self.samples)} samples are as they were sealed"
         first = ", ".join(f"{split}[{index}]" for split, index in self.damaged[:5])
-        return (
-            f"{str(self.path)!r} is damaged: {len(self.damaged)} of {format_count(self.samples)} samples, first {first}"
-        )
+        damage = f"{len(self.damaged)} of {format_count(self.samples)} samples, first {first}"
+        return f"{str(self.path)!r} is damaged: {damage}; pack or stage it again"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [("damaged", str(len(self.damaged))), ("checked in", format_seconds(self.seconds))]
@@ -195,6 +194,9 @@ def pack(
         }
         if not overwrite and os.path.lexists(final):
             return _reuse(act, final, meta, started)
+        if os.path.lexists(final) and not is_pack(final):
+            needed = "a pack, which alone is overwritten"
+            raise TargetExists(cannot(act, f"{str(final)!r} is no pack", needed, "Remove it or choose another path"))
         fields = _fields(tree, shape)
         _files.check_space(act, sum(field.size_bytes for field in fields), final)
         with _files.Partial(final) as partial:
@@ -203,6 +205,8 @@ def pack(
                 crcs = _write_samples(reader, tree, partial.path, placed, threads, bar)
             table_crcs = _write_tables(tree, crcs, partial.path, placed)
             seal_pack(partial.path, placed.values(), table_crcs)
+            if not overwrite and os.path.lexists(final):
+                return _reuse(act, final, meta, started)  # another process was faster
             partial.publish(replace=overwrite)
     return _report(read_pack(final), started, reader.retries.count, reused=False)
 
@@ -311,7 +315,7 @@ def _write_samples(
         pixels = reader.read(item)
         if pixels.shape != field.shape[1:]:
             act = f"pack {item.path!r} of {reader.source.name!r}"
-            found = f"its size is {pixels.shape[0]}x{pixels.shape[1]}"
+            found = f"its height and width are {pixels.shape[0]}x{pixels.shape[1]}"
             needed = f"{field.shape[1]}x{field.shape[2]} like the first image"
             raise BadImage(cannot(act, found, needed, "Use size= to bring all images to one size"))
         crcs[split][index] = zlib.crc32(pixels.data)

@@ -22,6 +22,7 @@ from colabkit._units import format_bytes, format_count, format_rate, format_seco
 from colabkit.environment import memory_limits, near_folder, read_file
 from colabkit.errors import (
     BadSource,
+    InvalidOption,
     NotSealed,
     SourceMissing,
     TargetExists,
@@ -150,6 +151,9 @@ def stage(
     started = time.monotonic()
     opened = open_source(source)
     check_threads(f"stage {opened.name!r}", threads)
+    if not isinstance(to, str | os.PathLike):
+        needed = "'auto', 'tmpfs', 'disk' or a path"
+        raise InvalidOption(cannot(f"stage {opened.name!r}", f"to={to!r}", needed, "Use to='auto'"))
     keep_archive = isinstance(opened, ZipSource) and not extract
     act = f"stage {opened.name!r}"
     with _files.translated(act), closing(opened):
@@ -271,7 +275,7 @@ def _key(source: Source, keep_archive: bool) -> str:
 
 def _places(source: Source, key: str) -> dict[str, Path]:
     name = f"{Path(source.name).stem[:60] or 'root'}-{key[:8]}"  # at most 255 bytes, also of 4 a character
-    return {"tmpfs": TMPFS / "colabkit" / name, "disk": near_folder(os.environ) / name}
+    return {"tmpfs": TMPFS / f"colabkit-{os.getuid()}" / name, "disk": near_folder(os.environ) / name}
 
 
 def _find_staged(source: Source, to: str | os.PathLike[str], key: str) -> tuple[Path, _Seal] | None:

@@ -71,6 +71,7 @@ class TrainReport(Report):
 
     Attributes:
         epochs: one record an epoch, also of those trained before a resume.
+        trained: epochs that this call trained.
         seconds: duration of this call.
         samples_per_s: samples a second of this call, validation apart; 0 when nothing was left to do.
         wait_share: share of that time spent waiting for data, in [0, 1].
@@ -81,6 +82,7 @@ class TrainReport(Report):
     """
 
     epochs: tuple[EpochRecord, ...]
+    trained: int
     seconds: float
     samples_per_s: float
     wait_share: float
@@ -90,16 +92,15 @@ class TrainReport(Report):
     passed_over: tuple[tuple[str, str], ...]
 
     def _summary(self) -> str:
-        count = f"{len(self.epochs)} epoch{'s' * (len(self.epochs) != 1)}"
-        lines = [f"Trained {count}"]
-        if self.samples_per_s:
+        count = f"{self.trained} epoch{'s' * (self.trained != 1)}"
+        in_all = f" ({len(self.epochs)} in all)" if self.trained != len(self.epochs) else ""
+        lines = [f"Trained {count}{in_all}"]
+        if self.trained:
             rate = format_rate(self.samples_per_s, "images")
             lines[0] += f" in {format_seconds(self.seconds)}: {rate}, {format_share(self.wait_share)} waiting for data"
         else:
-            lines[0] += " before; nothing was left to do"
-        if self.epochs:
-            last = self.epochs[-1]
-            values = {**last.values, **last.validation}
+            lines[0] += "; nothing was left to do"
+        if self.epochs and (values := {**self.epochs[-1].values, **self.epochs[-1].validation}):
             lines[0] += "; " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         if self.resumed_from:
             lines.append(f"Resumed from {str(self.resumed_from)!r}")
@@ -138,8 +139,8 @@ def train(
 ) -> TrainReport:
     """Call `step` on every batch of some epochs and return what came of it.
 
-    With `save_to`, a checkpoint of `state`, loader, random generators and history is written after each epoch, and the
-    same call goes on after the newest good one when it is made again.
+    With `save_to`, a checkpoint of `state`, loader, random generators and history is written at the start and after
+    each epoch, and the same call goes on after the newest good one when it is made again.
 
     Args:
         step: takes a batch `(images, labels)`; returns a loss, a dict of numbers, or None.
@@ -162,6 +163,9 @@ def train(
     if not callable(step) or not isinstance(loader, Loader):
         found = f"a {type(step).__name__} and a {type(loader).__name__}"
         raise InvalidOption(cannot(act, found, "a callable step and a colabkit.Loader", "Pass train(step, loader)"))
+    if isinstance(step, nn.Module):
+        needed, hint = "a function of a batch that also updates it", "Use supervised_step(model, optimizer)"
+        raise InvalidOption(cannot(act, "the step is a model", needed, hint))
     if state is not None and not isinstance(state, Mapping):
         found = f"state is a {type(state).__name__}"
         raise InvalidOption(cannot(act, found, "a dict of names and objects", "Use state={'model': model}"))
@@ -170,6 +174,7 @@ def train(
             found = f"state has {name!r}, a {type(part).__name__}"
             raise InvalidOption(cannot(act, found, "objects with state_dict and load_state_dict", "Leave it out"))
     run = _Run(loader, dict(state or {}), None if save_to is None else Path(save_to).expanduser().absolute(), resume)
+    trained_before = len(run.history)
     started = time.monotonic()
     before = loader.meters.snapshot()
     trained_s = 0.0
@@ -195,6 +200,7 @@ def train(
     done = loader.meters.snapshot() - before
     return TrainReport(
         epochs=tuple(run.history),
+        trained=len(run.history) - trained_before,
         seconds=time.monotonic() - started,
         samples_per_s=done.samples / trained_s if trained_s else 0.0,
         wait_share=done.wait_s / trained_s if trained_s else 0.0,

@@ -200,3 +200,8 @@ def test_any_number_of_threads_may_read_one_data_set(packed, train):
         for index, (image, label) in zip(indices, pool.map(train.__getitem__, indices), strict=True):
             assert torch.equal(image, expected[index])
             assert label == index % 3
+
+
+def test_val_is_another_name_of_dev(tmp_path):
+    pack = open_pack(make_pack(tmp_path / "p.h5", train=4, dev=2))
+    assert len(pack["val"]) == len(pack["dev"]) == 2

@@ -60,7 +60,7 @@ def test_objects_are_looked_up_by_name() -> None:
 
 def test_a_misspelt_object_is_suggested() -> None:
     with pytest.raises(
-        InvalidOption, match=r"Cannot use 'modle': no variable of this name, one\. Did you mean model\."
+        InvalidOption, match=r"Cannot use 'modle': no variable of this name, one that is defined\. Did you mean model\."
     ):
         parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
 

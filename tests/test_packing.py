@@ -333,12 +333,17 @@ def test_a_pack_of_other_files_or_options_is_left_alone_unless_overwritten(tmp_p
 
 
 @pytest.mark.parametrize("content", [b"", b"somebody's work", b"\x89HDF\r\n\x1a\n"])
-def test_a_foreign_file_is_left_alone_unless_overwritten(tmp_path, small_tree, content):
+def test_only_packs_are_overwritten(tmp_path, small_tree, content):
     path = tmp_path / "p.h5"
     path.write_bytes(content)
     with pytest.raises(TargetExists, match="something else"):
         packed(small_tree, path)
+    with pytest.raises(TargetExists, match="is no pack"):
+        packed(small_tree, path, overwrite=True)
     assert path.read_bytes() == content
+    path.unlink()
+    packed(small_tree, path)
+    path.write_bytes(path.read_bytes()[:5000])  # a damaged pack is still a pack
     packed(small_tree, path, overwrite=True)
     assert samples(path)[1] == [0, 0, 1, 1, 2, 2]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def tmpfs(tmp_path, monkeypatch):
 
 def test_auto_takes_tmpfs_where_the_bytes_fit(image_tree, tmpfs):
     report = copy(image_tree, "auto")
-    assert report.path.parent == tmpfs / "colabkit"
+    assert report.path.parent == tmpfs / f"colabkit-{os.getuid()}"
     assert report.target == "tmpfs"
     assert "fit in the 9.0 GiB of tmpfs" in report.why
     assert copy(image_tree, "auto").reused

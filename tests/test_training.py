@@ -462,3 +462,15 @@ def test_a_run_stopped_in_its_first_epoch_begins_again_in_the_same_kernel(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         setup.train(2, save_to=tmp_path, on_step=stop)
     assert history(setup.train(2, save_to=tmp_path)) == history(expected)
+
+
+def test_a_model_is_not_taken_for_a_step(data):
+    with pytest.raises(InvalidOption, match="supervised_step"):
+        train(nn.Linear(1, 1), Loader(data, 4))
+
+
+def test_the_report_tells_this_calls_epochs_from_all(tmp_path, data):
+    Setup(data).train(2, save_to=tmp_path)
+    report = Setup(data).train(3, save_to=tmp_path)
+    assert (report.trained, len(report.epochs)) == (1, 3)
+    assert repr(report).startswith("Trained 1 epoch (3 in all) in ")

@@ -242,7 +242,7 @@ class Loader:
             except Exception as error:
                 found = f"{type(error).__name__}: {error}"
                 raise LoaderFailed(
-                    cannot("make a batch", found, "a background thread that runs", "Check transform= and the pack")
+                    cannot("make a batch", found, "a transform and a pack without errors", "Check both")
                 ) from error
 
     def _stop(self, start: int) -> int:
@@ -259,8 +259,7 @@ def _usable_device(act: str, device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        found = str(error).splitlines()[0]
-        raise InvalidOption(cannot(act, found, "'cpu' or 'cuda'", "Use one of these")) from error
+        raise InvalidOption(cannot(act, f"device={device!r}", "'cpu' or 'cuda'", "Use one of these")) from error
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         found = f"{torch.cuda.device_count() or 'no'} usable GPUs here"
         raise InvalidOption(cannot(act, found, f"one for device={device!r}", "Choose a GPU runtime or device='cpu'"))

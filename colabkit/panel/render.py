@@ -8,6 +8,7 @@ contrast on white and on #131314 (Okabe and Ito's blue, vermilion and green); no
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Sequence
 
 from colabkit._reports import escape
@@ -122,7 +123,7 @@ def _text(state: PanelState) -> str:
         verdict(state),
         f"  {'█' * done}{'░' * (_TEXT_BAR - done)}  {_position(state)}",
         f"  time     waiting for data {waiting} · the step itself {working}",
-        f"  speed    {_speed(state):<24}{_text_curve(state.speed_curve)}",
+        f"  speed    {_speed(state):<24}{_text_curve(state.speed_curve, 0.0)}",
         f"  data     {_delivery(state)}",
         f"  step     {_values(state):<24}  {_text_curve(state.loss_curve)}",
         f"  machine  {machine or 'n/a'}",
@@ -136,12 +137,12 @@ def _time_shares(state: PanelState) -> tuple[str, str]:
     return format_share(state.wait_share), format_share(1 - state.wait_share)
 
 
-def _text_curve(curve: Sequence[float], width: int = 24) -> str:
+def _text_curve(curve: Sequence[float], floor: float = math.inf, width: int = 24) -> str:
     if len(curve) < 2:
         return ""
     width = min(width, len(curve))
     points = [curve[round(index * (len(curve) - 1) / (width - 1))] for index in range(width)]
-    low, high = min(points), max(points)
+    low, high = min(floor, *points), max(points)
     return "".join(_BARS[round((value - low) / (high - low or 1) * (len(_BARS) - 1))] for value in points)
 
 
@@ -150,9 +151,9 @@ def _html(state: PanelState) -> str:
     share = state.wait_share or 0.0
     has_gpu_curve = len(state.gpu_curve) > 1
     curves = [
-        ("Speed", _speed(state), state.speed_curve, BLUE),
-        ("Loss", f"{state.values['loss']:.4g}" if "loss" in state.values else "n/a", state.loss_curve, GREEN),
-        *([("GPU", _percent(state.gpu_curve[-1]), state.gpu_curve, VERMILION)] if has_gpu_curve else []),
+        ("Speed", _speed(state), state.speed_curve, BLUE, 0.0),
+        ("Loss", f"{state.values['loss']:.4g}" if "loss" in state.values else "n/a", state.loss_curve, GREEN, math.inf),
+        *([("GPU", _percent(state.gpu_curve[-1]), state.gpu_curve, VERMILION, 0.0)] if has_gpu_curve else []),
     ]
     cost = "" if state.cost_share is None else f"panel {format_share(state.cost_share)}"
     rest = {name: value for name, value in state.values.items() if name != "loss"}
@@ -200,18 +201,18 @@ def _gauge(name: str, share: float | None, text: str) -> str:
     )
 
 
-def _curve(name: str, text: str, curve: Sequence[float], color: str) -> str:
+def _curve(name: str, text: str, curve: Sequence[float], color: str, floor: float) -> str:
     return (
         f'<div style="flex:1;min-width:0"><div style="display:flex;justify-content:space-between;white-space:nowrap">'
-        f"{_label(name)}<span>{escape(text)}</span></div>{_curve_image(name, curve, color)}</div>"
+        f"{_label(name)}<span>{escape(text)}</span></div>{_curve_image(name, curve, color, floor)}</div>"
     )
 
 
-def _curve_image(name: str, curve: Sequence[float], color: str) -> str:
-    """Return a line chart from its own minimum to its maximum as a picture of 36 pixels height."""
+def _curve_image(name: str, curve: Sequence[float], color: str, floor: float) -> str:
+    """Return a line chart, from `floor` or its own minimum to its maximum, as a picture of 36 pixels height."""
     width, height = 240, 36
     if len(curve) > 1:
-        low, high = min(curve), max(curve)
+        low, high = min(floor, *curve), max(curve)
         points = [
             (index * width / (len(curve) - 1), height - 2 - (value - low) / (high - low or 1) * (height - 4))
             for index, value in enumerate(curve)
@@ -222,7 +223,7 @@ def _curve_image(name: str, curve: Sequence[float], color: str) -> str:
             f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5" '
             f'vector-effect="non-scaling-stroke"/>'
         )
-        alt = f"{name} from {curve[0]:.3g} to {curve[-1]:.3g}, between {low:.3g} and {high:.3g}"
+        alt = f"{name} from {curve[0]:.3g} to {curve[-1]:.3g}, between {min(curve):.3g} and {high:.3g}"
     else:
         drawn, alt = "", f"{name}: no curve yet"
     svg = (

@@ -57,6 +57,8 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
     name = os.fspath(source)
     path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else Path(name).expanduser()
     act = f"read {name!r}"
+    if "://" in name:
+        raise BadSource(cannot(act, "an address", "a folder or a zip archive on this machine", "Download it first"))
     with translated(act):
         if path.is_dir():
             return FolderSource(path)
