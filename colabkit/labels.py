@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from colabkit.errors import BadSource, InvalidOption, cannot
+from colabkit.pack_format import SPLITS
 from colabkit.sources import Item, Listing
 
 __all__ = ["ClassTree", "class_tree", "split_by_fraction"]
@@ -25,7 +26,6 @@ SPLIT_FOLDERS = {
     "test": "test",
     "testing": "test",
 }
-SPLITS = ("train", "dev", "test")
 IMAGE_SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
 )
