@@ -118,14 +118,11 @@ def newest_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Check
 
 def _sealed(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints that have a seal, newest first."""
-    return [seal.with_suffix(".pt") for seal in sorted(_numbered(folder, ".json"), key=_step_of, reverse=True)]
-
-
-def _numbered(folder: Path, suffix: str) -> list[Path]:
     with _files.translated(f"look for checkpoints in {str(folder)!r}"):
         if not folder.exists():
             return []
-        return [path for path in folder.iterdir() if path.suffix == suffix and _NAME.fullmatch(path.stem)]
+        seals = [path for path in folder.iterdir() if path.suffix == ".json" and _NAME.fullmatch(path.stem)]
+    return [seal.with_suffix(".pt") for seal in sorted(seals, key=_step_of, reverse=True)]
 
 
 def _step_of(path: Path) -> int:

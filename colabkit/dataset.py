@@ -75,9 +75,7 @@ class Pack(Mapping[str, "PackedDataset"]):
         return len(self._info.splits)
 
     def __repr__(self) -> str:
-        splits = ", ".join(
-            f"{split} {format_count(self._info.fields[f'{SAMPLES}_{split}'].shape[0])}" for split in self
-        )
+        splits = ", ".join(f"{split} {format_count(self._info.count(split))}" for split in self)
         shape = "x".join(map(str, self._info.meta["sample_shape"]))
         size = format_bytes(self.path.stat().st_size)
         return f"Pack {str(self.path)!r}: {splits}; images {shape}, {len(self.classes)} classes, {size}"
@@ -90,7 +88,7 @@ class Pack(Mapping[str, "PackedDataset"]):
             rows.append(
                 (
                     split,
-                    format_count(field.shape[0]),
+                    format_count(self._info.count(split)),
                     f"{np.dtype(field.dtype)} {shape}",
                     format_bytes(field.size_bytes),
                 )

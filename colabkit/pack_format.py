@@ -87,6 +87,10 @@ class PackInfo:
         """The splits, in the order train, dev, test."""
         return tuple(split for split in SPLITS if f"{SAMPLES}_{split}" in self.fields)
 
+    def count(self, split: str) -> int:
+        """Return how many samples a split has."""
+        return self.fields[f"{SAMPLES}_{split}"].shape[0]
+
     def map(self, name: str) -> npt.NDArray[Any]:
         """Return a data set as a read-only memory map; no HDF5 handle stays open, so forks and threads are safe."""
         field = self.fields[name]

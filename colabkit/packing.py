@@ -226,17 +226,16 @@ def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyRepo
     """
     started = time.monotonic()
     info = read_pack(Path(path).expanduser())
-    names = [(split, f"{SAMPLES}_{split}") for split in info.splits]
     damaged = []
-    with ProgressBar("verify", sum(info.fields[name].shape[0] for _, name in names), " samples", progress) as bar:
-        for split, name in names:
+    samples = sum(map(info.count, info.splits))
+    with ProgressBar("verify", samples, " samples", progress) as bar:
+        for split in info.splits:
             info.table(f"{LABELS}_{split}")
             sealed = info.table(f"{CRC}_{split}")
-            for index, sample in enumerate(info.map(name)):
+            for index, sample in enumerate(info.map(f"{SAMPLES}_{split}")):
                 if zlib.crc32(sample.data) != sealed[index]:
                     damaged.append((split, index))
                 bar.advance(1)
-    samples = sum(info.fields[name].shape[0] for _, name in names)
     return VerifyReport(info.path, samples, tuple(damaged), time.monotonic() - started)
 
 

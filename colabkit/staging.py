@@ -150,12 +150,12 @@ def stage(
     """
     started = time.monotonic()
     opened = open_source(source)
-    check_threads(f"stage {opened.name!r}", threads)
+    act = f"stage {opened.name!r}"
+    check_threads(act, threads)
     if not isinstance(to, str | os.PathLike):
         needed = "'auto', 'tmpfs', 'disk' or a path"
-        raise InvalidOption(cannot(f"stage {opened.name!r}", f"to={to!r}", needed, "Use to='auto'"))
+        raise InvalidOption(cannot(act, f"to={to!r}", needed, "Use to='auto'"))
     keep_archive = isinstance(opened, ZipSource) and not extract
-    act = f"stage {opened.name!r}"
     with _files.translated(act), closing(opened):
         key = _key(opened, keep_archive)
         if not refresh and (found := _find_staged(opened, to, key)):
