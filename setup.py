@@ -36,6 +36,7 @@ setup(
             "ipykernel>=6.17",
             "ipython>=7.34",
             "ipywidgets>=7.7",
+            "mfusepy>=3.1",
             "mypy==2.4.1",  # tools are pinned: a new version finds new faults
             "nbclient>=0.7",
             "nbformat>=5.4",

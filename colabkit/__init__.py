@@ -25,59 +25,90 @@ if TYPE_CHECKING:
     from colabkit import augment, errors
     from colabkit.dataset import Pack, PackedDataset, open_pack
     from colabkit.demonstration import DemoReport, demo
+    from colabkit.drive import (
+        CacheReport,
+        FlushReport,
+        MountReport,
+        UnmountReport,
+        clear_cache,
+        flush,
+        mount,
+        unmount,
+    )
     from colabkit.environment import RuntimeReport, runtime
     from colabkit.loader import Loader
     from colabkit.packing import PackReport, VerifyReport, pack, verify
     from colabkit.panel import dashboard
+    from colabkit.probing import ProbeReport, read_probe
     from colabkit.staging import StageReport, UnstageReport, stage, unstage
     from colabkit.training import TrainReport, supervised_step, train
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CacheReport": "drive",
     "DemoReport": "demonstration",
+    "FlushReport": "drive",
     "Loader": "loader",
+    "MountReport": "drive",
     "Pack": "dataset",
     "PackReport": "packing",
     "PackedDataset": "dataset",
+    "ProbeReport": "probing",
     "RuntimeReport": "environment",
     "StageReport": "staging",
     "TrainReport": "training",
+    "UnmountReport": "drive",
     "UnstageReport": "staging",
     "VerifyReport": "packing",
+    "clear_cache": "drive",
     "dashboard": "panel",
     "demo": "demonstration",
+    "flush": "drive",
+    "mount": "drive",
     "open_pack": "dataset",
     "pack": "packing",
+    "read_probe": "probing",
     "runtime": "environment",
     "stage": "staging",
     "supervised_step": "training",
     "train": "training",
+    "unmount": "drive",
     "unstage": "staging",
     "verify": "packing",
 }
 
 __all__ = [
+    "CacheReport",
     "DemoReport",
+    "FlushReport",
     "Loader",
+    "MountReport",
     "Pack",
     "PackReport",
     "PackedDataset",
+    "ProbeReport",
     "RuntimeReport",
     "StageReport",
     "TrainReport",
+    "UnmountReport",
     "UnstageReport",
     "VerifyReport",
     "augment",
+    "clear_cache",
     "dashboard",
     "demo",
     "errors",
+    "flush",
+    "mount",
     "open_pack",
     "pack",
+    "read_probe",
     "runtime",
     "stage",
     "supervised_step",
     "train",
+    "unmount",
     "unstage",
     "verify",
 ]

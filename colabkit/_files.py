@@ -9,8 +9,11 @@ fails the n-th with any error, or kills the process at it; nothing else in the p
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,11 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from colabkit._units import format_bytes
-from colabkit.environment import is_tmpfs, memory_limits, read_file
+from colabkit.environment import is_tmpfs, memory_limits
 from colabkit.errors import ColabkitError, FileFailed, NotEnoughSpace, TargetExists, cannot
+from colabkit.mounts import read_file, trouble
 
 if TYPE_CHECKING:
     import h5py
@@ -52,6 +56,9 @@ def translated(act: str) -> Iterator[None]:
     except ColabkitError:
         raise
     except OSError as error:
+        if known := trouble(error):
+            kind = NotEnoughSpace if error.errno == errno.ENOSPC else FileFailed
+            raise kind(cannot(act, known[0], "a mount that works", known[1])) from error
         name = f" ({os.fspath(error.filename)!r})" if isinstance(error.filename, str | os.PathLike) else ""
         reason = f"{error.strerror or error}{name}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -74,6 +81,11 @@ def create(path: Path) -> int:
     """Create a file that did not exist and return its descriptor, open for reading and writing."""
     _step("create", path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def reopen(path: Path) -> int:
+    """Return the descriptor of a file that is there, open for reading and writing."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def reserve(fd: int, size: int, path: Path) -> None:
@@ -193,16 +205,19 @@ class Partial:
         Raises:
             TargetExists: if something is at the final path and `replace` is false.
         """
+        self._put(self.path, replace)
+
+    def _put(self, path: Path, replace: bool) -> None:
         if not replace and os.path.lexists(self.final):
             act = f"publish {str(self.final)!r}"
             raise TargetExists(cannot(act, "the path was taken meanwhile", "a free path", "Run it again"))
-        if self.path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
+        if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
             # Folders cannot be replaced in one rename: the old one becomes a partial first, and is removed last.
             _rename(self.final, self._old)
-            _rename(self.path, self.final)
+            _rename(path, self.final)
             remove(self._old)
         else:
-            _rename(self.path, self.final)
+            _rename(path, self.final)
 
     def _reclaim(self) -> None:
         with os.scandir(self.final.parent) as entries:
@@ -211,6 +226,116 @@ class Partial:
             match = _PARTIAL.fullmatch(name)
             if match and _is_abandoned(Path(path), match):
                 remove(Path(path))
+
+
+class KeptPartial(Partial):
+    """A partial that is kept when its process ends or is killed, so that the next one goes on where it stopped.
+
+    `with KeptPartial(folder, identity) as kept:` gives `kept.folder`, hidden in `folder`, with `kept.data` to fill, a
+    file or a folder, and `kept.record`: what has to be the same for going on, empty at first. `publish_as()` renames
+    what is whole. One process at a time has the kept folder, by a lock that ends with it; another that comes meanwhile,
+    or where the file system has no locks, gets a folder of its own, which is not kept. After a restart of the machine
+    it begins anew, since blocks may be missing that were never synced.
+
+    Args:
+        folder: where the final path will be.
+        identity: a text of hexadecimal digits that tells this work from any other.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        super().__init__(folder / identity)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        shared = self.final.parent / f".colabkit-{self._key}-kept.partial"
+        self._lock = _locked(shared)
+        self.folder = self.path if self._lock is None else shared
+        self.data = self.folder / "data"
+        self.record: dict[str, Any] = {}
+        try:
+            make_folder(self.folder)
+            with contextlib.suppress(OSError, ValueError):
+                found = json.loads((self.folder / _RECORD).read_bytes())
+                self.record = found["values"] if found["start"] == _machine_start() else {}
+            if not self.record:
+                self.start_over()
+        except BaseException:
+            if self._lock is not None:
+                os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._lock is not None and not self._has_bytes():
+                _rename(self.folder, self.path)  # nobody can enter it any more, and so it can be removed
+        finally:
+            try:
+                super().__exit__(kind, error, trace)
+            finally:
+                if self._lock is not None:
+                    os.close(self._lock)
+
+    def note(self, **values: Any) -> None:
+        """Write the record: plain values, which the next process finds in `record`."""
+        self.record = values
+        new = self.folder / f"{_RECORD}.new"
+        remove(new)
+        write_file(new, json.dumps({"start": _machine_start(), "values": values}).encode())
+        _rename(new, self.folder / _RECORD)
+
+    def start_over(self) -> None:
+        """Remove what was kept, and the record."""
+        self.record = {}
+        for path in self.folder.iterdir():
+            if path.name != _LOCK:
+                remove(path)
+
+    def publish_as(self, path: Path, final: Path, replace: bool = False) -> None:
+        """Rename `path`, in the kept folder, to its final path beside that folder; errors as of `publish()`."""
+        self.final = final
+        self._put(path, replace)
+        self.start_over()
+
+    def _has_bytes(self) -> bool:
+        own = {_LOCK, _RECORD, f"{_RECORD}.new"}
+        return any(path.is_file() and path.name not in own and path.stat().st_size for path in self.folder.rglob("*"))
+
+
+_LOCK, _RECORD = "lock", "record"
+
+
+def _locked(folder: Path) -> int | None:
+    """Make a folder and return the descriptor that locks it; None where another has it or there are no locks."""
+    while True:
+        make_folder(folder)
+        path = folder / _LOCK
+        _step("create", path)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except FileNotFoundError:
+            continue  # its owner finished and removed the folder meanwhile
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            os.close(fd)
+            if not isinstance(error, BlockingIOError):
+                remove(folder)
+            return None
+        os.close(fd)
+
+
+def _machine_start() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
 
 
 def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
@@ -247,6 +372,17 @@ def free_bytes(path: Path) -> int:
         existing = existing.parent
     stats = os.statvfs(existing)
     return stats.f_bavail * stats.f_frsize
+
+
+def disk_bytes(path: Path) -> int:
+    """Return the disk space that a file, or all files of a folder, take; files that vanish meanwhile count nothing."""
+    total = 0
+    for file in (
+        [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    ):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.lstat().st_blocks * 512
+    return total
 
 
 def check_space(act: str, needed: int, path: Path, available: int | None = None) -> None:

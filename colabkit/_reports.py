@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import shutil
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
@@ -18,6 +20,12 @@ _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;back
 def escape(text: object) -> str:
     """Return `text` safe inside HTML elements and attributes; undecodable bytes show as escapes."""
     return html.escape(str(text).encode("utf-8", "backslashreplace").decode("utf-8"))
+
+
+def printable(text: object) -> str:
+    """Return `text` for a terminal: undecodable bytes and control characters show as escapes."""
+    shown = str(text).encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
 
 
 def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, ...] = ()) -> str:
@@ -61,6 +69,27 @@ class Report(ABC):
     def _repr_html_(self) -> str:
         first = self._summary().splitlines()[0]
         return html_table(first, self._rows())
+
+    def text_table(self) -> str:
+        """Return the report as text for a terminal: its lines, and below them its table, the names aligned."""
+        rows = self._rows()
+        width = max((len(row[0]) for row in rows), default=0)
+        indent = " " * (width + 4)
+        columns = max(40, shutil.get_terminal_size().columns - 1)
+        lines = [self._summary()]
+        for name, *values in rows:
+            text = printable("  ".join(values))
+            lines.append(
+                textwrap.fill(
+                    text,
+                    columns,
+                    initial_indent=f"  {printable(name):{width}}  ",
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` takes."""

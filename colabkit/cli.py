@@ -31,23 +31,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for verb in VERBS:
 
         def make(**options: Any) -> argparse.ArgumentParser:
-            return commands.add_parser(verb.name, help=verb.help, **options)  # noqa: B023 - called before the next turn
+            aliases = [verb.name.replace("_", "-")] if "_" in verb.name else []  # noqa: B023 - called before the next turn
+            return commands.add_parser(verb.name, help=verb.help, aliases=aliases, **options)  # noqa: B023
 
         command = parser_of(verb, f"colabkit {verb.name}", make)
         command.add_argument("--json", action="store_true", help="print the report as JSON")
     try:
         parsed = parser.parse_args(arguments)
-        verb = next(verb for verb in VERBS if verb.name == parsed.verb)
+        verb = next(verb for verb in VERBS if verb.name == parsed.verb.replace("-", "_"))
         if parsed.json and hasattr(parsed, "progress"):
             parsed.progress = False
-        report = getattr(colabkit, verb.name)(**arguments_of(verb, parsed, _look_up))
+        report = verb.call(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
         print(f"colabkit: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("colabkit: interrupted", file=sys.stderr)
         return 130
-    print(json.dumps(report.to_dict(), indent=2) if parsed.json else repr(report))
+    print(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
     return 0 if report.is_good else 1
 
 

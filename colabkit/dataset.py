@@ -20,6 +20,7 @@ from colabkit._reports import html_table
 from colabkit._units import format_bytes, format_count
 from colabkit.errors import InvalidOption, MissingSplit, cannot
 from colabkit.labels import SPLIT_FOLDERS
+from colabkit.mounts import user_path
 from colabkit.pack_format import LABELS, SAMPLES, PackInfo, read_pack
 
 __all__ = ["Pack", "PackedDataset", "open_pack"]
@@ -39,7 +40,7 @@ def open_pack(path: str | os.PathLike[str]) -> Pack:
         NotSealed: if it is HDF5 but no finished pack.
         Corrupt: if it was sealed and has changed.
     """
-    return Pack(read_pack(Path(path).expanduser().absolute()))
+    return Pack(read_pack(user_path(path, f"open {os.fspath(path)!r}").absolute()))
 
 
 class Pack(Mapping[str, "PackedDataset"]):

@@ -32,6 +32,7 @@ from colabkit.decode import decode_image
 from colabkit.errors import BadImage, BadSource, InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.labels import ClassTree, class_tree
 from colabkit.loader import Loader
+from colabkit.mounts import user_path
 from colabkit.packing import Size, height_and_width, pack
 from colabkit.panel import dashboard
 from colabkit.sources import FolderSource, Item, SlowSource, Source, ZipSource, open_source
@@ -226,7 +227,7 @@ def _silent(text: str) -> None:
 @contextmanager
 def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
     if keep is not None:
-        folder = Path(keep).expanduser()
+        folder = user_path(keep, "run the demonstration")
         act = f"keep the demo in {str(folder)!r}"
         with _files.translated(act):
             _files.make_folder(folder)

@@ -14,6 +14,12 @@ ColabkitError
 ├── NotSealed (ValueError)              a file without the mark that proves it whole
 ├── Corrupt (ValueError)                a sealed file whose content is no longer what was sealed
 ├── MissingSplit (KeyError)             a pack has no split of this name
+├── NotMounted (FileNotFoundError)      Drive, or the mount that is meant, is not there
+├── MountFailed (OSError)               Drive cannot be mounted, with the cause
+├── UnsentWrites (RuntimeError)         what was asked would lose writes that are not sent yet
+├── TimedOut (TimeoutError)             no answer before the deadline
+├── FetchFailed (OSError)               a download that failed, with the cause
+├── MissingPackage (ImportError)        an optional package is not installed
 └── LoaderFailed (RuntimeError)         the loader's background work failed
 ```
 
@@ -33,15 +39,21 @@ __all__ = [
     "BadSource",
     "ColabkitError",
     "Corrupt",
+    "FetchFailed",
     "FileFailed",
     "InvalidOption",
     "LoaderFailed",
+    "MissingPackage",
     "MissingSplit",
+    "MountFailed",
     "NotEnoughSpace",
+    "NotMounted",
     "NotSealed",
     "SourceChanged",
     "SourceMissing",
     "TargetExists",
+    "TimedOut",
+    "UnsentWrites",
 ]
 
 
@@ -105,6 +117,37 @@ class MissingSplit(ColabkitError, KeyError):
     __str__ = Exception.__str__  # a KeyError shows its message in quotes
 
 
+class NotMounted(ColabkitError, FileNotFoundError):
+    """Drive, or the mount that is meant, is not there."""
+
+
+class MountFailed(ColabkitError, OSError):
+    """Drive cannot be mounted.
+
+    Attributes:
+        cause: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`, `"folder"`, `"timeout"`,
+            `"hung"` or `"unknown"`.
+    """
+
+    cause = "unknown"
+
+
+class UnsentWrites(ColabkitError, RuntimeError):
+    """What was asked would lose writes that have not been sent yet."""
+
+
+class TimedOut(ColabkitError, TimeoutError):
+    """There was no answer before the deadline."""
+
+
+class FetchFailed(ColabkitError, OSError):
+    """A download failed; the message names the cause."""
+
+
+class MissingPackage(ColabkitError, ImportError):
+    """An optional package is not installed; the message holds the line that installs it."""
+
+
 class LoaderFailed(ColabkitError, RuntimeError):
     """The loader's background work failed; the cause is in the message."""
 
@@ -136,3 +179,16 @@ def check_whole_number(act: str, name: str, value: object, least: int) -> None:
         raise InvalidOption(
             cannot(act, found, f"a whole number of {least} or more", f"Use {name}={max(least, 1)}, say")
         )
+
+
+def check_seconds(act: str, name: str, value: object) -> None:
+    """Raise `InvalidOption` unless `value` is a finite number of seconds above 0.
+
+    Args:
+        act: verb and object for the message.
+        name: of the argument.
+        value: what was given.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < float(value) < float("inf"):  # type: ignore[arg-type]
+        raise InvalidOption(cannot(act, f"{name}={value!r}", "seconds above 0", f"Use {name}=60, say"))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-import colabkit
 from colabkit.errors import InvalidOption, cannot
 from colabkit.options import VERBS, Verb, arguments_of, look_up_in, parser_of
 
@@ -39,7 +38,7 @@ def load(shell: InteractiveShell) -> None:
         if verb.is_magic and verb.name not in taken:
             manager.register_function(_magic(shell, verb), "line", verb.name)
     if taken:
-        print(f"colabkit leaves {', '.join(f'%{name}' for name in taken)} to others; use colabkit.{taken[0]}() instead")  # noqa: T201
+        print(f"colabkit leaves {', '.join(f'%{name}' for name in taken)} to others; use colabkit's functions instead")  # noqa: T201
     names = [verb.name for verb in VERBS if verb.is_magic and verb.name not in taken]
 
     def forget() -> None:
@@ -65,7 +64,7 @@ def _magic(shell: InteractiveShell, verb: Verb) -> Callable[[str], Any]:
         if "--help" in words or "-h" in words:
             print(parser.format_help())  # noqa: T201 - the only thing a magic prints
             return None
-        return getattr(colabkit, verb.name)(**arguments_of(verb, parser.parse_args(words), look_up))
+        return verb.call(**arguments_of(verb, parser.parse_args(words), look_up))
 
     run.__name__ = verb.name
     run.__doc__ = parser_of(verb, f"%{verb.name}").format_help()

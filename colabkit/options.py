@@ -10,7 +10,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from colabkit.errors import InvalidOption, cannot
 
@@ -24,20 +24,20 @@ class Option:
     Attributes:
         name: the function's parameter.
         help: one line, for `--help` and `?`.
-        default: the function's default; without one it is positional.
+        default: the function's default; without one it has to be given.
         kind: `text`, `number`, `flag`, `threads`, `size`, `splits`, `object` or `objects`.
-        choices: the allowed values, if they are few.
+        is_positional: whether it is given by its place instead of its name; what has to be given always is.
     """
 
     name: str
     help: str
     default: Any = ...
     kind: str = "text"
-    choices: tuple[str, ...] = ()
+    is_positional: bool = False
 
     @property
-    def is_positional(self) -> bool:
-        """Whether it has to be given, without its name."""
+    def is_required(self) -> bool:
+        """Whether it has to be given."""
         return self.default is ...
 
 
@@ -46,20 +46,31 @@ class Verb:
     """A magic and a command.
 
     Attributes:
-        name: of both, and of the public function.
+        name: of both.
         help: one line.
         options: positional ones first.
         is_magic: whether there is a magic of it.
+        function: the public function, where its name is another.
     """
 
     name: str
     help: str
     options: tuple[Option, ...] = ()
     is_magic: bool = True
+    function: str = ""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The public function."""
+        import colabkit
+
+        return cast(Callable[..., Any], getattr(colabkit, self.function or self.name))
 
 
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
 _THREADS = Option("threads", "files read at once; auto measures what the source rewards", "auto", "threads")
+_ON_MOUNT = Option("path", "anything on the mount; by default the Drive mount", None, is_positional=True)
+_SECONDS_SHOWN = Option("progress", "show the seconds that pass", True, "flag")
 _PACK_SPLITS = Option(
     "splits", "shares of the splits, as in train=0.8,test=0.2, for a tree without any", None, "splits"
 )
@@ -67,10 +78,56 @@ _PACK_SPLITS = Option(
 VERBS: tuple[Verb, ...] = (
     Verb("runtime", "show what this machine allows: CPUs, RAM, tmpfs, disks, GPUs, versions"),
     Verb(
+        "mount",
+        "mount Google Drive, or find and repair the mount that is there",
+        (
+            Option("path", "where; by default where it is, else /content/drive", None, is_positional=True),
+            Option("readonly", "refuse writes", False, "flag"),
+            Option("timeout", "seconds for consent, and again for Drive", 120.0, "seconds"),
+            Option("force", "mount anew what is alive, and what hangs, losing what is not sent", False, "flag"),
+        ),
+    ),
+    Verb(
+        "unmount",
+        "send all writes and take the Drive mount away",
+        (
+            _ON_MOUNT,
+            Option("timeout", "seconds for sending writes", 600.0, "seconds"),
+            Option("force", "at once, also if it is dead, hangs or has not sent everything", False, "flag"),
+            _SECONDS_SHOWN,
+        ),
+    ),
+    Verb(
+        "flush",
+        "send all writes of the Drive mount",
+        (_ON_MOUNT, Option("timeout", "seconds for sending writes", 600.0, "seconds"), _SECONDS_SHOWN),
+    ),
+    Verb(
+        "clear_cache",
+        "clear what the Drive mount keeps near, by its exact type",
+        (
+            _ON_MOUNT,
+            Option("dry_run", "change nothing; show what would be freed and lost", False, "flag"),
+            Option("timeout", "seconds for sending writes, and for each further step", 600.0, "seconds"),
+            Option("force", "clear also what has not been sent, which is then lost", False, "flag"),
+            _SECONDS_SHOWN,
+        ),
+    ),
+    Verb(
+        "probe",
+        "measure what a folder's mount can do: opening, listing, small files, large files",
+        (
+            Option("path", "a folder or a file"),
+            Option("seconds", "how long it may take", 8.0, "seconds"),
+            _PROGRESS,
+        ),
+        function="read_probe",
+    ),
+    Verb(
         "stage",
         "copy a folder or zip archive to near storage",
         (
-            Option("source", "a folder, a zip archive, or samples:digits"),
+            Option("source", "a folder, a zip archive, also drive:PATH, or samples:digits"),
             Option("to", "auto, tmpfs, disk, or the path of the copy", "auto"),
             _THREADS,
             Option("extract", "extract an archive", True, "flag"),
@@ -83,7 +140,7 @@ VERBS: tuple[Verb, ...] = (
         "pack",
         "pack images with one folder a class into one sealed HDF5 file",
         (
-            Option("source", "a folder, a zip archive, or samples:digits"),
+            Option("source", "a folder, a zip archive, also drive:PATH, or samples:digits"),
             Option("out", "the pack's path, as in birds.h5"),
             Option("size", "height and width to bring images to, as in 224 or 240x320", None, "size"),
             Option("channels", "3 for RGB, 1 for luminance", 3, "number"),
@@ -157,8 +214,10 @@ def parser_of(verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser
     for option in verb.options:
         text = option.help.replace("%", "%%")
         flag = "--" + option.name.replace("_", "-")
-        if option.is_positional:
+        if option.is_required:
             parser.add_argument(option.name, type=option.kind, help=text)
+        elif option.is_positional:
+            parser.add_argument(option.name, type=option.kind, nargs="?", default=option.default, help=text)
         elif option.kind == "flag":
             parser.add_argument(
                 flag,

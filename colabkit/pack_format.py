@@ -16,6 +16,7 @@ checked when it is wanted.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -96,7 +97,14 @@ class PackInfo:
         field = self.fields[name]
         if not field.size_bytes:
             return np.empty(field.shape, field.dtype)
-        return np.memmap(self.path, field.dtype, "r", field.offset, field.shape)
+        try:
+            return np.memmap(self.path, field.dtype, "r", field.offset, field.shape)
+        except OSError as error:
+            if error.errno != errno.ENODEV:
+                raise
+        private = np.memmap(self.path, field.dtype, "c", field.offset, field.shape)  # some FUSE mounts share no maps
+        private.flags.writeable = False
+        return private
 
     def table(self, name: str) -> npt.NDArray[Any]:
         """Return a table, copied into memory and checked against its CRC.

@@ -29,6 +29,7 @@ from colabkit.decode import Pixels, decode_image
 from colabkit.environment import usable_cpus
 from colabkit.errors import BadImage, ColabkitError, InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.labels import ClassTree, class_tree, split_by_fraction
+from colabkit.mounts import user_path
 from colabkit.pack_format import CRC, LABELS, SAMPLES, FieldLayout, PackInfo, create_pack, is_pack, read_pack, seal_pack
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
@@ -167,7 +168,7 @@ def pack(
     check_whole_number(act, "seed", seed, 0)
     if channels not in (1, 3):
         raise InvalidOption(cannot(act, f"channels={channels}", "3 for RGB or 1 for luminance", "Use one of them"))
-    final = Path(out).expanduser()
+    final = user_path(out, f"pack into {out!r}")
     if final.is_dir():
         needed = "the path of a file, as in 'birds.h5'"
         raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
@@ -225,7 +226,7 @@ def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyRepo
         Corrupt: if its layout, labels or table of digests are damaged, so that samples cannot be judged.
     """
     started = time.monotonic()
-    info = read_pack(Path(path).expanduser())
+    info = read_pack(user_path(path, f"verify {path!r}"))
     damaged = []
     samples = sum(map(info.count, info.splits))
     with ProgressBar("verify", samples, " samples", progress) as bar:

@@ -19,7 +19,7 @@ from pathlib import Path
 from colabkit import _files
 from colabkit._reports import Report
 from colabkit._units import format_bytes, format_count, format_rate, format_seconds
-from colabkit.environment import memory_limits, near_folder, read_file
+from colabkit.environment import memory_limits, near_folder
 from colabkit.errors import (
     BadSource,
     InvalidOption,
@@ -28,6 +28,7 @@ from colabkit.errors import (
     TargetExists,
     cannot,
 )
+from colabkit.mounts import read_file, user_path
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
     STAGE_SEAL,
@@ -68,7 +69,7 @@ class StageReport(Report):
         files: files in the near copy.
         staged_bytes: their bytes.
         seconds: how long it took.
-        retries: reads that failed and were tried again.
+        retries: reads and listings that failed and were tried again.
         skipped: links and special files that were passed over, with the reason.
         reused: whether the near copy was there already.
     """
@@ -190,7 +191,7 @@ def stage(
                 archive=opened.path.name if keep_archive and isinstance(opened, ZipSource) else "",
                 files=files,
                 staged_bytes=staged_bytes,
-                retries=retries.count,
+                retries=listing.retries + retries.count,
                 skipped=listing.skipped,
             )
             _files.write_file(partial.path / STAGE_SEAL, json.dumps(dataclasses.asdict(seal)).encode())
@@ -209,7 +210,7 @@ def unstage(path: str | os.PathLike[str] | StageReport) -> UnstageReport:
         SourceMissing: if nothing is there.
         NotSealed: if `stage()` did not make it; then it is left alone.
     """
-    folder = path.path if isinstance(path, StageReport) else Path(path).expanduser()
+    folder = path.path if isinstance(path, StageReport) else user_path(path, "unstage")
     act = f"unstage {str(folder)!r}"
     if folder.is_file() and (seal := _read_seal(folder.parent)) and seal.archive == folder.name:
         folder = folder.parent  # an archive that was kept as it is
@@ -283,7 +284,7 @@ def _find_staged(source: Source, to: str | os.PathLike[str], key: str) -> tuple[
     if to == "auto":
         candidates = list(places.values())
     else:
-        candidates = [places[to] if isinstance(to, str) and to in places else Path(to).expanduser()]
+        candidates = [places[to] if isinstance(to, str) and to in places else user_path(to, f"stage {source.name!r}")]
     for folder in candidates:
         if (seal := _read_seal(folder)) and seal.key == key and _is_complete(folder, seal):
             return folder, seal
@@ -310,7 +311,7 @@ def _choose(source: Source, to: str | os.PathLike[str], key: str, needed: int) -
         return target, why, places[target]
     if isinstance(to, str) and to in places:
         return to, "as asked", places[to]
-    return "path", "as asked", Path(to).expanduser()
+    return "path", "as asked", user_path(to, f"stage {source.name!r}")
 
 
 def _tmpfs_room() -> int:

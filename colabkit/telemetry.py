@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from colabkit.environment import memory_limits, read_file, usable_cpus
+from colabkit.environment import memory_limits, usable_cpus
+from colabkit.mounts import read_file
 
 __all__ = ["GpuSnapshot", "HostSnapshot", "Telemetry"]
 

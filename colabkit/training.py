@@ -23,6 +23,7 @@ from colabkit._units import format_rate, format_seconds, format_share
 from colabkit.checkpoint import newest_checkpoint, newest_step, save_checkpoint
 from colabkit.errors import InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.loader import Loader
+from colabkit.mounts import user_path
 
 __all__ = ["EpochRecord", "TrainReport", "supervised_step", "train"]
 
@@ -173,7 +174,7 @@ def train(
         if not isinstance(part, Stateful):
             found = f"state has {name!r}, a {type(part).__name__}"
             raise InvalidOption(cannot(act, found, "objects with state_dict and load_state_dict", "Leave it out"))
-    run = _Run(loader, dict(state or {}), None if save_to is None else Path(save_to).expanduser().absolute(), resume)
+    run = _Run(loader, dict(state or {}), None if save_to is None else user_path(save_to, "train").absolute(), resume)
     trained_before = len(run.history)
     started = time.monotonic()
     before = loader.meters.snapshot()

@@ -11,6 +11,30 @@ import pytest
 from PIL import Image
 
 from colabkit import _files
+from colabkit._reports import Report
+
+ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--report", action="store_true", help="print the table of known failures and what is done")
+
+
+@pytest.fixture
+def report_row(pytestconfig: pytest.Config) -> Callable[[str, str, object], None]:
+    """Return a function that adds a row to the table of `--report`: what goes wrong, what is done, what is said."""
+    rows = pytestconfig.stash.setdefault(ROWS, [])
+    return lambda symptom, act, said: rows.append((symptom, act, repr(said) if isinstance(said, Report) else str(said)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--report"):
+        return
+    terminalreporter.section("known failures: what colabkit does, and says")
+    for symptom, act, said in config.stash.get(ROWS, []):
+        terminalreporter.line(f"{symptom:42}{act}")
+        for line in said.splitlines():
+            terminalreporter.line(f"{'':42}{line}", yellow=True)
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,27 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from conftest import needs
+from far_mounts import FuseMount, has_fuse
 
-from colabkit import environment
-from colabkit.environment import allowed_cpus, gpus, memory_limits, near_folder, place, runtime
+from colabkit.environment import (
+    Place,
+    allowed_cpus,
+    gpus,
+    is_tmpfs,
+    memory_limits,
+    near_folder,
+    place_of,
+    runtime,
+    storage,
+)
+from colabkit.mounts import Mount
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 << 20} kB\nMemFree: {4 << 20} kB\nMemAvailable: {32 << 20} kB\nHugePages_Total: 0\n"
@@ -41,12 +54,12 @@ def reader(files: dict[str, str]):
     return read
 
 
-def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0) -> dict[str, str]:
+def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
     """Return the files of a cgroup of version 2."""
     return {
         f"{folder}/memory.max": f"{limit}\n",
         f"{folder}/memory.current": f"{used}\n",
-        f"{folder}/memory.stat": f"anon 1\ninactive_file {inactive}\n",
+        f"{folder}/memory.stat": f"anon 1\ninactive_file {inactive}\nactive_file {active}\nshmem {used}\n",
     }
 
 
@@ -59,23 +72,57 @@ def v1_memory(folder: str, limit: int, used: int, inactive: int = 0) -> dict[str
     }
 
 
+TERMINAL = "IPython.terminal.interactiveshell.TerminalInteractiveShell"
+KERNEL = "ipykernel.zmqshell.ZMQInteractiveShell"
+COLAB = "google.colab._shell.Shell"
+HOSTED = "/var/colab/hostname"
+TAG = {"COLAB_RELEASE_TAG": "release-colab_20260819"}
+LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user"
+
+
 @pytest.mark.parametrize(
-    ("environ", "shell", "hostname", "expected"),
+    ("environ", "shell", "variables", "paths", "name", "kind", "can_mount"),
     [
-        ({}, None, False, "Python"),
-        ({}, None, True, "Python"),
-        ({}, "IPython.terminal.interactiveshell.TerminalInteractiveShell", False, "IPython"),
-        ({}, "ipykernel.zmqshell.ZMQInteractiveShell", False, "Jupyter"),
-        ({}, "google.colab._shell.Shell", True, "Colab"),
-        ({}, "google.colab._shell.Shell", False, "Colab, local runtime"),
-        ({"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}, "google.colab._shell.Shell", True, "Colab Enterprise"),
-        ({"VERTEX_PRODUCT": "WORKBENCH_INSTANCE"}, "google.colab._shell.Shell", True, "Colab"),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "google.colab._shell.Shell", True, "Kaggle"),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, None, False, "Kaggle"),
+        ({}, None, (), (), "Python", "script", False),
+        ({}, TERMINAL, (), (), "IPython", "IPython", False),
+        ({}, KERNEL, (), (), "Jupyter", "kernel", False),
+        ({}, KERNEL, ("__vsc_ipynb_file__",), (), "Jupyter", "kernel", False),
+        (TAG, COLAB, (), (HOSTED,), "Colab", "kernel", True),
+        (TAG, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab in VS Code", "kernel", True),
+        ({}, COLAB, (), (), "Colab, local runtime", "kernel", False),
+        ({"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+        ({"VERTEX_PRODUCT": "WORKBENCH_INSTANCE"}, COLAB, (), (HOSTED,), "Colab", "kernel", True),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, KERNEL, (), (), "Kaggle", "kernel", False),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, None, (), (), "Kaggle", "script", False),
+        ({}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
+        ({}, None, (), (LIGHTNING,), "Lightning Studio", "script", False),
+        ({}, KERNEL, (), (STUDIO_LAB,), "SageMaker Studio Lab", "kernel", False),
+        ({"PAPERSPACE_FQDN": "x.paperspacegradient.com"}, KERNEL, (), (), "Paperspace", "kernel", False),
+        ({"PAPERSPACE_METRIC_WORKLOAD_ID": "x"}, TERMINAL, (), (), "Paperspace", "IPython", False),
+        ({"JUPYTERHUB_SERVICE_PREFIX": "/user/me/"}, KERNEL, (), (), "JupyterHub", "kernel", False),
+        ({"JUPYTERHUB_API_TOKEN": "x"}, None, (), (), "JupyterHub", "script", False),
+        # Attempts to fool it.
+        ({**TAG, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, COLAB, (), (HOSTED,), "Kaggle", "kernel", False),
+        ({**TAG, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED, LIGHTNING), "Colab", "kernel", True),
+        ({**TAG, "PAPERSPACE_FQDN": "x"}, COLAB, (), (HOSTED, STUDIO_LAB), "Colab", "kernel", True),
+        (TAG, None, (), (HOSTED,), "Colab", "script", False),
+        (TAG, TERMINAL, (), (HOSTED,), "Colab", "IPython", False),
+        (TAG, None, (), (), "Python", "script", False),
+        ({}, None, (), (HOSTED,), "Python", "script", False),
+        ({"PAPERSPACE_API_KEY": "mine"}, KERNEL, (), ("/notebooks",), "Jupyter", "kernel", False),
+        ({"JUPYTERHUB_API_TOKEN": "x"}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
+        ({"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}, KERNEL, (), (), "Jupyter", "kernel", False),
     ],
 )
-def test_the_place_is_told_from_shell_environment_and_host(environ, shell, hostname, expected):
-    assert place(environ, shell, hostname) == expected
+def test_the_place_is_told_from_what_only_it_has(environ, shell, variables, paths, name, kind, can_mount):
+    assert place_of(environ, shell, variables, paths.__contains__) == Place(name, kind, can_mount)
+
+
+def test_the_place_of_this_process_is_a_script_and_loads_no_ipython():
+    code = "import sys; from colabkit.environment import current_place as p; print(p().shell, 'IPython' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == (
+        "script False\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,6 +211,8 @@ def test_memory_comes_from_psutil_where_there_is_no_meminfo(monkeypatch):
     [
         ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB), 12, 7, f"{V2}/a"),
         ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, inactive=2 * GIB), 12, 9, f"{V2}/a"),
+        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 9 * GIB, 2 * GIB, 4 * GIB), 12, 9, f"{V2}/a"),
+        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, 4 * GIB, 4 * GIB), 12, 12, f"{V2}/a"),
         ("0::/a\n", v2_memory(f"{V2}/a", "max", 5 * GIB), 64, 32, "machine"),
         ("0::/a\n", v2_memory(f"{V2}/a", 40 * GIB, GIB), 40, 32, f"{V2}/a"),
         ("0::/a\n", v2_memory(f"{V2}/a", 100 * GIB, 90 * GIB), 64, 10, "machine"),
@@ -240,6 +289,7 @@ def fake_nvml(count: int = 1, broken: tuple[str, ...] = ()) -> ModuleType:
     call("nvmlDeviceGetMemoryInfo", lambda handle: SimpleNamespace(total=16 * GIB, free=15 * GIB))
     call("nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
     call("nvmlDeviceGetName", lambda handle: b"Tesla T4")
+    call("nvmlSystemGetDriverVersion", lambda: "580.65.06")
     return module
 
 
@@ -259,14 +309,22 @@ def test_gpus_are_as_the_driver_tells():
         ("nvmlDeviceGetUUID", ["uuid"]),
         ("nvmlDeviceGetName", ["name"]),
         ("nvmlDeviceGetMemoryInfo", ["total_bytes", "free_bytes"]),
+        ("nvmlSystemGetDriverVersion", ["driver"]),
     ],
 )
 def test_a_value_the_driver_does_not_tell_is_none_and_the_rest_stays(broken, unknown):
     module = fake_nvml(broken=(broken,))
     (gpu,) = gpus(module)
     assert [name for name, value in gpu.to_dict().items() if value is None] == unknown
-    assert "None" not in repr(gpu) + gpu._repr_html_()
+    assert "None" not in repr(gpu) + gpu._repr_html_() + gpu.details()
     assert module.shut_down == 1
+
+
+def test_what_an_old_binding_cannot_ask_is_missing_like_any_other_value():
+    module = fake_nvml()
+    del module.nvmlSystemGetDriverVersion, module.nvmlDeviceGetUUID
+    (gpu,) = gpus(module)
+    assert (gpu.uuid, gpu.driver, gpu.name) == (None, None, "Tesla T4")
 
 
 def test_a_gpu_without_a_handle_is_listed_with_nothing_known():
@@ -294,33 +352,86 @@ def test_the_binding_is_found_by_its_name(monkeypatch):
     assert len(gpus()) == 3
 
 
-def test_mount_points_with_spaces_and_tabs_are_unescaped():
-    text = "drive /content/drive/My\\040Drive fuse.drive rw 0 0\nx /a\\011b\\134c tmpfs rw 0 0\n"
-    assert list(environment._mounts(reader({"/proc/mounts": text}))) == [
-        ("/content/drive/My Drive", "fuse.drive"),
-        ("/a\tb\\c", "tmpfs"),
-    ]
-
-
-def test_no_list_of_mounts_is_an_empty_one():
-    assert list(environment._mounts(reader({}))) == []
+def on_disk(fstype: str, point: str, options: str = "rw") -> Mount:
+    return Mount(point, fstype, "x", tuple(options.split(",")))
 
 
 def test_the_innermost_mount_names_the_file_system(tmp_path):
     inner = tmp_path / "in"
     inner.mkdir()
-    mounts = [("/", "overlay"), (str(inner), "older"), (str(inner), "tmpfs"), (str(tmp_path), "ext4"), ("/x", "no")]
-    assert environment._disk(str(inner), mounts).fstype == "tmpfs"
-    assert environment._disk(str(tmp_path), mounts).fstype == "ext4"
-    assert environment._disk(str(tmp_path), []).fstype == "unknown"
-    assert environment._disk(str(tmp_path / "missing"), mounts) is None
+    table = [on_disk("overlay", "/"), on_disk("older", str(inner)), on_disk("xfs", str(inner))]
+    assert storage.disk(str(inner), table, GIB).fstype == "xfs"
+    assert storage.disk(str(tmp_path), table, GIB).fstype == "overlay"
+    assert storage.disk(str(tmp_path), [], GIB).fstype == "unknown"
+    assert storage.disk(str(tmp_path / "missing"), table, GIB) is None
 
 
-def test_read_file_takes_undecodable_bytes(tmp_path):
-    (tmp_path / "mounts").write_bytes(b"x /caf\xe9 tmpfs rw 0 0\n")
-    text = environment.read_file(str(tmp_path / "mounts"))
-    ((point, fstype),) = environment._mounts(lambda path: text)
-    assert (os.fsencode(point), fstype) == (b"/caf\xe9", "tmpfs")
+def test_tmpfs_is_no_more_than_the_ram_that_is_available(tmp_path):
+    table = [on_disk("tmpfs", str(tmp_path))]
+    report = storage.disk(str(tmp_path), table, 5)
+    assert report.budget_bytes == 5 < report.free_bytes
+    assert "5 B of it within the RAM available" in repr(report)
+    assert storage.disk(str(tmp_path), table, 1 << 60).budget_bytes == report.free_bytes
+    assert storage.disk(str(tmp_path), [on_disk("ext4", str(tmp_path))], 5).budget_bytes > 5
+
+
+def test_each_tmpfs_for_data_is_listed_and_the_systems_own_are_not(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shown = [on_disk("tmpfs", str(mine)), on_disk("tmpfs", "/dev/shm")]
+    hidden = [on_disk("tmpfs", point) for point in ("/run", "/run/lock", "/sys/fs/cgroup", "/dev", "/proc/acpi")]
+    found = storage.tmpfs([*hidden, *shown, on_disk("tmpfs", str(tmp_path), "ro")], GIB)
+    assert {report.folder for report in found} <= {str(mine), "/dev/shm"}
+    assert str(mine) in {report.folder for report in found}
+
+
+def test_a_folder_on_a_remote_mount_is_never_touched(tmp_path, monkeypatch):
+    touched: list[str] = []
+    real = os.statvfs
+
+    def statvfs(path):
+        touched.append(str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.chdir(tmp_path)
+    table = [on_disk("ext4", "/"), on_disk("fuse.drive", str(tmp_path))]
+    assert storage.disk(str(tmp_path), table, GIB) is None
+    storage.disks(table, GIB)
+    assert not any(path.startswith(str(tmp_path)) for path in touched)
+    assert touched != []
+
+
+def test_a_report_made_on_a_hanging_mount_does_not_wait_for_it(tmp_path):
+    needs("FUSE", has_fuse())
+    with FuseMount(tmp_path / "point", tmp_path) as mounted:
+        code = """
+import os, sys
+from colabkit.environment import is_tmpfs, runtime
+from pathlib import Path
+os.chdir(sys.argv[1])
+runtime()
+print("there", sys.path[0], flush=True)
+sys.stdin.readline()
+report = runtime()
+print((sys.argv[1], "DriveFS") in report.mounts, report.drive, is_tmpfs(Path(sys.argv[1]) / "x"))
+"""
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(mounted.point)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout.readline() == "there \n"
+        mounted.hang()
+        assert child.communicate("go on\n", timeout=60)[0] == f"True {mounted.point} False\n"
+
+
+def test_only_files_in_tmpfs_are_ram(tmp_path, monkeypatch):
+    table = [on_disk("ext4", "/"), on_disk("tmpfs", str(tmp_path / "ram"))]
+    monkeypatch.setattr(storage, "mounts", lambda: table)
+    (tmp_path / "ram").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "ram")
+    assert is_tmpfs(tmp_path / "ram" / "not" / "there" / "yet")
+    assert is_tmpfs(tmp_path / "link" / "x")
+    assert not is_tmpfs(tmp_path / "x")
 
 
 def test_the_near_folder_is_the_chosen_one_else_the_hosts_else_the_cache(monkeypatch, tmp_path):
@@ -346,6 +457,17 @@ def test_the_report_of_this_machine_is_whole_and_consistent():
     assert all(0 <= disk.free_bytes <= disk.total_bytes for disk in (*report.disks, *report.tmpfs))
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert report.place in repr(report)
+
+
+def test_the_report_is_one_line_and_on_paper_one_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    report = runtime()
+    assert len(repr(report).splitlines()) == 1
+    lines = str(report).splitlines()
+    assert lines[0] == repr(report)
+    assert max(map(len, lines[1:])) <= 80
+    for name in ("place", "CPUs", "RAM", "GPU", "Drive", "disk", "versions"):
+        assert sum(line.startswith(f"  {name} ") for line in lines) >= 1
 
 
 def test_the_report_needs_no_working_folder(tmp_path, monkeypatch):

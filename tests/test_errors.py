@@ -31,6 +31,12 @@ BUILTINS = {
     "NotSealed": ValueError,
     "Corrupt": ValueError,
     "MissingSplit": KeyError,
+    "NotMounted": FileNotFoundError,
+    "MountFailed": OSError,
+    "UnsentWrites": RuntimeError,
+    "TimedOut": TimeoutError,
+    "FetchFailed": OSError,
+    "MissingPackage": ImportError,
     "LoaderFailed": RuntimeError,
 }
 REASON_ONLY = {("decode.py", "BadImage")}

@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 
-import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.options import VERBS, Option, Verb, arguments_of, look_up_in, parser_of
 
@@ -15,7 +14,7 @@ by_name = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
 
 @by_name
 def test_names_order_and_defaults_are_the_functions(verb: Verb) -> None:
-    parameters = inspect.signature(getattr(colabkit, verb.name)).parameters
+    parameters = inspect.signature(verb.call).parameters
     assert [option.name for option in verb.options] == list(parameters)
     for option in verb.options:
         default = parameters[option.name].default
@@ -24,10 +23,10 @@ def test_names_order_and_defaults_are_the_functions(verb: Verb) -> None:
 
 @by_name
 def test_no_options_means_the_functions_defaults(verb: Verb) -> None:
-    positional = [option.name for option in verb.options if option.is_positional]
-    parsed = parser_of(verb, verb.name).parse_args(positional)
+    required = [option.name for option in verb.options if option.is_required]
+    parsed = parser_of(verb, verb.name).parse_args(required)
     values = arguments_of(verb, parsed, lambda name: name)
-    assert values == {option.name: option.name if option.is_positional else option.default for option in verb.options}
+    assert values == {option.name: option.name if option.is_required else option.default for option in verb.options}
 
 
 @by_name
@@ -76,6 +75,11 @@ def test_arguments_that_cannot_be_meant_are_one_line(words: list[str]) -> None:
     assert "--help" in str(caught.value)
 
 
-def test_options_with_a_default_are_not_positional() -> None:
-    assert Option("x", "help").is_positional
-    assert not Option("x", "help", None).is_positional
+def test_options_with_a_default_need_not_be_given() -> None:
+    assert Option("x", "help").is_required
+    assert not Option("x", "help", None).is_required
+
+
+def test_a_positional_option_with_a_default_may_be_left_out() -> None:
+    assert parse("mount")["path"] is None
+    assert parse("mount", "/content/gdrive", "--readonly")["path"] == "/content/gdrive"

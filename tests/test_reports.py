@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colabkit._reports import Report, escape, html_table
+from colabkit.drive import CacheReport, FlushReport, MountReport, UnmountReport
 from colabkit.environment import DiskReport, GpuReport, MemoryReport, RuntimeReport
 from colabkit.staging import StageReport, UnstageReport
 
@@ -72,15 +73,19 @@ def assert_harmless(text: str) -> Page:
 
 def reports(name: str) -> list[Report]:
     """Return one report of each kind, with `name` wherever a name can stand."""
-    disk = DiskReport(name, name, 10, 5)
+    disk = DiskReport(name, name, 10, 5, 3)
     memory = MemoryReport(100, 50, name)
-    gpu = GpuReport(name, name, 10, 5)
+    gpu = GpuReport(name, name, 10, 5, name)
     skipped = ((name, name), ("other", "link"))
     return [
         disk,
         memory,
         gpu,
-        RuntimeReport(name, name, 1.5, memory, (disk,), (disk,), (gpu,), {name: name}),
+        RuntimeReport(name, name, name, 1.5, memory, (disk,), (disk,), ((name, name),), None, (gpu,), {name: name}),
+        MountReport(Path("/x") / name.replace("\0", ""), Path("/x"), name, name, None, 1.0, (name,)),
+        UnmountReport(Path("/x") / name.replace("\0", ""), name, name, 1.0),
+        FlushReport(Path("/x") / name.replace("\0", ""), name, name, True, 1.0),
+        CacheReport(Path("/x"), name, Path("/x") / name.replace("\0", ""), 2, 1, 3, (name,), name, True, 1.0),
         StageReport(Path("/near") / name.replace("\0", ""), name, name, name, 1, 2, 3.0, 4, skipped, reused=False),
         UnstageReport(Path("/near") / name.replace("\0", ""), 7),
     ]
@@ -188,3 +193,33 @@ def test_a_report_must_say_its_lines_and_rows():
 
     with pytest.raises(TypeError, match="abstract"):
         Silent()
+
+
+def test_the_text_table_aligns_names_and_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = RuntimeReport(
+        "Colab",
+        "kernel",
+        "3.13",
+        2,
+        MemoryReport(2 << 30, 1 << 30, "machine"),
+        (),
+        (),
+        (),
+        None,
+        (),
+        {"a" * 9: "1"} | {f"package{number}": "1.2.3" for number in range(9)},
+    ).text_table()
+    first, *rows = text.splitlines()
+    assert first.startswith("Colab, Python 3.13")
+    assert max(map(len, rows)) < 60
+    values = [row[12:] for row in rows]
+    assert all(value and value[0] != " " for value in values)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_text_table_shows_control_characters_as_escapes(name):
+    for report in reports(name):
+        rows = report.text_table().split("\n")[len(repr(report).split("\n")) :]
+        assert all(row.isprintable() for row in rows)
+        assert "\n".join(rows).encode("utf-8")

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from colabkit._files import translated
 from colabkit.errors import BadSource, InvalidOption, SourceMissing, cannot
+from colabkit.mounts import user_path
 from colabkit.sources.archive import ZipSource
 from colabkit.sources.engine import Retries, Threads, check_threads, concurrently, read_blocks, read_item, read_range
 from colabkit.sources.folder import FolderSource
@@ -55,10 +56,11 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
         needed = "a folder, a zip archive or 'samples:digits'"
         raise InvalidOption(cannot(f"read {source!r}", f"a {type(source).__name__}", needed, "Pass its path"))
     name = os.fspath(source)
-    path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else Path(name).expanduser()
     act = f"read {name!r}"
     if "://" in name:
-        raise BadSource(cannot(act, "an address", "a folder or a zip archive on this machine", "Download it first"))
+        next_step = "Download it first"
+        raise BadSource(cannot(act, "an address", "a folder or a zip archive on this machine", next_step))
+    path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else user_path(name, act)
     with translated(act):
         if path.is_dir():
             return FolderSource(path)
@@ -69,7 +71,7 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
                     act,
                     f"no such file or folder; {str(parent)!r} is the last part that exists",
                     "a folder or a zip archive",
-                    "Check the path, or mount Drive first",
+                    "Check the path, or run colabkit.mount() if it is on Drive",
                 )
             )
         if path.is_file() and (path.suffix.lower() == ".zip" or zipfile.is_zipfile(path)):

@@ -23,10 +23,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All files of a source, sorted by path, and what was passed over with the reason."""
+    """All files of a source, sorted by path; what was passed over with the reason; folders that were tried again."""
 
     items: tuple[Item, ...]
     skipped: tuple[tuple[str, str], ...]
+    retries: int = 0
 
     @property
     def total_bytes(self) -> int:

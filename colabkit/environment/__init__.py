@@ -1,0 +1,135 @@
+"""Where this runs and what it allows: CPUs, RAM under cgroup limits, tmpfs, disks, mounts, GPUs, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from colabkit._reports import Report
+from colabkit._units import format_bytes
+from colabkit.environment.devices import GpuReport, gpus
+from colabkit.environment.limits import MemoryReport, allowed_cpus, memory_limits, usable_cpus
+from colabkit.environment.places import Place, current_place, place_of
+from colabkit.environment.storage import DiskReport, disks, is_tmpfs, near_folder, tmpfs
+from colabkit.mounts import DRIVE_TYPES, Mount, drive_mount, mount_holding, mounts, read_file
+
+__all__ = [
+    "DiskReport",
+    "GpuReport",
+    "MemoryReport",
+    "Place",
+    "RuntimeReport",
+    "allowed_cpus",
+    "current_place",
+    "gpus",
+    "is_tmpfs",
+    "memory_limits",
+    "near_folder",
+    "place_of",
+    "runtime",
+    "usable_cpus",
+]
+
+_PACKAGES = (
+    *("colabkit", "torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg"),
+    *("ipython", "ipykernel", "ipywidgets", "tqdm", "psutil", "gdown", "fsspec"),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class RuntimeReport(Report):
+    """What `runtime()` found.
+
+    Attributes:
+        place: where this is, as `Place.name` says it.
+        shell: `"kernel"` in a notebook, `"IPython"` in its terminal, `"script"` otherwise.
+        python: its version.
+        cpus: what this process may use, which can be a fraction of a core.
+        memory: RAM under the limits above this process.
+        tmpfs: each tmpfs that data can go to.
+        disks: each disk that data can go to.
+        mounts: what other programs or machines serve, untouched: mountpoint and type.
+        drive: the folder that `drive:` is mounted at, None where Drive is not mounted.
+        gpus: as the driver names them.
+        versions: of the packages that matter here.
+    """
+
+    place: str
+    shell: str
+    python: str
+    cpus: float
+    memory: MemoryReport
+    tmpfs: tuple[DiskReport, ...]
+    disks: tuple[DiskReport, ...]
+    mounts: tuple[tuple[str, str], ...]
+    drive: str | None
+    gpus: tuple[GpuReport, ...]
+    versions: Mapping[str, str]
+
+    def _summary(self) -> str:
+        gpus = "; ".join(map(repr, self.gpus)) or "no GPU"
+        place = "" if self.place == "Python" else f"{self.place}, "
+        return f"{place}Python {self.python}: {self.cpus:g} CPUs, {self.memory!r}, {gpus}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        memory = f"{format_bytes(self.memory.available_bytes)} of {format_bytes(self.memory.total_bytes)} available"
+        others = [(point, fstype) for point, fstype in self.mounts if point != self.drive]
+        return [
+            ("place", f"{self.place} ({self.shell})"),
+            ("CPUs", f"{self.cpus:g} allowed"),
+            ("RAM", f"{memory} (limited by {self.memory.limited_by})"),
+            *([("GPU", gpu.details()) for gpu in self.gpus] or [("GPU", "none")]),
+            ("Drive", "not mounted" if self.drive is None else f"{self.drive}, {dict(self.mounts)[self.drive]}"),
+            *(("disk", repr(disk)) for disk in self.disks),
+            *(("tmpfs", repr(disk)) for disk in self.tmpfs),
+            *(("mount", f"{point} ({fstype})") for point, fstype in others),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
+        ]
+
+    __str__ = Report.text_table
+
+
+def runtime() -> RuntimeReport:
+    """Return where this runs and what it allows: CPUs and RAM under cgroup limits, tmpfs, disks, GPUs, versions.
+
+    Takes a few milliseconds, imports no heavy package, starts no process and touches no remote mount.
+    """
+    memory = memory_limits(read_file)
+    table = mounts()
+    place = current_place()
+    drive = drive_mount(table)
+    return RuntimeReport(
+        place=place.name,
+        shell=place.shell,
+        python=platform.python_version(),
+        cpus=usable_cpus(),
+        memory=memory,
+        tmpfs=tmpfs(table, memory.available_bytes),
+        disks=disks(table, memory.available_bytes),
+        mounts=tuple((mount.point, _named(mount)) for mount in table if mount.is_remote),
+        drive=None if drive is None else drive.point,
+        gpus=gpus(),
+        versions=dict(_versions(table)),
+    )
+
+
+def _named(mount: Mount) -> str:
+    name = DRIVE_TYPES.get(mount.fstype, mount.fstype)
+    return f"{name}, read-only" if mount.readonly else name
+
+
+def _versions(table: list[Mount]) -> Iterator[tuple[str, str]]:
+    """Yield installed packages with their versions, without looking where a dead mount would hang the search."""
+    paths = []
+    for path in map(os.path.abspath, filter(None, sys.path)):  # the empty one is the working folder
+        holding = mount_holding(path, table)
+        if holding is None or not holding.is_remote:
+            paths.append(path)
+    for package in _PACKAGES:
+        for found in importlib.metadata.distributions(name=package, path=paths):
+            yield package, found.version
+            break

@@ -1,0 +1,7 @@
+"""The kernel's messages to the browser."""
+
+from __future__ import annotations
+
+
+class MessageError(Exception):
+    """The browser refused, or answered with an error."""

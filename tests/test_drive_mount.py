@@ -1,0 +1,332 @@
+"""`mount()` and `unmount()`: against the double of hosted Colab, real FUSE mounts, and places that are not Colab."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import needs
+from far_mounts import FuseMount, has_fuse, in_child, mounted_at, wait_for
+from far_side import Colab, hosted_colab
+
+import colabkit
+from colabkit import drive
+from colabkit.drive import drivefs
+from colabkit.drive.drivefs import _explained
+from colabkit.environment import Place
+from colabkit.errors import InvalidOption, MountFailed, NotMounted, TimedOut, UnsentWrites
+from colabkit.mounts import DRIVEFS_LOG
+
+pytestmark = pytest.mark.usefixtures("fuse")
+
+
+@pytest.fixture
+def fuse() -> None:
+    needs("FUSE", has_fuse())
+
+
+@pytest.fixture
+def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Colab]:
+    with hosted_colab(tmp_path, monkeypatch) as colab:
+        yield colab
+
+
+def refused(**options) -> MountFailed:
+    """Return the error of `mount()`."""
+    with pytest.raises(MountFailed) as caught:
+        colabkit.mount(**options)
+    return caught.value
+
+
+def test_drive_is_mounted_and_my_drive_is_the_short_name(colab):
+    (colab.root / "MyDrive" / "notes.txt").write_text("hello")
+    report = colabkit.mount()
+    assert (report.state, report.kind, str(report.mountpoint)) == ("mounted", "DriveFS", colab.point)
+    assert (report.path / "notes.txt").read_text() == "hello"
+    assert "drive:" in repr(report)
+    assert colab.count("consent") == 1
+
+
+def test_nothing_is_printed(colab, capfd):
+    colabkit.mount()
+    assert capfd.readouterr().out == ""
+
+
+def test_a_mount_that_is_alive_is_used_without_asking_for_consent(colab):
+    colabkit.mount()
+    report = colabkit.mount()
+    assert report.state == "was mounted already"
+    assert (colab.count("consent"), colab.count("mount")) == (1, 1)
+    assert report.readonly is None
+
+
+def test_options_pass_through(colab):
+    report = colabkit.mount(readonly=True, timeout=77.5)
+    assert "timeout_ms=77500 readonly=True" in colab.events()[0]
+    assert report.readonly is True
+
+
+def test_read_only_is_not_claimed_of_a_mount_that_was_there(colab):
+    colabkit.mount()
+    report = colabkit.mount(readonly=True)
+    assert report.readonly is None
+    assert "force=True" in repr(report)
+
+
+def test_a_dead_mount_is_taken_away_and_mounted_again(colab):
+    colabkit.mount()
+    colab.served.kill()
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+    report = colabkit.mount()
+    assert report.state == "repaired"
+    assert report.path.is_dir()
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+    assert "may be lost" in repr(report)
+
+
+def test_a_hanging_mount_is_refused_in_time_and_ended_only_when_told(colab):
+    colabkit.mount()
+    colab.served.hang()
+    began = time.monotonic()
+    error = refused(timeout=1.0)
+    assert time.monotonic() - began < 10
+    assert error.cause == "hung"
+    assert "force=True" in str(error)
+    assert colab.count("mount") == 1
+    report = colabkit.mount(force=True, timeout=5.0)
+    assert report.state == "repaired"
+    assert in_child("import os, sys; print(os.listdir(sys.argv[1]))", report.path.parent) != "hung"
+
+
+def test_mounting_anew_sends_the_writes_first(colab):
+    colabkit.mount()
+    colabkit.mount(force=True)
+    events = [event.split()[0] for event in colab.events()]
+    assert events == ["mount", "consent", "flush_and_unmount", "mount", "consent"]
+
+
+def test_mounting_anew_stops_where_writes_cannot_be_sent(colab):
+    colabkit.mount()
+    colab.plan(push="fails")
+    with pytest.raises(UnsentWrites, match="did not send all writes"):
+        colabkit.mount(force=True)
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+def test_another_mountpoint_beside_a_live_mount_is_refused(colab, tmp_path):
+    colabkit.mount()
+    error = refused(path=tmp_path / "elsewhere")
+    assert error.cause == "folder"
+    assert colab.point in str(error)
+    assert colab.count("mount") == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "cause", "words"),
+    [
+        ({"consent": "refused"}, "consent", "account that this notebook runs under"),
+        ({"consent": "times out"}, "timeout", "dialog in the browser"),
+        ({"hosted": False}, "place", "fetch"),
+        ({"mount": "policy"}, "policy", "administrator"),
+        ({"mount": "root folder"}, "top folder", "empty the Trash"),
+        ({"mount": "fails", "log": "E QueryManager timed out\n"}, "top folder", "timeout=600"),
+        ({"mount": "fails", "log": "E QUOTA_EXCEEDED\n"}, "quota", "one archive"),
+        ({"mount": "fails"}, "unknown", "Disconnect and delete runtime"),
+        ({"mount": "pexpect"}, "timeout", "no answer in"),
+        ({"mount": "nothing"}, "unknown", "mounted nothing"),
+    ],
+)
+def test_every_failure_of_google_colab_is_one_error_with_its_cause(colab, plan, cause, words):
+    colab.plan(**plan)
+    error = refused()
+    assert error.cause == cause
+    assert words in str(error)
+    assert str(error).startswith("Cannot mount Drive: ")
+    assert "\n" not in str(error)
+
+
+def test_an_old_quota_in_the_log_is_not_blamed(colab):
+    log = colab.home / DRIVEFS_LOG
+    log.parent.mkdir(parents=True)
+    log.write_text("E QUOTA_EXCEEDED yesterday\n")
+    colab.plan(mount="fails")
+    assert refused().cause == "unknown"
+
+
+@pytest.mark.parametrize("kind", ["space", "link", "files", "file", "parent", "config"])
+def test_a_mountpoint_that_cannot_be_one_is_named(colab, tmp_path, kind):
+    point = tmp_path / ("with space" if kind == "space" else "point")
+    if kind == "link":
+        point.symlink_to(tmp_path)
+    elif kind == "files":
+        point.mkdir()
+        (point / "x").touch()
+    elif kind == "file":
+        point.touch()
+    elif kind == "parent":
+        point = tmp_path / "missing" / "point"
+    elif kind == "config":
+        (colab.home / ".config").mkdir()
+        (colab.home / ".config" / "Google").touch()
+    error = refused(path=point)
+    assert error.cause == "folder"
+    assert "Choose another path" in str(error)
+
+
+@pytest.mark.parametrize("plan", [{"consent": "hangs"}, {"mount": "hangs"}])
+def test_google_colab_cannot_hang_past_the_deadline(colab, plan, monkeypatch):
+    monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
+    colab.plan(**plan)
+    former, was_set = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    began = time.monotonic()
+    assert refused(timeout=0.25).cause == "timeout"
+    assert time.monotonic() - began < 15
+    assert signal.getsignal(signal.SIGALRM) is former
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) is was_set
+
+
+def test_an_alarm_of_the_users_goes_on(colab):
+    rang = threading.Event()
+    former = signal.signal(signal.SIGALRM, lambda *_: rang.set())
+    others = signal.setitimer(signal.ITIMER_REAL, 5.0)
+    try:
+        with drivefs._alarm(100.0):
+            pass
+        left = signal.getitimer(signal.ITIMER_REAL)[0]
+        assert 0 < left <= 5.0
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        wait_for(rang.is_set, "the alarm")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *others)
+        signal.signal(signal.SIGALRM, former)
+
+
+def test_a_thread_is_told_to_call_from_a_cell(colab):
+    errors: list[MountFailed] = []
+    thread = threading.Thread(target=lambda: errors.append(refused()))
+    thread.start()
+    thread.join()
+    assert errors[0].cause == "thread"
+    assert colab.events() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Kaggle", "/kaggle/input"),
+        ("Colab Enterprise", "gs://"),
+        ("Colab, local runtime", "Drive for desktop"),
+        ("Jupyter", "rclone mount"),
+        ("Python", "rclone mount"),
+        ("Colab", "%mount in a cell"),
+    ],
+)
+def test_elsewhere_it_says_what_works_there(name, words, monkeypatch):
+    place = Place(name, "script", False)
+    monkeypatch.setattr(drive, "current_place", lambda: place)
+    monkeypatch.setattr(drive, "mounts", list)
+    error = refused()
+    assert error.cause == "place"
+    assert words in str(error)
+
+
+def test_elsewhere_a_mount_by_other_means_is_found(tmp_path, monkeypatch):
+    place = Place("Jupyter", "kernel", False)
+    monkeypatch.setattr(drive, "current_place", lambda: place)
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse"):
+        report = colabkit.mount()
+        assert (report.kind, report.path) == ("google-drive-ocamlfuse", tmp_path / "point")
+        assert report.state == "was mounted already"
+
+
+def test_a_dead_mount_that_colab_does_not_own_is_named_not_touched(tmp_path, monkeypatch):
+    place = Place("Jupyter", "kernel", False)
+    monkeypatch.setattr(drive, "current_place", lambda: place)
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse") as mounted:
+        mounted.kill()
+        error = refused()
+        assert error.cause == "dead"
+        assert "Errno 107" in str(error)
+        assert mounted_at(tmp_path / "point") == ["fuse.google-drive-ocamlfuse"]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "60", True, None])
+def test_timeouts_that_cannot_be_meant_are_refused(timeout):
+    for call in (colabkit.mount, colabkit.unmount, colabkit.flush, colabkit.clear_cache):
+        with pytest.raises(InvalidOption, match="timeout="):
+            call(timeout=timeout)
+
+
+def test_unmount_sends_the_writes_and_claims_no_more_than_it_knows(colab):
+    colabkit.mount()
+    report = colabkit.unmount(timeout=33)
+    assert colab.events()[-1] == "flush_and_unmount timeout_ms=33000"
+    assert mounted_at(Path(colab.point)) == []
+    assert "cannot be seen from here" in repr(report)
+
+
+def test_unmount_stops_at_the_deadline_and_leaves_the_mount(colab, monkeypatch):
+    monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
+    colabkit.mount()
+    colab.plan(push="hangs")
+    with pytest.raises(TimedOut, match="goes on sending"):
+        colabkit.unmount(timeout=1.5)
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+def test_unmount_says_that_writes_were_not_sent(colab):
+    colabkit.mount()
+    colab.plan(push="fails")
+    with pytest.raises(UnsentWrites, match="flush_and_unmount failed"):
+        colabkit.unmount()
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+@pytest.mark.parametrize("state", ["dead", "hung"])
+def test_a_mount_that_does_not_answer_goes_only_when_told(colab, state):
+    colabkit.mount()
+    colab.served.kill() if state == "dead" else colab.served.hang()
+    with pytest.raises(MountFailed) as caught:
+        colabkit.unmount(timeout=1.0)
+    assert caught.value.cause == state
+    report = colabkit.unmount(force=True)
+    assert "lost" in repr(report)
+    assert mounted_at(Path(colab.point)) == []
+
+
+def test_a_mount_in_use_is_not_taken_away(tmp_path):
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone"), contextlib.ExitStack() as stack:
+        (tmp_path / "file").write_text("x")
+        stack.enter_context((tmp_path / "point" / "file").open())
+        found = drive._meant(str(tmp_path / "point"), "unmount Drive", 1)
+        with pytest.raises(MountFailed, match="Close the files"):
+            drive.detach(found, 10)
+        assert mounted_at(tmp_path / "point") == ["fuse.rclone"]
+
+
+def test_nothing_mounted_is_said_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(drive, "mounts", list)
+    for call in (colabkit.unmount, colabkit.flush, colabkit.clear_cache):
+        with pytest.raises(NotMounted, match=r"colabkit\.mount\(\)"):
+            call()
+        with pytest.raises(NotMounted, match="no mount is there"):
+            call(tmp_path)
+
+
+def test_mounts_of_other_types_are_left_alone(tmp_path):
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.sshfs"):
+        for call in (colabkit.unmount, colabkit.flush, colabkit.clear_cache):
+            with pytest.raises(InvalidOption, match=r"of type fuse\.sshfs"):
+                call(tmp_path / "point")
+        assert mounted_at(tmp_path / "point") == ["fuse.sshfs"]
+
+
+def test_an_error_nobody_foresaw_is_still_one_line():
+    error = _explained(RuntimeError("several\nlines\nof text"), 1.0, frozenset())
+    assert error.cause == "unknown"
+    assert "several lines of text" in str(error)
