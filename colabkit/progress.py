@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
-__all__ = ["ProgressBar"]
+__all__ = ["ProgressBar", "heartbeat"]
 
 
 class ProgressBar:
@@ -49,3 +51,17 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+
+
+@contextlib.contextmanager
+def heartbeat(action: str, timeout: float, enabled: bool = True) -> Iterator[Callable[[float], None]]:
+    """Show the seconds that pass of those allowed; the block calls what it gets with the seconds so far."""
+    with ProgressBar(action, round(timeout), " s", enabled) as bar:
+        shown = 0
+
+        def tick(passed: float) -> None:
+            nonlocal shown
+            bar.advance(int(passed) - shown)
+            shown = int(passed)
+
+        yield tick

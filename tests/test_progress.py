@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from colabkit.progress import ProgressBar
+from colabkit.progress import ProgressBar, heartbeat
 
 
 class Terminal(io.StringIO):
@@ -116,3 +116,12 @@ def test_the_users_warning_filters_are_left_as_they_were():
     with ProgressBar("stage", 1, " files"):
         pass
     assert warnings.filters == before
+
+
+def test_a_heartbeat_shows_whole_seconds_of_those_allowed(monkeypatch):
+    shown = terminal(monkeypatch)
+    with heartbeat("upload", 90.0) as tick:
+        for passed in (0.2, 0.9, 1.4, 30.0):
+            tick(passed)
+    assert "upload" in shown.getvalue()
+    assert "/90" in shown.getvalue()

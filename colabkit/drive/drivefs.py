@@ -25,7 +25,6 @@ from colabkit._units import format_seconds
 from colabkit.drive.mountpoints import (
     daemons,
     detach,
-    heartbeat,
     is_mounted,
     liveness,
     mount_failed,
@@ -33,6 +32,7 @@ from colabkit.drive.mountpoints import (
 from colabkit.environment import Place, current_place
 from colabkit.errors import MountFailed, TimedOut, UnsentWrites, cannot
 from colabkit.mounts import DRIVEFS_FOLDER, Mount, drive_root, log_causes, log_size, mounts
+from colabkit.progress import heartbeat
 
 __all__ = ["DriveFs", "check_can_mount", "mount_in_colab"]
 

@@ -15,13 +15,11 @@ from typing import Literal
 from colabkit import _processes
 from colabkit.errors import MountFailed, TimedOut, cannot
 from colabkit.mounts import Mount, mounts
-from colabkit.progress import ProgressBar
 
 __all__ = [
     "Daemon",
     "daemons",
     "detach",
-    "heartbeat",
     "is_mounted",
     "liveness",
     "mount_failed",
@@ -30,7 +28,6 @@ __all__ = [
 ]
 
 Liveness = Literal["alive", "dead", "hung"]
-Tick = Callable[[float], None]
 
 PROBE_S = 15.0
 """A mount that does not list its top folder in this time hangs: alive ones answer in milliseconds, slow ones in 2 s."""
@@ -151,21 +148,7 @@ def _environ(process: Path) -> dict[str, str]:
     return dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
 
 
-@contextlib.contextmanager
-def heartbeat(action: str, timeout: float, progress: bool) -> Iterator[Tick]:
-    """Show the seconds that pass of those allowed; the block calls what it gets with the seconds so far."""
-    with ProgressBar(action, round(timeout), " s", progress) as bar:
-        shown = 0
-
-        def tick(passed: float) -> None:
-            nonlocal shown
-            bar.advance(int(passed) - shown)
-            shown = int(passed)
-
-        yield tick
-
-
-def wait_until(is_done: Callable[[], bool], timeout: float, tick: Tick | None = None) -> bool:
+def wait_until(is_done: Callable[[], bool], timeout: float, tick: Callable[[float], None] | None = None) -> bool:
     """Return whether a condition came true before the deadline, asking some times a second."""
     started = time.monotonic()
     while not is_done():

@@ -20,7 +20,6 @@ from colabkit.drive.mountpoints import (
     NOTHING_WAITS,
     Daemon,
     detach,
-    heartbeat,
     liveness,
     mount_failed,
     serving,
@@ -28,6 +27,7 @@ from colabkit.drive.mountpoints import (
 )
 from colabkit.errors import ColabkitError, NotMounted, TimedOut, UnsentWrites, cannot
 from colabkit.mounts import Mount
+from colabkit.progress import heartbeat
 
 __all__ = ["Ocamlfuse"]
 

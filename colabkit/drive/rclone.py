@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from colabkit.drive.mountpoints import NOTHING_WAITS, Daemon, detach, heartbeat, serving, wait_until
+from colabkit.drive.mountpoints import NOTHING_WAITS, Daemon, detach, serving, wait_until
 from colabkit.errors import MountFailed, NotMounted, TimedOut, cannot
 from colabkit.mounts import Mount
+from colabkit.progress import heartbeat
 
 __all__ = ["Rclone"]
 

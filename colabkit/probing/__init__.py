@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 import os
 import time
 from typing import Any
@@ -21,7 +20,7 @@ from colabkit.mounts import Mount, mount_holding, mounts, user_path
 from colabkit.probing import child
 from colabkit.probing.advice import advise, doubt
 from colabkit.probing.report import ProbeReport, ReadRate
-from colabkit.progress import ProgressBar
+from colabkit.progress import heartbeat
 
 __all__ = ["ProbeReport", "ReadRate", "read_probe"]
 
@@ -71,15 +70,8 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
             raise _Ended
 
     command = _processes.python(inspect.getsource(child), text, str(seconds))
-    shown = 0
     try:
-        with ProgressBar("Probing", math.ceil(seconds), " s", progress) as bar:
-
-            def tick(passed: float) -> None:
-                nonlocal shown
-                bar.advance(int(passed) - shown)
-                shown = int(passed)
-
+        with heartbeat("probe", seconds, progress) as tick:
             _processes.run(command, act, seconds + _CHILD_END_S, on_tick=tick, on_line=keep)
     except _Ended:
         pass
