@@ -32,6 +32,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "fsspec>=2024.2",
             "hypothesis>=6.100",
             "ipykernel>=6.17",
             "ipython>=7.34",
@@ -43,11 +44,13 @@ setup(
             "pytest>=8.0",
             "pytest-timeout>=2.3",
             "ruff==0.17.5",
+            "trustme>=1.1",
             "types-psutil==7.2.2.20261111",
             "types-tqdm==4.70.0.20261106",
         ],
         "bench": ["playwright>=1.40", "scikit-learn>=1.3", "torchvision>=0.21"],
         "cluster": ["distributed>=2024.1"],
+        "fetch": ["fsspec>=2024.2", "gdown>=5.2"],
     },
     entry_points={"console_scripts": ["colabkit = colabkit.cli:main"]},
     classifiers=[

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         unmount,
     )
     from colabkit.environment import RuntimeReport, runtime
+    from colabkit.fetching import FetchReport, fetch
     from colabkit.loader import Loader
     from colabkit.packing import PackReport, VerifyReport, pack, verify
     from colabkit.panel import dashboard
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CacheReport": "drive",
     "DemoReport": "demonstration",
+    "FetchReport": "fetching",
     "FlushReport": "drive",
     "Loader": "loader",
     "MountReport": "drive",
@@ -64,6 +66,7 @@ _HOMES = {
     "clear_cache": "drive",
     "dashboard": "panel",
     "demo": "demonstration",
+    "fetch": "fetching",
     "flush": "drive",
     "mount": "drive",
     "open_pack": "dataset",
@@ -81,6 +84,7 @@ _HOMES = {
 __all__ = [
     "CacheReport",
     "DemoReport",
+    "FetchReport",
     "FlushReport",
     "Loader",
     "MountReport",
@@ -99,6 +103,7 @@ __all__ = [
     "dashboard",
     "demo",
     "errors",
+    "fetch",
     "flush",
     "mount",
     "open_pack",

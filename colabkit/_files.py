@@ -254,9 +254,9 @@ class KeptPartial(Partial):
         self.record: dict[str, Any] = {}
         try:
             make_folder(self.folder)
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found = json.loads((self.folder / _RECORD).read_bytes())
-                self.record = found["values"] if found["start"] == _machine_start() else {}
+                self.record = dict(found["values"]) if found["start"] == _machine_start() else {}
             if not self.record:
                 self.start_over()
         except BaseException:

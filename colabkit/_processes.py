@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from colabkit._units import format_seconds
 from colabkit.errors import TimedOut, cannot
+from colabkit.mounts import mount_holding, mounts
 
-__all__ = ["Finished", "python", "run"]
+__all__ = ["Finished", "program", "python", "run"]
 
 _GRACE_S = 1.0  # a killed child that is not gone after this waits in the kernel, where no signal reaches it
 _TICK_S = 0.2
@@ -99,6 +100,18 @@ def run(
         return Finished(child.returncode, output.decode("utf-8", "replace"))
     finally:
         _end(child)
+
+
+def program(name: str) -> str | None:
+    """Return the path of a program, looked for in the folders of PATH but those on remote mounts, which can hang."""
+    table = mounts()
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        holding = mount_holding(os.path.abspath(folder), table) if os.path.isabs(folder) else None
+        if os.path.isabs(folder) and (holding is None or not holding.is_remote):
+            path = os.path.join(folder, name)
+            if os.path.isfile(path) and os.access(path, os.X_OK):
+                return path
+    return None
 
 
 def python(code: str, *arguments: str, isolated: bool = True) -> list[str]:

@@ -76,9 +76,9 @@ class Report(ABC):
         width = max((len(row[0]) for row in rows), default=0)
         indent = " " * (width + 4)
         columns = max(40, shutil.get_terminal_size().columns - 1)
-        lines = [self._summary()]
+        lines = [printable(line) for line in self._summary().split("\n")]
         for name, *values in rows:
-            text = printable("  ".join(values))
+            text = printable("  ".join(values)) or "-"
             lines.append(
                 textwrap.fill(
                     text,

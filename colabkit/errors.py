@@ -126,7 +126,7 @@ class MountFailed(ColabkitError, OSError):
 
     Attributes:
         cause: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`, `"folder"`, `"timeout"`,
-            `"hung"` or `"unknown"`.
+            `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
     """
 
     cause = "unknown"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ _NETWORK_TYPES = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph"
 _LOCAL_FUSE_TYPES = frozenset({"fuseblk", "fusectl", "fuse.lxcfs", "fuse.fuse-overlayfs", "fuse.portal"})
 _LOG_CAUSES = {"QUOTA_EXCEEDED": "quota", "QueryManager timed out": "top folder"}
 _DEAD = frozenset({errno.ENOTCONN, errno.ESTALE})
-_LOG_TAIL_BYTES = 1 << 20
+_LOG_TAIL_BYTES = 1 << 18
+_LOG_RECENT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +71,19 @@ class Mount:
 
 
 def read_file(path: str) -> str:
-    """Return a small text file; raises `OSError` where there is none."""
-    return Path(path).read_text(errors="surrogateescape")
+    """Return a small text file as it is; raises `OSError` where there is none."""
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        return file.read()
 
 
 def mounts(read: Reader = read_file) -> list[Mount]:
     """Return all mounts in the kernel's order; a later one hides earlier ones at its point."""
     try:
-        lines = read("/proc/mounts").splitlines()
+        lines = read("/proc/mounts").rstrip("\n").split("\n")
     except OSError:
         return []
     found = []
-    for line in lines:
+    for line in filter(None, lines):
         source, point, fstype, options, *_ = line.split(" ")
         found.append(Mount(_unescaped(point), fstype, _unescaped(source), tuple(options.split(","))))
     return found
@@ -100,17 +103,19 @@ def mount_holding(path: str, table: Iterable[Mount]) -> Mount | None:
     return max(holding)[2] if holding else None
 
 
-def drive_mount(table: Iterable[Mount]) -> Mount | None:
-    """Return the mount that `drive:` stands for: Colab's own, else google-drive-ocamlfuse, else rclone.
-
-    None where there is none, and where several of the same type leave open which is meant.
-    """
+def drive_mounts(table: Iterable[Mount]) -> list[Mount]:
+    """Return the mounts that can be Drive: Colab's own, else those of google-drive-ocamlfuse, else those of rclone."""
     table = list(table)
     for fstype in DRIVE_TYPES:
-        found = {mount.point: mount for mount in table if mount.fstype == fstype}
-        if found:
-            return next(iter(found.values())) if len(found) == 1 else None
-    return None
+        if found := {mount.point: mount for mount in table if mount.fstype == fstype}:
+            return list(found.values())
+    return []
+
+
+def drive_mount(table: Iterable[Mount]) -> Mount | None:
+    """Return the mount that `drive:` stands for; None where there is none, and where several leave it open."""
+    found = drive_mounts(table)
+    return found[0] if len(found) == 1 else None
 
 
 def drive_root(mount: Mount) -> str:
@@ -130,10 +135,10 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
         NotMounted: if it begins with `drive:` and Drive is not mounted.
         InvalidOption: if it is no path.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not text or not isinstance(text, str):
         raise InvalidOption(cannot(act, f"{path!r} as path", "a path", "Pass the path as a text"))
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text.startswith(_SHORT_NAME):
+    if not text.startswith(_SHORT_NAME):
         try:
             return Path(path).expanduser()
         except RuntimeError as error:
@@ -161,10 +166,13 @@ def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
 
     Args:
         start: byte of the log from which on it counts; a log that became shorter was begun anew and counts whole.
+            Without it the end of the log counts, if it was written in the last ten minutes.
         home: the home folder that DriveFS runs in.
     """
     try:
         with open(_log_path(home), "rb") as log:
+            if not start and time.time() - os.fstat(log.fileno()).st_mtime > _LOG_RECENT_S:
+                return frozenset()
             size = log.seek(0, os.SEEK_END)
             log.seek(max(start if start <= size else 0, size - _LOG_TAIL_BYTES))
             text = log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace")

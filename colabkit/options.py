@@ -114,6 +114,19 @@ VERBS: tuple[Verb, ...] = (
         ),
     ),
     Verb(
+        "fetch",
+        "download a Drive file or folder, an https address or a bucket's files",
+        (
+            Option("source", "a Drive id or share link, https://, or gs:// s3:// hf:// through fsspec"),
+            Option("to", "a folder, or the path of the file", ".", is_positional=True),
+            Option("digest", "what it has to be, as in sha256:9f86d0...", None),
+            Option("timeout", "seconds without progress before a try counts as failed", 60.0, "seconds"),
+            Option("cookies", "use the cookies that gdown keeps", False, "flag"),
+            Option("overwrite", "replace what is at the path", False, "flag"),
+            _PROGRESS,
+        ),
+    ),
+    Verb(
         "probe",
         "measure what a folder's mount can do: opening, listing, small files, large files",
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -71,13 +72,15 @@ def forget_double(patch: pytest.MonkeyPatch) -> None:
 
 def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Hide the remote mounts of other tests that may run on this machine."""
+    for module in ("fetching", "probing", "staging"):  # what they import by name must be the real thing
+        importlib.import_module(f"colabkit.{module}")
     real = mounts.mounts
 
     def own(read: mounts.Reader = mounts.read_file) -> list[mounts.Mount]:
         return [mount for mount in real(read) if not mount.is_remote or mount.point.startswith(f"{folder}/")]
 
-    for module in (mounts, drive, drivefs, mountpoints):
-        patch.setattr(module, "mounts", own)
+    for patched in (mounts, drive, drivefs, mountpoints):
+        patch.setattr(patched, "mounts", own)
 
 
 @contextmanager

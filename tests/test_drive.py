@@ -16,11 +16,12 @@ from conftest import make_tree, needs
 from contract import make_pack
 from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone
 from far_side import Colab, hosted_colab
+from http_servers import served
 
 import colabkit
 from colabkit import _files
 from colabkit.environment import allowed_cpus
-from colabkit.errors import FileFailed, MountFailed, NotEnoughSpace
+from colabkit.errors import Corrupt, FileFailed, MountFailed, NotEnoughSpace
 from colabkit.mounts import DRIVEFS_FOLDER, DRIVEFS_LOG
 
 Report = Callable[[str, str, object], None]
@@ -137,6 +138,13 @@ def test_new_files_show_after_the_cache_is_cleared(tmp_path, report_row):
     report_row("new files stay invisible", "clear_cache() by the type of mount", report)
 
 
+def test_bytes_that_are_not_the_right_ones_are_refused(tmp_path, report_row):
+    with served(b"not what was there") as server, pytest.raises(Corrupt) as caught:
+        colabkit.fetch(server.url, f"{tmp_path}/", digest=f"sha256:{'0' * 64}")
+    assert list(tmp_path.iterdir()) == []
+    report_row("large files arrive corrupt", "checks sizes always, digests when given", caught.value)
+
+
 def test_shortcuts_and_shared_drives_are_read(colab, report_row):
     target = colab.root / ".shortcut-targets-by-id" / "1abc" / "birds"
     make_tree(target, 2)
@@ -153,7 +161,7 @@ def test_shortcuts_and_shared_drives_are_read(colab, report_row):
     assert staged.files == 7
     assert (staged.path / "one.png").read_bytes() == (target / "ants" / "000.png").read_bytes()
     assert staged.skipped == (
-        ("birds/ants/loop", "shortcut to a folder that it lies in"),
+        ("birds/ants/loop", "shortcut to a folder that it lies in, or nested too deep"),
         ("gone.png", "shortcut to nothing"),
         ("local", "link"),
     )
@@ -176,6 +184,7 @@ def test_a_full_cache_disk_is_told_from_a_full_drive(colab, report_row):
 def test_the_true_budget_of_shared_memory_is_shown(report_row):
     report = colabkit.runtime()
     shared = [disk for disk in report.tmpfs if disk.folder == "/dev/shm"]
+    assert bool(shared) is os.access("/dev/shm", os.W_OK)
     assert all(disk.budget_bytes <= min(disk.free_bytes, report.memory.available_bytes) for disk in shared)
     report_row(
         "Bus error: /dev/shm is full", "shows its true budget; loads by threads", shared[0] if shared else report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from far_side import Colab, Ocamlfuse, hosted_colab
 
 import colabkit
 from colabkit.drive import drivefs
-from colabkit.drive.mountpoints import Daemon
+from colabkit.drive.mountpoints import Daemon, daemons, serving
 from colabkit.drive.ocamlfuse import folders
 from colabkit.drive.rclone import Control, control_of
 from colabkit.errors import MountFailed, NotMounted, TimedOut, UnsentWrites
@@ -73,6 +74,8 @@ def test_a_dry_run_of_drivefs_changes_nothing(colab):
     assert sorted(colab.home.rglob("*")) == before
     assert (report.freed_bytes, report.dry_run) == (report.cached_bytes, True)
     assert "Would clear" in repr(report)
+    assert "Would lose: nothing" in repr(report)
+    assert "what cannot be sent" in repr(colabkit.clear_cache(dry_run=True, force=True))
     assert colab.count("flush_and_unmount") == 0
 
 
@@ -107,6 +110,23 @@ def test_drivefs_is_not_cleared_where_it_could_not_be_mounted_again(colab, monke
     assert colab.count("flush_and_unmount") == 0
 
 
+def test_drivefs_is_mounted_again_as_it_was(colab):
+    colabkit.mount(readonly=True, timeout=300)
+    colabkit.flush(timeout=20)
+    colabkit.clear_cache(timeout=20)
+    mounted = [event for event in colab.events() if event.startswith("mount ")]
+    assert len(mounted) == 3
+    assert all("timeout_ms=300000 readonly=True" in event for event in mounted)
+
+
+def test_a_failed_mounting_again_says_what_is_done_already(colab):
+    colabkit.mount()
+    colab.plan(mount="fails")
+    with pytest.raises(MountFailed, match=r"all writes were sent, but Drive could not be mounted again"):
+        colabkit.flush()
+    assert colab.count("mount") == 3
+
+
 def test_flush_of_drivefs_says_that_it_mounted_again_and_what_cannot_be_known(colab):
     colabkit.mount()
     report = colabkit.flush()
@@ -138,6 +158,9 @@ def test_a_dry_run_of_ocamlfuse_lists_bytes_and_what_is_unsent(ocamlfuse):
     ocamlfuse.queue("ToUpload", "Uploading", "ToUpload")
     report = colabkit.clear_cache(ocamlfuse.point, dry_run=True)
     assert report.unsent == 3
+    assert "3 files are sent first" in repr(report)
+    assert "Would lose: nothing" in repr(report)
+    assert "those of 3 files" in colabkit.clear_cache(ocamlfuse.point, dry_run=True, force=True).loss
     assert report.freed_bytes >= 100_000
     assert len(ocamlfuse.calls()) == 1
     assert (ocamlfuse.cache / "remote_id_1").exists()
@@ -154,15 +177,18 @@ def test_ocamlfuse_waits_for_uploads_before_it_clears(ocamlfuse, monkeypatch):
 
     monkeypatch.setattr("colabkit.drive.ocamlfuse.Ocamlfuse.unsent", unsent)
 
+    before: list[int] = []
+
     def upload() -> None:
         asked.wait(30)
-        assert len(ocamlfuse.calls()) == 1
+        before.append(len(ocamlfuse.calls()))
         ocamlfuse.queue()
 
     uploading = threading.Thread(target=upload)
     uploading.start()
     assert colabkit.clear_cache(ocamlfuse.point).loss == ""
     uploading.join()
+    assert before == [1]
     assert len(ocamlfuse.calls()) == 3
 
 
@@ -186,6 +212,34 @@ def test_uploads_that_show_only_after_unmounting_are_kept_too(tmp_path):
         assert [call for call in mounted.calls() if "-cc" in call] == []
         assert mounted_at(mounted.point) == ["fuse.google-drive-ocamlfuse"]
         assert (mounted.cache / "remote_id_1").read_bytes() == b"unsent"
+
+
+def test_unmount_counts_what_shows_only_afterwards(tmp_path):
+    mounted = Ocamlfuse(tmp_path / "gd")
+    mounted.environ["OCAMLFUSE_UNSENT"] = "2"
+    with mounted:
+        assert "2 files wait in its queue" in colabkit.unmount(mounted.point).sent
+
+
+def test_a_queue_that_is_not_there_is_not_taken_for_an_empty_one(ocamlfuse):
+    (ocamlfuse.cache / "cache.db").unlink()
+    with pytest.raises(TimedOut, match="unknown number"):
+        colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
+    assert len(ocamlfuse.calls()) == 1
+
+
+def test_no_secret_of_the_programs_arguments_is_shown(tmp_path, monkeypatch):
+    with Ocamlfuse(tmp_path / "gd", options=("-id", "me", "-secret", "TOPSECRET")) as mounted:
+        monkeypatch.setattr("colabkit.drive.ocamlfuse.liveness", lambda folders, timeout: ("dead", "as planned"))
+        with pytest.raises(
+            MountFailed, match=r"Run it as before: google-drive-ocamlfuse -id \.\.\. -secret \.\.\."
+        ) as caught:
+            colabkit.clear_cache(mounted.point)
+        assert f"'{mounted.point}'" in str(caught.value)
+        assert "TOPSECRET" not in str(caught.value)
+        (daemon,) = daemons("google-drive-ocamlfuse")
+        assert "TOPSECRET" in daemon.arguments
+        assert "TOPSECRET" not in repr(daemon)
 
 
 def test_a_damaged_queue_is_not_taken_for_an_empty_one(ocamlfuse):
@@ -212,7 +266,7 @@ def test_a_mount_in_use_is_not_cleared(ocamlfuse):
 
 
 def test_flush_and_unmount_of_ocamlfuse_wait_for_uploads(ocamlfuse):
-    assert "nothing waits to be sent" in repr(colabkit.flush(ocamlfuse.point))
+    assert "in memory cannot be seen" in repr(colabkit.flush(ocamlfuse.point))
     ocamlfuse.queue("ToUpload")
     for call in (colabkit.flush, colabkit.unmount):
         with pytest.raises(TimedOut, match="1 files not uploaded"):
@@ -302,6 +356,23 @@ def test_rclone_without_a_remote_control_forgets_on_a_signal(tmp_path, rclone):
         assert os.listdir(point) == []
         assert colabkit.clear_cache(point).unsent is None
         wait_for(lambda: os.listdir(point) == ["new.txt"], "the new file")
+
+
+def test_another_rclone_that_names_the_folder_is_left_alone(tmp_path, rclone):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    with RcloneMount(point, root, tmp_path / "cache"):
+        command = ["rclone", "rcd", "--rc-no-auth", "--rc-addr", "127.0.0.1:0", "--rc-files", str(point)]
+        other = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: len(list(serving("rclone", str(point)))) == 2, "the other rclone")
+            (root / "new.txt").write_text("new")
+            colabkit.clear_cache(point)
+            wait_for(lambda: os.listdir(point) == ["new.txt"], "the new file")
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
 
 
 def test_flush_of_rclone_waits_until_nothing_is_queued(tmp_path, rclone):

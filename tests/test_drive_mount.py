@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import threading
 import time
@@ -11,16 +12,17 @@ from pathlib import Path
 
 import pytest
 from conftest import needs
-from far_mounts import FuseMount, has_fuse, in_child, mounted_at, wait_for
-from far_side import Colab, hosted_colab
+from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone, in_child, mounted_at, wait_for
+from far_side import Colab, hosted_colab, see_only
 
 import colabkit
 from colabkit import drive
 from colabkit.drive import drivefs
 from colabkit.drive.drivefs import _explained
+from colabkit.drive.mountpoints import Daemon
 from colabkit.environment import Place
 from colabkit.errors import InvalidOption, MountFailed, NotMounted, TimedOut, UnsentWrites
-from colabkit.mounts import DRIVEFS_LOG
+from colabkit.mounts import DRIVEFS_LOG, Mount
 
 pytestmark = pytest.mark.usefixtures("fuse")
 
@@ -62,7 +64,6 @@ def test_a_mount_that_is_alive_is_used_without_asking_for_consent(colab):
     report = colabkit.mount()
     assert report.state == "was mounted already"
     assert (colab.count("consent"), colab.count("mount")) == (1, 1)
-    assert report.readonly is None
 
 
 def test_options_pass_through(colab):
@@ -71,11 +72,35 @@ def test_options_pass_through(colab):
     assert report.readonly is True
 
 
-def test_read_only_is_not_claimed_of_a_mount_that_was_there(colab):
-    colabkit.mount()
+@pytest.mark.parametrize("readonly", [True, False])
+def test_how_it_was_mounted_is_remembered(colab, readonly):
+    colabkit.mount(readonly=readonly)
+    report = colabkit.mount(readonly=True)
+    assert report.readonly is readonly
+    assert ("force=True" in repr(report)) is not readonly
+
+
+def test_read_only_is_not_claimed_of_a_mount_that_was_there(colab, monkeypatch):
+    colabkit.mount(readonly=True)
+    monkeypatch.setattr(drivefs, "_asked", {})
+    monkeypatch.setattr(drivefs, "daemons", lambda name: iter(()))
     report = colabkit.mount(readonly=True)
     assert report.readonly is None
-    assert "force=True" in repr(report)
+    assert "cannot be told" in repr(report)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--features=opendir_timeout_ms:90000,read_only_mode:true",), (True, 90.0)),
+        (("--features=opendir_timeout_ms:90000,read_only_mode:false",), (False, 90.0)),
+        (("--features=max_read_qps:1000",), (False, None)),
+    ],
+)
+def test_how_another_process_mounted_it_is_read_from_the_programs_arguments(words, expected, monkeypatch):
+    monkeypatch.setattr(drivefs, "_asked", {})
+    monkeypatch.setattr(drivefs, "daemons", lambda name: iter([Daemon(1, "drive", words, {})]))
+    assert drivefs.asked(Mount("/content/drive", "fuse.drive", "drive", ("rw",))) == expected
 
 
 def test_a_dead_mount_is_taken_away_and_mounted_again(colab):
@@ -101,6 +126,59 @@ def test_a_hanging_mount_is_refused_in_time_and_ended_only_when_told(colab):
     report = colabkit.mount(force=True, timeout=5.0)
     assert report.state == "repaired"
     assert in_child("import os, sys; print(os.listdir(sys.argv[1]))", report.path.parent) != "hung"
+
+
+@pytest.mark.parametrize(("log", "cause"), [("", "failing"), ("E QUOTA_EXCEEDED\n", "quota")])
+def test_a_mount_that_answers_errors_is_not_taken_for_a_dead_one(colab, log, cause):
+    colabkit.mount()
+    (colab.root / "MyDrive").rename(colab.root / "Elsewhere")
+    (colab.home / DRIVEFS_LOG).write_text(log)
+    error = refused()
+    assert error.cause == cause
+    assert "Errno 2" in str(error)
+    assert colab.count("mount") == 1
+    (colab.root / "Elsewhere").rename(colab.root / "MyDrive")
+    assert colabkit.mount().state == "was mounted already"
+
+
+def test_a_live_mount_whose_listings_fail_keeps_its_writes(colab):
+    colabkit.mount()
+    colab.served.fail(errno.EIO)
+    assert colabkit.mount().state == "was mounted already"
+    assert (colab.count("mount"), colab.count("flush_and_unmount")) == (1, 0)
+
+
+def test_a_mount_that_lists_slowly_is_not_taken_for_a_hanging_one(colab):
+    colabkit.mount()
+    colab.served.hang("list")
+    assert colabkit.mount(timeout=5).state == "was mounted already"
+    colab.served.go_on()
+
+
+def test_the_working_folder_is_not_taken_away(colab, monkeypatch):
+    colabkit.mount()
+    monkeypatch.chdir(colab.point)
+    for call in (colabkit.flush, colabkit.unmount, colabkit.clear_cache, lambda: colabkit.mount(force=True)):
+        with pytest.raises(MountFailed, match="%cd /content first") as caught:
+            call()
+        assert caught.value.cause == "in use"
+    assert colab.count("flush_and_unmount") == 0
+
+
+def test_a_mountpoint_on_another_remote_mount_is_refused_untouched(colab, tmp_path):
+    with FuseMount(tmp_path / "other", tmp_path, "fuse.sshfs") as other:
+        other.hang()
+        began = time.monotonic()
+        error = refused(path=tmp_path / "other" / "drive")
+        assert time.monotonic() - began < 5
+        assert error.cause == "folder"
+        assert colab.events() == []
+
+
+def test_what_google_colab_prints_besides_is_shown(colab, capsys):
+    colab.plan(prints="A word from Google")
+    colabkit.mount()
+    assert capsys.readouterr().out == "A word from Google\n"
 
 
 def test_mounting_anew_sends_the_writes_first(colab):
@@ -130,7 +208,7 @@ def test_another_mountpoint_beside_a_live_mount_is_refused(colab, tmp_path):
     ("plan", "cause", "words"),
     [
         ({"consent": "refused"}, "consent", "account that this notebook runs under"),
-        ({"consent": "times out"}, "timeout", "dialog in the browser"),
+        ({"consent": "never comes"}, "unknown", "dialog in the browser"),
         ({"hosted": False}, "place", "fetch"),
         ({"mount": "policy"}, "policy", "administrator"),
         ({"mount": "root folder"}, "top folder", "empty the Trash"),
@@ -238,21 +316,48 @@ def test_elsewhere_it_says_what_works_there(name, words, monkeypatch):
 def test_elsewhere_a_mount_by_other_means_is_found(tmp_path, monkeypatch):
     place = Place("Jupyter", "kernel", False)
     monkeypatch.setattr(drive, "current_place", lambda: place)
+    see_only(tmp_path, monkeypatch)
     with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse"):
         report = colabkit.mount()
         assert (report.kind, report.path) == ("google-drive-ocamlfuse", tmp_path / "point")
         assert report.state == "was mounted already"
 
 
-def test_a_dead_mount_that_colab_does_not_own_is_named_not_touched(tmp_path, monkeypatch):
+def test_a_dead_mount_that_colab_does_not_own_is_taken_away_and_its_command_named(tmp_path, monkeypatch):
     place = Place("Jupyter", "kernel", False)
     monkeypatch.setattr(drive, "current_place", lambda: place)
+    see_only(tmp_path, monkeypatch)
     with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse") as mounted:
         mounted.kill()
         error = refused()
         assert error.cause == "dead"
-        assert "Errno 107" in str(error)
-        assert mounted_at(tmp_path / "point") == ["fuse.google-drive-ocamlfuse"]
+        assert f"Run 'google-drive-ocamlfuse {tmp_path / 'point'}' again" in str(error)
+        assert mounted_at(tmp_path / "point") == []
+
+
+def test_a_killed_rclone_is_taken_away_so_that_it_can_be_started_again(tmp_path, monkeypatch):
+    needs("rclone", has_rclone())
+    place = Place("Jupyter", "kernel", False)
+    monkeypatch.setattr(drive, "current_place", lambda: place)
+    see_only(tmp_path, monkeypatch)
+    (tmp_path / "root").mkdir()
+    with RcloneMount(tmp_path / "point", tmp_path / "root", tmp_path / "cache") as mounted:
+        assert colabkit.mount().kind == "rclone"
+        mounted.kill()
+        assert "rclone mount" in str(refused())
+        with RcloneMount(tmp_path / "point", tmp_path / "root", tmp_path / "cache"):
+            assert colabkit.mount().state == "was mounted already"
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_mount_that_hangs_and_is_not_colabs_is_left_alone(tmp_path, monkeypatch, force):
+    place = Place("Jupyter", "kernel", False)
+    monkeypatch.setattr(drive, "current_place", lambda: place)
+    see_only(tmp_path, monkeypatch)
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone") as mounted:
+        mounted.hang()
+        assert refused(timeout=1.0, force=force).cause == "hung"
+        assert mounted_at(tmp_path / "point") == ["fuse.rclone"]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "60", True, None])
@@ -274,9 +379,18 @@ def test_unmount_stops_at_the_deadline_and_leaves_the_mount(colab, monkeypatch):
     monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
     colabkit.mount()
     colab.plan(push="hangs")
-    with pytest.raises(TimedOut, match="goes on sending"):
+    with pytest.raises(TimedOut, match="may go on sending"):
         colabkit.unmount(timeout=1.5)
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+@pytest.mark.parametrize("wrong", ["NotImplementedError", "ModuleNotFoundError"])
+def test_a_place_without_google_colab_is_not_taken_for_unsent_writes(colab, wrong, monkeypatch):
+    colabkit.mount()
+    colab.plan(hosted=False) if wrong == "NotImplementedError" else monkeypatch.setenv("PYTHONPATH", "/nothing")
+    with pytest.raises(MountFailed, match=wrong) as caught:
+        colabkit.unmount()
+    assert caught.value.cause == "place"
 
 
 def test_unmount_says_that_writes_were_not_sent(colab):

@@ -46,6 +46,12 @@ def test_points_and_sources_are_unescaped_and_types_exact():
     assert drive_mount(found[2:]) is None
 
 
+def test_odd_characters_in_a_mountpoint_do_not_break_the_table(tmp_path):
+    (tmp_path / "mounts").write_bytes("x /a\u2028b\x0cc\rd tmpfs rw 0 0\ny /y ext4 rw 0 0\n".encode())
+    found = mounts(lambda path: read_file(str(tmp_path / "mounts")))
+    assert [mount.point for mount in found] == ["/a\u2028b\x0cc\rd", "/y"]
+
+
 def test_no_table_is_no_mounts():
     def missing(path: str) -> str:
         raise FileNotFoundError(path)
@@ -139,7 +145,7 @@ def test_home_is_expanded_and_what_is_no_path_is_refused(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert user_path("~/x", "stage", []) == Path("/home/me/x")
     assert user_path(Path("~/x"), "stage", []) == Path("/home/me/x")
-    for wrong in ("", None, 3, "~no-such-user-anywhere/x"):
+    for wrong in ("", None, 3, b"/bytes", "~no-such-user-anywhere/x"):
         with pytest.raises(InvalidOption, match="Cannot stage"):
             user_path(wrong, "stage", [])
 
@@ -155,6 +161,7 @@ def test_home_is_expanded_and_what_is_no_path_is_refused(monkeypatch):
         colabkit.open_pack,
         colabkit.verify,
         colabkit.read_probe,
+        lambda path: colabkit.fetch("https://localhost:1/x", path),
         colabkit.clear_cache,
         colabkit.flush,
         colabkit.unmount,
@@ -193,6 +200,12 @@ def test_causes_are_read_from_the_part_of_the_log_that_is_new(tmp_path):
     assert log_causes(start, str(tmp_path)) == {"top folder"}
     write_log(tmp_path, "QUOTA_EXCEEDED")  # begun anew, shorter than before
     assert log_causes(start, str(tmp_path)) == {"quota"}
+
+
+def test_an_old_log_is_not_blamed_for_what_happens_now(tmp_path):
+    log = write_log(tmp_path, "E QUOTA_EXCEEDED\n")
+    os.utime(log, (0, 0))
+    assert log_causes(home=str(tmp_path)) == frozenset()
 
 
 def test_only_the_end_of_a_huge_log_is_read(tmp_path):

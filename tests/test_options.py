@@ -83,3 +83,4 @@ def test_options_with_a_default_need_not_be_given() -> None:
 def test_a_positional_option_with_a_default_may_be_left_out() -> None:
     assert parse("mount")["path"] is None
     assert parse("mount", "/content/gdrive", "--readonly")["path"] == "/content/gdrive"
+    assert parse("fetch", "https://example.org/a.zip", "data")["to"] == "data"

@@ -11,14 +11,27 @@ import time
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from colabkit.drive.drivefs import DriveFs, check_can_mount, mount_in_colab
-from colabkit.drive.mountpoints import detach, liveness, mount_failed
+from colabkit._units import format_count, format_seconds
+from colabkit.drive.drivefs import DriveFs, asked, check_can_mount, mount_in_colab
+from colabkit.drive.mountpoints import GIVE_UP, detach, liveness, mount_failed
 from colabkit.drive.ocamlfuse import Ocamlfuse
 from colabkit.drive.rclone import Rclone
 from colabkit.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport
-from colabkit.environment import current_place
-from colabkit.errors import InvalidOption, NotMounted, cannot, check_seconds
-from colabkit.mounts import DRIVE_TYPES, DRIVEFS, OCAMLFUSE, Mount, drive_mount, drive_root, mount_holding, mounts
+from colabkit.environment import Place, current_place
+from colabkit.errors import InvalidOption, MountFailed, NotMounted, cannot, check_seconds
+from colabkit.mounts import (
+    DRIVE_TYPES,
+    DRIVEFS,
+    OCAMLFUSE,
+    RCLONE,
+    Mount,
+    drive_mounts,
+    drive_root,
+    log_causes,
+    mount_holding,
+    mounts,
+    user_path,
+)
 
 __all__ = [
     "CacheReport",
@@ -57,14 +70,13 @@ def mount(
     started = time.monotonic()
     act = "mount Drive"
     check_seconds(act, "timeout", timeout)
+    if path is not None and os.fspath(path).startswith("drive:"):
+        raise InvalidOption(cannot(act, f"{path!r} as path", "a folder to mount it at", "Leave the path out"))
     place = current_place()
-    table = mounts()
-    found = next((one for one in reversed(table) if one.fstype == DRIVEFS), None)
-    if found is None and not place.can_mount_drive:
-        found = drive_mount(table)
+    found = _to_be_found(act, place)
     if found is None:
         check_can_mount(place)
-    point = os.path.abspath(os.path.expanduser(path)) if path is not None else found.point if found else COLAB_POINT
+    point = os.path.abspath(user_path(path, act)) if path is not None else found.point if found else COLAB_POINT
     if found is None:
         return _report(mount_in_colab(point, readonly, timeout, force), "mounted", readonly, started)
     state, reason = liveness(_folders(found), timeout)
@@ -76,27 +88,47 @@ def mount(
                 "one mount at a time",
                 "Use that, or drive: for short, or run colabkit.unmount() first",
             )
-        notes = ("It is not read-only; force=True mounts it anew",) if readonly and not found.readonly else ()
-        return _report(found, "was mounted already", found.readonly or None, started, notes)
+        mode = asked(found)[0] if found.fstype == DRIVEFS else found.readonly
+        notes = [f"It is the rclone mount of {found.source!r}"] if found.fstype == RCLONE else []
+        if readonly and not mode:
+            known = "It is for reading and writing" if mode is False else "Whether it is read-only cannot be told"
+            notes.append(f"{known}; force=True mounts it anew")
+        return _report(found, "was mounted already", mode, started, tuple(notes))
     if found.fstype != DRIVEFS:
-        kind = DRIVE_TYPES[found.fstype]
-        why = reason or "alive, and not Colab's to mount anew"
-        raise mount_failed(state, f"{kind} at {found.point!r}: {why}", "a mount that answers", f"Mount it with {kind}")
+        raise _not_colabs(found, state, reason, timeout)
     check_can_mount(place)
-    if state == "hung" and not force:
+    if state in ("hung", "failing") and not force:
+        is_quota = "quota" in log_causes()
+        says = f"does not answer ({reason})" if state == "hung" else f"answers {reason}"
+        loses = "loses what it has not sent" if state == "hung" else "sends its writes first"
         raise mount_failed(
-            "hung",
-            f"DriveFS at {found.point!r} does not answer ({reason})",
+            "quota" if is_quota else state,
+            f"DriveFS at {found.point!r} {says}" + (", and its log says QUOTA_EXCEEDED" if is_quota else ""),
             "a mount that answers",
-            "Wait and try again, or end it with force=True, which loses what it has not sent",
+            f"Wait and try again, or mount it anew with force=True, which {loses}",
         )
+    _check_not_inside(found, act)
     return _mount_anew(found, point, state, readonly, timeout, started)
 
 
+def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
+    """Return the error for a mount that somebody else made; a dead one is taken away first, so that they can again."""
+    kind = DRIVE_TYPES[found.fstype]
+    command = f"rclone mount {found.source}" if found.fstype == RCLONE else kind
+    if state == "dead":
+        detach(found, timeout, lazily=True)
+        gone = f"the program of the {kind} mount at {found.point!r} died, and what it left was taken away"
+        return mount_failed(state, gone, "a mount that answers", f"Run '{command} {found.point}' again")
+    why = {"hung": "does not answer", "failing": f"answers {reason}"}.get(state, "is not Colab's to mount anew")
+    next_step = f"Use its own tools, or colabkit.unmount() and '{command} {found.point}'"
+    cause = "place" if state == "alive" else state
+    return mount_failed(cause, f"the {kind} mount at {found.point!r} {why}", "one that can be replaced", next_step)
+
+
 def _mount_anew(found: Mount, point: str, state: str, readonly: bool, timeout: float, started: float) -> MountReport:
-    """Replace a DriveFS mount: alive, its writes are sent first; dead or hung, it is taken away as it is."""
-    if state == "alive":
-        DriveFs(found).unmount("mount Drive anew", timeout, progress=False)
+    """Replace a DriveFS mount: its writes are sent first; dead or hung, it is taken away as it is."""
+    if state in ("alive", "failing"):
+        DriveFs(found).unmount("mount Drive anew", timeout, progress=True)
         made = mount_in_colab(point, readonly, timeout, force=False)
         return _report(made, "mounted", readonly, started)
     _take_away(found, timeout)
@@ -124,6 +156,7 @@ def unmount(
     started = time.monotonic()
     found = _meant(path, "unmount Drive", timeout)
     act = f"unmount {found.point!r}"
+    _check_not_inside(found, act)
     if force:
         sent = _take_away(found, timeout)
     else:
@@ -154,6 +187,8 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0,
     act = f"flush {found.point!r}"
     _check_alive(found, act, timeout)
     served = _served(found, act)
+    if served.remounts_to_send:
+        _check_not_inside(found, act)
     sent = served.send(act, timeout, progress)
     kind, remounted = DRIVE_TYPES[found.fstype], served.remounts_to_send
     return FlushReport(Path(found.point), kind, sent, remounted, time.monotonic() - started)
@@ -188,12 +223,17 @@ def clear_cache(
     started = time.monotonic()
     found = _meant(path, "clear the cache of Drive", timeout)
     act = f"clear the cache of {found.point!r}"
-    if not force:
+    if not force or found.fstype != DRIVEFS:
         _check_alive(found, act, timeout)
     served = _served(found, act)
     folder, unsent = served.cache_folder(), served.unsent()
     cached, freed = served.cache_bytes(), served.freeable_bytes()
-    loss = "" if dry_run else served.clear(act, timeout, force, progress)
+    if dry_run:
+        loss = _at_stake(unsent, timeout) if force else ""
+    else:
+        _check_not_inside(found, act)
+        loss = served.clear(act, timeout, force, progress)
+        freed = max(0, cached - served.cache_bytes()) if freed else 0
     return CacheReport(
         mountpoint=Path(found.point),
         kind=DRIVE_TYPES[found.fstype],
@@ -217,11 +257,12 @@ def _meant(path: str | os.PathLike[str] | None, act: str, timeout: float) -> Mou
     """
     check_seconds(act, "timeout", timeout)
     table = mounts()
-    if path is None or os.fspath(path).startswith("drive:"):
-        if found := drive_mount(table):
+    if path is None and not os.environ.get("COLABKIT_DRIVE"):
+        if found := _only_drive(act, table):
             return found
         raise NotMounted(cannot(act, "Drive is not mounted", "a mount", "Run colabkit.mount() first"))
-    holding = mount_holding(os.path.abspath(os.path.expanduser(os.fspath(path))), table)
+    path = "drive:" if path is None else path
+    holding = mount_holding(os.path.abspath(user_path(path, act)), table)
     if holding is None or not holding.is_remote:
         act = f"{act.partition(' Drive')[0]} {os.fspath(path)!r}"
         raise NotMounted(cannot(act, "no mount is there", "a path on the Drive mount", "See colabkit.runtime()"))
@@ -258,16 +299,53 @@ def _take_away(found: Mount, timeout: float) -> str:
         DriveFs(found).drop(timeout)
         return "what DriveFS had not sent is lost"
     detach(found, timeout, lazily=True)
-    return "what it had not sent waits in its cache for the next mount"
+    return "what it had not sent may be lost; look at its cache before mounting again"
+
+
+def _only_drive(act: str, table: list[Mount]) -> Mount | None:
+    """Return the Drive mount, None where there is none.
+
+    Raises:
+        NotMounted: if there are several.
+    """
+    found = drive_mounts(table)
+    if len(found) > 1:
+        points = ", ".join(repr(mount.point) for mount in found)
+        next_step = "Pass its path, or set COLABKIT_DRIVE to the folder that drive: stands for"
+        raise NotMounted(cannot(act, f"{len(found)} mounts can be meant ({points})", "one", next_step))
+    return found[0] if found else None
+
+
+def _to_be_found(act: str, place: Place) -> Mount | None:
+    """Return the mount that `mount()` finds there: where Colab can make its own, no other counts."""
+    table = mounts()
+    if place.can_mount_drive:
+        table = [mount for mount in table if mount.fstype == DRIVEFS]
+    return _only_drive(act, table)
+
+
+def _at_stake(unsent: int | None, timeout: float) -> str:
+    if unsent is None:
+        return f"what cannot be sent in {format_seconds(timeout)}"
+    return f"those of {format_count(unsent)} files that cannot be sent in {format_seconds(timeout)}" if unsent else ""
+
+
+def _check_not_inside(found: Mount, act: str) -> None:
+    """Refuse to take away the ground that this process stands on."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return
+    if mount_holding(here, [found]):
+        needed = "a working folder elsewhere"
+        raise mount_failed("in use", f"the working folder {here!r} lies on it", needed, "Run %cd /content first", act)
 
 
 def _check_alive(found: Mount, act: str, timeout: float) -> None:
     state, reason = liveness((found.point,), timeout)
-    if state == "alive":
+    if state in ("alive", "failing"):  # it answers, if only with errors: its writes may still be sent
         return
-    cure = "Run colabkit.mount(), which repairs it" if found.fstype == DRIVEFS else "Mount it again"
-    if state == "hung":
-        cure = "Wait and try again, or give up what it has not sent with force=True"
+    cure = "Run colabkit.mount(), which takes it away" if state == "dead" else f"Wait and try again, or {GIVE_UP}"
     raise mount_failed(state, f"the mount is {state} ({reason})", "a mount that answers", cure, act)
 
 

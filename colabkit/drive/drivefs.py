@@ -12,7 +12,9 @@ import importlib
 import io
 import math
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,22 +25,26 @@ from typing import ClassVar
 from colabkit import _files, _processes
 from colabkit._units import format_seconds
 from colabkit.drive.mountpoints import (
+    GIVE_UP,
     daemons,
     detach,
     is_mounted,
     liveness,
     mount_failed,
+    wait_until,
 )
 from colabkit.environment import Place, current_place
 from colabkit.errors import MountFailed, TimedOut, UnsentWrites, cannot
-from colabkit.mounts import DRIVEFS_FOLDER, Mount, drive_root, log_causes, log_size, mounts
+from colabkit.mounts import DRIVEFS_FOLDER, Mount, drive_root, log_causes, log_size, mount_holding, mounts
 from colabkit.progress import heartbeat
 
-__all__ = ["DriveFs", "check_can_mount", "mount_in_colab"]
+__all__ = ["DriveFs", "asked", "check_can_mount", "mount_in_colab"]
 
 _PUSH = "import sys; from google.colab import drive; drive.flush_and_unmount(timeout_ms=int(sys.argv[1]))"
 _WAITS = 2  # google.colab allows `timeout` once for consent and once for DriveFS,
 _GRACE_S = 30.0  # and this much more for its shell; after that the deadline is ours
+_TIMEOUT_S = 120.0  # google.colab's own default
+_END_S = 15.0  # in which DriveFS and its mount are gone, once it said that it ended
 _ELSEWHERE = {
     "Kaggle": (
         "Kaggle has no Drive mount",
@@ -88,26 +94,52 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
         MountFailed: with the cause in plain words.
     """
     check_can_mount(current_place())
+    holding = mount_holding(point, mounts())
+    if holding is not None and holding.is_remote:  # google.colab would look into it, and could hang there
+        found = f"{point!r} lies on the mount at {holding.point!r} ({holding.fstype})"
+        raise mount_failed("folder", found, "an empty folder of its own", "Choose another path, or unmount that first")
     drive = importlib.import_module("google.colab.drive")
     log_start = log_size()
-    deadline = _WAITS * timeout + _GRACE_S
     said = io.StringIO()
     try:
-        with _alarm(deadline), contextlib.redirect_stdout(said):
+        with _alarm(_WAITS * timeout + _GRACE_S), contextlib.redirect_stdout(said):
             drive.mount(point, force_remount=force, timeout_ms=math.ceil(timeout * 1000), readonly=readonly)
     except Exception as error:
         raise _explained(error, timeout, log_causes(log_start)) from error
+    finally:
+        sys.stdout.write("".join(line for line in said.getvalue().splitlines(True) if not line.startswith(_EXPECTED)))
     made = next((mount for mount in reversed(mounts()) if mount.point == point), None)
     if made is None:
         words = " ".join(said.getvalue().split()) or "nothing"
         raise mount_failed("unknown", f"google.colab said {words!r} and mounted nothing", "a mount", _AGAIN)
-    state, reason = liveness((made.point, drive_root(made)))
+    _asked[point] = (readonly, timeout)
+    state, reason = liveness((made.point, drive_root(made)), timeout)
     if state != "alive":
         raise mount_failed(state, f"mounted, but not usable: {reason}", "a mount that answers", _AGAIN)
     return made
 
 
-_AGAIN = "Try again; if it stays, use Runtime > Disconnect and delete runtime"
+_EXPECTED = ("Mounted at", "Drive already mounted at")  # the report says it better
+_AGAIN = (
+    "Look for a dialog in the browser that asks for access and try again; if it stays, use Runtime > Disconnect and "
+    "delete runtime"
+)
+_asked: dict[str, tuple[bool, float]] = {}  # what Drive was mounted with: read-only, time-out
+
+
+def asked(mount: Mount) -> tuple[bool | None, float | None]:
+    """Return whether a mount is read-only and the seconds it may take to list a folder; None where it is not known.
+
+    DriveFS has both of its own, so the kernel's table does not show them. This process knows what it mounted; of what
+    was there before the program's arguments tell.
+    """
+    if mount.point in _asked:
+        return _asked[mount.point]
+    words = " ".join(word for daemon in daemons("drive") for word in daemon.arguments)
+    limit = re.search(r"opendir_timeout_ms:(\d+)", words)
+    mode = re.search(r"read_only_mode(?::(\w+))?", words)
+    readonly = None if not words else mode is not None and mode[1] != "false"
+    return readonly, int(limit[1]) / 1000 if limit else None
 
 
 def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
@@ -197,8 +229,9 @@ class DriveFs:
     )
     remounts_to_send: ClassVar[bool] = True
 
-    def unsent(self) -> None:
+    def unsent(self) -> int | None:
         """Return None: DriveFS does not tell what it has not sent."""
+        return None
 
     def cache_folder(self) -> Path:
         """Return the folder in which DriveFS keeps what was read and written, its state and its logs."""
@@ -226,9 +259,28 @@ class DriveFs:
             MountFailed: if Drive cannot be mounted again.
         """
         check_can_mount(current_place(), act)
+        before = asked(self.mount)
         said = self.unmount(act, timeout, progress)
-        mount_in_colab(self.mount.point, self.mount.readonly, timeout, force=False)
+        self._mount_again(before, act, "all writes were sent")
         return said
+
+    def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
+        """Mount as it was mounted before; DriveFS sometimes fails at once after it ended, so twice if need be.
+
+        Raises:
+            MountFailed: saying also what is done already.
+        """
+        readonly, timeout = before
+        for again in (True, False):
+            try:
+                mount_in_colab(self.mount.point, bool(readonly), timeout or _TIMEOUT_S, force=False)
+                return
+            except MountFailed as error:
+                if again and error.cause == "unknown":
+                    continue
+                reason = str(error).removeprefix("Cannot mount Drive: ").rstrip(".")
+                found = f"{done}, but Drive could not be mounted again: {reason}"
+                raise mount_failed(error.cause, found, "Drive mounted again", "Run colabkit.mount()", act) from error
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
         """Send all writes and end DriveFS; return what can be said of the writes. Raises as `send` does."""
@@ -237,14 +289,15 @@ class DriveFs:
                 _processes.python(_PUSH, str(math.ceil(timeout * 1000)), isolated=False),
                 act,
                 timeout + _GRACE_S,  # DriveFS is given the deadline too, and says best what it found
-                next_step="DriveFS goes on sending: allow more with timeout=, or try again later",
+                next_step="DriveFS may go on sending: allow more with timeout=, or try again later",
                 on_tick=tick,
             )
-        if finished.status or is_mounted(self.mount.point):
-            said = (finished.output.strip().splitlines() or ["nothing"])[-1]
+        said = (finished.output.strip().splitlines() or ["nothing"])[-1]
+        if said.startswith(("NotImplementedError", "ModuleNotFoundError", "ImportError")):
+            raise mount_failed("place", f"google.colab says {said!r}", "a hosted Colab notebook", _ANYWHERE[1], act)
+        if finished.status or not wait_until(lambda: not is_mounted(self.mount.point), _END_S):
             found = f"DriveFS did not send all writes (google.colab says {said!r})"
-            next_step = "Try again with a longer timeout=, or give up what is unsent with force=True"
-            raise UnsentWrites(cannot(act, found, "all writes sent", next_step))
+            raise UnsentWrites(cannot(act, found, "all writes sent", f"Try again with a longer timeout=, or {GIVE_UP}"))
         return "DriveFS says that it sent all writes; that they reached Drive cannot be seen from here"
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
@@ -256,17 +309,24 @@ class DriveFs:
             MountFailed: if Drive cannot be mounted again.
         """
         check_can_mount(current_place(), act)
+        before = asked(self.mount)
         loss = ""
         try:
-            self.unmount(act, timeout, progress)
+            if force and liveness((self.mount.point,), timeout)[0] in ("dead", "hung"):
+                loss = self.drop(timeout)
+            else:
+                self.unmount(act, timeout, progress)
         except (TimedOut, UnsentWrites):
             if not force:
                 raise
             loss = self.drop(timeout)
+        if not wait_until(lambda: not list(daemons("drive")), _END_S):
+            found, needed = "Drive is unmounted, but DriveFS still runs", "its end, as it writes to its cache"
+            raise TimedOut(cannot(act, found, needed, "Try again"))
         with _files.translated(act):
             for path in self._clearable():
                 _files.remove(path)
-        mount_in_colab(self.mount.point, self.mount.readonly, timeout, force=False)
+        self._mount_again(before, act, "the cache is removed")
         return loss
 
     def drop(self, timeout: float) -> str:

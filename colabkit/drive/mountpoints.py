@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -27,20 +26,22 @@ __all__ = [
     "wait_until",
 ]
 
-Liveness = Literal["alive", "dead", "hung"]
+Liveness = Literal["alive", "failing", "dead", "hung"]
 
 PROBE_S = 15.0
-"""A mount that does not list its top folder in this time hangs: alive ones answer in milliseconds, slow ones in 2 s."""
+"""A mount that does not answer for its size in this time hangs; that answer is never cached, and lists no folder."""
 
+GIVE_UP = "give up what is unsent with colabkit.unmount(force=True)"
 NOTHING_WAITS = "nothing waits to be sent; that it reached Drive cannot be seen from here"
 
+_DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})  # what the kernel answers for a program that is gone
 _POLL_S = 0.25
 _PROBE = """
 import os, sys
 try:
+    os.statvfs(sys.argv[1])
     for folder in sys.argv[1:]:
-        with os.scandir(folder) as entries:
-            next(entries, None)
+        os.stat(folder)
     print("alive")
 except OSError as error:
     print(error.errno)
@@ -55,7 +56,7 @@ def mount_failed(cause: str, found: str, needed: str, next_step: str, act: str =
 
 
 def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Liveness, str]:
-    """Return whether a mount answers, and the reason where it does not.
+    """Return whether a mount answers, and the reason where it does not: its program is dead, hangs, or answers errors.
 
     A child asks, since a mount whose program hangs keeps every process that touches it, beyond the reach of signals.
 
@@ -65,13 +66,16 @@ def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Livene
     """
     command = _processes.python(_PROBE, *folders)
     try:
-        answer = _processes.run(command, f"list {folders[0]!r}", min(timeout, PROBE_S)).output.split()
+        answer = _processes.run(command, f"ask {folders[0]!r}", min(timeout, PROBE_S)).output.split()
     except TimedOut:
         return "hung", f"no answer in {min(timeout, PROBE_S):g} s"
     if answer == ["alive"]:
         return "alive", ""
-    number = int(answer[-1]) if answer and answer[-1].isdigit() else errno.EIO
-    return "dead", f"Errno {number}, {os.strerror(number)}"
+    if not answer or not answer[-1].isdigit():
+        return "failing", "the child that asked it ended early"
+    number = int(answer[-1])
+    state: Liveness = "dead" if number in _DEAD else "failing"
+    return state, f"Errno {number}, {os.strerror(number)}"
 
 
 def is_mounted(point: str) -> bool:
@@ -98,13 +102,16 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
     ]
     said = "none of fusermount3, fusermount and umount is installed"
     before = _count(mount.point)
-    for command in commands:
-        if shutil.which(command[0]) is None:
+    deadline = time.monotonic() + timeout
+    for name, *options in commands:
+        program = _processes.program(name)
+        if program is None:
             continue
-        finished = _processes.run([*command, mount.point], act, timeout)
+        left = max(0.1, deadline - time.monotonic())
+        finished = _processes.run([program, *options, mount.point], act, left)
         if _count(mount.point) < before:
             return
-        said = " ".join(finished.output.split()) or f"{command[0]} ended with status {finished.status}"
+        said = " ".join(finished.output.split()) or f"{name} ended with status {finished.status}"
     next_step = "Close the files that are open there, also notebooks' working folders, and try again"
     raise mount_failed("in use", said, "a mount that is not in use", next_step, act)
 
@@ -115,16 +122,17 @@ def _count(point: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """The program that serves a mount: its process number, its name, its arguments, its environment."""
+    """The program that serves a mount: its process number, its name, its arguments, its environment, its folder."""
 
     pid: int
     program: str
-    arguments: tuple[str, ...]
-    environ: dict[str, str]
+    arguments: tuple[str, ...] = field(repr=False)  # both can hold secrets
+    environ: dict[str, str] = field(repr=False)
+    folder: str = "/"
 
 
 def daemons(name: str) -> Iterator[Daemon]:
-    """Yield the running programs of a name, also those that an interpreter runs."""
+    """Yield this user's running programs of a name, also those that Python runs."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -132,19 +140,19 @@ def daemons(name: str) -> Iterator[Daemon]:
             words = tuple(os.fsdecode(word) for word in (entry / "cmdline").read_bytes().split(b"\0")[:-1])
             start = 1 if words and os.path.basename(words[0]).startswith("python") else 0
             if len(words) > start and os.path.basename(words[start]) == name:
-                yield Daemon(int(entry.name), words[start], words[start + 1 :], _environ(entry))
+                environ, folder = _environ(entry), os.readlink(entry / "cwd")
+                yield Daemon(int(entry.name), words[start], words[start + 1 :], environ, folder)
 
 
-def serving(name: str, point: str) -> Daemon | None:
-    """Return the program of a name that serves the mount at a folder, where it can be seen."""
-    return next((daemon for daemon in daemons(name) if point in map(os.path.abspath, daemon.arguments)), None)
+def serving(name: str, point: str) -> Iterator[Daemon]:
+    """Yield the programs of a name that have a folder among their arguments, of those that can be seen."""
+    for daemon in daemons(name):
+        if any(os.path.normpath(os.path.join(daemon.folder, word)) == point for word in daemon.arguments):
+            yield daemon
 
 
 def _environ(process: Path) -> dict[str, str]:
-    try:
-        pairs = (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # another user's
-        return dict(os.environ)
+    pairs = (process / "environ").read_bytes().split(b"\0")
     return dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
 
 

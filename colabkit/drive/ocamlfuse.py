@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
+import shlex
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +23,7 @@ from colabkit.drive.mountpoints import (
     NOTHING_WAITS,
     Daemon,
     detach,
+    is_mounted,
     liveness,
     mount_failed,
     serving,
@@ -64,7 +68,7 @@ class Ocamlfuse:
         Raises:
             NotMounted: if its program cannot be found, so that its label and folders are unknown.
         """
-        daemon = serving(PROGRAM, mount.point)
+        daemon = next(serving(PROGRAM, mount.point), None)
         if daemon is None:
             found = f"no {PROGRAM} of this user serves {mount.point!r}"
             raise NotMounted(cannot(act, found, "its program, for its label and folders", "Run it as its user"))
@@ -72,10 +76,8 @@ class Ocamlfuse:
         return cls(mount, daemon, config, cache)
 
     def unsent(self) -> int | None:
-        """Return how many files wait to be uploaded, or None where its database does not say."""
+        """Return how many files wait to be uploaded, or None where its database does not say or is not there."""
         database = self.cache / "cache.db"
-        if not database.exists():
-            return 0
         try:
             with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=1)) as connection:
                 return int(connection.execute(_UNSENT).fetchone()[0])
@@ -105,7 +107,7 @@ class Ocamlfuse:
         """
         with heartbeat("upload", timeout, progress) as tick:
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
-                return f"{PROGRAM} says that {NOTHING_WAITS}"
+                return f"its database names nothing to send; what {PROGRAM} keeps in memory cannot be seen from here"
         unsent = self.unsent()
         found = f"{'an unknown number of' if unsent is None else unsent} files not uploaded after {timeout:g} s"
         raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
@@ -117,9 +119,11 @@ class Ocamlfuse:
             MountFailed: if it is in use.
             TimedOut: if uploads are not done, or its program does not end, in time.
         """
-        said = self.send(act, timeout, progress)
+        self.send(act, timeout, progress)
         self._take_away(act, timeout)
-        return said
+        if unsent := self.unsent():
+            return f"{unsent} files wait in its queue for the next mount, do not clear its cache"
+        return f"{PROGRAM} says that {NOTHING_WAITS}"
 
     def _take_away(self, act: str, timeout: float) -> None:
         detach(self.mount, timeout)
@@ -137,9 +141,9 @@ class Ocamlfuse:
         finished = self._run(list(self.daemon.arguments), act, timeout)
         state, reason = liveness((self.mount.point,), timeout)
         if finished.status or state != "alive":
-            found = f"{PROGRAM} said {' '.join(finished.output.split())!r}" if finished.status else reason
-            command = " ".join([PROGRAM, *self.daemon.arguments])
-            raise mount_failed("unknown", found, "a mount that answers", f"Run '{command}'", act)
+            found = f"{PROGRAM} said {_said(finished)!r}" if finished.status else reason
+            command = shlex.join([PROGRAM, *_without_secrets(self.daemon.arguments)])
+            raise mount_failed("unknown", found, "a mount that answers", f"Run it as before: {command}", act)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
         """Clear the cache in the order that loses nothing; return what was lost.
@@ -153,8 +157,8 @@ class Ocamlfuse:
         except TimedOut:
             if not force:
                 raise
-        self._take_away(act, timeout)
         try:
+            self._take_away(act, timeout)
             unsent = self.unsent()
             if unsent != 0 and not force:
                 found = f"{'an unknown number of' if unsent is None else unsent} files not uploaded"
@@ -163,11 +167,12 @@ class Ocamlfuse:
             finished = self._run(["-cc", *self._identity()], act, timeout)
             # Without stored consent it ends with status 1, but after it has cleared: what counts is what is left.
             if left := [path for path in self._cached() if not path.name.startswith("cache.db")]:
-                found = f"{PROGRAM} -cc left {len(left)} files and said {' '.join(finished.output.split())!r}"
+                found = f"{PROGRAM} -cc left {len(left)} files and said {_said(finished)!r}"
                 raise mount_failed("unknown", found, "an empty cache", f"Look at {str(self.cache)!r}", act)
         except ColabkitError:
-            with contextlib.suppress(ColabkitError):
-                self.mount_again(timeout)
+            if not is_mounted(self.mount.point):
+                with contextlib.suppress(ColabkitError):
+                    self.mount_again(timeout)
             raise
         self.mount_again(timeout)
         return "" if unsent == 0 else f"{'some' if unsent is None else unsent} files that were not uploaded"
@@ -225,6 +230,20 @@ def folders(daemon: Daemon) -> tuple[Path, Path]:
             if key.strip() == "cache_directory" and value.strip():
                 cache = Path(value.strip())
     return config, cache
+
+
+def _said(finished: _processes.Finished) -> str:
+    """Return the last line of what a program said, without addresses, which can hold tokens."""
+    last = (finished.output.strip().splitlines() or ["nothing"])[-1]
+    return re.sub(r"\w+://\S+", "(address)", last)
+
+
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for word in arguments:
+        is_secret = bool(kept) and kept[-1] in ("-id", "-secret")
+        kept.append("..." if is_secret else word)
+    return kept
 
 
 def _after(words: list[str], flag: str) -> str:

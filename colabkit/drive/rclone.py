@@ -11,19 +11,20 @@ import http.client
 import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from colabkit.drive.mountpoints import NOTHING_WAITS, Daemon, detach, serving, wait_until
+from colabkit.drive.mountpoints import NOTHING_WAITS, Daemon, detach, mount_failed, serving, wait_until
 from colabkit.errors import MountFailed, NotMounted, TimedOut, cannot
 from colabkit.mounts import Mount
 from colabkit.progress import heartbeat
 
 __all__ = ["Rclone"]
 
+_MOUNTING = frozenset({"mount", "mount2", "cmount", "nfsmount"})
 _RC_ADDRESS = "localhost:5572"
-_RC_TIMEOUT_S = 10.0
+_RC_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Rclone:
         Raises:
             NotMounted: if its program cannot be found.
         """
-        daemon = serving("rclone", mount.point)
+        daemon = next((one for one in serving("rclone", mount.point) if _is_mount(one.arguments)), None)
         if daemon is None:
             found = f"no rclone of this user serves {mount.point!r}"
             raise NotMounted(cannot(act, found, "its program, for its remote control", "Run it as its user"))
@@ -101,7 +102,13 @@ class Rclone:
         if self.control is not None:
             self.control.ask("vfs/forget", self.control.named(self.mount))
         else:
-            os.kill(self.daemon.pid, signal.SIGHUP)
+            try:
+                os.kill(self.daemon.pid, signal.SIGHUP)
+            except OSError as error:
+                found = f"rclone cannot be signalled ({error.strerror})"
+                raise mount_failed(
+                    "unknown", found, "a running rclone of this user", "Start it with --rc", act
+                ) from error
         return ""
 
     def cache_folder(self) -> Path | None:
@@ -124,13 +131,13 @@ class Control:
 
     host: str
     port: int
-    authorization: str
+    authorization: str = field(repr=False)
 
     def ask(self, command: str, values: dict[str, str]) -> dict[str, Any]:
         """Return the answer to a command.
 
         Raises:
-            MountFailed: if there is none in ten seconds, or rclone refuses.
+            MountFailed: if there is none in five seconds, or rclone refuses.
         """
         headers = {"Content-Type": "application/json"}
         if self.authorization:
@@ -182,6 +189,16 @@ def control_of(daemon: Daemon) -> Control | None:
     user, password = value("rc-user"), value("rc-pass")
     secret = base64.b64encode(f"{user}:{password}".encode()).decode()
     return Control(host.strip("[]") or "localhost", int(port), f"Basic {secret}" if user or password else "")
+
+
+def _is_mount(arguments: tuple[str, ...]) -> bool:
+    """Return whether the subcommand mounts: another, as `rclone copy`, can name the same folder and dies of SIGHUP."""
+    for number, word in enumerate(arguments):
+        if word in _MOUNTING:
+            return True
+        if not word.startswith("-") and not (number and arguments[number - 1].startswith("-")):
+            return False
+    return False
 
 
 def _flags(arguments: tuple[str, ...]) -> list[tuple[str, str]]:

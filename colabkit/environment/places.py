@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from colabkit.mounts import mount_holding, mounts
 
 __all__ = ["Place", "current_place", "place_of"]
 
@@ -78,4 +79,14 @@ def current_place() -> Place:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     name = f"{type(shell).__module__}.{type(shell).__name__}" if shell is not None else None
-    return place_of(os.environ, name, getattr(shell, "user_ns", {}), lambda path: Path(path).exists())
+    return place_of(os.environ, name, getattr(shell, "user_ns", {}), _exists)
+
+
+def _exists(path: str) -> bool:
+    """Return whether a path exists; of one on a remote mount, which can hang, by the text of mounts and home alone."""
+    table = mounts()
+    holding = mount_holding(path, table)
+    if holding is None or not holding.is_remote:
+        return os.path.exists(path)
+    known = [*(mount.point for mount in table), os.environ.get("HOME", "")]
+    return any(one == path or one.startswith(f"{path}/") for one in known)

@@ -58,7 +58,7 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
     name = os.fspath(source)
     act = f"read {name!r}"
     if "://" in name:
-        next_step = "Download it first"
+        next_step = "Run colabkit.fetch() first, and use the path that it returns"
         raise BadSource(cannot(act, "an address", "a folder or a zip archive on this machine", next_step))
     path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else user_path(name, act)
     with translated(act):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias, cast
 
 from colabkit._files import translated
-from colabkit.mounts import SHORTCUT_TARGETS
+from colabkit.mounts import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts
 from colabkit.sources.engine import Retries, concurrently
 from colabkit.sources.items import STAGE_SEAL, Item, Listing, changed_item
 
@@ -17,6 +17,7 @@ __all__ = ["FolderSource"]
 
 _Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
 _Folder: TypeAlias = tuple[str, _Chain]
+_SHORTCUT_DEPTH = 8
 _Level: TypeAlias = tuple[list[Item], list[_Folder], list[tuple[str, str]]]  # files, folders, what was passed over
 
 
@@ -26,6 +27,9 @@ class FolderSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = str(path)
+        holding = mount_holding(os.path.abspath(path), mounts())
+        is_drive = holding is not None and holding.fstype == DRIVEFS
+        self._shortcut_targets = f"{holding.point}/{SHORTCUT_TARGETS}/" if holding and is_drive else ""
 
     def list(self) -> Listing:
         """Return every regular file below the folder; folders are listed concurrently.
@@ -67,13 +71,13 @@ class FolderSource:
                 path = f"{inside}/{entry.name}" if inside else entry.name
                 if path == STAGE_SEAL:
                     continue
-                is_shortcut = entry.is_symlink() and _is_shortcut(entry.path)
+                is_shortcut = entry.is_symlink() and self._is_shortcut(entry.path)
                 if entry.is_symlink() and not is_shortcut:
                     skipped.append((path, "link"))
                 elif entry.is_dir():
                     target = os.path.realpath(entry.path) if is_shortcut else ""
-                    if target in chain:
-                        skipped.append((path, "shortcut to a folder that it lies in"))
+                    if target in chain or len(chain) > _SHORTCUT_DEPTH:
+                        skipped.append((path, "shortcut to a folder that it lies in, or nested too deep"))
                     else:
                         folders.append((path, (*chain, target) if is_shortcut else chain))
                 elif entry.is_file():
@@ -96,7 +100,7 @@ class FolderSource:
         try:
             fd = os.open(path, flags | os.O_NOFOLLOW)
         except OSError as error:
-            if error.errno != errno.ELOOP or not _is_shortcut(path):
+            if error.errno != errno.ELOOP or not self._is_shortcut(path):
                 raise
             fd = os.open(path, flags)
         found = os.fstat(fd)
@@ -105,10 +109,10 @@ class FolderSource:
             raise changed_item(self.name, item, found.st_size)
         return cast(BinaryIO, open(fd, "rb", buffering=0))
 
+    def _is_shortcut(self, link: str | Path) -> bool:
+        """Return whether a link is one of Drive's shortcuts: DriveFS shows them as links into a folder of its own."""
+        target = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
+        return bool(self._shortcut_targets) and target.startswith(self._shortcut_targets)
+
     def close(self) -> None:
         """Do nothing: no file stays open."""
-
-
-def _is_shortcut(link: str | Path) -> bool:
-    """Return whether a link is one of Drive's shortcuts: DriveFS shows them as links into a folder of its own."""
-    return SHORTCUT_TARGETS in Path(os.readlink(link)).parts

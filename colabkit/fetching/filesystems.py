@@ -1,0 +1,276 @@
+"""Files and folders from any fsspec file system, read on a thread that the caller stops waiting for when it hangs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from typing import Any, NoReturn, TypeVar
+
+from colabkit import _files
+from colabkit._units import format_seconds
+from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, MissingPackage, TimedOut, cannot
+from colabkit.fetching.addresses import safe_name
+from colabkit.fetching.sinks import Sink
+from colabkit.fetching.transfer import Again, Fetched, Job
+
+__all__ = ["fetch_fsspec"]
+
+T = TypeVar("T")
+
+_BLOCK_BYTES = 1 << 20
+_READ_AHEAD_BYTES = 4 << 20  # some file systems read 50 MiB for the first byte, which a slow line brings too late
+_QUEUE_BLOCKS = 4
+_PACKAGES = {
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "hf": "huggingface_hub",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "adl": "adlfs",
+    "az": "adlfs",
+}
+_VERSION_FIELDS = frozenset(
+    {"ETag", "etag", "md5Hash", "md5", "crc32c", "generation", "checksum", "oid", "blob_id"}
+) | {
+    *("sha", "sha256", "version_id", "VersionId"),
+    *("mtime", "modified", "LastModified", "last_modified", "updated", "created"),
+}
+_LOGINS = {
+    "gs": "Run google.colab.auth.authenticate_user() in Colab, elsewhere gcloud auth application-default login",
+    "s3": "Give credentials, or set FSSPEC_S3_ANON=true before Python starts if the bucket is public",
+    "hf": "Run huggingface_hub.login()",
+}
+_LOGIN_ERRORS = frozenset(
+    {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "RefreshError", "DefaultCredentialsError"}
+)
+_FINAL = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
+
+_Info = dict[str, Any]
+
+
+def fetch_fsspec(job: Job, kept: _files.KeptPartial) -> Fetched:
+    """Bring the file, or every file below the folder, into the partial.
+
+    Raises:
+        MissingPackage: if fsspec or the protocol's package is not installed.
+        FetchFailed: if it cannot be had.
+        TimedOut: if the file system did not answer in time.
+        TargetExists: if something else is at the final path.
+    """
+    reader = _Reader(job, kept)
+    with Sink(kept.data, job.wanted) as sink:
+        return job.try_until_done(lambda: reader.attempt(sink))
+
+
+class _Reader:
+    def __init__(self, job: Job, kept: _files.KeptPartial) -> None:
+        self.job, self.kept = job, kept
+        self.protocol = job.address.text.partition("://")[0].partition("::")[0].lower()
+        self.fs: Any = None
+        self.root = self.via = ""
+
+    def attempt(self, sink: Sink) -> Fetched:
+        """Ask what is there and bring what is missing."""
+        if self.fs is None:
+            self.fs, self.root, self.via = self._ask(self._opened)
+        info = self._ask(self._info)
+        name = safe_name(self.root.rstrip("/").rpartition("/")[2]) or "download"
+        if info["type"] != "directory":
+            return self._file(name, info, sink)
+        return self._folder(name)
+
+    def _file(self, name: str, info: _Info, sink: Sink) -> Fetched:
+        size, version = info.get("size"), _version(info)
+        have = sink.open()
+        if have and (not version or self.kept.record.get("validator") != version or have > (size or 0)):
+            sink.begin_anew()
+            have = 0
+        final = self.job.admit(name, version)
+        _files.check_space(self.job.act, (size or have) - have, final)
+        self.kept.note(validator=version)
+        self.job.begin(have, size)
+        self._read(self.root, size, sink)
+        if _version(self._ask(self._info)) != version:
+            sink.begin_anew()
+            raise Again("the file changed while it was fetched", "Run it again when it is at rest", is_anew=True)
+        return Fetched(self.kept.data, name, self.via, version, 1, sink.finish())
+
+    def _folder(self, name: str) -> Fetched:
+        found = self._ask(self._found)
+        version = _version_of_all(found)
+        total = sum(info.get("size") or 0 for info in found.values())
+        final = self.job.admit(name, version, is_folder=True)
+        if not version or self.kept.record.get("validator") != version:
+            self.kept.start_over()
+            self.kept.note(validator=version)
+        _files.make_folder(self.kept.data)
+        paths = {inside: self.kept.data / inside for inside in found}
+        have = {inside: path.stat().st_size for inside, path in paths.items() if path.is_file()}
+        _files.check_space(self.job.act, max(0, total - sum(have.values())), final)
+        self.job.begin(sum(have.values()), total)
+        for inside, info in found.items():
+            size = info.get("size")
+            if inside in have and have[inside] == size:
+                continue
+            _files.make_folder(paths[inside].parent)
+            with Sink(paths[inside], None) as sink:
+                if sink.open() > (size or 0):
+                    sink.begin_anew()
+                self._read(info["name"], size, sink)
+                sink.finish()
+        if _version_of_all(self._ask(self._found)) != version:
+            self.kept.start_over()
+            raise Again("files changed while they were fetched", "Run it again when they are at rest", is_anew=True)
+        return Fetched(self.kept.data, name, self.via, version, len(found), {})
+
+    def _read(self, path: str, size: int | None, sink: Sink) -> None:
+        """Bring the rest of one file; it has to be as long as its file system says."""
+        start = sink.size
+        with closing(self._watched(lambda: self._blocks(path, start))) as blocks:
+            for block in blocks:
+                sink.write(block)
+                self.job.advance(len(block))
+        if size is not None and sink.size != size:
+            is_more = sink.size > size
+            if is_more:
+                sink.begin_anew()
+            found = f"{'more' if is_more else 'fewer'} bytes came than the file has"
+            raise Again(found, "Run it again when the file is at rest", is_anew=is_more)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Return what a call on the thread returns."""
+        with closing(self._watched(lambda: [call()])) as answers:
+            return next(answers)
+
+    def _watched(self, produce: Callable[[], Iterable[T]]) -> Generator[T]:
+        """Yield what `produce` yields on a thread, as long as each comes in time."""
+        came: queue.Queue[tuple[T] | Exception | None] = queue.Queue(_QUEUE_BLOCKS)
+        abandoned = threading.Event()
+
+        def put(item: tuple[T] | Exception | None) -> bool:
+            while not abandoned.is_set():
+                try:
+                    came.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+                return True
+            return False
+
+        def work() -> None:
+            try:
+                for item in produce():
+                    if not put((item,)):
+                        return
+            except Exception as error:
+                put(error)
+            else:
+                put(None)
+
+        thread = threading.Thread(target=work, name="colabkit-fetch", daemon=True)
+        thread.start()
+        try:
+            while True:
+                try:
+                    item = came.get(timeout=self.job.timeout)
+                except queue.Empty:
+                    found = f"no answer of {self.protocol}:// in {format_seconds(self.job.timeout)}"
+                    next_step = "Check the network, then run it again: it goes on where it stopped"
+                    raise TimedOut(cannot(self.job.act, found, "one in this time", next_step)) from None
+                if item is None:
+                    break
+                if isinstance(item, Exception):
+                    self._failed(item)
+                yield item[0]
+        finally:
+            abandoned.set()
+            thread.join(0.5)  # it ends at once unless its file system does not answer
+
+    def _failed(self, error: Exception) -> NoReturn:
+        """Raise what an error of a file system means; its own text may hold addresses with signatures."""
+        if isinstance(error, ColabkitError):
+            raise error
+        told = self.job.address.scrubbed(f"{type(error).__name__}: {error}")
+        if isinstance(error, FileNotFoundError):
+            raise FetchFailed(
+                cannot(self.job.act, "nothing is at this address", "a file or folder", "Check the address")
+            ) from None
+        if type(error).__name__ in _LOGIN_ERRORS:
+            next_step = _LOGINS.get(self.protocol, f"Give credentials as the package for {self.protocol}:// describes")
+            raise FetchFailed(cannot(self.job.act, f"it needs a login ({told})", "access to it", next_step)) from None
+        if isinstance(error, _FINAL):
+            needed = "a file system that can be read"
+            raise FetchFailed(cannot(self.job.act, told, needed, "Check the address")) from None
+        raise Again(told, "Run it again: it goes on where it stopped") from None
+
+    # These run on the thread.
+
+    def _opened(self) -> tuple[Any, str, str]:
+        package = _PACKAGES.get(self.protocol, "fsspec")
+        try:
+            fsspec = importlib.import_module("fsspec")
+            core = importlib.import_module("fsspec.core")
+            registry = importlib.import_module("fsspec.registry")
+        except ImportError:
+            raise self._missing("fsspec", f"Run pip install {package}") from None
+        try:
+            fs, root = core.url_to_fs(self.job.address.text)
+        except ImportError as error:
+            advice = registry.known_implementations.get(self.protocol, {}).get("err", str(error))
+            known = f"Run pip install {package}" if self.protocol in _PACKAGES else self.job.address.scrubbed(advice)
+            raise self._missing(f"the package for {self.protocol}://", known.rstrip(".")) from None
+        except ValueError as error:
+            needed = "an address that fsspec knows"
+            told = self.job.address.scrubbed(error)
+            raise InvalidOption(cannot(self.job.act, told, needed, "Check the part before ://")) from None
+        return fs, root, f"fsspec {fsspec.__version__} ({self.protocol})"
+
+    def _missing(self, what: str, next_step: str) -> MissingPackage:
+        return MissingPackage(cannot(self.job.act, f"{what} is not installed", "it for this address", next_step))
+
+    def _info(self) -> _Info:
+        self.fs.invalidate_cache()
+        return dict(self.fs.info(self.root))
+
+    def _found(self) -> dict[str, _Info]:
+        """Return every file below the folder by its path inside, in order."""
+        self.fs.invalidate_cache()
+        root = self.root.rstrip("/")
+        files: dict[str, _Info] = {}
+        for path, info in sorted(self.fs.find(self.root, detail=True).items()):
+            inside = path.removeprefix(root).strip("/")
+            if info.get("type") == "directory" or (not info.get("size") and (not inside or path.endswith("/"))):
+                continue  # stores without folders mark them by empty objects
+            if not path.startswith(f"{root}/") or not {"", ".", ".."}.isdisjoint(inside.split("/")) or "\0" in inside:
+                found = f"a file named {self.job.address.scrubbed(path)!r}"
+                raise FetchFailed(
+                    cannot(self.job.act, found, "names inside the folder", "Do not use a source like this")
+                )
+            files[inside] = {**info, "name": path}
+        if not files:
+            raise FetchFailed(cannot(self.job.act, "no files in it", "at least one", "Check the address"))
+        return files
+
+    def _blocks(self, path: str, offset: int) -> Iterator[bytes]:
+        with self.fs.open(path, "rb", block_size=_READ_AHEAD_BYTES) as file:
+            if offset:
+                file.seek(offset)
+            while block := file.read(_BLOCK_BYTES):
+                yield bytes(block)
+
+
+def _version(info: _Info) -> str:
+    """Return what tells this version of a file from others, empty where its file system has nothing but the size."""
+    found = {field: str(info[field]) for field in sorted(_VERSION_FIELDS & info.keys()) if info[field]}
+    return json.dumps([info.get("size"), found]) if found else ""
+
+
+def _version_of_all(files: dict[str, _Info]) -> str:
+    versions = {inside: _version(info) for inside, info in files.items()}
+    return hashlib.sha256(json.dumps(versions).encode()).hexdigest() if all(versions.values()) else ""

@@ -1,0 +1,194 @@
+"""Runs gdown in a child process, which is this module's text, and tells the parent what happened, a JSON line each.
+
+gdown has no time-outs, prints, and trusts what it resumes from. Here every reply that it gets passes `_Guard`: a range
+that does not continue the part, or continues another version, ends the child before a byte is written. gdown 5 and 6
+are called by the arguments that they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import urllib.parse
+from typing import Any
+
+_OLDEST = (5, 2)
+_KEPT_CHARS = 4000
+_LOCK_S = 10.0
+
+
+class RangeRefused(Exception):
+    """The reply does not continue the part."""
+
+
+class Changed(Exception):
+    """Drive has another version than the one that the part is of."""
+
+
+class _Tail:
+    """What gdown prints: its end."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text = (self.text + text)[-_KEPT_CHARS:]
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+
+class _Guard:
+    """Sees every reply before gdown does."""
+
+    def __init__(self, plan: dict[str, Any], say: Any) -> None:
+        self.plan, self.say = plan, say
+        self.status = 0
+        self.file: dict[str, Any] = {}
+        self.known: dict[str, Any] | None = None
+
+    def watch(self, session: Any) -> None:
+        send = session.send
+
+        def guarded(own: Any, request: Any, **options: Any) -> Any:
+            self.add_key(request)
+            response = send(own, request, **options)
+            if options.get("allow_redirects"):  # the last of a chain; each before it passes here as well
+                self.check(response)
+            return response
+
+        session.send = guarded
+
+    def add_key(self, request: Any) -> None:
+        """Add the resource key that some older links need, which gdown drops."""
+        key, drive_id = self.plan["resource_key"], self.plan["id"]
+        query = urllib.parse.urlsplit(request.url).query
+        if key and drive_id in request.url and "resourcekey=" not in query:
+            request.prepare_url(request.url, {"resourcekey": key})
+
+    def check(self, response: Any) -> None:
+        headers = response.headers
+        self.status = response.status_code
+        response.raw.enforce_content_length = True  # urllib3 1 would take a cut connection for the end
+        asked = re.fullmatch(r"bytes=(\d+)-", response.request.headers.get("Range", ""))
+        if asked:
+            got = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("Content-Range", ""))
+            if response.status_code != 206 or not got or got[1] != asked[1] or int(got[2]) != int(got[3]) - 1:
+                raise RangeRefused
+            if self.file["total"] != int(got[3]):
+                raise Changed
+            if self.known is None or self.known["total"] is None or not self.known["validator"]:
+                raise Changed  # nobody knows of what version the part is
+            if any(self.known[fact] != self.file[fact] for fact in ("total", "validator")):
+                raise Changed
+        elif "Content-Disposition" in headers:
+            encoded = headers.get("Content-Encoding", "identity") != "identity"
+            length = headers.get("Content-Length", "")
+            first = urllib.parse.urlsplit((response.history or [response])[0].request.url)
+            in_query = urllib.parse.parse_qs(first.query).get("id", [""])[0]
+            drive_id = in_query if self.plan["is_folder"] else self.plan["id"]
+            self.file = {
+                "id": drive_id,
+                "total": int(length) if length.isdecimal() and not encoded else None,
+                "validator": headers.get("Last-Modified") or headers.get("ETag") or headers.get("X-Goog-Hash") or "",
+                "disposition": headers["Content-Disposition"],
+            }
+            self.known = self.plan["known"].get(drive_id)
+            self.say(file=self.file)
+        elif "folder" in urllib.parse.urlsplit(response.url).path:
+            self.say(listed=True)
+
+
+def _end_with(parent: int) -> None:
+    """End when the parent does: what a killed notebook left would write where the next one does."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def _lock(path: str) -> None:
+    """Wait until no child of a killed parent writes here any more."""
+    fd = os.open(path, os.O_RDONLY)
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        except OSError:
+            return  # a file system without locks: then the folder is this fetch's own
+        else:
+            return
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
+    gdown = importlib.import_module("gdown")
+    requests = importlib.import_module("requests")
+    version = gdown.__version__
+    if _numbers(version) < _OLDEST:
+        return {"failed": "old", "version": version}
+    guard.watch(requests.Session)
+    options = {"id": plan["id"], "output": plan["output"], "use_cookies": plan["cookies"], "resume": True}
+    status: dict[str, Any] = {"version": version}
+    try:
+        if plan["is_folder"]:
+            done = gdown.download_folder(quiet=False, **options)  # what went wrong with a file is printed alone
+        else:
+            done = gdown.download(quiet=True, **options)
+    except RangeRefused:
+        return {"failed": "range", **status}
+    except Changed:
+        return {"failed": "changed", **status}
+    except requests.exceptions.RequestException as error:
+        return {"failed": "network", "kind": type(error).__name__, "text": str(error), **status}
+    except Exception as error:
+        text = f"{error} {tail.text if plan['is_folder'] else ''}"
+        return {"failed": "gdown", "kind": type(error).__name__, "text": text, "status": guard.status, **status}
+    if done is None:
+        return {"failed": "gdown", "kind": "nothing", "text": tail.text, "status": guard.status, **status}
+    if not plan["is_folder"]:
+        return {"done": 1, **status}
+    repeated = next((path for number, path in enumerate(done) if path in done[:number]), None)
+    return {"done": len(done), "repeated": repeated and os.path.relpath(repeated, plan["output"]), **status}
+
+
+def main() -> None:
+    """Do what the one argument says and end with one line that tells how it went."""
+    plan = json.loads(sys.argv[1])
+    out = sys.stdout
+
+    def say(**line: Any) -> None:
+        print(f"\n{json.dumps(line)}", file=out, flush=True)
+
+    threading.Thread(target=_end_with, args=(plan["parent"],), daemon=True).start()
+    tail = _Tail()
+    with contextlib.redirect_stdout(tail), contextlib.redirect_stderr(tail):
+        try:
+            _lock(plan["lock"])
+            result = _fetch(plan, _Guard(plan, say), tail)
+        except ModuleNotFoundError as error:
+            result = {"failed": "missing", "kind": error.name or "", "text": str(error)}
+        except Exception as error:
+            result = {"failed": "child", "kind": type(error).__name__, "text": str(error)}
+    say(**result)
+
+
+if __name__ == "__main__":
+    main()

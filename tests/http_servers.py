@@ -1,0 +1,228 @@
+"""A local web server that misbehaves as asked: each request takes the next of its plans, the last one stays."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Plan = Callable[["Handler"], None]
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves `content` at every path; `requests` holds the headers of each request, `paths` what was asked for."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, content: bytes, plans: tuple[Plan, ...] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content = content
+        self.headers: dict[str, str] = {"ETag": '"v1"', "Content-Type": "application/octet-stream"}
+        self.plans = list(plans)
+        self.requests: list[Any] = []
+        self.paths: list[str] = []
+        self.released = threading.Event()
+        self.reached = threading.Event()
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """The address of a file."""
+        return f"http://127.0.0.1:{self.server_address[1]}/data/file.bin"
+
+    def next_plan(self) -> Plan:
+        """Return what the next request meets."""
+        with self.lock:
+            return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0] if self.plans else serve
+
+    def ranges(self) -> list[str | None]:
+        """Return the ranges that were asked for, None for the whole."""
+        return [request.get("Range") for request in self.requests]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: clients leave as they like."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: WebServer
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.headers)
+        self.server.paths.append(self.path)
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.server.next_plan()(self)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def answer(self, status: int, headers: dict[str, object], body: bytes = b"") -> None:
+        """Send a whole reply; `Content-Length` is the body's unless given."""
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), **headers}.items():
+            if value is not None:
+                self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    @property
+    def content(self) -> bytes:
+        """The file that is asked for."""
+        return self.server.content
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Headers of the file that is asked for."""
+        return self.server.headers
+
+    def start(self) -> int:
+        """Return the first byte that is asked for, if the client's version is still the server's."""
+        found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        known = self.headers.get("If-Range")
+        versions = (None, self.facts.get("ETag"), self.facts.get("Last-Modified"))
+        return int(found[1]) if found and known in versions else 0
+
+    def reply(self) -> tuple[int, dict[str, object], bytes]:
+        """Return status, headers and body of an honest reply."""
+        start, content = self.start(), self.content
+        if start >= len(content) and "Range" in self.headers:
+            return 416, {"Content-Range": f"bytes */{len(content)}"}, b""
+        if not start:
+            return 200, dict(self.facts), content
+        ranged = {**self.facts, "Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        return 206, ranged, content[start:]
+
+    def hang(self) -> None:
+        """Wait until the test ends."""
+        self.server.reached.set()
+        self.server.released.wait(60)
+
+
+def serve(handler: Handler) -> None:
+    """Answer as a good server."""
+    handler.answer(*handler.reply())
+
+
+def without_ranges(handler: Handler) -> None:
+    """Answer each request with the whole file."""
+    handler.answer(200, dict(handler.facts), handler.content)
+
+
+def cut_after(count: int, is_ranged: bool = True) -> Plan:
+    """Announce the whole and close the connection after `count` bytes of it."""
+
+    def plan(handler: Handler) -> None:
+        whole = (200, dict(handler.facts), handler.content)
+        status, headers, body = handler.reply() if is_ranged else whole
+        handler.answer(status, {"Content-Length": len(body), **headers}, body[:count])
+
+    return plan
+
+
+def hang_after(count: int) -> Plan:
+    """Send `count` bytes and then nothing."""
+
+    def plan(handler: Handler) -> None:
+        status, headers, body = handler.reply()
+        handler.answer(status, {"Content-Length": len(body), **headers}, body[:count])
+        handler.hang()
+
+    return plan
+
+
+def silent(handler: Handler) -> None:
+    """Send nothing at all."""
+    handler.hang()
+
+
+def slammed(handler: Handler) -> None:
+    """Close the connection without a reply."""
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def drip(handler: Handler) -> None:
+    """Send the body a byte at a time."""
+    status, headers, body = handler.reply()
+    handler.answer(status, {"Content-Length": len(body), **headers})
+    drops(handler, body)
+
+
+def drip_headers(handler: Handler) -> None:
+    """Send headers a byte at a time, without end."""
+    drops(handler, b"HTTP/1.1 200 OK\r\n" + b"".join(b"X-%d: y\r\n" % number for number in range(100_000)))
+
+
+def drops(handler: Handler, data: bytes) -> None:
+    """Send one byte every 20 ms until the test ends."""
+    for byte in data:
+        handler.wfile.write(bytes([byte]))
+        handler.wfile.flush()
+        if handler.server.released.wait(0.02):
+            return
+
+
+def ranged(headers: Callable[[int, int], dict[str, object]], is_whole: bool = False) -> Plan:
+    """Answer a range by 206 and headers made from its start and the total, with the rest or the whole as body."""
+
+    def plan(handler: Handler) -> None:
+        content, start = handler.content, handler.start()
+        made = {**handler.facts, **headers(start, len(content))}
+        handler.answer(206, made, content if is_whole else content[start:])
+
+    return plan
+
+
+def status(code: int, **headers: object) -> Plan:
+    """Answer with a status."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda handler: handler.answer(code, named, b"<html>no</html>")
+
+
+def redirect(to: str, code: int = 302) -> Plan:
+    """Lead elsewhere."""
+    return lambda handler: handler.answer(code, {"Location": to}, b"moved")
+
+
+def body(data: bytes, **headers: object) -> Plan:
+    """Answer with these bytes and headers."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda handler: handler.answer(200, named, data)
+
+
+def chunked(handler: Handler) -> None:
+    """Send the body in chunks, without a length."""
+    handler.answer(200, {**handler.facts, "Content-Length": None, "Transfer-Encoding": "chunked"})
+    for start in range(0, len(handler.content), 50_000):
+        block = handler.content[start : start + 50_000]
+        handler.wfile.write(b"%x\r\n%s\r\n" % (len(block), block))
+    handler.wfile.write(b"0\r\n\r\n")
+
+
+@contextlib.contextmanager
+def served(content: bytes, *plans: Plan) -> Iterator[WebServer]:
+    """Run a server for the block."""
+    server = WebServer(content, plans)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
