@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verb = next(verb for verb in VERBS if verb.name == parsed.verb.replace("-", "_"))
         if parsed.json and hasattr(parsed, "progress"):
             parsed.progress = False
-        report = verb.call(**arguments_of(verb, parsed, _look_up))
+        report = getattr(colabkit, verb.call)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
         print(f"colabkit: {error}", file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import colabkit
 from colabkit.errors import InvalidOption, cannot
 from colabkit.options import VERBS, Verb, arguments_of, look_up_in, parser_of
 
@@ -64,7 +65,7 @@ def _magic(shell: InteractiveShell, verb: Verb) -> Callable[[str], Any]:
         if "--help" in words or "-h" in words:
             print(parser.format_help())  # noqa: T201 - the only thing a magic prints
             return None
-        return verb.call(**arguments_of(verb, parser.parse_args(words), look_up))
+        return getattr(colabkit, verb.call)(**arguments_of(verb, parser.parse_args(words), look_up))
 
     run.__name__ = verb.name
     run.__doc__ = parser_of(verb, f"%{verb.name}").format_help()

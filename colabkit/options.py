@@ -10,7 +10,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from colabkit.errors import InvalidOption, cannot
 
@@ -60,11 +60,9 @@ class Verb:
     function: str = ""
 
     @property
-    def call(self) -> Callable[..., Any]:
-        """The public function."""
-        import colabkit
-
-        return cast(Callable[..., Any], getattr(colabkit, self.function or self.name))
+    def call(self) -> str:
+        """Name of the public function."""
+        return self.function or self.name
 
 
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")

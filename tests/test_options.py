@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.options import VERBS, Option, Verb, arguments_of, look_up_in, parser_of
 
@@ -14,7 +15,7 @@ by_name = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
 
 @by_name
 def test_names_order_and_defaults_are_the_functions(verb: Verb) -> None:
-    parameters = inspect.signature(verb.call).parameters
+    parameters = inspect.signature(getattr(colabkit, verb.call)).parameters
     assert [option.name for option in verb.options] == list(parameters)
     for option in verb.options:
         default = parameters[option.name].default

@@ -70,7 +70,7 @@ def mount(
     started = time.monotonic()
     act = "mount Drive"
     check_seconds(act, "timeout", timeout)
-    if path is not None and os.fspath(path).startswith("drive:"):
+    if isinstance(path, str) and path.startswith("drive:"):
         raise InvalidOption(cannot(act, f"{path!r} as path", "a folder to mount it at", "Leave the path out"))
     place = current_place()
     found = _to_be_found(act, place)
