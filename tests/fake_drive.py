@@ -248,7 +248,8 @@ def children() -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":  # one that hung and died is reaped later
+            is_own = b"resource_tracker" not in path.with_name("cmdline").read_bytes()  # multiprocessing's stays
+            if int(parent) == os.getpid() and is_own and state != "Z":  # one that hung and died is reaped later
                 found.append(int(path.parent.name))
     return found
 

@@ -21,6 +21,7 @@ from conftest import leftovers
 from http_servers import WebServer, cut_after, served, until
 from test_files_partials import killed_at
 
+from colabkit import mounts
 from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, NotMounted, TargetExists
 from colabkit.fetching import FetchReport, fetch, transfer
 
@@ -211,6 +212,7 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
 
 def test_drive_in_the_target_needs_a_mount(monkeypatch):
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr(mounts, "mounts", list)
     with pytest.raises(NotMounted):
         fetch("https://example.org/x", "drive:data")
 
@@ -342,6 +344,13 @@ def test_paths_of_this_machine_are_for_stage(source, tmp_path):
 def test_what_is_no_address_is_refused(source, tmp_path):
     with pytest.raises(InvalidOption):
         fetch(source, tmp_path)
+
+
+@pytest.mark.parametrize("source", ["me:hunter22@host/x?sig=hunter22", b"https://me:hunter22@host/x"])
+def test_what_is_no_address_may_hold_secrets_too(source, tmp_path):
+    with pytest.raises(InvalidOption) as caught:
+        fetch(source, tmp_path)
+    assert "hunter22" not in str(caught.value)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "60", float("inf")])

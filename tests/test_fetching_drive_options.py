@@ -11,7 +11,7 @@ import pytest
 from conftest import leftovers
 from fake_drive import authority, drive, drive_id, gdown, only_new
 
-from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists
+from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, NotEnoughSpace, TargetExists
 from colabkit.fetching import FetchReport, fetch, transfer
 from colabkit.fetching.addresses import address_of
 
@@ -122,6 +122,17 @@ def test_modules_of_the_working_folder_are_not_taken_for_gdown(drive, tmp_path, 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", os.environ["PYTHONPATH"]]))
     drive.add("birds.zip", CONTENT)
     assert fetch(drive_id("birds"), progress=False).sha256 == SHA256
+
+
+def test_a_full_disk_is_told_as_such(tmp_path, monkeypatch):
+    full = "def download(**_):\n    raise OSError(28, 'No space left on device')\n"
+    (tmp_path / "gdown.py").write_text(f"__version__ = '6.0'\n{full}")
+    (tmp_path / "requests.py").write_text(
+        "class Session:\n    send = None\n\nclass exceptions:\n    class RequestException(OSError): pass"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(NotEnoughSpace, match="No space left on device"):
+        get("birds", tmp_path / "to")
 
 
 @pytest.mark.parametrize(

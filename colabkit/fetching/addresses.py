@@ -72,19 +72,22 @@ def address_of(source: str) -> Address:
         InvalidOption: if it is none that can be fetched.
     """
     if not isinstance(source, str) or not source.strip():
+        found = "an empty text as source" if isinstance(source, str) else f"a source of type {type(source).__name__}"
         needed = "a Drive id or link, an https address or an fsspec URL, as text"
-        raise InvalidOption(cannot("fetch it", f"{source!r} as source", needed, "Pass the address as a text"))
+        raise InvalidOption(cannot("fetch it", found, needed, "Pass the address as a text"))
     text = source.strip()
     if text.partition("/")[0] in _DRIVE_HOSTS:
         text = f"https://{text}"
-    scheme = found[1].lower() if (found := _SCHEME.match(text)) else ""
+    scheme = begun[1].lower() if (begun := _SCHEME.match(text)) else ""
     if scheme in ("http", "https"):
         return _web(text)
     if scheme and scheme not in _LOCAL:
         return Address(FSSPEC, text, _shown(text))
     if not scheme and _DRIVE_ID.fullmatch(text) and not os.path.lexists(text):
         return Address(DRIVE_FILE, text, f"{DRIVE_FILE} {text}")
-    act = f"fetch {_limited(_shown(text) if scheme else text)!r}"
+    # It may be an address whose beginning was lost, and hold as many secrets.
+    bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
+    act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
     needed = "a Drive id or link, an https address or an fsspec URL"
     raise InvalidOption(cannot(act, "a path of this machine", needed, "Bring files of a mount near with stage()"))
 

@@ -224,7 +224,7 @@ class _Reader:
         except ImportError as error:
             advice = registry.known_implementations.get(self.protocol, {}).get("err", str(error))
             known = f"Run pip install {package}" if self.protocol in _PACKAGES else self.job.address.scrubbed(advice)
-            raise self._missing(f"the package for {self.protocol}://", known.rstrip(".")) from None
+            raise self._missing(_PACKAGES.get(self.protocol, "a package"), known.rstrip(".")) from None
         except ValueError as error:
             needed = "an address that fsspec knows"
             told = self.job.address.scrubbed(error)
@@ -232,7 +232,9 @@ class _Reader:
         return fs, root, f"fsspec {fsspec.__version__} ({self.protocol})"
 
     def _missing(self, what: str, next_step: str) -> MissingPackage:
-        return MissingPackage(cannot(self.job.act, f"{what} is not installed", "it for this address", next_step))
+        return MissingPackage(
+            cannot(self.job.act, f"{what} is not installed", f"the package that reads {self.protocol}://", next_step)
+        )
 
     def _info(self) -> _Info:
         self.fs.invalidate_cache()

@@ -140,10 +140,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
     gdown = importlib.import_module("gdown")
-    requests = importlib.import_module("requests")
     version = gdown.__version__
     if _numbers(version) < _OLDEST:
         return {"failed": "old", "version": version}
+    requests = importlib.import_module("requests")
     guard.watch(requests.Session)
     options = {"id": plan["id"], "output": plan["output"], "use_cookies": plan["cookies"], "resume": True}
     status: dict[str, Any] = {"version": version}
@@ -160,7 +160,9 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
         return {"failed": "network", "kind": type(error).__name__, "text": str(error), **status}
     except Exception as error:
         text = f"{error} {tail.text if plan['is_folder'] else ''}"
-        return {"failed": "gdown", "kind": type(error).__name__, "text": text, "status": guard.status, **status}
+        number = error.errno if isinstance(error, OSError) else None
+        facts = {"kind": type(error).__name__, "text": text, "status": guard.status, "errno": number}
+        return {"failed": "gdown", **facts, **status}
     if done is None:
         return {"failed": "gdown", "kind": "nothing", "text": tail.text, "status": guard.status, **status}
     if not plan["is_folder"]:

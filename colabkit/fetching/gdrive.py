@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from colabkit import _files, _processes
+from colabkit._reports import printable
 from colabkit.errors import FetchFailed, MissingPackage, TargetExists, cannot
 from colabkit.fetching import gdown_child
 from colabkit.fetching.addresses import safe_name
@@ -148,7 +149,9 @@ class _Child:
     def _found(self, file: dict[str, Any]) -> None:
         """Note of what version the bytes are that come now; of a single file, see whether it may come at all."""
         known = {**self.kept.record["known"], file["id"]: file}
-        if not self.is_folder:
+        if self.is_folder:
+            self._moved = time.monotonic()  # many files may be smaller than what counts as progress
+        else:
             final = self.job.admit(_name(self.job, file))
             if file["total"] is not None:
                 _files.check_space(self.job.act, max(0, file["total"] - self._seen), final)
@@ -162,15 +165,19 @@ class _Child:
         told = self.job.address.scrubbed(text)
         text = " ".join(text.split()).lower()
         if failed == "missing" and said["kind"] == "gdown":
-            return self._missing("gdown is not installed", "pip install gdown")
+            needed = "the package that reads Drive links"
+            return self._missing("gdown is not installed", needed, "pip install gdown")
         if failed == "old":
-            return self._missing(f"gdown {said['version']} is too old", "pip install -U gdown")
+            found = f"gdown {printable(said['version'])[:20]} is too old"
+            return self._missing(found, "5.2 or newer", "pip install -U gdown")
         if failed in ("range", "changed"):
             self._drop_parts()
             found = "Drive did not continue where it stopped" if failed == "range" else "the file changed in Drive"
             return Again(found, "Run it again", is_anew=True)
         if failed == "network":
             return Again(f"the network failed ({told})", _GO_ON)
+        if said.get("errno"):
+            return OSError(said["errno"], os.strerror(said["errno"]), str(self.kept.data))
         if failed != "gdown":
             return Again(f"gdown's process ended early ({told})" if told else "gdown's process ended early", _GO_ON)
         for signs, found, next_step in _CAUSES:
@@ -196,8 +203,8 @@ class _Child:
         for part in self.kept.data.rglob("*.part"):
             _files.remove(part)
 
-    def _missing(self, found: str, line: str) -> MissingPackage:
-        return MissingPackage(cannot(self.job.act, found, "it for Drive links", f"Run {line}"))
+    def _missing(self, found: str, needed: str, line: str) -> MissingPackage:
+        return MissingPackage(cannot(self.job.act, found, needed, f"Run {line}"))
 
     def _refused(self, found: str, next_step: str) -> FetchFailed:
         return FetchFailed(cannot(self.job.act, found, "a file or folder that Drive gives away", next_step))

@@ -135,7 +135,9 @@ class Job:
 
     def begin(self, done: int, total: int | None) -> None:
         """Say that a try goes on after `done` bytes of `total`."""
-        self.resumed_bytes = done if self.resumed_bytes is None else min(self.resumed_bytes, done)
+        if self.resumed_bytes is None:
+            self.resumed_bytes = self._furthest = done
+        self.resumed_bytes = min(self.resumed_bytes, done)
         if self._bar is None or total != self._total:
             self.__exit__(None, None, None)
             self._bar, self._total, self._done = ProgressBar("Fetching", total, "B", self._progress), total, 0
