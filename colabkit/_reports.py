@@ -73,7 +73,7 @@ class Report(ABC):
     def text_table(self) -> str:
         """Return the report as text for a terminal: its lines, and below them its table, the names aligned."""
         rows = self._rows()
-        width = max((len(row[0]) for row in rows), default=0)
+        width = max((len(printable(row[0])) for row in rows), default=0)
         indent = " " * (width + 4)
         columns = max(40, shutil.get_terminal_size().columns - 1)
         lines = [printable(line) for line in self._summary().split("\n")]

@@ -1,8 +1,7 @@
-"""What a machine allows, read from made-up machines: places, CPU quotas, memory limits, GPUs, mounts."""
+"""Where this runs and what it has, from made-up machines: places, GPUs, disks, tmpfs, remote mounts."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -16,67 +15,23 @@ from far_mounts import FuseMount, has_fuse
 
 from colabkit.environment import (
     Place,
-    allowed_cpus,
     gpus,
     is_tmpfs,
-    memory_limits,
     near_folder,
     place_of,
+    places,
     runtime,
     storage,
 )
 from colabkit.mounts import Mount
 
 GIB = 1 << 30
-MEMINFO = f"MemTotal: {64 << 20} kB\nMemFree: {4 << 20} kB\nMemAvailable: {32 << 20} kB\nHugePages_Total: 0\n"
-SANDBOX_MEMINFO = f"""\
-MemTotal:        {13 << 20} kB
-MemFree:         {10 << 20} kB
-MemAvailable:    {12 << 20} kB
-Buffers:                0 kB
-Cached:            524288 kB
-SwapTotal:              0 kB
-Active(anon):      262144 kB
-Shmem:               4096 kB
-"""
-V2 = "/sys/fs/cgroup"
-V1_MEMORY = f"{V2}/memory"
-
-
-def reader(files: dict[str, str]):
-    """Return a reader of made-up files; anything else is missing."""
-
-    def read(path: str) -> str:
-        if path not in files:
-            raise FileNotFoundError(errno.ENOENT, "No such file", path)
-        return files[path]
-
-    return read
-
-
-def v2_memory(folder: str, limit: int | str, used: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
-    """Return the files of a cgroup of version 2."""
-    return {
-        f"{folder}/memory.max": f"{limit}\n",
-        f"{folder}/memory.current": f"{used}\n",
-        f"{folder}/memory.stat": f"anon 1\ninactive_file {inactive}\nactive_file {active}\nshmem {used}\n",
-    }
-
-
-def v1_memory(folder: str, limit: int, used: int, inactive: int = 0) -> dict[str, str]:
-    """Return the files of a memory cgroup of version 1."""
-    return {
-        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
-        f"{folder}/memory.usage_in_bytes": f"{used}\n",
-        f"{folder}/memory.stat": f"inactive_file 1\ntotal_inactive_file {inactive}\n",
-    }
-
-
 TERMINAL = "IPython.terminal.interactiveshell.TerminalInteractiveShell"
 KERNEL = "ipykernel.zmqshell.ZMQInteractiveShell"
 COLAB = "google.colab._shell.Shell"
 HOSTED = "/var/colab/hostname"
 TAG = {"COLAB_RELEASE_TAG": "release-colab_20260819"}
+ENTERPRISE = {"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}
 LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user"
 
 
@@ -90,7 +45,9 @@ LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user
         (TAG, COLAB, (), (HOSTED,), "Colab", "kernel", True),
         (TAG, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab in VS Code", "kernel", True),
         ({}, COLAB, (), (), "Colab, local runtime", "kernel", False),
-        ({"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+        (ENTERPRISE, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+        (ENTERPRISE, KERNEL, (), (), "Colab Enterprise", "kernel", False),
+        (ENTERPRISE, None, (), (), "Colab Enterprise", "script", False),
         ({"VERTEX_PRODUCT": "WORKBENCH_INSTANCE"}, COLAB, (), (HOSTED,), "Colab", "kernel", True),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, KERNEL, (), (), "Kaggle", "kernel", False),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, None, (), (), "Kaggle", "script", False),
@@ -111,7 +68,10 @@ LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user
         ({}, None, (), (HOSTED,), "Python", "script", False),
         ({"PAPERSPACE_API_KEY": "mine"}, KERNEL, (), ("/notebooks",), "Jupyter", "kernel", False),
         ({"JUPYTERHUB_API_TOKEN": "x"}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
-        ({"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}, KERNEL, (), (), "Jupyter", "kernel", False),
+        ({**TAG, **ENTERPRISE, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+        ({**TAG, **ENTERPRISE}, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab Enterprise", "kernel", False),
+        ({**ENTERPRISE, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, KERNEL, (), (), "Kaggle", "kernel", False),
+        ({"KAGGLE_USERNAME": "me", "KAGGLE_KEY": "x"}, KERNEL, (), (), "Jupyter", "kernel", False),
     ],
 )
 def test_the_place_is_told_from_what_only_it_has(environ, shell, variables, paths, name, kind, can_mount):
@@ -123,142 +83,6 @@ def test_the_place_of_this_process_is_a_script_and_loads_no_ipython():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == (
         "script False\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 8),
-        ({"/proc/self/cgroup": "0::/\n"}, 8),
-        ({"/proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "max 100000\n"}, 8),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "200000 100000\n"}, 2),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "50000 100000\n"}, 0.5),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "1600000 100000\n"}, 8),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "garbage\n"}, 8),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "100000 0\n"}, 8),
-        (
-            {
-                "/proc/self/cgroup": "0::/p/leaf\n",
-                f"{V2}/p/leaf/cpu.max": "400000 100000\n",
-                f"{V2}/p/cpu.max": "150000 100000\n",
-                f"{V2}/cpu.max": "max 100000\n",
-            },
-            1.5,
-        ),
-        ({"/proc/self/cgroup": "0::/gone/here\n", f"{V2}/cpu.max": "300000 100000\n"}, 3),
-        (
-            {
-                "/proc/self/cgroup": "5:cpuacct,cpu:/docker/x\n4:memory:/docker/x\n",
-                f"{V2}/cpuacct,cpu/cpu.cfs_quota_us": "250000\n",
-                f"{V2}/cpuacct,cpu/cpu.cfs_period_us": "100000\n",
-            },
-            2.5,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "5:cpu,cpuacct:/x\n",
-                f"{V2}/cpu/x/cpu.cfs_quota_us": "-1\n",
-                f"{V2}/cpu/x/cpu.cfs_period_us": "100000\n",
-            },
-            8,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "5:cpu:/x\n0::/x\n",
-                f"{V2}/cpu/x/cpu.cfs_quota_us": "600000\n",
-                f"{V2}/cpu/x/cpu.cfs_period_us": "100000\n",
-                f"{V2}/unified/x/cpu.max": "400000 100000\n",
-            },
-            4,
-        ),
-    ],
-)
-def test_cpus_are_the_least_of_affinity_and_every_quota_above(files, expected):
-    assert allowed_cpus(reader(files), 8) == expected
-
-
-def test_memory_without_cgroups_is_the_machines():
-    report = memory_limits(reader({"/proc/meminfo": MEMINFO}))
-    assert (report.total_bytes, report.available_bytes, report.limited_by) == (64 * GIB, 32 * GIB, "machine")
-
-
-def test_memory_of_a_sandbox_is_what_its_meminfo_says():
-    files = {
-        "/proc/meminfo": SANDBOX_MEMINFO,
-        "/proc/self/cgroup": "2:memory:/\n1:cpu:/\n",
-        f"{V1_MEMORY}/memory.limit_in_bytes": "9223372036854771712\n",
-        f"{V1_MEMORY}/memory.usage_in_bytes": f"{GIB}\n",
-    }
-    report = memory_limits(reader(files))
-    assert (report.total_bytes, report.available_bytes, report.limited_by) == (13 * GIB, 12 * GIB, "machine")
-
-
-def test_memory_without_an_estimate_of_the_kernel_is_what_is_free():
-    report = memory_limits(reader({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}))
-    assert report.available_bytes == 3 * GIB
-
-
-def test_memory_comes_from_psutil_where_there_is_no_meminfo(monkeypatch):
-    fake = ModuleType("psutil")
-    fake.virtual_memory = lambda: SimpleNamespace(total=5 * GIB, available=2 * GIB)
-    monkeypatch.setitem(sys.modules, "psutil", fake)
-    report = memory_limits(reader({}))
-    assert (report.total_bytes, report.available_bytes) == (5 * GIB, 2 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files", "total", "available", "limited_by"),
-    [
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB), 12, 7, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, inactive=2 * GIB), 12, 9, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 9 * GIB, 2 * GIB, 4 * GIB), 12, 9, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, 4 * GIB, 4 * GIB), 12, 12, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", "max", 5 * GIB), 64, 32, "machine"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 40 * GIB, GIB), 40, 32, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 100 * GIB, 90 * GIB), 64, 10, "machine"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 2 * GIB, 3 * GIB), 2, 0, f"{V2}/a"),
-        ("0::/gone\n", v2_memory(V2, 6 * GIB, GIB), 6, 5, V2),
-        ("4:memory:/docker/x\n", v1_memory(V1_MEMORY, 6 * GIB, 2 * GIB, inactive=GIB), 6, 5, V1_MEMORY),
-        ("4:memory:/x\n", v1_memory(f"{V1_MEMORY}/x", 2**63 - 4096, GIB), 64, 32, "machine"),
-    ],
-)
-def test_memory_is_the_least_of_machine_and_cgroup(cgroup, files, total, available, limited_by):
-    report = memory_limits(reader({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": cgroup, **files}))
-    assert (report.total_bytes / GIB, report.available_bytes / GIB) == (total, available)
-    assert report.limited_by == limited_by
-
-
-def test_a_tighter_parent_counts_more_than_the_leaf():
-    files = {
-        "/proc/meminfo": MEMINFO,
-        "/proc/self/cgroup": "0::/pod/leaf\n",
-        **v2_memory(f"{V2}/pod/leaf", 20 * GIB, GIB),
-        **v2_memory(f"{V2}/pod", 10 * GIB, 8 * GIB),
-        **v2_memory(V2, "max", 30 * GIB),
-    }
-    report = memory_limits(reader(files))
-    assert (report.total_bytes, report.available_bytes) == (10 * GIB, 2 * GIB)
-    assert report.limited_by == f"{V2}/pod"
-
-
-def test_a_parents_neighbours_take_from_what_the_leaf_may_use():
-    files = {
-        "/proc/meminfo": MEMINFO,
-        "/proc/self/cgroup": "0::/pod/leaf\n",
-        **v2_memory(f"{V2}/pod/leaf", 8 * GIB, GIB),
-        **v2_memory(f"{V2}/pod", 10 * GIB, 9 * GIB),
-    }
-    report = memory_limits(reader(files))
-    assert (report.total_bytes, report.available_bytes, report.limited_by) == (8 * GIB, GIB, f"{V2}/pod/leaf")
-
-
-@pytest.mark.parametrize("missing", ["memory.stat", "memory.current"])
-def test_a_limit_counts_even_where_its_other_files_are_missing(missing):
-    files = v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, inactive=GIB)
-    del files[f"{V2}/a/{missing}"]
-    report = memory_limits(reader({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/a\n", **files}))
-    assert report.total_bytes == 12 * GIB
-    assert report.available_bytes == {"memory.stat": 7 * GIB, "memory.current": 12 * GIB}[missing]
 
 
 class NVMLError(Exception):
@@ -290,6 +114,8 @@ def fake_nvml(count: int = 1, broken: tuple[str, ...] = ()) -> ModuleType:
     call("nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
     call("nvmlDeviceGetName", lambda handle: b"Tesla T4")
     call("nvmlSystemGetDriverVersion", lambda: "580.65.06")
+    call("nvmlSystemGetCudaDriverVersion", lambda: 12090)
+    call("nvmlDeviceGetMigMode", lambda handle: [1, 0])
     return module
 
 
@@ -301,6 +127,9 @@ def test_gpus_are_as_the_driver_tells():
     ]
     assert module.shut_down == 1
     assert repr(found[0]) == "Tesla T4, 16.0 GiB"
+    assert found[1].details() == (
+        "Tesla T4, 16.0 GiB, 15.0 GiB free, in MIG slices, driver 580.65.06, CUDA up to 12.9, GPU-1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,6 +139,8 @@ def test_gpus_are_as_the_driver_tells():
         ("nvmlDeviceGetName", ["name"]),
         ("nvmlDeviceGetMemoryInfo", ["total_bytes", "free_bytes"]),
         ("nvmlSystemGetDriverVersion", ["driver"]),
+        ("nvmlSystemGetCudaDriverVersion", ["cuda"]),
+        ("nvmlDeviceGetMigMode", ["is_sliced"]),
     ],
 )
 def test_a_value_the_driver_does_not_tell_is_none_and_the_rest_stays(broken, unknown):
@@ -322,9 +153,20 @@ def test_a_value_the_driver_does_not_tell_is_none_and_the_rest_stays(broken, unk
 
 def test_what_an_old_binding_cannot_ask_is_missing_like_any_other_value():
     module = fake_nvml()
-    del module.nvmlSystemGetDriverVersion, module.nvmlDeviceGetUUID
+    del module.nvmlSystemGetCudaDriverVersion, module.nvmlDeviceGetMigMode
     (gpu,) = gpus(module)
-    assert (gpu.uuid, gpu.driver, gpu.name) == (None, None, "Tesla T4")
+    assert (gpu.cuda, gpu.is_sliced, gpu.name, gpu.driver) == (None, None, "Tesla T4", "580.65.06")
+
+
+def test_a_name_that_is_no_text_still_shows():
+    module = fake_nvml()
+    module.nvmlDeviceGetName = lambda handle: b"Card \xff"
+    assert gpus(module)[0].name == "Card \ufffd"
+
+
+def test_a_driver_that_does_not_let_go_still_told():
+    (gpu,) = gpus(fake_nvml(broken=("nvmlShutdown",)))
+    assert gpu.name == "Tesla T4"
 
 
 def test_a_gpu_without_a_handle_is_listed_with_nothing_known():
@@ -349,7 +191,17 @@ def test_another_package_of_the_bindings_name_means_no_gpu(monkeypatch):
 
 def test_the_binding_is_found_by_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(3))
-    assert len(gpus()) == 3
+    assert len(gpus()) == len(gpus(paths=[])) == 3
+
+
+def test_the_binding_is_looked_for_in_the_given_folders_alone(tmp_path, monkeypatch):
+    (tmp_path / "pynvml.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    del sys.modules["pynvml"]
+    assert gpus(paths=[]) == ()
+    with pytest.raises(RuntimeError, match="imported"):
+        gpus(paths=[str(tmp_path)])
 
 
 def on_disk(fstype: str, point: str, options: str = "rw") -> Mount:
@@ -385,21 +237,58 @@ def test_each_tmpfs_for_data_is_listed_and_the_systems_own_are_not(tmp_path):
     assert str(mine) in {report.folder for report in found}
 
 
-def test_a_folder_on_a_remote_mount_is_never_touched(tmp_path, monkeypatch):
+def record_touches(monkeypatch) -> list[str]:
+    """Return a list that gets each path that is asked of the file system."""
     touched: list[str] = []
-    real = os.statvfs
 
-    def statvfs(path):
-        touched.append(str(path))
-        return real(path)
+    def recorded(real):
+        def ask(path, *arguments, **options):
+            touched.append(os.fspath(path) if isinstance(path, str | os.PathLike) else "")
+            return real(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "statvfs", statvfs)
+        return ask
+
+    for name in ("statvfs", "stat", "lstat", "access"):
+        monkeypatch.setattr(os, name, recorded(getattr(os, name)))
+    return touched
+
+
+def test_nothing_on_or_behind_a_remote_mount_is_touched(tmp_path, monkeypatch):
+    inside = tmp_path / "ram"
+    inside.mkdir()
     monkeypatch.chdir(tmp_path)
-    table = [on_disk("ext4", "/"), on_disk("fuse.drive", str(tmp_path))]
-    assert storage.disk(str(tmp_path), table, GIB) is None
-    storage.disks(table, GIB)
-    assert not any(path.startswith(str(tmp_path)) for path in touched)
-    assert touched != []
+    far = on_disk("fuse.drive", str(tmp_path))
+    for table in (
+        [on_disk("ext4", "/"), far, on_disk("tmpfs", str(inside))],
+        [on_disk("ext4", "/"), on_disk("tmpfs", str(tmp_path)), on_disk("tmpfs", str(inside)), far],
+    ):
+        monkeypatch.setattr(storage, "mounts", lambda table=table: table)
+        with monkeypatch.context() as patch:
+            touched = record_touches(patch)
+            assert storage.disk(str(tmp_path), table, GIB) is None
+            assert storage.tmpfs(table, GIB) == ()
+            assert not is_tmpfs(tmp_path / "x")
+            storage.disks(table, GIB)
+        assert not any(path.startswith(str(tmp_path)) for path in touched)
+        assert touched != []
+
+
+def test_a_remote_root_is_a_disk_like_any_other_since_python_runs_from_it(monkeypatch):
+    monkeypatch.chdir("/")
+    found = storage.disks([on_disk("9p", "/")], GIB)
+    assert ("/", "9p") in {(disk.folder, disk.fstype) for disk in found}
+
+
+def test_a_folder_of_a_place_on_a_remote_mount_is_known_by_text_alone(tmp_path, monkeypatch):
+    table = [on_disk("nfs4", "/home")]
+    monkeypatch.setattr(places, "mounts", lambda: table)
+    touched = record_touches(monkeypatch)
+    monkeypatch.setenv("HOME", "/home/other")
+    assert not places._exists(STUDIO_LAB)
+    monkeypatch.setenv("HOME", STUDIO_LAB)
+    assert places._exists(STUDIO_LAB)
+    assert not any(path.startswith("/home") for path in touched)
+    assert places._exists(str(tmp_path))
 
 
 def test_a_report_made_on_a_hanging_mount_does_not_wait_for_it(tmp_path):
@@ -407,21 +296,25 @@ def test_a_report_made_on_a_hanging_mount_does_not_wait_for_it(tmp_path):
     with FuseMount(tmp_path / "point", tmp_path) as mounted:
         code = """
 import os, sys
+from colabkit import environment, mounts
 from colabkit.environment import is_tmpfs, runtime
 from pathlib import Path
+environment.mounts = lambda: [one for one in mounts.mounts() if one.point == sys.argv[1] or not one.is_remote]
 os.chdir(sys.argv[1])
 runtime()
 print("there", sys.path[0], flush=True)
 sys.stdin.readline()
+sys.path += [sys.argv[1], sys.argv[1] + "/packages"]
+environment._PACKAGES += ("not-installed",)  # so that all of the search path is looked through
 report = runtime()
-print((sys.argv[1], "DriveFS") in report.mounts, report.drive, is_tmpfs(Path(sys.argv[1]) / "x"))
+print((sys.argv[1], "DriveFS") in report.mounts, is_tmpfs(Path(sys.argv[1]) / "x"))
 """
         child = subprocess.Popen(
             [sys.executable, "-c", code, str(mounted.point)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert child.stdout.readline() == "there \n"
         mounted.hang()
-        assert child.communicate("go on\n", timeout=60)[0] == f"True {mounted.point} False\n"
+        assert child.communicate("go on\n", timeout=60)[0] == "True False\n"
 
 
 def test_only_files_in_tmpfs_are_ram(tmp_path, monkeypatch):
@@ -470,9 +363,11 @@ def test_the_report_is_one_line_and_on_paper_one_table(monkeypatch):
         assert sum(line.startswith(f"  {name} ") for line in lines) >= 1
 
 
-def test_the_report_needs_no_working_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("search_path", [[], ["relative", ""]])
+def test_the_report_needs_no_working_folder(tmp_path, monkeypatch, search_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", [*search_path, *sys.path])
     gone.rmdir()
-    assert runtime().python
+    assert runtime().versions["numpy"]

@@ -217,6 +217,16 @@ def test_the_text_table_aligns_names_and_fits_the_terminal(monkeypatch):
     assert all(value and value[0] != " " for value in values)
 
 
+def test_the_text_table_aligns_names_as_they_are_shown():
+    class Named(Sample):
+        def _rows(self):
+            return [("a\tb\udcff", "first"), ("c", "second")]
+
+    *_, first, second = Named(**vars(sample())).text_table().splitlines()
+    assert first == r"  a\tb\udcff  first"
+    assert first.index("first") == second.index("second")
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_text_table_shows_control_characters_as_escapes(name):
     for report in reports(name):

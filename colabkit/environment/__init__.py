@@ -14,8 +14,8 @@ from colabkit._units import format_bytes
 from colabkit.environment.devices import GpuReport, gpus
 from colabkit.environment.limits import MemoryReport, allowed_cpus, memory_limits, usable_cpus
 from colabkit.environment.places import Place, current_place, place_of
-from colabkit.environment.storage import DiskReport, disks, is_tmpfs, near_folder, tmpfs
-from colabkit.mounts import DRIVE_TYPES, Mount, drive_mount, mount_holding, mounts, read_file
+from colabkit.environment.storage import DiskReport, can_hang, disks, is_tmpfs, near_folder, tmpfs
+from colabkit.mounts import DRIVE_TYPES, Mount, drive_mount, mounts, read_file
 
 __all__ = [
     "DiskReport",
@@ -102,6 +102,7 @@ def runtime() -> RuntimeReport:
     table = mounts()
     place = current_place()
     drive = drive_mount(table)
+    packages = _package_folders(table)
     return RuntimeReport(
         place=place.name,
         shell=place.shell,
@@ -112,8 +113,8 @@ def runtime() -> RuntimeReport:
         disks=disks(table, memory.available_bytes),
         mounts=tuple((mount.point, _named(mount)) for mount in table if mount.is_remote),
         drive=None if drive is None else drive.point,
-        gpus=gpus(),
-        versions=dict(_versions(table)),
+        gpus=gpus(paths=packages),
+        versions=dict(_versions(packages)),
     )
 
 
@@ -122,14 +123,15 @@ def _named(mount: Mount) -> str:
     return f"{name}, read-only" if mount.readonly else name
 
 
-def _versions(table: list[Mount]) -> Iterator[tuple[str, str]]:
-    """Yield installed packages with their versions, without looking where a dead mount would hang the search."""
-    paths = []
-    for path in map(os.path.abspath, filter(None, sys.path)):  # the empty one is the working folder
-        holding = mount_holding(path, table)
-        if holding is None or not holding.is_remote:
-            paths.append(path)
+def _package_folders(table: list[Mount]) -> list[str]:
+    """Return Python's search path without what can hang, such as folders on Drive or the working folder."""
+    texts = (path for path in sys.path if isinstance(path, str) and os.path.isabs(path))
+    return [path for path in map(os.path.normpath, texts) if not can_hang(path, table)]
+
+
+def _versions(folders: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield installed packages with their versions."""
     for package in _PACKAGES:
-        for found in importlib.metadata.distributions(name=package, path=paths):
+        for found in importlib.metadata.distributions(name=package, path=folders):
             yield package, found.version
             break

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
-from colabkit.mounts import mount_holding, mounts
+from colabkit.environment.storage import can_hang
+from colabkit.mounts import mounts
 
 __all__ = ["Place", "current_place", "place_of"]
 
@@ -43,8 +44,9 @@ def place_of(
 ) -> Place:
     """Return where code runs.
 
-    Kaggle is asked first: its image is built from Colab's and looks like it in every other way. Colab comes before all
-    that a user can set up or mount inside it; other hosts are known by what only they have.
+    Kaggle is asked first: its image is built from Colab's and looks like it in every other way. Colab Enterprise says
+    itself what it is, as Google's own client libraries ask it. Colab comes before all that a user can set up or mount
+    inside it; other hosts are known by what only they have.
 
     Args:
         environ: the process's environment.
@@ -57,10 +59,10 @@ def place_of(
     shell = "script" if shell_class is None else "kernel" if is_kernel else "IPython"
     if "KAGGLE_KERNEL_RUN_TYPE" in environ:
         return Place("Kaggle", shell)
+    if environ.get("VERTEX_PRODUCT") == "COLAB_ENTERPRISE":
+        return Place("Colab Enterprise", shell)
     is_hosted = exists(_HOSTNAME)
     if is_colab_shell or (is_hosted and "COLAB_RELEASE_TAG" in environ):
-        if environ.get("VERTEX_PRODUCT") == "COLAB_ENTERPRISE":
-            return Place("Colab Enterprise", shell)
         if not is_hosted:
             return Place("Colab, local runtime", shell)
         return Place("Colab in VS Code" if _VS_CODE in variables else "Colab", shell, is_colab_shell)
@@ -75,18 +77,17 @@ def place_of(
 
 
 def current_place() -> Place:
-    """Return where this code runs."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
+    """Return where this code runs; asks IPython only where it is imported already."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # an import under way has none yet
+    shell = get_ipython() if get_ipython is not None else None
     name = f"{type(shell).__module__}.{type(shell).__name__}" if shell is not None else None
     return place_of(os.environ, name, getattr(shell, "user_ns", {}), _exists)
 
 
 def _exists(path: str) -> bool:
-    """Return whether a path exists; of one on a remote mount, which can hang, by the text of mounts and home alone."""
+    """Return whether a path exists; of one that can hang, by the text of mounts and home alone."""
     table = mounts()
-    holding = mount_holding(path, table)
-    if holding is None or not holding.is_remote:
+    if not can_hang(path, table):
         return os.path.exists(path)
     known = [*(mount.point for mount in table), os.environ.get("HOME", "")]
     return any(one == path or one.startswith(f"{path}/") for one in known)

@@ -1,6 +1,6 @@
 """Places for files: disks, tmpfs with its true budget, and where near copies go.
 
-Nothing on a mount that another program or machine answers for is touched: a dead one would hang the process.
+Nothing on or behind a mount that another program or machine answers for is touched: a dead one would hang the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from colabkit._reports import Report
 from colabkit._units import format_bytes
 from colabkit.mounts import Mount, mount_holding, mounts
 
-__all__ = ["DiskReport", "disk", "disks", "is_tmpfs", "near_folder", "tmpfs"]
+__all__ = ["DiskReport", "can_hang", "disk", "disks", "is_tmpfs", "near_folder", "tmpfs"]
 
 _DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
@@ -53,21 +53,29 @@ class DiskReport(Report):
         ]
 
 
+def can_hang(path: str, table: Iterable[Mount]) -> bool:
+    """Return whether touching an absolute path can hang, by its text alone: a remote mount is on the way to it.
+
+    A root that is remote, as in a sandbox or a diskless machine, does not count: Python itself runs from it.
+    """
+    return any(mount.is_remote and mount.point != "/" and _is_below(path, (mount.point,)) for mount in table)
+
+
 def disk(folder: str, table: list[Mount], available_bytes: int) -> DiskReport | None:
-    """Return what a folder's file system holds, None where it is missing or on a remote mount.
+    """Return what a folder's file system holds, None where it is missing or behind a remote mount.
 
     Args:
         folder: absolute, without links.
         table: the mounts.
         available_bytes: RAM that can still be taken.
     """
-    holding = mount_holding(folder, table)
-    if holding is not None and holding.is_remote:
+    if can_hang(folder, table):
         return None
     try:
         stats = os.statvfs(folder)
     except OSError:
         return None
+    holding = mount_holding(folder, table)
     free = stats.f_bavail * stats.f_frsize
     fstype = "unknown" if holding is None else holding.fstype
     budget = min(free, available_bytes) if fstype == "tmpfs" else free
@@ -78,8 +86,7 @@ def disks(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
     """Return the disks that data can go to, each once, the working folder's last."""
     by_device: dict[int, str] = {}
     for folder in (*_DISK_FOLDERS, *_working_folder()):
-        holding = mount_holding(folder, table)
-        if (holding is None or not holding.is_remote) and os.path.isdir(folder):
+        if not can_hang(folder, table) and os.path.isdir(folder):
             by_device[os.stat(folder).st_dev] = folder
     found = (disk(folder, table, available_bytes) for folder in by_device.values())
     return tuple(one for one in found if one is not None and one.fstype != "tmpfs")
@@ -90,7 +97,8 @@ def tmpfs(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
     points = dict.fromkeys(
         mount.point for mount in table if mount.fstype == "tmpfs" and not mount.readonly and not _is_system(mount.point)
     )
-    found = (disk(point, table, available_bytes) for point in points if os.access(point, os.W_OK | os.X_OK))
+    usable = (point for point in points if not can_hang(point, table) and os.access(point, os.W_OK | os.X_OK))
+    found = (disk(point, table, available_bytes) for point in usable)
     return tuple(one for one in found if one is not None and one.fstype == "tmpfs")
 
 
@@ -103,12 +111,10 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def is_tmpfs(path: Path) -> bool:
-    """Return whether the bytes of a file at `path`, there already or not, are RAM."""
+    """Return whether the bytes of a file at `path`, there already or not, are RAM; links on a far mount stay unread."""
     table = mounts()
-    given = mount_holding(os.path.abspath(path), table)
-    if given is not None and given.is_remote:
-        return False
-    holding = mount_holding(os.path.realpath(path), table)
+    text = os.path.abspath(path)
+    holding = mount_holding(text if can_hang(text, table) else os.path.realpath(path), table)
     return holding is not None and holding.fstype == "tmpfs"
 
 
@@ -126,5 +132,5 @@ def near_folder(environ: Mapping[str, str]) -> Path:
 def _working_folder() -> tuple[str, ...]:
     try:
         return (os.getcwd(),)
-    except FileNotFoundError:  # it was removed, as cells that start afresh do
+    except OSError:  # it was removed, as cells that start afresh do, or its mount was taken away
         return ()
