@@ -305,11 +305,12 @@ class KeptPartial(Partial):
 
 
 _LOCK, _RECORD = "lock", "record"
+_LOCK_TRIES = 100  # others may come and go in between; a file system that answers wrongly must not hold us
 
 
 def _locked(folder: Path) -> int | None:
     """Make a folder and return the descriptor that locks it; None where another has it or there are no locks."""
-    while True:
+    for _ in range(_LOCK_TRIES):
         make_folder(folder)
         path = folder / _LOCK
         _step("create", path)
@@ -329,6 +330,7 @@ def _locked(folder: Path) -> int | None:
                 remove(folder)
             return None
         os.close(fd)
+    return None
 
 
 def _machine_start() -> str:
