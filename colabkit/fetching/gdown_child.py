@@ -138,6 +138,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
+def _reason(error: Exception) -> str:
+    """Return what requests ran into, without the layers that pass it on."""
+    inner = getattr(error.args[0] if error.args else None, "reason", None) or error
+    return re.sub(r"^.*?\w*Connection\w*\(.*?\): ", "", str(inner))
+
+
 def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
     gdown = importlib.import_module("gdown")
     version = gdown.__version__
@@ -157,7 +163,7 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
     except Changed:
         return {"failed": "changed", **status}
     except requests.exceptions.RequestException as error:
-        return {"failed": "network", "kind": type(error).__name__, "text": str(error), **status}
+        return {"failed": "network", "kind": type(error).__name__, "text": _reason(error), **status}
     except Exception as error:
         text = f"{error} {tail.text if plan['is_folder'] else ''}"
         number = error.errno if isinstance(error, OSError) else None
