@@ -129,7 +129,8 @@ class CacheReport(Report):
             return f"{doing}: {format_bytes(self.freed_bytes)} to free{stays}{first}\nWould lose: {lost}"
         did = f"Cleared the {self.kind} cache of {str(self.mountpoint)!r} in {format_seconds(self.seconds)}"
         lost = f"\nLost: {self.loss}" if self.loss else ""
-        return f"{did}: {format_bytes(self.freed_bytes)} freed{stays}{lost}"
+        freed = f"{format_bytes(self.freed_bytes)} freed" if self.freed_bytes else "it lists anew"
+        return f"{did}: {freed}{stays}{lost}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         unsent = "cannot be told" if self.unsent is None else format_count(self.unsent)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from colabkit import _files
 from colabkit._reports import Report
-from colabkit._units import format_bytes, format_count, format_rate, format_seconds
+from colabkit._units import format_bytes, format_count, format_seconds
 from colabkit.errors import Corrupt, InvalidOption, cannot, check_seconds
 from colabkit.fetching.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
 from colabkit.fetching.earlier import Finished, state_of
@@ -60,7 +60,7 @@ class FetchReport(Report):
     def _summary(self) -> str:
         if self.reused:
             return f"Already fetched: {str(self.path)!r}; overwrite=True fetches it again"
-        rate = format_rate(self.fetched_bytes / max(self.seconds, 1e-9) / (1 << 20), "MiB")
+        rate = f"{format_bytes(self.fetched_bytes / max(self.seconds, 1e-9))}/s"
         notes = f", {self.retries} retries" if self.retries else ""
         kept = f", {format_bytes(self.resumed_bytes)} were there already" if self.resumed_bytes else ""
         size = f"{format_bytes(self.fetched_bytes)} in {format_seconds(self.seconds)}"
