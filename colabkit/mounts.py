@@ -143,9 +143,14 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
             return Path(path).expanduser()
         except RuntimeError as error:
             raise InvalidOption(cannot(act, f"{text!r} names no user's home", "a path", "Check its ~")) from error
+    found = mounts() if table is None else table
     if chosen := os.environ.get("COLABKIT_DRIVE"):
         point, root = chosen, chosen
-    elif mount := drive_mount(mounts() if table is None else table):
+        holding = mount_holding(os.path.abspath(chosen), found)
+        if (holding is None or not holding.is_remote) and not os.path.isdir(chosen):  # or a typo would be made a folder
+            gone = f"COLABKIT_DRIVE={chosen!r} is no folder"
+            raise NotMounted(cannot(act, gone, "the folder that drive: stands for", "Mount it, or set it anew"))
+    elif mount := drive_mount(found):
         point, root = mount.point, drive_root(mount)
     else:
         raise NotMounted(

@@ -397,13 +397,16 @@ def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, rclone):
         assert mounted_at(point) == ["fuse.rclone"]
 
 
-def test_rclone_is_unmounted_and_says_what_it_knows(tmp_path, rclone):
+def test_rclone_that_cannot_be_asked_is_unmounted_only_when_told(tmp_path, rclone):
     root, point = tmp_path / "root", tmp_path / "point"
     root.mkdir()
     with RcloneMount(point, root, tmp_path / "cache"):
-        report = colabkit.unmount(point)
+        for call in (colabkit.flush, colabkit.unmount):
+            with pytest.raises(UnsentWrites, match="cannot be asked what it has not sent"):
+                call(point)
+        assert mounted_at(point) == ["fuse.rclone"]
+        assert "may be lost" in repr(colabkit.unmount(point, force=True))
         assert mounted_at(point) == []
-        assert "cannot be asked" in repr(report)
 
 
 def test_a_killed_rclone_is_named_and_taken_away_when_told(tmp_path, rclone):

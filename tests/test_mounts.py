@@ -141,6 +141,12 @@ def test_the_short_name_can_be_set(monkeypatch, tmp_path):
     assert user_path("drive:birds", "stage", []) == tmp_path / "birds"
 
 
+def test_a_short_name_that_was_set_to_nothing_is_not_made_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path / "gone"))
+    with pytest.raises(NotMounted, match="is no folder"):
+        user_path("drive:birds", "stage", [])
+
+
 def test_home_is_expanded_and_what_is_no_path_is_refused(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert user_path("~/x", "stage", []) == Path("/home/me/x")

@@ -73,10 +73,11 @@ def mount(
     if isinstance(path, str) and path.startswith("drive:"):
         raise InvalidOption(cannot(act, f"{path!r} as path", "a folder to mount it at", "Leave the path out"))
     place = current_place()
-    found = _to_be_found(act, place)
+    asked_point = None if path is None else os.path.abspath(user_path(path, act))
+    found = _to_be_found(act, place, asked_point)
     if found is None:
         check_can_mount(place)
-    point = os.path.abspath(user_path(path, act)) if path is not None else found.point if found else COLAB_POINT
+    point = asked_point or (found.point if found else COLAB_POINT)
     if found is None:
         return _report(mount_in_colab(point, readonly, timeout, force), "mounted", readonly, started)
     state, reason = liveness(_folders(found), timeout)
@@ -316,9 +317,10 @@ def _only_drive(act: str, table: list[Mount]) -> Mount | None:
     return found[0] if found else None
 
 
-def _to_be_found(act: str, place: Place) -> Mount | None:
+def _to_be_found(act: str, place: Place, point: str | None) -> Mount | None:
     """Return the mount that `mount()` finds there: where Colab can make its own, no other counts."""
     table = mounts()
+    table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
     if place.can_mount_drive:
         table = [mount for mount in table if mount.fstype == DRIVEFS]
     return _only_drive(act, table)

@@ -61,7 +61,7 @@ _ELSEWHERE = {
 }
 _ANYWHERE = (
     "no Drive mount here, and google.colab is not there to make one",
-    "Mount it with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full', after which drive: works, "
+    "Mount it with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full --rc', after which drive: works, "
     "or colabkit.fetch() a share link",
 )
 

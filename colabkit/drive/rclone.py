@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from colabkit.drive.mountpoints import NOTHING_WAITS, Daemon, detach, mount_failed, serving, wait_until
-from colabkit.errors import MountFailed, NotMounted, TimedOut, cannot
+from colabkit.drive.mountpoints import GIVE_UP, NOTHING_WAITS, Daemon, detach, mount_failed, serving, wait_until
+from colabkit.errors import MountFailed, NotMounted, TimedOut, UnsentWrites, cannot
 from colabkit.mounts import Mount
 from colabkit.progress import heartbeat
 
@@ -73,9 +73,12 @@ class Rclone:
 
         Raises:
             TimedOut: naming how many files do.
+            UnsentWrites: if rclone cannot be asked.
         """
         if self.control is None:
-            return "rclone cannot be asked whether all is sent; start it with --rc to know"
+            found = "rclone runs without --rc, so that it cannot be asked what it has not sent"
+            next_step = f"Start it with --rc, or {GIVE_UP}"
+            raise UnsentWrites(cannot(act, found, "an answer that all is sent", next_step))
         with heartbeat("upload", timeout, progress) as tick:
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
                 return f"rclone says that {NOTHING_WAITS}"
@@ -83,10 +86,11 @@ class Rclone:
         raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for uploads where rclone can be asked, and take the mount away; return what can be said of the writes.
+        """Wait for uploads and take the mount away; return what can be said of the writes.
 
         Raises:
             TimedOut: if uploads are not done in time.
+            UnsentWrites: if rclone cannot be asked.
             MountFailed: if it is in use.
         """
         said = self.send(act, timeout, progress)

@@ -124,7 +124,9 @@ class CacheReport(Report):
         stays = f"; {format_bytes(kept)} of file contents stay" if kept else ""
         if self.dry_run:
             doing = f"Would clear the {self.kind} cache of {str(self.mountpoint)!r}"
-            first = f"; {format_count(self.unsent)} files are sent first" if self.unsent else ""
+            first = (
+                f"; {format_count(self.unsent)} files are sent first" if self.unsent and self.kind != "rclone" else ""
+            )
             lost = self.loss or "nothing"
             return f"{doing}: {format_bytes(self.freed_bytes)} to free{stays}{first}\nWould lose: {lost}"
         did = f"Cleared the {self.kind} cache of {str(self.mountpoint)!r} in {format_seconds(self.seconds)}"
