@@ -308,13 +308,3 @@ def test_importing_it_imports_no_heavy_package():
     done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert filesystems.fetch_fsspec
-
-
-def test_a_folder_that_is_fetched_again_to_its_path_is_not_nested(tmp_path):
-    import fsspec
-
-    fsspec.filesystem("memory").pipe({"/again/a.bin": b"a", "/again/b.bin": b"b"})
-    first = fetch("memory://again", tmp_path / "data")
-    again = fetch("memory://again", tmp_path / "data", overwrite=True)
-    assert first.path == again.path == tmp_path / "data"
-    assert sorted(path.name for path in first.path.iterdir()) == ["a.bin", "b.bin"]

@@ -128,7 +128,7 @@ def fetch(
     if wanted and address.kind == DRIVE_FOLDER:
         raise _digest_of_folder(act)
     with _files.translated(act):
-        target = Target.chosen(to, act, address)
+        target = Target.chosen(to, act)
         with Job(act, address, target, wanted, timeout, cookies=cookies, overwrite=overwrite, progress=progress) as job:
             try:
                 _look_first(job)

@@ -78,16 +78,9 @@ class Target:
     name: str
 
     @classmethod
-    def chosen(cls, to: str | os.PathLike[str], act: str, address: Address) -> Target:
-        """Return what a user means by `to`: an existing folder or one with a slash behind it, else the path itself.
-
-        A folder that an earlier fetch of the same source made at this very path is the path itself again.
-        """
+    def chosen(cls, to: str | os.PathLike[str], act: str) -> Target:
+        """Return what a user means by `to`: an existing folder or one with a slash behind it, else the path itself."""
         path = user_path(to, act)
-        earlier = Finished.recalled(address.digest(os.path.realpath(path.parent), path.name))
-        is_made = earlier is not None and earlier.path == os.path.realpath(path)
-        if is_made and path.is_dir() and not os.fspath(to).endswith(os.sep):
-            return cls(path.parent, path.name)
         if os.fspath(to).endswith(os.sep) or path.is_dir() or path.name in ("", ".."):
             return cls(path, "")
         return cls(path.parent, path.name)
