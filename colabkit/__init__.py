@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from colabkit.loader import Loader
     from colabkit.packing import PackReport, VerifyReport, pack, verify
     from colabkit.panel import dashboard
+    from colabkit.preparing import PreparedPack, PrepareReport, prepare
     from colabkit.probing import ProbeReport, read_probe
-    from colabkit.staging import StageReport, UnstageReport, stage, unstage
+    from colabkit.staging import PublishReport, StagePlan, StageReport, UnstageReport, publish, stage, unstage
     from colabkit.training import TrainReport, supervised_step, train
 
 __version__ = "0.1.0"
@@ -56,8 +57,12 @@ _HOMES = {
     "Pack": "dataset",
     "PackReport": "packing",
     "PackedDataset": "dataset",
+    "PrepareReport": "preparing",
+    "PreparedPack": "preparing",
     "ProbeReport": "probing",
+    "PublishReport": "staging",
     "RuntimeReport": "environment",
+    "StagePlan": "staging",
     "StageReport": "staging",
     "TrainReport": "training",
     "UnmountReport": "drive",
@@ -71,6 +76,8 @@ _HOMES = {
     "mount": "drive",
     "open_pack": "dataset",
     "pack": "packing",
+    "prepare": "preparing",
+    "publish": "staging",
     "read_probe": "probing",
     "runtime": "environment",
     "stage": "staging",
@@ -91,8 +98,12 @@ __all__ = [
     "Pack",
     "PackReport",
     "PackedDataset",
+    "PrepareReport",
+    "PreparedPack",
     "ProbeReport",
+    "PublishReport",
     "RuntimeReport",
+    "StagePlan",
     "StageReport",
     "TrainReport",
     "UnmountReport",
@@ -108,6 +119,8 @@ __all__ = [
     "mount",
     "open_pack",
     "pack",
+    "prepare",
+    "publish",
     "read_probe",
     "runtime",
     "stage",

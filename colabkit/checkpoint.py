@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit.errors import Corrupt, InvalidOption, cannot
 
 __all__ = ["Checkpoint", "newest_checkpoint", "newest_step", "save_checkpoint"]
@@ -78,7 +78,7 @@ def save_checkpoint(folder: Path, step: int, content: Mapping[str, Any]) -> Path
     seal = {"format": _FORMAT, "step": step, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     with _files.translated(act):
         for final, content_bytes in ((path, data), (path.with_suffix(".json"), json.dumps(seal).encode())):
-            with _files.Partial(final) as partial:
+            with _partials.Partial(final) as partial:
                 _files.write_file(partial.path, content_bytes, durable=True)
                 partial.publish(replace=True)
         # A checkpoint of a later step is a damaged one that was passed over; it must not drive out good ones.

@@ -50,10 +50,11 @@ class Pack(Mapping[str, "PackedDataset"]):
         path: the file.
         classes: class names; a label is an index into them.
         source: where the samples came from.
+        info: layout and seal, as read from the file.
     """
 
     def __init__(self, info: PackInfo) -> None:
-        self._info = info
+        self.info = info
         self._splits: dict[str, PackedDataset] = {}
         self.path = info.path
         self.classes: tuple[str, ...] = tuple(info.meta["classes"])
@@ -61,41 +62,41 @@ class Pack(Mapping[str, "PackedDataset"]):
 
     def __getitem__(self, split: str) -> PackedDataset:
         split = SPLIT_FOLDERS.get(split, split)  # "val" is the split dev
-        if split not in self._info.splits:
+        if split not in self.info.splits:
             act = f"take split {split!r} of {str(self.path)!r}"
             raise MissingSplit(cannot(act, "no such split", f"one of {', '.join(self)}", "Use one of these"))
         if split not in self._splits:
             # The file is mapped by its name, which another pack may have taken since this one was opened.
-            self._splits[split] = _reopen(self.path, self._info.seal, split)
+            self._splits[split] = _reopen(self.path, self.info.seal, split)
         return self._splits[split]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._info.splits)
+        return iter(self.info.splits)
 
     def __len__(self) -> int:
-        return len(self._info.splits)
+        return len(self.info.splits)
 
     def __repr__(self) -> str:
-        splits = ", ".join(f"{split} {format_count(self._info.count(split))}" for split in self)
-        shape = "x".join(map(str, self._info.meta["sample_shape"]))
+        splits = ", ".join(f"{split} {format_count(self.info.count(split))}" for split in self)
+        shape = "x".join(map(str, self.info.meta["sample_shape"]))
         size = format_bytes(self.path.stat().st_size)
         return f"Pack {str(self.path)!r}: {splits}; images {shape}, {len(self.classes)} classes, {size}"
 
     def _repr_html_(self) -> str:
         rows = []
         for split in self:
-            field = self._info.fields[f"{SAMPLES}_{split}"]
+            field = self.info.fields[f"{SAMPLES}_{split}"]
             shape = " x ".join(map(str, field.shape))
             rows.append(
                 (
                     split,
-                    format_count(self._info.count(split)),
+                    format_count(self.info.count(split)),
                     f"{np.dtype(field.dtype)} {shape}",
                     format_bytes(field.size_bytes),
                 )
             )
         table = html_table(repr(self), rows, ("split", "samples", "layout", "bytes"))
-        return table + html_table("", [("source", self.source), ("seal", self._info.seal[:16])])
+        return table + html_table("", [("source", self.source), ("seal", self.info.seal[:16])])
 
 
 class PackedDataset(Dataset[tuple[Tensor, int]]):
@@ -112,7 +113,7 @@ class PackedDataset(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, info: PackInfo, split: str) -> None:
-        self._info = info
+        self.info = info
         self.split = split
         self.classes: tuple[str, ...] = tuple(info.meta["classes"])
         self.fields = (SAMPLES, LABELS)
@@ -135,7 +136,7 @@ class PackedDataset(Dataset[tuple[Tensor, int]]):
         return [self[index] for index in indices]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self._info.path, self._info.seal, self.split)
+        return _reopen, (self.info.path, self.info.seal, self.split)
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.rows.shape[1:]))

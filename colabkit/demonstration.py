@@ -35,7 +35,7 @@ from colabkit.loader import Loader
 from colabkit.mounts import user_path
 from colabkit.packing import Size, height_and_width, pack
 from colabkit.panel import dashboard
-from colabkit.sources import FolderSource, Item, SlowSource, Source, ZipSource, open_source
+from colabkit.sources import FolderSource, Item, SlowSource, Source, TarSource, ZipSource, open_source
 from colabkit.staging import stage
 from colabkit.training import TrainReport, supervised_step, train
 
@@ -150,7 +150,7 @@ def demo(
     """Train a small network on images behind a simulated slow drive, naively and then staged and packed.
 
     Args:
-        data: a folder or zip archive with one folder of images a class, with or without train and test folders; None
+        data: a folder or archive with one folder of images a class, with or without train and test folders; None
             takes the UCI handwritten digits that travel with the package.
         epochs: how often the packed samples are trained on.
         size: height and width to bring images to; None keeps small images of one size, else takes 64.
@@ -171,9 +171,9 @@ def demo(
     source = open_source("samples:digits" if data is None else data)
     with _workplace(keep) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if isinstance(source, ZipSource):
+        if isinstance(source, ZipSource | TarSource):
             say("0/4  Extracting the archive, so that its files lie on the slow drive")
-        drive = SlowSource(_as_folder(source, folder / "drive", progress), latency)
+        drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
         tree = class_tree(drive.list(), source.name)
         if "train" not in tree.splits:
             found = f"only the splits {', '.join(tree.splits)}"
@@ -239,12 +239,11 @@ def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def _as_folder(source: Source, folder: Path, progress: bool) -> FolderSource:
-    """Return the source as a folder of files, which is what lies on a drive; an archive is extracted first."""
-    if isinstance(source, FolderSource):
-        return source
-    assert isinstance(source, ZipSource)
-    return FolderSource(stage(source, folder, progress=progress).path)
+def _as_files(source: Source, folder: Path, progress: bool) -> Source:
+    """Return the source as files that lie one by one, as on a drive; an archive is extracted first."""
+    if isinstance(source, ZipSource | TarSource):
+        return FolderSource(stage(source, folder, progress=progress).path)
+    return source
 
 
 def _shape(source: Source, tree: ClassTree, size: Size | None) -> tuple[int, int]:

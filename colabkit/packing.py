@@ -22,27 +22,35 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit._reports import Report
 from colabkit._units import format_bytes, format_count, format_rate, format_seconds
 from colabkit.decode import Pixels, decode_image
 from colabkit.environment import usable_cpus
 from colabkit.errors import BadImage, ColabkitError, InvalidOption, TargetExists, cannot, check_whole_number
+from colabkit.fetching.addresses import FSSPEC
 from colabkit.labels import ClassTree, class_tree, split_by_fraction
 from colabkit.mounts import user_path
 from colabkit.pack_format import CRC, LABELS, SAMPLES, FieldLayout, PackInfo, create_pack, is_pack, read_pack, seal_pack
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
+    AnySource,
+    Block,
     Item,
+    Reading,
     Retries,
     Source,
+    TarSource,
     Threads,
+    Wanted,
     check_outside,
     check_threads,
     concurrently,
     open_source,
     read_item,
 )
+from colabkit.staging import stage
+from colabkit.staging.identity import identity_of
 
 __all__ = ["PackReport", "VerifyReport", "pack", "verify"]
 
@@ -126,7 +134,7 @@ class VerifyReport(Report):
 
 
 def pack(
-    source: str | os.PathLike[str] | Source,
+    source: AnySource,
     out: str | os.PathLike[str],
     *,
     size: Size | None = None,
@@ -144,7 +152,8 @@ def pack(
     same pack that is there already is used again.
 
     Args:
-        source: a folder, a zip archive, `samples:digits`, or a `Source`.
+        source: a folder, a zip or tar archive, a bucket's folder, `samples:digits`, or a `Source`; what an https
+            address or Drive link leads to is staged first.
         out: the pack's path, by custom ending in `.h5`.
         size: height and width, or one number for both, to which images are scaled (to cover it, bilinear with
             antialiasing) and cut around the centre; None keeps them, if all are equal.
@@ -162,7 +171,12 @@ def pack(
         NotEnoughSpace: before anything is written.
     """
     started = time.monotonic()
+    address = identity_of(source, extract=False)[2]
+    if address is not None and address.kind != FSSPEC:
+        source = stage(source, extract=False, progress=progress).path
     opened = open_source(source)
+    if isinstance(opened, TarSource) and opened.can_hang and opened.is_sequential:  # labels need a pass, data another
+        opened = TarSource(stage(opened.path, extract=False, progress=progress).path)
     act = f"pack {opened.name!r}"
     check_threads(act, threads)
     check_whole_number(act, "seed", seed, 0)
@@ -200,7 +214,7 @@ def pack(
             raise TargetExists(cannot(act, f"{str(final)!r} is no pack", needed, "Remove it or choose another path"))
         fields = _fields(tree, shape)
         _files.check_space(act, sum(field.size_bytes for field in fields), final)
-        with _files.Partial(final) as partial:
+        with _partials.Partial(final) as partial:
             placed = create_pack(partial.path, fields, meta)
             with ProgressBar("pack", sum(map(len, tree.splits.values())), " images", progress) as bar:
                 crcs = _write_samples(reader, tree, partial.path, placed, threads, bar)
@@ -253,7 +267,10 @@ class _ImageReader:
 
     def read(self, item: Item) -> Pixels:
         """Return the item's image, `uint8 [H, W, C]`."""
-        data = read_item(self.source, item, self.retries)
+        return self.decode(item, read_item(self.source, item, self.retries))
+
+    def decode(self, item: Item, data: bytes) -> Pixels:
+        """Return the image that the item's bytes are, `uint8 [H, W, C]`."""
         try:
             with self._decoding:
                 return decode_image(data, self._channels, self._size)
@@ -304,27 +321,36 @@ def _fields(tree: ClassTree, shape: tuple[int, int, int]) -> tuple[FieldLayout, 
 def _write_samples(
     reader: _ImageReader, tree: ClassTree, path: Path, placed: Fields, threads: Threads, bar: ProgressBar
 ) -> dict[str, npt.NDArray[np.uint32]]:
-    """Write every sample's row at its place and return the CRCs of each split."""
+    """Write every sample's row at its place and return the CRCs of each split.
+
+    Reading and decoding are apart: a read that hangs can be left behind, and decoders are as many as there are cores.
+    """
     crcs = {split: np.zeros(len(samples), "<u4") for split, samples in tree.splits.items()}
-    tasks = ((split, index, item) for split, samples in tree.splits.items() for index, (item, _) in enumerate(samples))
+    places: dict[Item, list[tuple[str, int]]] = {}  # one file can be several samples
+    for split, samples in tree.splits.items():
+        for index, (item, _) in enumerate(samples):
+            places.setdefault(item, []).append((split, index))
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
-    def write(task: tuple[str, int, Item]) -> int:
-        split, index, item = task
-        field = placed[f"{SAMPLES}_{split}"]
-        pixels = reader.read(item)
-        if pixels.shape != field.shape[1:]:
-            act = f"pack {item.path!r} of {reader.source.name!r}"
-            found = f"its height and width are {pixels.shape[0]}x{pixels.shape[1]}"
-            needed = f"{field.shape[1]}x{field.shape[2]} like the first image"
-            raise BadImage(cannot(act, found, needed, "Use size= to bring all images to one size"))
-        crcs[split][index] = zlib.crc32(pixels.data)
-        _files.write_at(fd, pixels.data, field.offset + index * pixels.nbytes, path)
-        return 1
+    def write(block: Block) -> int:
+        pixels = reader.decode(block.item, bytes(block.data or b""))
+        for split, index in places[block.item]:
+            field = placed[f"{SAMPLES}_{split}"]
+            if pixels.shape != field.shape[1:]:
+                act = f"pack {block.item.path!r} of {reader.source.name!r}"
+                found = f"its height and width are {pixels.shape[0]}x{pixels.shape[1]}"
+                needed = f"{field.shape[1]}x{field.shape[2]} like the first image"
+                raise BadImage(cannot(act, found, needed, "Use size= to bring all images to one size"))
+            crcs[split][index] = zlib.crc32(pixels.data)
+            _files.write_at(fd, pixels.data, field.offset + index * pixels.nbytes, path)
+        return len(places[block.item])
 
     try:
-        for done in concurrently(write, tasks, threads):
-            bar.advance(done)
+        with Reading(reader.source, threads, reader.retries, bar.wait) as reading:
+            whole = (Wanted(item, 0, item.size) for item in places)
+            with closing(reading.blocks(whole)) as blocks:
+                for done in concurrently(write, blocks, "auto"):
+                    bar.advance(done)
     finally:
         os.close(fd)
     return crcs

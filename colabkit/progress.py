@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
+from colabkit._units import format_count, format_seconds
+
 __all__ = ["ProgressBar", "heartbeat"]
+
+_REDRAWN_S = 0.2
+_STILL_S = 2.0  # after which a bar says that nothing moves
 
 
 class ProgressBar:
     """Counts work done and shows it, until the `with` block ends; then the bar is wiped away.
 
+    Beside the count stand rate and time left, and where they matter: files, retries, and how long nothing has moved.
     Silent when `enabled` is false and where the output is neither a notebook nor a terminal, so logs stay clean.
 
     Args:
@@ -21,9 +28,10 @@ class ProgressBar:
         total: how many units there are, or None where nobody knows.
         unit: what is counted; `"B"` is shown in binary multiples.
         enabled: false for silence.
+        files: how many files the units belong to, where both are counted.
     """
 
-    def __init__(self, action: str, total: int | None, unit: str, enabled: bool = True) -> None:
+    def __init__(self, action: str, total: int | None, unit: str, enabled: bool = True, files: int = 0) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm warns where ipywidgets is missing; the text bar will do
             from tqdm.auto import tqdm
@@ -37,12 +45,45 @@ class ProgressBar:
                 unit_divisor=1024 if unit == "B" else 1000,
                 disable=None if enabled else True,
                 leave=False,
-                mininterval=0.2,
+                mininterval=_REDRAWN_S,
             )
+        self._files = files
+        self._files_done = 0
+        self._retries = 0
+        self._moved = self._shown = time.monotonic()
 
-    def advance(self, count: int) -> None:
-        """Add `count` units of finished work."""
+    def advance(self, count: int, files: int = 0) -> None:
+        """Add `count` units, and so many files, of finished work."""
+        self._files_done += files
+        now = time.monotonic()
+        if now - self._shown > _REDRAWN_S or now - self._moved > _STILL_S:
+            self._annotate(now, 0.0)
+        self._moved = now
         self._bar.update(count)
+
+    def wait(self) -> None:
+        """Show that nothing moves, and for how long; call it some times a second meanwhile."""
+        now = time.monotonic()
+        if now - self._shown > _STILL_S / 2:
+            self._annotate(now, now - self._moved)
+            self._bar.refresh()
+
+    def retried(self, retries: int) -> None:
+        """Note how many reads failed so far and were tried again."""
+        self._retries = retries
+
+    def _annotate(self, now: float, still_s: float) -> None:
+        self._shown = now
+        notes = [f"{format_count(self._files_done)}/{format_count(self._files)} files"] if self._files else []
+        if self._retries:
+            notes.append(f"{format_count(self._retries)} {'retry' if self._retries == 1 else 'retries'}")
+        if still_s > _STILL_S:
+            notes.append(f"nothing for {format_seconds(int(still_s))}")
+        self._bar.set_postfix_str(", ".join(notes), refresh=False)
+
+    def close(self) -> None:
+        """Wipe the bar away."""
+        self._bar.close()
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +91,7 @@ class ProgressBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        self.close()
 
 
 @contextlib.contextmanager

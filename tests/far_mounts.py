@@ -1,15 +1,10 @@
-"""Real far mounts for tests: a FUSE file system that answers late, wrongly or never, and real `rclone mount`.
-
-Run as a script this file is the file system's own process. What it is told and what it counted lie in memory that
-both processes share, so a test can ask also when it hangs.
-"""
+"""Real far mounts for tests: the slow drive of slow_drive.py under control, and real `rclone mount`."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import importlib.util
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -17,20 +12,21 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
+
+import slow_drive
+from slow_drive import detach, mounted_at
+
+__all__ = ["FuseMount", "RcloneMount", "has_fuse", "has_rclone", "in_child", "mounted_at", "serve_here", "wait_for"]
 
 Operation = Literal["open", "read", "list"]
 
 DEADLINE_S = 15.0
 _TICK_S = 0.01
-_KINDS: tuple[Operation, ...] = ("open", "read", "list")
-_FAIL, _ONE_IN, _HANG, _COUNT = 0, 1, 2, 5  # places in the shared numbers; the last two hold one for each kind
-_SHARED_BYTES = 8 * 8
 
 
 def has_fuse() -> bool:
@@ -90,11 +86,11 @@ class _Mount:
         assert self._child.stdin is not None
         self._child.stdin.close()
         self._said.close()
-        _detach(self.point)
+        detach(self.point)
 
 
 class FuseMount(_Mount):
-    """The folder `root` once more at `point`, through a process, with nothing cached: every read reaches it.
+    """The folder `root` once more at `point`, through a process, by default with nothing cached: all reads reach it.
 
     Args:
         point: where it is mounted; made if missing.
@@ -102,7 +98,14 @@ class FuseMount(_Mount):
         fstype: its type in /proc/mounts, beginning with `"fuse."`.
         latency_s: each open, listing and read is answered so much later.
         locks: false for a file system on which `flock` and `fcntl` locks fail, as on network mounts.
-        at_once: operations that are worked on at the same time; others wait.
+        at_once: opens, listings and reads that are worked on at the same time; others wait.
+        open_s: latency of opens, in place of `latency_s`.
+        list_s: of listings.
+        read_s: of reads.
+        bandwidth: bytes a second of all reads together.
+        attr_s: so long the kernel may keep what it knows of names, sizes and times.
+        direct_io: false to let the kernel keep and read ahead the bytes of open files.
+        plan: what goes wrong, as planned_faults.py says.
     """
 
     def __init__(
@@ -113,23 +116,39 @@ class FuseMount(_Mount):
         latency_s: float = 0.0,
         locks: bool = True,
         at_once: int = 128,
+        *,
+        open_s: float | None = None,
+        list_s: float | None = None,
+        read_s: float | None = None,
+        bandwidth: float | None = None,
+        attr_s: float = 0.0,
+        direct_io: bool = True,
+        plan: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(point, fstype)
-        self._told = {"root": str(root), "fstype": fstype, "latency_s": latency_s, "locks": locks, "at_once": at_once}
+        self._plan = plan or {}
+        open_ms, list_ms, read_ms = (1e3 * (latency_s if own is None else own) for own in (open_s, list_s, read_s))
+        self._command = [
+            *(sys.executable, slow_drive.__file__, str(root), str(point), f"--fstype={fstype}"),
+            *(f"--open-ms={open_ms}", f"--list-ms={list_ms}", f"--read-ms={read_ms}", f"--at-once={at_once}"),
+            *(f"--bandwidth={bandwidth or 0}", f"--attr-s={attr_s}"),
+            *([] if direct_io else ["--page-cache"]),
+            *([] if locks else ["--no-locks"]),
+        ]
 
     def __enter__(self) -> Self:
-        shared, self._log = (os.memfd_create(name, 0) for name in ("shared", "log"))
-        try:
-            os.ftruncate(shared, _SHARED_BYTES)
-            self._numbers = memoryview(mmap.mmap(shared, _SHARED_BYTES)).cast("q")
-            self._numbers[_ONE_IN] = 1
-            told = {**self._told, "point": str(self.point), "shared": shared, "log": self._log}
-            self._start([sys.executable, __file__, json.dumps(told)], pass_fds=(shared, self._log))
-        except BaseException:
-            os.close(self._log)
-            raise
-        finally:
-            os.close(shared)
+        with contextlib.ExitStack() as if_it_fails:
+            shared, self._numbers = slow_drive.shared_numbers()
+            plan, self._log = (os.memfd_create(name, 0) for name in ("plan", "log"))
+            if_it_fails.callback(os.close, self._log)
+            try:
+                os.write(plan, json.dumps(self._plan).encode())
+                told = [f"--shared={shared}", f"--log={self._log}", f"--plan=/dev/fd/{plan}"]
+                self._start([*self._command, *told], pass_fds=(shared, self._log, plan))
+            finally:
+                os.close(shared)
+                os.close(plan)
+            if_it_fails.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -141,34 +160,50 @@ class FuseMount(_Mount):
         if operation is None:
             os.kill(self.pid, signal.SIGSTOP)
         else:
-            kind = _KINDS.index(operation)
-            self._numbers[_HANG + kind] = self._numbers[_COUNT + kind] + after + 1
+            kind = slow_drive.KINDS.index(operation)
+            self._numbers[slow_drive.HANG + kind] = self._numbers[slow_drive.COUNT + kind] + after + 1
 
     def go_on(self) -> None:
         """Answer everything again, also what waits."""
-        for kind in range(len(_KINDS)):
-            self._numbers[_HANG + kind] = 0
+        for kind in range(len(slow_drive.KINDS)):
+            self._numbers[slow_drive.HANG + kind] = 0
+        self._numbers[slow_drive.GO_ON] = 1
         os.kill(self.pid, signal.SIGCONT)
 
     def fail(self, number: int, one_in: int = 1) -> None:
         """Let one in so many reads and listings fail with this errno from now on; 0 ends that."""
-        self._numbers[_ONE_IN] = one_in
-        self._numbers[_FAIL] = number
+        self._numbers[slow_drive.ONE_IN] = one_in
+        self._numbers[slow_drive.FAIL] = number
 
     @property
     def opened(self) -> int:
         """How many times files were opened."""
-        return self._numbers[_COUNT]
+        return self._numbers[slow_drive.COUNT + slow_drive.OPEN]
 
     @property
     def listed(self) -> int:
         """How many times folders were opened for listing."""
-        return self._numbers[_COUNT + _KINDS.index("list")]
+        return self._numbers[slow_drive.COUNT + slow_drive.LIST]
 
     @property
     def opened_paths(self) -> list[str]:
         """The files that were opened, in order, from the mount's root, as in `"/birds/1.png"`."""
         return [os.fsdecode(path) for path in os.pread(self._log, 1 << 26, 0).split(b"\0")[:-1]]
+
+    @property
+    def read_bytes(self) -> int:
+        """How many bytes were answered to reads."""
+        return self._numbers[slow_drive.READ_BYTES]
+
+    @property
+    def busiest(self) -> int:
+        """The largest number of opens, listings and reads that were worked on at the same time."""
+        return self._numbers[slow_drive.BUSIEST]
+
+    @property
+    def faults(self) -> int:
+        """How many planned faults happened."""
+        return self._numbers[slow_drive.FAULTS]
 
 
 class RcloneMount(_Mount):
@@ -214,12 +249,6 @@ class RcloneMount(_Mount):
         return self
 
 
-def mounted_at(point: Path) -> list[str]:
-    """Return the types of what is mounted at a folder, in the kernel's order."""
-    lines = [line.split(" ") for line in Path("/proc/mounts").read_text().splitlines()]
-    return [fields[2] for fields in lines if fields[1] == str(point).replace(" ", "\\040")]
-
-
 def wait_for(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
     """Return when a condition holds; it is an error if it does not in time."""
     deadline = time.monotonic() + seconds
@@ -243,176 +272,13 @@ def in_child(code: str, *arguments: object, seconds: float = 5.0) -> str:
         return "hung"
 
 
-def _detach(point: Path) -> None:
-    commands = [["fusermount3", "-u", "-z", str(point)], ["umount", "-l", str(point)]]
-    for command in commands:
-        if mounted_at(point) and shutil.which(command[0]):
-            subprocess.run(command, capture_output=True, check=False, timeout=DEADLINE_S)
-    if mounted_at(point):
-        raise RuntimeError(f"{point} cannot be unmounted")
+def serve_here(point: str, root: str, fstype: str) -> None:
+    """Be a file system's process until its mount is taken away."""
+    shared, _ = slow_drive.shared_numbers()
+    slow_drive.serve(root, point, fstype, slow_drive.Behaviour(), shared, os.open(os.devnull, os.O_WRONLY))
 
 
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def serve_here(point: str, root: str, fstype: str) -> None:
-    """Be a file system's process until its mount is taken away."""
-    end, _ = os.pipe()
-    os.dup2(end, 0)  # nobody closes the other end: no tests to end with
-    shared, log = (os.memfd_create(name, 0) for name in ("shared", "log"))
-    os.ftruncate(shared, _SHARED_BYTES)
-    _serve(point=point, root=root, fstype=fstype, latency_s=0.0, locks=True, at_once=128, shared=shared, log=log)
-
-
-def _serve(
-    point: str, root: str, fstype: str, latency_s: float, locks: bool, at_once: int, shared: int, log: int
-) -> None:
-    """Be the file system's process until it is killed or the tests are gone."""
-    import mfusepy
-
-    numbers = memoryview(mmap.mmap(shared, _SHARED_BYTES)).cast("q")
-    counting = threading.Lock()
-    working = threading.Semaphore(at_once)
-
-    def answer(operation: Operation, path: str | None = None) -> int:
-        kind = _KINDS.index(operation)
-        with counting:
-            numbers[_COUNT + kind] += 1
-            number = numbers[_COUNT + kind]
-            if operation == "open" and path is not None:
-                os.write(log, os.fsencode(path) + b"\0")
-        while 0 < numbers[_HANG + kind] <= number:
-            time.sleep(_TICK_S)
-        with working:
-            time.sleep(latency_s)
-        return number
-
-    def check(number: int) -> None:
-        if numbers[_FAIL] and number % numbers[_ONE_IN] == 0:
-            raise OSError(numbers[_FAIL], os.strerror(numbers[_FAIL]))
-
-    class Folder(mfusepy.Operations):
-        use_ns = True
-
-        def getattr(self, path: str | None, fh: int | None = None) -> dict[str, Any]:
-            found = os.fstat(fh) if fh else os.lstat(root + str(path))
-            fields = ("mode", "ino", "nlink", "uid", "gid", "size", "blocks")
-            times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
-            return {f"st_{name}": getattr(found, f"st_{name}") for name in fields} | times
-
-        def opendir(self, path: str) -> int:
-            return answer("list")
-
-        def readdir(self, path: str, fh: int) -> Iterator[tuple[str, dict[str, int], int]]:
-            check(fh)
-            yield from ((name, {}, 0) for name in (".", ".."))
-            for entry in os.scandir(root + path):
-                yield entry.name, {"st_mode": entry.stat(follow_symlinks=False).st_mode, "st_ino": entry.inode()}, 0
-
-        def releasedir(self, path: str, fh: int) -> int:
-            return 0
-
-        def open(self, path: str, flags: int) -> int:
-            answer("open", path)
-            return os.open(root + path, flags)
-
-        def create(self, path: str, mode: int, flags: int) -> int:
-            answer("open", path)
-            return os.open(root + path, flags | os.O_CREAT, mode)
-
-        def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            check(answer("read"))
-            return os.pread(fh, size, offset)
-
-        def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-            return os.pwrite(fh, data, offset)
-
-        def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-            os.truncate(fh or root + path, length)
-            return 0
-
-        def fsync(self, path: str, datasync: int, fh: int) -> int:
-            os.fsync(fh)
-            return 0
-
-        def release(self, path: str, fh: int) -> int:
-            os.close(fh)
-            return 0
-
-        def mkdir(self, path: str, mode: int) -> int:
-            os.mkdir(root + path, mode)
-            return 0
-
-        def rmdir(self, path: str) -> int:
-            os.rmdir(root + path)
-            return 0
-
-        def unlink(self, path: str) -> int:
-            os.unlink(root + path)
-            return 0
-
-        def rename(self, old: str, new: str) -> int:
-            os.replace(root + old, root + new)
-            return 0
-
-        def symlink(self, target: str, source: str) -> int:
-            os.symlink(source, root + target)
-            return 0
-
-        def link(self, target: str, source: str) -> int:
-            os.link(root + source, root + target)
-            return 0
-
-        def readlink(self, path: str) -> str:
-            return os.readlink(root + path)
-
-        def chmod(self, path: str, mode: int) -> int:
-            os.chmod(root + path, mode)
-            return 0
-
-        def chown(self, path: str, uid: int, gid: int) -> int:
-            os.chown(root + path, uid, gid)
-            return 0
-
-        def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-            os.utime(root + path, ns=times)
-            return 0
-
-        def statfs(self, path: str) -> dict[str, int]:
-            found = os.statvfs(root + path)
-            return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
-
-    class FolderWithoutLocks(Folder):
-        def lock(self, path: str, fh: int, cmd: int, lock: Any) -> int:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-        def flock(self, path: str, fh: int, op: int) -> int:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    def end_with_the_tests() -> None:
-        os.read(0, 1)
-        _detach(Path(point))
-        os._exit(0)
-
-    threading.Thread(target=end_with_the_tests, daemon=True).start()
-    many_threads: dict[str, Any] = {"max_threads": 128} if mfusepy.fuse_version_minor >= 12 else {}
-    mfusepy.FUSE(
-        Folder() if locks else FolderWithoutLocks(),
-        point,
-        foreground=True,
-        subtype=fstype.removeprefix("fuse."),
-        fsname=fstype.removeprefix("fuse."),
-        attr_timeout=0,
-        entry_timeout=0,
-        negative_timeout=0,
-        direct_io=True,
-        hard_remove=True,
-        **many_threads,
-    )
-
-
-if __name__ == "__main__":
-    _serve(**json.loads(sys.argv[1]))

@@ -45,6 +45,7 @@ class MemorySource:
     """A source of files in memory, whose opens a test can watch."""
 
     name = "memory"
+    can_hang = False
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
@@ -57,3 +58,8 @@ class MemorySource:
 
     def close(self) -> None:
         pass
+
+
+def kept_partials(folder: Path) -> list[Path]:
+    """Return what interrupted runs have kept in a folder."""
+    return sorted(folder.glob(".colabkit-*-kept.partial"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
 
 SetHook = Callable[[Callable[[str, Path], None] | None], None]
@@ -178,8 +178,8 @@ def test_remove_takes_files_and_trees_and_only_the_link_of_a_link(tmp_path):
 def test_discard_removes_files_and_trees(tmp_path):
     folder_of(tmp_path / "tree", "text")
     _files.write_file(tmp_path / "file", b"x")
-    _files.discard(tmp_path / "tree")
-    _files.discard(tmp_path / "file")
+    _partials.discard(tmp_path / "tree")
+    _partials.discard(tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,7 +196,7 @@ def test_discard_never_shows_half_a_tree(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_files.shutil, "rmtree", remove_half)
         with pytest.raises(OSError, match="broken"):
-            _files.discard(final)
+            _partials.discard(final)
     assert at_its_path == [False]
     assert not final.exists()
 

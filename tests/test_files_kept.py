@@ -11,8 +11,8 @@ import pytest
 from conftest import leftovers
 from test_files_partials import in_child, killed_at
 
-from colabkit import _files
-from colabkit._files import KeptPartial
+from colabkit import _files, _partials
+from colabkit._partials import KeptPartial
 from colabkit.errors import TargetExists
 
 
@@ -104,7 +104,7 @@ def test_where_there_are_no_locks_nothing_is_kept(tmp_path, monkeypatch):
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, "no locks here")
 
-    monkeypatch.setattr(_files.fcntl, "flock", refuse)
+    monkeypatch.setattr(_partials.fcntl, "flock", refuse)
     with KeptPartial(tmp_path, "ab") as kept:
         kept.note(version=1)
         _files.write_file(kept.data, b"half")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import leftovers
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit.errors import TargetExists
 
 OTHER_BOOT = "00000000"
@@ -65,7 +65,7 @@ def content(path: Path) -> str | None:
 
 
 def test_a_partial_is_published_whole_and_leaves_nothing_beside_it(tmp_path):
-    with _files.Partial(tmp_path / "made" / "final") as partial:
+    with _partials.Partial(tmp_path / "made" / "final") as partial:
         _files.write_file(partial.path, b"data")
         assert partial.path.parent == tmp_path / "made"
         assert not (tmp_path / "made" / "final").exists()
@@ -78,19 +78,19 @@ def test_a_partial_is_published_whole_and_leaves_nothing_beside_it(tmp_path):
 @pytest.mark.parametrize("fill", [folder_of, lambda path, text: _files.write_file(path, text.encode())])
 def test_an_unpublished_partial_vanishes(tmp_path, error, fill):
     def fail() -> None:
-        with _files.Partial(tmp_path / "final") as partial:
+        with _partials.Partial(tmp_path / "final") as partial:
             fill(partial.path, "text")
             raise error
 
     with pytest.raises(error):
         fail()
-    with _files.Partial(tmp_path / "final") as partial:
+    with _partials.Partial(tmp_path / "final") as partial:
         fill(partial.path, "text")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_publish_leaves_what_was_put_there_meanwhile(tmp_path):
-    with _files.Partial(tmp_path / "final") as partial:
+    with _partials.Partial(tmp_path / "final") as partial:
         _files.write_file(partial.path, b"ours")
         (tmp_path / "final").write_bytes(b"theirs")
         with pytest.raises(TargetExists):
@@ -101,7 +101,7 @@ def test_publish_leaves_what_was_put_there_meanwhile(tmp_path):
 
 def test_publish_does_not_take_the_place_of_a_dangling_link(tmp_path):
     (tmp_path / "final").symlink_to(tmp_path / "nowhere")
-    with _files.Partial(tmp_path / "final") as partial:
+    with _partials.Partial(tmp_path / "final") as partial:
         _files.write_file(partial.path, b"ours")
         with pytest.raises(TargetExists):
             partial.publish()
@@ -110,10 +110,10 @@ def test_publish_does_not_take_the_place_of_a_dangling_link(tmp_path):
 
 def test_publish_replaces_files_and_folders_when_asked(tmp_path):
     for text in ("old", "new"):
-        with _files.Partial(tmp_path / "file") as partial:
+        with _partials.Partial(tmp_path / "file") as partial:
             _files.write_file(partial.path, text.encode())
             partial.publish(replace=True)
-        with _files.Partial(tmp_path / "folder") as partial:
+        with _partials.Partial(tmp_path / "folder") as partial:
             folder_of(partial.path, text)
             partial.publish(replace=True)
     assert (tmp_path / "file").read_text() == content(tmp_path / "folder") == "new"
@@ -122,7 +122,7 @@ def test_publish_replaces_files_and_folders_when_asked(tmp_path):
 
 def replace_folder(final: Path) -> None:
     """Put a new folder in the place of an old one."""
-    with _files.Partial(final) as partial:
+    with _partials.Partial(final) as partial:
         folder_of(partial.path, "new")
         partial.publish(replace=True)
 
@@ -177,16 +177,16 @@ def test_a_kill_at_any_operation_of_a_replacement_shows_old_new_or_nothing(tmp_p
 
 def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
     def die() -> None:
-        with _files.Partial(tmp_path / "final") as partial:
+        with _partials.Partial(tmp_path / "final") as partial:
             folder_of(partial.path, "half")
             os._exit(0)
 
     in_child(die)
     assert len([name for name in leftovers(tmp_path) if name.endswith(".partial")]) == 1
-    with _files.Partial(tmp_path / "other"):
+    with _partials.Partial(tmp_path / "other"):
         pass
     assert leftovers(tmp_path) != [], "a partial of another path was taken away"
-    with _files.Partial(tmp_path / "final"):
+    with _partials.Partial(tmp_path / "final"):
         assert leftovers(tmp_path) == []
 
 
@@ -194,13 +194,13 @@ def test_leftovers_are_found_again_however_the_path_is_spelt(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
 
     def die() -> None:
-        with _files.Partial(Path("final")) as partial:
+        with _partials.Partial(Path("final")) as partial:
             _files.write_file(partial.path, b"half")
             os._exit(0)
 
     in_child(die)
     assert leftovers(tmp_path) != []
-    with _files.Partial(tmp_path / "final"):
+    with _partials.Partial(tmp_path / "final"):
         assert leftovers(tmp_path) == []
 
 
@@ -208,14 +208,14 @@ def test_the_partial_of_a_living_process_is_left_alone(tmp_path):
     ready, release = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        with _files.Partial(tmp_path / "final") as partial:
+        with _partials.Partial(tmp_path / "final") as partial:
             _files.write_file(partial.path, b"in work")
             os.write(ready[1], b"x")
             os.read(release[0], 1)
             os._exit(0)
     os.read(ready[0], 1)
     try:
-        with _files.Partial(tmp_path / "final"):
+        with _partials.Partial(tmp_path / "final"):
             assert len(leftovers(tmp_path)) == 1
     finally:
         os.write(release[1], b"x")
@@ -225,7 +225,7 @@ def test_the_partial_of_a_living_process_is_left_alone(tmp_path):
 
 
 def test_two_partials_of_one_process_do_not_meet(tmp_path):
-    with _files.Partial(tmp_path / "final") as first, _files.Partial(tmp_path / "final") as second:
+    with _partials.Partial(tmp_path / "final") as first, _partials.Partial(tmp_path / "final") as second:
         _files.write_file(first.path, b"1")
         _files.write_file(second.path, b"2")
         first.publish()
@@ -235,8 +235,8 @@ def test_two_partials_of_one_process_do_not_meet(tmp_path):
 
 def left_by(tmp_path: Path, **changes: str) -> Path:
     """Make a partial of `final` under a name with some parts changed."""
-    with _files.Partial(tmp_path / "final") as partial:
-        match = _files._PARTIAL.fullmatch(partial.path.name)
+    with _partials.Partial(tmp_path / "final") as partial:
+        match = _partials._PARTIAL.fullmatch(partial.path.name)
     assert match
     parts = {**match.groupdict(), **changes}
     path = tmp_path / ".colabkit-{key}-{boot}-{pid}-{start}-1.partial".format(**parts)
@@ -246,7 +246,7 @@ def left_by(tmp_path: Path, **changes: str) -> Path:
 
 def test_a_process_number_used_again_does_not_keep_a_partial_alive(tmp_path):
     path = left_by(tmp_path, start="1")
-    with _files.Partial(tmp_path / "final"):
+    with _partials.Partial(tmp_path / "final"):
         assert not path.exists()
 
 
@@ -255,7 +255,7 @@ def test_another_machines_partial_is_removed_only_after_a_day(tmp_path, age_s, s
     path = left_by(tmp_path, boot=OTHER_BOOT)
     then = path.stat().st_mtime - age_s
     os.utime(path, (then, then))
-    with _files.Partial(tmp_path / "final"):
+    with _partials.Partial(tmp_path / "final"):
         assert path.exists() == stays
 
 
@@ -263,7 +263,7 @@ def test_names_that_only_resemble_a_partial_are_left_alone(tmp_path):
     path = left_by(tmp_path, start="1")
     look_alike = path.with_name(path.name + ".txt")
     look_alike.write_text("mine")
-    with _files.Partial(tmp_path / "final"):
+    with _partials.Partial(tmp_path / "final"):
         assert look_alike.read_text() == "mine"
 
 
@@ -273,7 +273,7 @@ def test_a_failing_removal_never_hides_the_first_error(tmp_path, file_hook):
             raise OSError(errno.EIO, "broken")
 
     def use(error: Exception | None) -> None:
-        with _files.Partial(tmp_path / "final") as partial:
+        with _partials.Partial(tmp_path / "final") as partial:
             file_hook(None)
             _files.write_file(partial.path, b"x")
             file_hook(fail)

@@ -429,7 +429,7 @@ def test_options_of_the_wrong_kind_are_one_line(image_tree, tmp_path, options):
     assert not (tmp_path / "p.h5").exists()
 
 
-@pytest.mark.parametrize("source", [None, 3, "", ["a"]])
+@pytest.mark.parametrize("source", [None, 3, "", b"a"])
 def test_what_is_no_source_is_one_line(tmp_path, source):
     with pytest.raises(InvalidOption, match="Cannot read"):
         pack(source, tmp_path / "p.h5", progress=False)

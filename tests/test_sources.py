@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-import zipfile
 from pathlib import Path
 from typing import Self
 
@@ -16,26 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit import sources
-from colabkit.errors import BadSource, ColabkitError, FileFailed, SourceChanged, SourceMissing
+from colabkit.errors import ColabkitError, FileFailed, SourceChanged
 from colabkit.sources import (
     FolderSource,
     Item,
     Listing,
     Retries,
     SlowSource,
-    ZipSource,
-    open_source,
     read_blocks,
     read_item,
 )
-
-
-def zipped(folder: Path, archive: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
-    """Write a zip archive of a folder."""
-    with zipfile.ZipFile(archive, "w", compression) as file:
-        for path in sorted(folder.rglob("*")):
-            file.write(path, path.relative_to(folder))
-    return archive
 
 
 def contents(source: sources.Source) -> dict[str, bytes]:
@@ -56,46 +45,6 @@ def listed(folder: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
     monkeypatch.setattr(sources.engine, "_BACK_OFF_S", 0)
-
-
-class TestOpenSource:
-    def test_folders_and_archives_are_told_apart(self, image_tree, tmp_path):
-        archive = zipped(image_tree, tmp_path / "tree.zip")
-        archive.with_suffix(".bin").write_bytes(archive.read_bytes())
-        assert isinstance(open_source(image_tree), FolderSource)
-        assert isinstance(open_source(str(archive)), ZipSource)
-        assert isinstance(open_source(archive.with_suffix(".bin")), ZipSource), "an archive of another ending"
-
-    def test_the_users_folder_is_expanded(self, image_tree, monkeypatch):
-        monkeypatch.setenv("HOME", str(image_tree.parent))
-        assert open_source(f"~/{image_tree.name}").list().items
-
-    def test_a_source_is_taken_as_it_is(self, image_tree):
-        source = FolderSource(image_tree)
-        assert open_source(source) is source
-
-    def test_a_missing_path_names_the_part_that_exists(self, tmp_path):
-        with pytest.raises(SourceMissing) as caught:
-            open_source(tmp_path / "no" / "where")
-        assert repr(str(tmp_path)) in str(caught.value)
-
-    def test_a_plain_file_and_a_special_file_are_no_sources(self, tmp_path):
-        (tmp_path / "notes.txt").write_text("hello")
-        os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(BadSource, match=r"a file of type '\.txt'"):
-            open_source(tmp_path / "notes.txt")
-        with pytest.raises(BadSource, match="a special file"):
-            open_source(tmp_path / "pipe")
-
-    @pytest.mark.parametrize("name", ["a\0b", "x" * 300])
-    def test_impossible_names_are_refused_in_the_familys_words(self, tmp_path, name):
-        with pytest.raises(ColabkitError):
-            open_source(f"{tmp_path}/{name}")
-
-    def test_samples_travel_with_the_package(self):
-        assert len(open_source("samples:digits").list().items) > 100
-        with pytest.raises(SourceMissing, match="samples:digits"):
-            open_source("samples:nothing")
 
 
 class TestFolders:

@@ -75,8 +75,8 @@ def test_an_archive_gives_the_same_bytes_as_the_tree(tree, tmp_path, method):
 
 def test_large_members_are_streamed_with_the_same_bytes(tree, tmp_path, monkeypatch):
     archive = zipped(tree, tmp_path / "a.zip")
-    monkeypatch.setattr(sources.archive, "_INFLATE_BYTES", 10)
-    monkeypatch.setattr(ZipSource, "_inflated", lambda self, member: pytest.fail("inflated in one piece"))
+    monkeypatch.setattr(sources.zip_archive, "_INFLATE_BYTES", 10)
+    monkeypatch.setattr(ZipSource, "_inflated", lambda *_: pytest.fail("inflated in one piece"))
     (tree / "ants" / "empty.txt").unlink()
     source = ZipSource(archive)
     found = {item.path: read_item(source, item, Retries()) for item in source.list().items if item.size}
@@ -167,7 +167,7 @@ def test_names_that_point_out_of_the_archive_are_refused(tmp_path, name):
 
 def test_folders_inside_an_archive_are_no_items(tmp_path):
     archive = zip_of(tmp_path / "a.zip", ("cats/", b""), ("./", b""), ("cats/1.png", b"x"))
-    assert ZipSource(archive).list().items == (Item("cats/1.png", 1),)
+    assert [item.path for item in ZipSource(archive).list().items] == ["cats/1.png"]
 
 
 def test_encrypted_members_are_refused_with_the_way_out(tmp_path):
@@ -192,7 +192,7 @@ def declared(archive: Path, **values: int) -> None:
 def test_a_bomb_is_refused_by_the_size_it_declares(tmp_path):
     archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
     declared(archive, size=3 << 30)
-    with pytest.raises(BadArchive, match="bytes when inflated, at most"):
+    with pytest.raises(BadArchive, match="when inflated, at most"):
         ZipSource(archive).list()
 
 
@@ -211,8 +211,8 @@ def test_a_bomb_that_declares_little_is_never_inflated_further(tmp_path, monkeyp
             inflated.append(self.inner.decompress(*arguments))
             return inflated[-1]
 
-    make = sources.archive.zlib.decompressobj
-    monkeypatch.setattr(sources.archive.zlib, "decompressobj", Inflater)
+    make = sources.zip_archive.zlib.decompressobj
+    monkeypatch.setattr(sources.zip_archive.zlib, "decompressobj", Inflater)
     with pytest.raises(BadArchive):
         contents(archive)
     assert [len(data) for data in inflated] == [101]
@@ -245,7 +245,7 @@ def test_links_and_special_members_are_passed_over_and_named(tmp_path):
             file.writestr(member, "/etc/passwd")
     listing = ZipSource(archive).list()
     assert [item.path for item in listing.items] == ["bare", "file"]
-    assert listing.skipped == (("link", "link or special file"), ("pipe", "link or special file"))
+    assert listing.skipped == (("link", "link"), ("pipe", "special file"))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -288,3 +288,39 @@ def test_an_item_of_another_listing_is_refused(tmp_path):
         read_item(ZipSource(archive), Item("y", 4), Retries())
     with pytest.raises(ColabkitError):
         read_item(ZipSource(archive), Item("x", 5), Retries())
+
+
+def test_times_are_those_of_the_members_and_none_where_they_make_no_sense(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr(zipfile.ZipInfo("x", (2024, 2, 29, 12, 30, 58)), b"")
+        archive.writestr(zipfile.ZipInfo("y", (1980, 0, 0, 0, 0, 0)), b"")
+    assert [item.mtime_ns for item in ZipSource(tmp_path / "a.zip").list().items] == [1709209858 * 10**9, 0]
+
+
+def test_an_archive_of_more_than_32_bits_is_read(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        with archive.open("large", "w", force_zip64=True) as file:
+            file.write(b"data")
+        for number in range(70_000):  # more than the old directory can count
+            archive.writestr(zipfile.ZipInfo(str(number)), b"")
+    source = ZipSource(tmp_path / "a.zip")
+    items = {item.path: item for item in source.list().items}
+    assert len(items) == 70_001
+    assert read_item(source, items["large"], Retries()) == b"data"
+
+
+def test_a_streamed_member_that_is_broken_is_an_error_of_the_family_wherever_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.zip_archive, "_INFLATE_BYTES", 10)
+    for method in METHODS.values():
+        with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+            archive.writestr("x", os.urandom(50_000))
+        data = bytearray((tmp_path / "a.zip").read_bytes())
+        data[20_000:20_100] = bytes(100)
+        (tmp_path / "a.zip").write_bytes(data)
+        source = ZipSource(tmp_path / "a.zip")
+        (item,) = source.list().items
+        with pytest.raises(BadArchive, match="'x'"), source.open(item) as file:
+            file.read()
+        with pytest.raises(BadArchive, match="'x'"), source.open(item) as file:
+            file.seek(40_000)
+            file.read()

@@ -10,7 +10,7 @@ import pytest
 from conftest import make_tree
 from near_copies import MemorySource, copy, data_of, state_of, zipped
 
-from colabkit import _files, staging
+from colabkit import _files
 from colabkit.environment import MemoryReport
 from colabkit.errors import (
     ColabkitError,
@@ -20,7 +20,7 @@ from colabkit.errors import (
     TargetExists,
 )
 from colabkit.sources import STAGE_SEAL
-from colabkit.staging import unstage
+from colabkit.staging import targets, unstage
 
 GIB = 1 << 30
 
@@ -36,8 +36,9 @@ def tmpfs(tmp_path, monkeypatch):
     """Return a folder in the place of tmpfs, with 10 GiB free on a machine with 12 GiB of RAM available."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(staging, "TMPFS", folder)
-    monkeypatch.setattr(staging, "memory_limits", lambda read: MemoryReport(13 * GIB, 12 * GIB, "machine"))
+    monkeypatch.setattr(targets, "TMPFS", folder)
+    monkeypatch.setattr(targets, "_may_mount", lambda: False)
+    monkeypatch.setattr(targets, "memory_limits", lambda read: MemoryReport(13 * GIB, 12 * GIB, "machine"))
     monkeypatch.setattr(_files, "free_bytes", lambda path: 10 * GIB)
     return folder
 
@@ -52,7 +53,7 @@ def test_auto_takes_tmpfs_where_the_bytes_fit(image_tree, tmpfs):
 
 
 def test_auto_takes_disk_where_tmpfs_would_starve_training(image_tree, tmpfs, near_storage, monkeypatch):
-    monkeypatch.setattr(staging, "memory_limits", lambda read: MemoryReport(4 * GIB, 2 * GIB, "machine"))
+    monkeypatch.setattr(targets, "memory_limits", lambda read: MemoryReport(4 * GIB, 2 * GIB, "machine"))
     report = copy(image_tree, "auto")
     assert (report.target, report.path.parent) == ("disk", near_storage)
     assert "do not fit" in report.why
@@ -64,9 +65,9 @@ def test_auto_takes_disk_where_tmpfs_would_starve_training(image_tree, tmpfs, ne
     [(12, 10, 9), (12, 1, 1), (4, 10, 2), (2, 10, 0), (1, 10, 0), (40, 100, 30)],
 )
 def test_tmpfs_leaves_two_gib_or_a_quarter_of_ram_to_training(tmpfs, monkeypatch, available, free, room):
-    monkeypatch.setattr(staging, "memory_limits", lambda read: MemoryReport(64 * GIB, available * GIB, "machine"))
+    monkeypatch.setattr(targets, "memory_limits", lambda read: MemoryReport(64 * GIB, available * GIB, "machine"))
     monkeypatch.setattr(_files, "free_bytes", lambda path: free * GIB)
-    assert staging._tmpfs_room() == room * GIB
+    assert targets.tmpfs_room() == room * GIB
 
 
 def test_without_tmpfs_auto_is_disk_and_insisting_is_refused(image_tree, tmpfs):

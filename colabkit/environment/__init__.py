@@ -24,6 +24,7 @@ __all__ = [
     "Place",
     "RuntimeReport",
     "allowed_cpus",
+    "can_hang",
     "current_place",
     "gpus",
     "is_tmpfs",

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit._reports import Report
 from colabkit._units import format_bytes, format_count, format_seconds
 from colabkit.errors import Corrupt, InvalidOption, cannot, check_seconds
@@ -132,7 +132,7 @@ def fetch(
         with Job(act, address, target, wanted, timeout, cookies=cookies, overwrite=overwrite, progress=progress) as job:
             try:
                 _look_first(job)
-                with _files.KeptPartial(target.folder, address.digest(target.name)) as kept:
+                with _partials.KeptPartial(target.folder, address.digest(target.name)) as kept:
                     fetched = _WAYS[address.kind](job, kept)
                     is_folder = fetched.path.is_dir()
                     if wanted and is_folder:

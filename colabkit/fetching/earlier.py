@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit.environment import near_folder
 
 __all__ = ["Finished", "state_of"]
@@ -42,7 +42,7 @@ class Finished:
         """Keep it for the next fetch; where that fails the next one does not know."""
         values = {name: getattr(self, name) for name in self.__slots__}
         try:
-            with _files.Partial(_note_of(identity)) as partial:
+            with _partials.Partial(_note_of(identity)) as partial:
                 _files.write_file(partial.path, json.dumps(values).encode())
                 partial.publish(replace=True)
         except OSError:

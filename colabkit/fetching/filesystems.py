@@ -11,14 +11,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import Any, NoReturn, TypeVar
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit._units import format_seconds
 from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, MissingPackage, TimedOut, cannot
-from colabkit.fetching.addresses import safe_name
+from colabkit.fetching.addresses import Address, safe_name
 from colabkit.fetching.sinks import Sink
 from colabkit.fetching.transfer import Again, Fetched, Job
 
-__all__ = ["fetch_fsspec"]
+__all__ = ["fetch_fsspec", "file_system_of", "protocol_of", "refusal"]
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ _FINAL = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotImplement
 _Info = dict[str, Any]
 
 
-def fetch_fsspec(job: Job, kept: _files.KeptPartial) -> Fetched:
+def fetch_fsspec(job: Job, kept: _partials.KeptPartial) -> Fetched:
     """Bring the file, or every file below the folder, into the partial.
 
     Raises:
@@ -70,9 +70,9 @@ def fetch_fsspec(job: Job, kept: _files.KeptPartial) -> Fetched:
 
 
 class _Reader:
-    def __init__(self, job: Job, kept: _files.KeptPartial) -> None:
+    def __init__(self, job: Job, kept: _partials.KeptPartial) -> None:
         self.job, self.kept = job, kept
-        self.protocol = job.address.text.partition("://")[0].partition("::")[0].lower()
+        self.protocol = protocol_of(job.address)
         self.fs: Any = None
         self.root = self.via = ""
 
@@ -196,45 +196,15 @@ class _Reader:
         """Raise what an error of a file system means; its own text may hold addresses with signatures."""
         if isinstance(error, ColabkitError):
             raise error
+        if (refused := refusal(self.job.address, self.job.act, error)) is not None:
+            raise refused from None
         told = self.job.address.scrubbed(f"{type(error).__name__}: {error}")
-        if isinstance(error, FileNotFoundError):
-            raise FetchFailed(
-                cannot(self.job.act, "nothing is at this address", "a file or folder", "Check the address")
-            ) from None
-        if type(error).__name__ in _LOGIN_ERRORS:
-            next_step = _LOGINS.get(self.protocol, f"Give credentials as the package for {self.protocol}:// describes")
-            raise FetchFailed(cannot(self.job.act, f"it needs a login ({told})", "access to it", next_step)) from None
-        if isinstance(error, _FINAL):
-            needed = "a file system that can be read"
-            raise FetchFailed(cannot(self.job.act, told, needed, "Check the address")) from None
         raise Again(told, "Run it again: it goes on where it stopped") from None
 
     # These run on the thread.
 
     def _opened(self) -> tuple[Any, str, str]:
-        package = _PACKAGES.get(self.protocol, "fsspec")
-        try:
-            fsspec = importlib.import_module("fsspec")
-            core = importlib.import_module("fsspec.core")
-            registry = importlib.import_module("fsspec.registry")
-        except ImportError:
-            raise self._missing("fsspec", f"Run pip install {package}") from None
-        try:
-            fs, root = core.url_to_fs(self.job.address.text)
-        except ImportError as error:
-            advice = registry.known_implementations.get(self.protocol, {}).get("err", str(error))
-            known = f"Run pip install {package}" if self.protocol in _PACKAGES else self.job.address.scrubbed(advice)
-            raise self._missing(_PACKAGES.get(self.protocol, "a package"), known.rstrip(".")) from None
-        except ValueError as error:
-            needed = "an address that fsspec knows"
-            told = self.job.address.scrubbed(error)
-            raise InvalidOption(cannot(self.job.act, told, needed, "Check the part before ://")) from None
-        return fs, root, f"fsspec {fsspec.__version__} ({self.protocol})"
-
-    def _missing(self, what: str, next_step: str) -> MissingPackage:
-        return MissingPackage(
-            cannot(self.job.act, f"{what} is not installed", f"the package that reads {self.protocol}://", next_step)
-        )
+        return file_system_of(self.job.address, self.job.act)
 
     def _info(self) -> _Info:
         self.fs.invalidate_cache()
@@ -265,6 +235,61 @@ class _Reader:
                 file.seek(offset)
             while block := file.read(_BLOCK_BYTES):
                 yield bytes(block)
+
+
+def protocol_of(address: Address) -> str:
+    """Return the protocol of an address, as in `"gs"`; of a chain that of its first link."""
+    return address.text.partition("://")[0].partition("::")[0].lower()
+
+
+def file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
+    """Return the file system of an address, the path in it, and both programs' names for a report.
+
+    Raises:
+        MissingPackage: if fsspec or the protocol's package is not installed.
+        InvalidOption: if fsspec does not know the protocol.
+    """
+    protocol = protocol_of(address)
+
+    def missing(what: str, next_step: str) -> MissingPackage:
+        needed = f"the package that reads {protocol}://"
+        return MissingPackage(cannot(act, f"{what} is not installed", needed, next_step))
+
+    package = _PACKAGES.get(protocol, "fsspec")
+    try:
+        fsspec = importlib.import_module("fsspec")
+        core = importlib.import_module("fsspec.core")
+        registry = importlib.import_module("fsspec.registry")
+    except ImportError:
+        raise missing("fsspec", f"Run pip install {package}") from None
+    try:
+        fs, root = core.url_to_fs(address.text)
+    except ImportError as error:
+        advice = registry.known_implementations.get(protocol, {}).get("err", str(error))
+        known = f"Run pip install {package}" if protocol in _PACKAGES else address.scrubbed(advice)
+        raise missing(_PACKAGES.get(protocol, "a package"), known.rstrip(".")) from None
+    except ValueError as error:
+        needed = "an address that fsspec knows"
+        told = address.scrubbed(error)
+        raise InvalidOption(cannot(act, told, needed, "Check the part before ://")) from None
+    return fs, root, f"fsspec {fsspec.__version__} ({protocol})"
+
+
+def refusal(address: Address, act: str, error: Exception) -> FetchFailed | None:
+    """Return what an error of a file system means where trying again is of no use, None where it may be.
+
+    The error's own text may hold addresses with signatures: what is returned does not.
+    """
+    told = address.scrubbed(f"{type(error).__name__}: {error}")
+    if isinstance(error, FileNotFoundError):
+        return FetchFailed(cannot(act, "nothing is at this address", "a file or folder", "Check the address"))
+    if type(error).__name__ in _LOGIN_ERRORS:
+        protocol = protocol_of(address)
+        next_step = _LOGINS.get(protocol, f"Give credentials as the package for {protocol}:// describes")
+        return FetchFailed(cannot(act, f"it needs a login ({told})", "access to it", next_step))
+    if isinstance(error, _FINAL):
+        return FetchFailed(cannot(act, told, "a file system that can be read", "Check the address"))
+    return None
 
 
 def _version(info: _Info) -> str:

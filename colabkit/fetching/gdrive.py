@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from colabkit import _files, _processes
+from colabkit import _files, _partials, _processes
 from colabkit._reports import printable
 from colabkit.errors import FetchFailed, MissingPackage, TargetExists, cannot
 from colabkit.fetching import gdown_child
@@ -42,7 +42,7 @@ _CAUSES = (
 _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder information", "failed to retrieve folder")
 
 
-def fetch_drive_file(job: Job, kept: _files.KeptPartial) -> Fetched:
+def fetch_drive_file(job: Job, kept: _partials.KeptPartial) -> Fetched:
     """Bring a Drive file into the partial; Google's documents come as gdown exports them.
 
     Raises:
@@ -54,14 +54,14 @@ def fetch_drive_file(job: Job, kept: _files.KeptPartial) -> Fetched:
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()))
 
 
-def fetch_drive_folder(job: Job, kept: _files.KeptPartial) -> Fetched:
+def fetch_drive_folder(job: Job, kept: _partials.KeptPartial) -> Fetched:
     """Bring a Drive folder into the partial; errors as of `fetch_drive_file()`."""
     child = _Child(job, kept, is_folder=True)
     return job.try_until_done(lambda: _whole_folder(job, kept, child.run()))
 
 
 class _Child:
-    def __init__(self, job: Job, kept: _files.KeptPartial, *, is_folder: bool) -> None:
+    def __init__(self, job: Job, kept: _partials.KeptPartial, *, is_folder: bool) -> None:
         self.job, self.kept, self.is_folder = job, kept, is_folder
         self._looked = self._moved = 0.0
         self._seen = self._counted = 0
@@ -210,7 +210,7 @@ class _Child:
         return FetchFailed(cannot(self.job.act, found, "a file or folder that Drive gives away", next_step))
 
 
-def _whole_file(job: Job, kept: _files.KeptPartial, said: dict[str, Any]) -> Fetched:
+def _whole_file(job: Job, kept: _partials.KeptPartial, said: dict[str, Any]) -> Fetched:
     file = kept.record["known"].get(job.address.text, {"total": None, "disposition": ""})
     name = _name(job, file)
     size = kept.data.stat().st_size
@@ -228,7 +228,7 @@ def _whole_file(job: Job, kept: _files.KeptPartial, said: dict[str, Any]) -> Fet
     return Fetched(kept.data, name, f"gdown {said['version']}", "", 1, digests_of(kept.data, job.wanted))
 
 
-def _whole_folder(job: Job, kept: _files.KeptPartial, said: dict[str, Any]) -> Fetched:
+def _whole_folder(job: Job, kept: _partials.KeptPartial, said: dict[str, Any]) -> Fetched:
     if said["repeated"]:
         found = f"two files of the name {job.address.scrubbed(said['repeated'])!r} in one folder"
         next_step = "Rename one in Drive; gdown would keep one of them alone"

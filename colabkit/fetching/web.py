@@ -13,7 +13,7 @@ from http.client import HTTPResponse
 from typing import NoReturn
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from colabkit import _files
+from colabkit import _files, _partials
 from colabkit._units import format_bytes, format_seconds
 from colabkit.errors import FetchFailed, cannot
 from colabkit.fetching.addresses import safe_name
@@ -48,7 +48,7 @@ _CAUSES = {
 }
 
 
-def fetch_web(job: Job, kept: _files.KeptPartial) -> Fetched:
+def fetch_web(job: Job, kept: _partials.KeptPartial) -> Fetched:
     """Bring the file into the partial.
 
     Raises:
@@ -62,7 +62,7 @@ def fetch_web(job: Job, kept: _files.KeptPartial) -> Fetched:
 
 
 class _Client:
-    def __init__(self, job: Job, kept: _files.KeptPartial, sink: Sink) -> None:
+    def __init__(self, job: Job, kept: _partials.KeptPartial, sink: Sink) -> None:
         self.job, self.kept, self.sink = job, kept, sink
         self.has_ranges = True
         parts = urlsplit(job.address.text)

@@ -1,4 +1,4 @@
-"""Where data comes from: a folder or a zip archive becomes a listing of items that can be read.
+"""Where data comes from: a folder, an archive, a table or a bucket becomes a listing of items that can be read.
 
 A source is listed once; its items are read by the engine that staging and packing share. It is never written to.
 """
@@ -8,76 +8,148 @@ from __future__ import annotations
 import os
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from colabkit._files import translated
+from colabkit.environment import can_hang
 from colabkit.errors import BadSource, InvalidOption, SourceMissing, cannot
-from colabkit.mounts import user_path
-from colabkit.sources.archive import ZipSource
-from colabkit.sources.engine import Retries, Threads, check_threads, concurrently, read_blocks, read_item, read_range
+from colabkit.fetching.addresses import FSSPEC, address_of
+from colabkit.mounts import mounts, user_path
+from colabkit.sources.answering import answer_of
+from colabkit.sources.bucket import BucketSource
+from colabkit.sources.concurrency import STALLED_S, Threads, check_threads, concurrently
+from colabkit.sources.engine import (
+    BLOCK_BYTES,
+    Block,
+    Reading,
+    Retries,
+    SharedFile,
+    Wanted,
+    block_offsets,
+    read_blocks,
+    read_item,
+)
 from colabkit.sources.folder import FolderSource
 from colabkit.sources.items import STAGE_SEAL, Item, Listing, Source
+from colabkit.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_manifest
+from colabkit.sources.one_file import FileSource
+from colabkit.sources.tar_archive import TAR_SUFFIXES, TarSource, is_tar
+from colabkit.sources.zip_archive import ZipSource
 
 __all__ = [
+    "BLOCK_BYTES",
     "STAGE_SEAL",
+    "STALLED_S",
+    "AnySource",
+    "Block",
+    "BucketSource",
+    "FileSource",
     "FolderSource",
     "Item",
     "Listing",
+    "ManifestSource",
+    "Reading",
     "Retries",
+    "SharedFile",
     "SlowSource",
     "Source",
+    "TarSource",
     "Threads",
+    "Wanted",
     "ZipSource",
+    "block_offsets",
     "check_outside",
     "check_threads",
     "concurrently",
     "open_source",
     "read_blocks",
     "read_item",
-    "read_range",
     "sample_archive",
 ]
 
+AnySource: TypeAlias = str | os.PathLike[str] | Source | Any
+"""What public calls take as source; a table of paths is a list of them, or a pandas DataFrame."""
+
 _SAMPLES = Path(__file__).parent.parent / "samples"
+_WHOLE_SUFFIXES = (  # zip archives inside, many of them, which those who read them want whole
+    *(".bin", ".ckpt", ".keras", ".npz", ".onnx", ".pt", ".pt2", ".ptl", ".pth", ".safetensors"),
+    *(".apk", ".docx", ".epub", ".ipynb", ".jar", ".kmz", ".odp", ".ods", ".odt", ".pptx", ".whl", ".xlsx"),
+    *(".h5", ".hdf5", ".npy", ".arrow", ".feather", ".tfrecord"),
+)
 
 
-def open_source(source: str | os.PathLike[str] | Source) -> Source:
-    """Return the source at a path: a folder, a zip archive, or `samples:NAME` for data inside the package.
+def open_source(source: AnySource) -> Source:
+    """Return the source that is meant.
+
+    A path is a folder, a zip or tar archive, a table of paths, or one file of any other kind. Archives are told by
+    their names, those of no known ending by their first and last bytes; a `.csv`, `.tsv` or `.parquet` file is a table
+    if it has a column of paths and the first of them is there.
+
+    Args:
+        source: a path; a list of paths or a pandas DataFrame with a column of them; the address of a bucket's folder,
+            as in `"gs://bucket/birds"`; `samples:NAME` for data inside the package; or a `Source`.
 
     Raises:
         SourceMissing: if nothing is there.
-        BadSource: if it is neither a folder nor a zip archive.
-        BadArchive: if it is an archive that is cut short or broken.
+        BadSource: if it is a special file, or an address that has to be fetched first.
+        InvalidOption: if it cannot be meant.
+        TimedOut: if there was no answer, twice.
     """
     if isinstance(source, Source):
         return source
-    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
-        needed = "a folder, a zip archive or 'samples:digits'"
-        raise InvalidOption(cannot(f"read {source!r}", f"a {type(source).__name__}", needed, "Pass its path"))
-    name = os.fspath(source)
+    if isinstance(source, list | tuple) or hasattr(source, "iloc"):
+        return ManifestSource(source)
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if not name or not isinstance(name, str):
+        needed = "a path, an address, a table of paths or 'samples:digits'"
+        raise InvalidOption(cannot(f"read {source!r:.60}", f"a {type(source).__name__}", needed, "Pass its path"))
+    if "://" in name or name.startswith(("drive.google.com/", "docs.google.com/")):
+        return _open_address(name)
     act = f"read {name!r}"
-    if "://" in name:
-        next_step = "Run colabkit.fetch() first, and use the path that it returns"
-        raise BadSource(cannot(act, "an address", "a folder or a zip archive on this machine", next_step))
     path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else user_path(name, act)
     with translated(act):
-        if path.is_dir():
-            return FolderSource(path)
-        if not path.exists():
-            parent = next(folder for folder in path.absolute().parents if folder.exists())
-            raise SourceMissing(
-                cannot(
-                    act,
-                    f"no such file or folder; {str(parent)!r} is the last part that exists",
-                    "a folder or a zip archive",
-                    "Check the path, or run colabkit.mount() if it is on Drive",
-                )
-            )
-        if path.is_file() and (path.suffix.lower() == ".zip" or zipfile.is_zipfile(path)):
-            return ZipSource(path)
-    kind = f"a file of type {path.suffix!r}" if path.is_file() else "a special file"
-    raise BadSource(cannot(act, kind, "a folder or a zip archive", "Name the folder that holds the files"))
+        kind = answer_of(lambda: _kind_of(path), can_hang(os.path.abspath(path), mounts()))
+        if kind is not None:
+            return kind(path)
+        if os.path.lexists(path):
+            next_step = "Name the folder that holds the files"
+            raise BadSource(cannot(act, "a special file or broken link", "a folder, a file or an archive", next_step))
+        parent = next(folder for folder in path.absolute().parents if folder.exists())
+    found = f"no such file or folder; {str(parent)!r} is the last part that exists"
+    next_step = "Check the path, or run colabkit.mount() if it is on Drive"
+    raise SourceMissing(cannot(act, found, "a folder, a file or an archive", next_step))
+
+
+def _open_address(text: str) -> Source:
+    if text.lower().startswith(("file://", "local://")):
+        raise BadSource(cannot(f"read {text!r}", "a path as address", "a path", "Leave out what stands before it"))
+    address = address_of(text)
+    if address.kind == FSSPEC:
+        return BucketSource(text)
+    next_step = "Run colabkit.stage() with it, and use the path that it returns"
+    raise BadSource(cannot(f"read {address.shown!r}", "an address", "something on this machine", next_step))
+
+
+def _kind_of(path: Path) -> Callable[[Path], Source] | None:
+    """Return what opens a path; None if it is neither a folder nor a regular file."""
+    if path.is_dir():
+        return FolderSource
+    if not path.is_file():
+        return None
+    name = path.name.lower()
+    if name.endswith(".zip"):
+        return ZipSource
+    if name.endswith(TAR_SUFFIXES):
+        return TarSource
+    if name.endswith(TABLE_SUFFIXES):
+        return ManifestSource if is_manifest(path) else FileSource
+    if name.endswith(_WHOLE_SUFFIXES):
+        return FileSource
+    if is_tar(path):
+        return TarSource
+    return ZipSource if zipfile.is_zipfile(path) else FileSource
 
 
 def check_outside(act: str, source: Source, target: Path) -> None:
@@ -108,6 +180,7 @@ class SlowSource:
         self.source = source
         self.latency_s = latency_s
         self.name = source.name
+        self.can_hang = True
 
     def list(self) -> Listing:
         """Return the inner source's listing after one latency."""

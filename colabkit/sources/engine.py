@@ -1,61 +1,69 @@
-"""The one reading engine that staging and packing share: concurrency that is measured, retries that are counted."""
+"""The one reading engine that staging and packing share: whole items and blocks of them, tried again where it helps."""
 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import queue
 import random
+import stat
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias, TypeVar, cast
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from colabkit._files import translated
-from colabkit.environment import usable_cpus
-from colabkit.errors import SourceChanged, cannot, check_whole_number
-from colabkit.sources.items import Item, Source, broken_archive, changed_item
+from colabkit.errors import SourceChanged
+from colabkit.sources.concurrency import STALLED_S, Calls, Threads, concurrently, still_moving
+from colabkit.sources.items import Item, SequentialSource, Source, broken_archive, changed_item
+from colabkit.sources.level import Level
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
-    "READ_THREADS",
+    "BLOCK_BYTES",
+    "Block",
+    "Reading",
     "Retries",
-    "Threads",
-    "check_threads",
-    "concurrently",
+    "SharedFile",
+    "Wanted",
+    "block_offsets",
     "read_blocks",
     "read_item",
-    "read_range",
 ]
 
-Threads: TypeAlias = int | Literal["auto"]
-T = TypeVar("T")
-R = TypeVar("R")
+BLOCK_BYTES = 4 << 20
+"""Larger items are read in blocks of this size, several at once."""
 
-READ_THREADS = 32
-"""Reads in flight where each is waited for: a mount answers a small file in tens of milliseconds."""
-
-_MEASURED_CALLS = 8
-_LONG_CALL_S = 1e-3  # decoders that run this long release the interpreter's lock long enough to pay for threads
+_CHUNK_BYTES = 1 << 20  # a read that gets so many bytes in a minute has not stalled
 _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN})
 _TRIES = 4
 _BACK_OFF_S = 0.2
+_SHARED_OPEN_S = 2.0
 
 
 class Retries:
-    """Counts the reads that were tried again, from any thread."""
+    """Counts the reads that were tried again, from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        on_retry: called at each, from the thread that tries again.
+    """
+
+    def __init__(self, on_retry: Callable[[], None] | None = None) -> None:
         self.count = 0
+        self.on_retry = on_retry
         self._lock = threading.Lock()
 
     def add(self) -> None:
         """Count one more."""
         with self._lock:
             self.count += 1
+            if self.on_retry is not None:
+                self.on_retry()
 
     def pause(self, error: OSError, tries: int) -> None:
         """Count a retry and wait before it, longer each time; raise `error` if it is no use to try again."""
@@ -65,28 +73,162 @@ class Retries:
         time.sleep(_BACK_OFF_S * 2**tries * random.uniform(0.5, 1.0))
 
 
-def check_threads(act: str, threads: Threads) -> None:
-    """Raise `InvalidOption` unless `threads` is `"auto"` or a positive whole number."""
-    if threads != "auto":
-        check_whole_number(act, "threads", threads, 1)
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Bytes of an item that are to be read: all of it, or a block of a large one.
+
+    Attributes:
+        item: whose.
+        offset: of the first byte.
+        size: how many.
+        file: what all blocks of a large item share.
+    """
+
+    item: Item
+    offset: int
+    size: int
+    file: SharedFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes that were read, with their CRC32; none where they have been placed already."""
+
+    item: Item
+    offset: int
+    size: int
+    crc: int
+    data: Buffer | None
+
+
+def block_offsets(size: int) -> range:
+    """Return where the blocks of an item of so many bytes begin; an empty item has one, of no bytes."""
+    return range(0, max(size, 1), BLOCK_BYTES)
+
+
+class Reading:
+    """Reads what is wanted of a source, many requests at once; a context that ends its threads.
+
+    Of a source that can hang, the number of requests in flight is measured and climbs while throughput does (`Level`);
+    errors that mounts recover from are tried again as in `read_item`, and lower it; a read that stalls is given up and
+    made anew once. Of others, the first reads are measured, and mostly done one by one.
+
+    Args:
+        source: where the items are.
+        threads: reads in flight, or `"auto"`.
+        retries: counts them.
+        on_wait: called some times a second while nothing comes.
+        place: puts a block of a large item where it goes. Of a source that cannot hang it is called by the threads that
+            read, which then hold one buffer each; the blocks that come out have no data any more.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        threads: Threads,
+        retries: Retries,
+        on_wait: Callable[[], None] | None = None,
+        place: Callable[[Block], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._threads = threads
+        self._retries = retries
+        self._on_wait = on_wait
+        self._place = None if source.can_hang else place
+        self._own = threading.local()
+        self._level = Level() if threads == "auto" else Level(threads, is_fixed=True)
+        self._calls: Calls[Wanted, Block] | None = None
+        self._shared: set[SharedFile] = set()
+        if source.can_hang:
+            self._calls = Calls(self._read, self._level, STALLED_S, on_wait)
+
+    def begin(self, item: Item) -> bool:
+        """Begin to read a small item before all is known that will be wanted; return whether it was.
+
+        What was begun comes first from `blocks()`. Only sources that can hang are read ahead, and only into 64 MiB.
+        """
+        if self._calls is None or item.size > BLOCK_BYTES or not self._calls.may_begin:
+            return False
+        self._calls.make(Wanted(item, 0, item.size), item.size)
+        return True
+
+    def blocks(self, wanted: Iterable[Wanted]) -> Generator[Block, None, None]:
+        """Yield what was begun and everything wanted as it comes, in any order.
+
+        Raises:
+            SourceChanged: if an item has other bytes, or another time, than listed.
+            BadArchive: if a member of an archive is broken.
+            FileFailed: if an item cannot be read.
+            TimedOut: if a read stalled twice.
+        """
+        if isinstance(self._source, SequentialSource) and self._source.is_sequential:
+            yield from self._passed_through(self._source, wanted)
+        elif self._calls is None:
+            yield from concurrently(self._read, wanted, self._threads, size_of=_size, on_wait=self._on_wait)
+        else:
+            yield from self._calls.results(wanted, _size)
+
+    def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
+        """Yield what is wanted whole of an archive that can only be read from its front, in one pass."""
+        paths = {one.item.path for one in wanted}
+        for item, file in source.walk(paths):
+            data = file.read()
+            yield Block(item, 0, item.size, zlib.crc32(data), data)
+
+    def _read(self, one: Wanted) -> Block:
+        if one.file is None:
+            data = read_item(self._source, one.item, self._retries)
+            return Block(one.item, 0, one.size, zlib.crc32(data), data)
+        self._shared.add(one.file)
+        if self._place is None:
+            buffer = memoryview(bytearray(one.size))
+        else:
+            if not hasattr(self._own, "buffer"):
+                self._own.buffer = bytearray(BLOCK_BYTES)
+            buffer = memoryview(self._own.buffer)[: one.size]
+        one.file.read_into(buffer, one.offset, self._retries)
+        block = Block(one.item, one.offset, one.size, zlib.crc32(buffer), buffer)
+        if self._place is None:
+            return block
+        self._place(block)
+        return Block(one.item, one.offset, one.size, block.crc, None)
+
+    def __enter__(self) -> Self:
+        self._retries.on_retry = self._level.refused
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._retries.on_retry = None
+        if self._calls is not None:
+            self._calls.__exit__(kind, error, trace)
+        for file in self._shared:
+            file.close()
+
+
+def _size(one: Wanted) -> int:
+    return one.size
 
 
 def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     """Return all bytes of an item, exactly as many as listed.
 
     Errors that mounts recover from (EIO, ENOTCONN, ETIMEDOUT, ESTALE) are tried again, four times in all, with growing
-    jittered pauses; each retry is counted.
+    jittered pauses, from the offset reached; each retry is counted. A file that ends early although it is as long as
+    listed is such an error too.
 
     Raises:
-        SourceChanged: if there are fewer or more bytes than listed.
+        SourceChanged: if there are fewer or more bytes than listed, or the file was changed since or meanwhile.
         BadArchive: if a member of an archive is broken.
         FileFailed: if the file cannot be read.
     """
-    return b"".join(read_blocks(source, item, item.size + 1, retries))
+    blocks = list(read_blocks(source, item, _CHUNK_BYTES, retries))
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) -> Iterator[bytes]:
-    """Yield the bytes of an item in blocks; errors and retries as in `read_item`, resumed at the offset reached."""
+    """Yield the bytes of an item in blocks, one after the other; errors and retries as in `read_item`."""
     done = 0
     tries = 0
     with translated(f"read {item.path!r} of {source.name!r}"):
@@ -97,16 +239,18 @@ def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) 
                         file.seek(done)
                     while True:
                         wanted = min(block_bytes, item.size + 1 - done)  # one byte too many, to see the file's end
-                        block = _read_full(file, wanted)
+                        block = _read_full(file, wanted, item.size - done)
                         done += len(block)
                         if done > item.size:
                             raise changed_item(source.name, item, done)
                         if block:
                             tries = 0
+                            still_moving()
                             yield block
-                        if len(block) < wanted:
+                        if len(block) < wanted or (done == item.size and _fd(file) is not None):
                             break
-                break
+                    check_end(source.name, item, file, done)
+                return
             except zipfile.BadZipFile as error:
                 raise broken_archive(source.name, f"{item.path!r}: {error}") from error
             except SourceChanged:
@@ -114,47 +258,146 @@ def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) 
             except OSError as error:
                 tries += 1
                 retries.pause(error, tries)
-    if done != item.size:
-        raise changed_item(source.name, item, done)
 
 
-def read_range(path: Path, listed: os.stat_result, offset: int, size: int, retries: Retries) -> bytes:
-    """Return `size` bytes of a big file from `offset` on; errors and retries as in `read_item`.
+class SharedFile:
+    """A large item, opened once for all its blocks: the first that is read opens it, the last closes it.
 
     Args:
-        path: the file.
-        listed: what `stat` said of it before.
-        offset: of the first byte.
-        size: how many.
-        retries: counts them.
+        source: where the item is.
+        item: which.
+        offsets: of the blocks that will be read.
+    """
+
+    def __init__(self, source: Source, item: Item, offsets: Iterable[int]) -> None:
+        self._source = source
+        self._item = item
+        self._left = set(offsets)
+        self._lock = threading.Condition()
+        self._is_opening = False
+        self._file: BinaryIO | None = None
+        self._dropped: list[BinaryIO] = []
+
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock:
+            for file in (self._file, *self._dropped):
+                if file is not None:
+                    file.close()
+            self._file, self._dropped = None, []
+
+    def read_into(self, block: memoryview, offset: int, retries: Retries) -> None:
+        """Fill `block` with the item's bytes from `offset` on; errors and retries as in `read_item`."""
+        done = 0
+        tries = 0
+        with translated(f"read {self._item.path!r} of {self._source.name!r}"):
+            while True:
+                file = None
+                try:
+                    file = self._opened()
+                    while done < len(block):
+                        got = self._read_some(block[done:], offset + done, file)
+                        if not got:
+                            check_end(self._source.name, self._item, file, offset + done)
+                        done += got
+                        tries = 0
+                        still_moving()
+                    self._finished(offset, file)
+                    return
+                except SourceChanged:
+                    raise
+                except OSError as error:
+                    self._drop(file)
+                    tries += 1
+                    retries.pause(error, tries)
+
+    def _opened(self) -> BinaryIO:
+        with self._lock:
+            if self._file is None and self._is_opening:
+                self._lock.wait(_SHARED_OPEN_S)  # not for ever: the thread that opens may hang
+            if self._file is not None:
+                return self._file
+            self._is_opening = True
+        try:
+            file = self._source.open(self._item)
+        finally:
+            with self._lock:
+                self._is_opening = False
+                self._lock.notify_all()
+        with self._lock:
+            if self._file is None:
+                self._file = file
+            else:
+                self._dropped.append(file)
+            return self._file
+
+    def _read_some(self, part: memoryview, offset: int, file: BinaryIO) -> int:
+        if (fd := _fd(file)) is not None:
+            return os.preadv(fd, [part[:_CHUNK_BYTES]], offset)
+        with self._source.open(self._item) as own:  # it has one position only
+            own.seek(offset)
+            data = own.read(len(part))
+        part[: len(data)] = data
+        return len(data)
+
+    def _drop(self, file: BinaryIO | None) -> None:
+        """Open it anew for the next try: a mount that came back has forgotten what was open."""
+        with self._lock:
+            if file is not None and file is self._file:
+                self._file = None
+                self._dropped.append(file)  # other blocks may still be read from it
+
+    def _finished(self, offset: int, file: BinaryIO) -> None:
+        with self._lock:
+            self._left.discard(offset)
+            is_last = not self._left
+        if is_last:
+            check_end(self._source.name, self._item, file, self._item.size)
+            self.close()
+
+
+def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
+    """Check, after the last byte that came, that the file still is what was listed.
+
+    Args:
+        source: its name, for messages.
+        item: as listed.
+        file: open.
+        done: bytes that came.
 
     Raises:
-        SourceChanged: if size or time of the file are not those listed.
-        FileFailed: if it cannot be read.
+        SourceChanged: if its size or time is another now, or too few bytes came of what cannot be asked.
+        OSError: EIO, if it ends early although it is as long as listed: mounts do that when they lose their server.
     """
-    tries = 0
-    with translated(f"read {str(path)!r}"):
-        while True:
-            try:
-                with path.open("rb", buffering=0) as file:
-                    found = os.fstat(file.fileno())
-                    file.seek(offset)
-                    block = _read_full(cast(BinaryIO, file), size)
-                if (found.st_size, found.st_mtime_ns, len(block)) != (listed.st_size, listed.st_mtime_ns, size):
-                    raise SourceChanged(
-                        cannot(f"read {str(path)!r}", "another size or time", "those found before", "Run it again")
-                    )
-                return block
-            except SourceChanged:
-                raise
-            except OSError as error:
-                tries += 1
-                retries.pause(error, tries)
+    fd = _fd(file)
+    if fd is None:
+        if done != item.size:
+            raise changed_item(source, item, done)
+        return
+    found = os.fstat(fd)
+    if not is_as_listed(found, item):
+        raise changed_item(source, item, found.st_size)
+    if done != item.size:
+        raise OSError(errno.EIO, f"it ended after {done} of {item.size} bytes")
 
 
-def _read_full(file: BinaryIO, size: int) -> bytes:
+def is_as_listed(found: os.stat_result, item: Item) -> bool:
+    """Return whether an open file is a regular one of the size and time listed."""
+    same_time = not item.mtime_ns or found.st_mtime_ns == item.mtime_ns
+    return stat.S_ISREG(found.st_mode) and found.st_size == item.size and same_time
+
+
+def _fd(file: BinaryIO) -> int | None:
+    try:
+        return file.fileno()
+    except (OSError, AttributeError):
+        return None
+
+
+def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
+    """Return `size` bytes, fewer at the file's end, and as few as `enough` where that is what came."""
     block = file.read(size)
-    if len(block) == size or not block:
+    if len(block) in (size, enough) or not block:
         return block
     pieces = [block]
     missing = size - len(block)
@@ -162,45 +405,3 @@ def _read_full(file: BinaryIO, size: int) -> bytes:
         pieces.append(block)
         missing -= len(block)
     return b"".join(pieces)
-
-
-def concurrently(function: Callable[[T], R], tasks: Iterable[T], threads: Threads) -> Iterator[R]:
-    """Yield `function(task)` for every task as results come, with at most `threads` calls at once.
-
-    `"auto"` measures the first calls: where they mostly wait, as on a mount, there are 32 threads; where each computes
-    for long, as many as CPUs; else none but the caller's, since tiny calls only get in each other's way.
-
-    At most two tasks a thread are under way or wait their turn. The first error stops the rest and is raised here;
-    leaving the generator early, by an error or Ctrl-C, waits only for the calls under way.
-    """
-    remaining = iter(tasks)
-    if threads == "auto":
-        first = list(itertools.islice(remaining, _MEASURED_CALLS))
-        wall, cpu = time.perf_counter(), time.thread_time()
-        results = [function(task) for task in first]
-        threads = _suited_threads(time.perf_counter() - wall, time.thread_time() - cpu, len(first))
-        yield from results
-    if threads == 1:
-        yield from map(function, remaining)
-        return
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="colabkit-read")
-    done: queue.SimpleQueue[Future[R]] = queue.SimpleQueue()
-    under_way = 0
-    try:
-        while True:
-            for task in itertools.islice(remaining, 2 * threads - under_way):
-                pool.submit(function, task).add_done_callback(done.put)
-                under_way += 1
-            if not under_way:
-                return
-            yield done.get().result()
-            under_way -= 1
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int:
-    """Return how many threads suit calls that took this long together in one thread."""
-    if not calls or cpu_s < wall_s / 2:
-        return READ_THREADS
-    return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1

@@ -4,21 +4,46 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, cast
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 from colabkit._files import translated
+from colabkit.environment import can_hang
 from colabkit.mounts import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts
-from colabkit.sources.engine import Retries, concurrently
-from colabkit.sources.items import STAGE_SEAL, Item, Listing, changed_item
+from colabkit.sources.concurrency import STALLED_S, Calls
+from colabkit.sources.engine import Retries
+from colabkit.sources.items import STAGE_SEAL, Item, Listing
+from colabkit.sources.level import Level
+from colabkit.sources.one_file import open_listed
 
 __all__ = ["FolderSource"]
 
 _Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
-_Folder: TypeAlias = tuple[str, _Chain]
 _SHORTCUT_DEPTH = 8
-_Level: TypeAlias = tuple[list[Item], list[_Folder], list[tuple[str, str]]]  # files, folders, what was passed over
+_STATS_AT_ONCE = 50
+
+
+class _Folder(NamedTuple):
+    """A folder to list: its path inside the source, and the shortcuts on the way to it."""
+
+    inside: str
+    chain: _Chain
+
+
+class _Files(NamedTuple):
+    """Some files of a folder whose sizes are still to be asked for: paths inside the source, and entries."""
+
+    paths: list[str]
+    entries: list[os.DirEntry[str]]
+
+
+class _Found(NamedTuple):
+    """What was found: items, what is to be asked next, and what was passed over."""
+
+    items: list[Item]
+    next: list[_Folder | _Files]
+    skipped: list[tuple[str, str]]
 
 
 class FolderSource:
@@ -27,44 +52,65 @@ class FolderSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = str(path)
-        holding = mount_holding(os.path.abspath(path), mounts())
+        table = mounts()
+        self.can_hang = can_hang(os.path.abspath(path), table)
+        holding = mount_holding(os.path.abspath(path), table)
         is_drive = holding is not None and holding.fstype == DRIVEFS
         self._shortcut_targets = f"{holding.point}/{SHORTCUT_TARGETS}/" if holding and is_drive else ""
 
-    def list(self) -> Listing:
-        """Return every regular file below the folder; folders are listed concurrently.
+    def list(self, on_found: Callable[[list[Item]], None] | None = None) -> Listing:
+        """Return every regular file below the folder; of one that can hang many folders are listed at once.
+
+        Args:
+            on_found: called with the files of each folder as soon as it is listed.
 
         Raises:
             FileFailed: if a folder cannot be listed.
+            TimedOut: if there was no answer, twice.
         """
         items: list[Item] = []
         skipped: list[tuple[str, str]] = []
         retries = Retries()
 
-        def list_folder(folder: _Folder) -> _Level:
+        def look(at: _Folder | _Files) -> _Found:
             tries = 0
             while True:
                 try:
-                    return self._list_folder(folder)
+                    return self._list_folder(at) if isinstance(at, _Folder) else _stats_of(at)
                 except OSError as error:
                     tries += 1
                     retries.pause(error, tries)
 
         with translated(f"list {self.name!r}"):
-            waiting: list[_Folder] = [("", (os.path.realpath(self.path),))]
-            while waiting:
-                level = concurrently(list_folder, waiting, "auto")
-                waiting = []
-                for files, folders, passed_over in level:
-                    items += files
-                    waiting += folders
-                    skipped += passed_over
+            for found in self._walk(look):
+                items += found.items
+                skipped += found.skipped
+                if on_found is not None and found.items:
+                    on_found(found.items)
         return Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)), retries.count)
 
-    def _list_folder(self, folder: _Folder) -> _Level:
+    def _walk(self, look: Callable[[_Folder | _Files], _Found]) -> Iterator[_Found]:
+        root = _Folder("", (os.path.realpath(self.path),))
+        if not self.can_hang:
+            waiting: list[_Folder | _Files] = [root]
+            while waiting:
+                found = look(waiting.pop())
+                waiting += found.next
+                yield found
+            return
+        with Calls(look, Level(), STALLED_S) as calls:
+            calls.make(root)
+            while calls.under_way:
+                found = calls.take()
+                for at in found.next:
+                    calls.make(at)
+                yield found
+
+    def _list_folder(self, folder: _Folder) -> _Found:
         inside, chain = folder
-        files: list[Item] = []
-        folders: list[_Folder] = []
+        names: list[str] = []
+        files: list[os.DirEntry[str]] = []
+        folders: list[_Folder | _Files] = []
         skipped: list[tuple[str, str]] = []
         with os.scandir(self.path / inside) as entries:
             for entry in entries:
@@ -79,35 +125,31 @@ class FolderSource:
                     if target in chain or len(chain) > _SHORTCUT_DEPTH:
                         skipped.append((path, "shortcut to a folder that it lies in, or nested too deep"))
                     else:
-                        folders.append((path, (*chain, target) if is_shortcut else chain))
+                        folders.append(_Folder(path, (*chain, target) if is_shortcut else chain))
                 elif entry.is_file():
-                    files.append(Item(path, entry.stat().st_size))
+                    names.append(path)
+                    files.append(entry)
                 elif is_shortcut:
                     skipped.append((path, "shortcut to nothing"))
                 else:
                     skipped.append((path, "special file"))
-        return files, folders, skipped
+        step = _STATS_AT_ONCE if self.can_hang else max(len(names), 1)
+        batches = [_Files(names[at : at + step], files[at : at + step]) for at in range(0, len(names), step)]
+        return _Found([], [*folders, *batches], skipped)
 
     def open(self, item: Item) -> BinaryIO:
         """Open the item's file without following links other than Drive's shortcuts.
 
         Raises:
-            SourceChanged: if it is no file any more, or its size is no longer the listed one.
+            SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
         """
-        # Where a pipe took the file's place, O_NONBLOCK keeps the opening from waiting for its other end.
         path = self.path / item.path
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            fd = os.open(path, flags | os.O_NOFOLLOW)
+            return open_listed(path, self.name, item, os.O_NOFOLLOW)
         except OSError as error:
             if error.errno != errno.ELOOP or not self._is_shortcut(path):
                 raise
-            fd = os.open(path, flags)
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != item.size:
-            os.close(fd)
-            raise changed_item(self.name, item, found.st_size)
-        return cast(BinaryIO, open(fd, "rb", buffering=0))
+            return open_listed(path, self.name, item)
 
     def _is_shortcut(self, link: str | Path) -> bool:
         """Return whether a link is one of Drive's shortcuts: DriveFS shows them as links into a folder of its own."""
@@ -116,3 +158,16 @@ class FolderSource:
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
+
+
+def _stats_of(files: _Files) -> _Found:
+    items: list[Item] = []
+    skipped: list[tuple[str, str]] = []
+    for path, entry in zip(*files, strict=True):
+        try:
+            stats = entry.stat()
+        except FileNotFoundError:
+            skipped.append((path, "it vanished while the folder was listed"))
+        else:
+            items.append(Item(path, stats.st_size, stats.st_mtime_ns))
+    return _Found(items, [], skipped)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import BinaryIO, Protocol, runtime_checkable
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from colabkit.errors import BadArchive, SourceChanged, cannot
 
-__all__ = ["STAGE_SEAL", "Item", "Listing", "Source", "broken_archive", "changed_item"]
+__all__ = ["STAGE_SEAL", "Item", "Listing", "SequentialSource", "Source", "broken_archive", "changed_item"]
 
 STAGE_SEAL = ".colabkit-stage.json"
 """The seal that `stage()` leaves in a near copy; it is no part of the data."""
@@ -15,19 +16,36 @@ STAGE_SEAL = ".colabkit-stage.json"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One file of a source: its path inside it, with forward slashes, and its size in bytes."""
+    """One file of a source.
+
+    Attributes:
+        path: inside the source, with forward slashes.
+        size: in bytes.
+        mtime_ns: when it was last changed, in nanoseconds since 1970 as its file system says; 0 where it does not.
+    """
 
     path: str
     size: int
+    mtime_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All files of a source, sorted by path; what was passed over with the reason; folders that were tried again."""
+    """All files of a source: its manifest.
+
+    Attributes:
+        items: its files, sorted by path; of a table one for each row, in the table's order.
+        skipped: what was passed over, with the reason.
+        retries: folders that were tried again.
+        columns: further columns of a table by name, a value for each item.
+        extras: files that belong to the source but are no samples of it: the table itself.
+    """
 
     items: tuple[Item, ...]
     skipped: tuple[tuple[str, str], ...]
     retries: int = 0
+    columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    extras: tuple[Item, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -37,9 +55,15 @@ class Listing:
 
 @runtime_checkable
 class Source(Protocol):
-    """A place with files: `name` for messages, `list()` once, `open()` for any item from any thread."""
+    """A place with files: `list()` once, `open()` for any item from any thread.
+
+    Attributes:
+        name: for messages.
+        can_hang: whether another program or machine answers for it, so that a read may never return.
+    """
 
     name: str
+    can_hang: bool
 
     def list(self) -> Listing:
         """Return every regular file of the source."""
@@ -51,14 +75,32 @@ class Source(Protocol):
         """Let go of what reading holds open; the next use opens it again."""
 
 
+@runtime_checkable
+class SequentialSource(Source, Protocol):
+    """A source that may be readable from its front only: `walk()` passes through it once.
+
+    Attributes:
+        is_sequential: whether it is.
+    """
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether `open()` would have to pass through all that lies before an item."""
+
+    def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
+        """Yield the wanted items in their order, each with its bytes, which can be read until the next step."""
+
+
 def changed_item(source: str, item: Item, found: int) -> SourceChanged:
-    """Return the error for an item that has another number of bytes than listed."""
+    """Return the error for an item of another size or time than listed; `found` is its size now, in bytes."""
     act = f"read {item.path!r} of {source!r}"
+    if found == item.size:
+        return SourceChanged(cannot(act, "it was written to meanwhile", "a file that stays as listed", "Run it again"))
     return SourceChanged(cannot(act, f"{found} bytes", f"the {item.size} listed before", "Run it again"))
 
 
 def broken_archive(source: str, reason: str) -> BadArchive:
     """Return the error for an archive whose bytes make no sense."""
     return BadArchive(
-        cannot(f"read {source!r}", f"a broken or cut-short archive ({reason})", "a whole zip file", "Download it again")
+        cannot(f"read {source!r}", f"a broken or cut-short archive ({reason})", "a whole archive", "Download it again")
     )

@@ -1,0 +1,291 @@
+"""What becomes a finished file or folder in one rename, or disappears, or is kept for the next run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from colabkit import _files
+from colabkit.errors import TargetExists, cannot
+
+__all__ = ["KeptPartial", "Partial", "discard", "discard_kept"]
+
+_PARTIAL = re.compile(
+    r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+\.partial"
+)
+_FOREIGN_PARTIAL_S = 24 * 3600.0  # a partial of another machine is left alone this long: its owner cannot be asked
+
+
+def discard(final: Path) -> None:
+    """Remove a finished file or folder: one rename makes it absent, so that no half of it is ever at its path."""
+    with Partial(final) as partial:
+        _files.rename(final, partial.path)
+
+
+def discard_kept(final: Path, identity: str) -> int:
+    """Remove what an interrupted run kept for a final path, if no process has it; return the bytes given back."""
+    kept = KeptPartial(final.parent, identity)
+    if not kept.is_begun():
+        return 0
+    freed = _files.disk_bytes(kept.kept_folder)
+    with kept:
+        kept.start_over()
+    return freed
+
+
+class Partial:
+    """A private path beside `final` that becomes `final` in one rename, or disappears.
+
+    `with Partial(final) as partial:` gives the path to fill, a file or a folder that does not exist yet; `publish()`
+    renames it. Leaving the block without `publish()`, by an error or by Ctrl-C, removes it. What a killed process left
+    behind for the same `final` is removed when the next one starts.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self._key = hashlib.sha256(os.fsencode(final.name)).hexdigest()[:12]  # however the folder is spelt
+
+    def __enter__(self) -> Self:
+        _files.make_folder(self.final.parent)
+        self._reclaim()
+        owner = f"{_boot_id()}-{os.getpid()}-{_start_time(os.getpid())}"
+        self.path = self.final.parent / f".colabkit-{self._key}-{owner}-{time.monotonic_ns()}.partial"
+        self._old = self.path.with_name(self.path.name.replace(".partial", "0.partial"))
+        _in_use.update((self.path.name, self._old.name))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _in_use.difference_update((self.path.name, self._old.name))
+        try:
+            if os.path.lexists(self._old) and not os.path.lexists(self.final):
+                _files.rename(self._old, self.final)  # stopped between the two renames of `publish`
+            for path in (self.path, self._old):
+                if os.path.lexists(path):
+                    _files.remove(path)
+        except OSError:
+            if error is None:  # never hide the first error behind the second
+                raise
+
+    def publish(self, replace: bool = False) -> None:
+        """Rename the partial to its final path.
+
+        Raises:
+            TargetExists: if something is at the final path and `replace` is false.
+        """
+        self._put(self.path, replace)
+
+    def _put(self, path: Path, replace: bool) -> None:
+        if not replace and os.path.lexists(self.final):
+            act = f"publish {str(self.final)!r}"
+            raise TargetExists(cannot(act, "the path was taken meanwhile", "a free path", "Run it again"))
+        if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
+            # Folders cannot be replaced in one rename: the old one becomes a partial first, and is removed last.
+            _files.rename(self.final, self._old)
+            _files.rename(path, self.final)
+            _files.remove(self._old)
+        else:
+            _files.rename(path, self.final)
+
+    def _partials(self) -> list[Path]:
+        """Return the partials of this final path, of all processes."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.final.parent) as entries:
+            return [Path(entry.path) for entry in entries if entry.name.startswith(f".colabkit-{self._key}-")]
+        return []
+
+    def _reclaim(self) -> None:
+        for path in self._partials():
+            match = _PARTIAL.fullmatch(path.name)
+            if match and _is_abandoned(path, match):
+                _files.remove(path)
+
+
+class KeptPartial(Partial):
+    """A partial that is kept when its process ends or is killed, so that the next one goes on where it stopped.
+
+    `with KeptPartial(folder, identity) as kept:` gives `kept.folder`, hidden in `folder`, with `kept.data` to fill, a
+    file or a folder, and `kept.record`: what has to be the same for going on, empty at first. `publish_as()` renames
+    what is whole. One process at a time has the kept folder, by a lock that ends with it; another that comes meanwhile
+    and does not wait, or where the file system has no locks, gets a folder of its own, which is not kept. After a
+    restart of the machine it begins anew, since blocks may be missing that were never synced.
+
+    Args:
+        folder: where the final path will be.
+        identity: a text of hexadecimal digits that tells this work from any other.
+        on_busy: called with the kept folder while another process has it; returns whether to wait on, after a moment.
+    """
+
+    def __init__(self, folder: Path, identity: str, on_busy: Callable[[Path], bool] | None = None) -> None:
+        super().__init__(folder / identity)
+        self._on_busy = on_busy
+
+    @property
+    def kept_folder(self) -> Path:
+        """The folder that is kept, whether it is there or not."""
+        return self.final.parent / f".colabkit-{self._key}-kept.partial"
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        shared = self.kept_folder
+        self._lock = self._claim(shared)
+        self.folder = self.path if self._lock is None else shared
+        self.data = self.folder / "data"
+        self.record: dict[str, Any] = {}
+        try:
+            _files.make_folder(self.folder)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found = json.loads((self.folder / _RECORD).read_bytes())
+                self.record = dict(found["values"]) if found["start"] == _machine_start() else {}
+            if not self.record:
+                self.start_over()
+        except BaseException:
+            if self._lock is not None:
+                os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._lock is not None and not self._has_bytes():
+                try:
+                    _files.rename(self.folder, self.path)  # nobody can enter it any more, and so it can be removed
+                except OSError:
+                    _files.remove(self.folder)
+                    raise
+        finally:
+            try:
+                super().__exit__(kind, error, trace)
+            finally:
+                if self._lock is not None:
+                    os.close(self._lock)
+
+    def is_begun(self) -> bool:
+        """Return whether anything of this work, kept or left behind, lies in the folder."""
+        return bool(self._partials())
+
+    def wait_while_busy(self) -> None:
+        """Return when no other process has the kept folder, or `on_busy` waits no longer."""
+        if (lock := self._claim(self.kept_folder)) is not None:
+            os.close(lock)
+
+    def _claim(self, folder: Path) -> int | None:
+        while True:
+            try:
+                return _locked(folder)
+            except BlockingIOError:
+                if self._on_busy is None or not self._on_busy(folder):
+                    return None
+
+    def note(self, **values: Any) -> None:
+        """Write the record: plain values, which the next process finds in `record`."""
+        self.record = values
+        new = self.folder / f"{_RECORD}.new"
+        _files.remove(new)
+        _files.write_file(new, json.dumps({"start": _machine_start(), "values": values}).encode())
+        _files.rename(new, self.folder / _RECORD)
+
+    def start_over(self) -> None:
+        """Remove what was kept, and the record."""
+        self.record = {}
+        for path in self.folder.iterdir():
+            if path.name != _LOCK:
+                _files.remove(path)
+
+    def publish_as(self, path: Path, final: Path, replace: bool = False) -> None:
+        """Rename `path`, in the kept folder, to its final path beside that folder; errors as of `publish()`."""
+        self.final = final
+        self._put(path, replace)
+        self.start_over()
+
+    def _has_bytes(self) -> bool:
+        own = {_LOCK, _RECORD, f"{_RECORD}.new"}
+        return any(path.is_file() and path.name not in own and path.stat().st_size for path in self.folder.rglob("*"))
+
+
+_LOCK, _RECORD = "lock", "record"
+_LOCK_TRIES = 100  # others may come and go in between; a file system that answers wrongly must not hold us
+
+
+def _locked(folder: Path) -> int | None:
+    """Make a folder and return the descriptor that locks it; None where there are no locks.
+
+    Raises:
+        BlockingIOError: while another process has it.
+    """
+    for _ in range(_LOCK_TRIES):
+        _files.make_folder(folder)
+        path = folder / _LOCK
+        try:
+            fd = _files.open_lock(path)
+        except FileNotFoundError:
+            continue  # its owner finished and removed the folder meanwhile
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _files.remove_empty_folder(folder)
+            raise
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise
+            _files.remove(folder)
+            return None
+        os.close(fd)
+    return None
+
+
+def _machine_start() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+_in_use: set[str] = set()
+"""Names of this process's own partials; others that bear its number are of removals that failed."""
+
+
+def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
+    if name["boot"] == _boot_id():
+        if int(name["pid"]) == os.getpid():
+            return path.name not in _in_use
+        return _start_time(int(name["pid"])) != name["start"]
+    try:
+        return time.time() - path.lstat().st_mtime > _FOREIGN_PARTIAL_S
+    except FileNotFoundError:
+        return False
+
+
+def _boot_id() -> str:
+    try:
+        # A process number means something in its own namespace only: containers share the machine's boot.
+        text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        text = os.uname().nodename
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks, so that a reused number is told from its former owner."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "0" if pid == os.getpid() or not Path("/proc").is_dir() else "gone"
+    return stat.rpartition(")")[2].split()[19]

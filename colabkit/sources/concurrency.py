@@ -1,0 +1,308 @@
+"""Calls made many at once: as many as pay, none waited for without end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Generic, Literal, Self, TypeAlias, TypeVar
+
+from colabkit.environment import usable_cpus
+from colabkit.errors import TimedOut, cannot, check_whole_number
+from colabkit.sources.level import Level
+
+__all__ = ["REQUEST_BYTES", "STALLED_S", "Calls", "Threads", "check_threads", "concurrently", "still_moving"]
+
+Threads: TypeAlias = int | Literal["auto"]
+T = TypeVar("T")
+R = TypeVar("R")
+
+STALLED_S = 60.0
+"""Seconds without a byte after which a read is given up and made anew."""
+
+REQUEST_BYTES = 512 << 10
+"""What counts as one request: a call for more counts as several, so that fewer such calls run at once."""
+
+_TRIES = 2
+_HELD_BYTES = 64 << 20
+_HELD_CALLS = 4096
+_MEASURED_CALLS = 8
+_MEASURED_S = 3e-3
+_LONG_CALL_S = 1e-3  # decoders that run this long release the interpreter's lock long enough to pay for threads
+_TICK_S = 0.25
+_GRACE_S = 1.5  # for calls under way when the work is left: they only read, and end by themselves
+_THREADS = "colabkit-read"
+
+_current = threading.local()
+
+
+def check_threads(act: str, threads: Threads) -> None:
+    """Raise `InvalidOption` unless `threads` is `"auto"` or a positive whole number."""
+    if threads != "auto":
+        check_whole_number(act, "threads", threads, 1)
+
+
+def still_moving() -> None:
+    """Say, from inside a call that may take long, that it has just got some bytes: it has not stalled."""
+    if (call := getattr(_current, "call", None)) is not None:
+        call.moved = time.monotonic()
+
+
+class _Call(Generic[T, R]):
+    """One call: when it began and last moved, and how it ended."""
+
+    __slots__ = ("error", "is_given_up", "moved", "result", "size", "task", "tries", "weight")
+
+    def __init__(self, task: T, size: int, tries: int = 1) -> None:
+        self.task = task
+        self.size = size
+        self.weight = 1 + size / REQUEST_BYTES
+        self.tries = tries
+        self.moved: float | None = None
+        self.result: R
+        self.error: BaseException | None = None
+        self.is_given_up = False
+
+
+class Calls(Generic[T, R]):
+    """Calls of one function in threads, as many at once as the level says; results come in the order they end.
+
+    A call that stalls is left behind in its thread, which is a daemon, and made once more in another. So with
+    `stalled_s` the function must change nothing: it reads.
+
+    Args:
+        function: called with each task.
+        level: how many at once; it is told of each call's end.
+        stalled_s: seconds without `still_moving()` after which a call is given up; None waits for ever.
+        on_wait: called some times a second while nothing ends.
+        tries: how often a call is made until it is an error that it stalls.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[T], R],
+        level: Level,
+        stalled_s: float | None = None,
+        on_wait: Callable[[], None] | None = None,
+        tries: int = _TRIES,
+    ) -> None:
+        self._tries = tries
+        self._function = function
+        self._level = level
+        self._stalled_s = stalled_s
+        self._on_wait = on_wait
+        self._tasks: queue.SimpleQueue[_Call[T, R] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Call[T, R]] = queue.SimpleQueue()
+        self._under_way: set[_Call[T, R]] = set()
+        self._held_bytes = 0  # of results that were not taken, and of calls that will give such
+        self._lock = threading.Lock()  # guards what follows, and the level
+        self._unended = 0
+        self._unended_weight = 0.0
+        self._threads: list[threading.Thread] = []
+        self._wanted_threads = 0
+
+    @property
+    def under_way(self) -> int:
+        """Calls whose results have not been taken."""
+        return len(self._under_way)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether memory allows one more call."""
+        return self._held_bytes < _HELD_BYTES and self.under_way < _HELD_CALLS
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more call is of use: each thread shall find the next one when it ends one."""
+        unended = self._unended if self._level.is_fixed else self._unended_weight
+        return unended < 2 * self._level.now and self.may_begin
+
+    def make(self, task: T, size: int = 0) -> None:
+        """Make a call as soon as a thread is free; `size` is how many bytes its result has."""
+        self._make(_Call(task, size))
+
+    def _make(self, call: _Call[T, R]) -> None:
+        self._under_way.add(call)
+        self._held_bytes += call.size
+        with self._lock:
+            self._unended += 1
+            self._unended_weight += call.weight
+            self._level.begin(time.monotonic())
+            self._suit_threads()
+        self._tasks.put(call)
+
+    def _suit_threads(self) -> None:
+        """Have as many threads as the level asks for calls of the weight that they have now."""
+        is_even = self._level.is_fixed or not self._unended
+        weight = 1.0 if is_even else self._unended_weight / self._unended
+        wanted = max(1, round(self._level.now / weight))
+        while self._wanted_threads < min(wanted, self._unended):
+            self._wanted_threads += 1
+            thread = threading.Thread(target=self._work, name=f"{_THREADS}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        while self._wanted_threads > wanted:
+            self._wanted_threads -= 1
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (call := self._tasks.get()) is not None:
+            cpu = time.thread_time()
+            call.moved = time.monotonic()
+            _current.call = call
+            try:
+                call.result = self._function(call.task)
+            except BaseException as error:
+                call.error = error
+            _current.call = None
+            with self._lock:
+                if call.is_given_up:
+                    return  # another thread has taken its place
+                self._unended -= 1
+                self._unended_weight -= call.weight
+                self._level.note(time.monotonic(), call.weight, time.thread_time() - cpu)
+                if self._unended:
+                    self._suit_threads()
+                call.moved = None
+            self._done.put(call)
+
+    def take(self) -> R:
+        """Return the result of a call that ended, or raise its error.
+
+        Raises:
+            TimedOut: if a call stalled twice.
+        """
+        while True:
+            try:
+                call = self._done.get(timeout=_TICK_S)
+            except queue.Empty:
+                self._give_up_stalled()
+                if self._on_wait is not None:
+                    self._on_wait()
+                continue
+            self._under_way.discard(call)
+            self._held_bytes -= call.size
+            if call.error is not None:
+                raise call.error
+            return call.result
+
+    def _give_up_stalled(self) -> None:
+        if self._stalled_s is None:
+            return
+        late = time.monotonic() - self._stalled_s
+        for call in list(self._under_way):
+            with self._lock:
+                if call.moved is None or call.moved >= late:
+                    continue
+                call.is_given_up = True
+                self._unended -= 1
+                self._unended_weight -= call.weight
+                self._wanted_threads -= 1
+                self._level.refused()
+            self._under_way.discard(call)
+            self._held_bytes -= call.size
+            if call.tries >= self._tries:
+                raise TimedOut(
+                    cannot(
+                        "read the source",
+                        f"no byte in {self._stalled_s:g} s{', twice' if self._tries > 1 else ''}",
+                        "a source that answers",
+                        "See colabkit.runtime() and run colabkit.mount(force=True) if it is Drive, then run this again",
+                    )
+                )
+            self._make(_Call(call.task, call.size, call.tries + 1))
+
+    def results(self, tasks: Iterable[T], size_of: Callable[[T], int]) -> Iterator[R]:
+        """Make a call for every task as there is room, and yield all results as they come."""
+        remaining = iter(tasks)
+        while True:
+            while self.has_room and (task := next(remaining, _END)) is not _END:
+                self.make(task, size_of(task))  # type: ignore[arg-type]
+            if not self.under_way:
+                return
+            yield self.take()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drop what has not begun, and wait a moment for what has."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + _GRACE_S
+        for thread in self._threads:
+            thread.join(None if self._stalled_s is None else max(0.0, deadline - time.monotonic()))
+
+
+def concurrently(
+    function: Callable[[T], R],
+    tasks: Iterable[T],
+    threads: Threads,
+    *,
+    stalled_s: float | None = None,
+    size_of: Callable[[T], int] = lambda _: 0,
+    level: Level | None = None,
+    on_wait: Callable[[], None] | None = None,
+) -> Iterator[R]:
+    """Yield `function(task)` for every task as results come.
+
+    `"auto"` measures. Where a call may never return (`stalled_s`), calls begin 32 at once and their number climbs while
+    throughput climbs. Elsewhere the first calls are made one by one: where they mostly wait, as on a disk that seeks,
+    it goes on like that; where each computes for long, there are as many threads as CPUs; else none but the caller's,
+    since tiny calls only get in each other's way.
+
+    At most two tasks a thread are under way or wait their turn. The first error stops the rest and is raised here;
+    leaving the generator early, by an error or Ctrl-C, waits only for the calls under way.
+
+    Args:
+        function: called with each task; with `stalled_s` it must change nothing.
+        tasks: taken when there is room.
+        threads: calls at once, or `"auto"`.
+        stalled_s: seconds without a sign of life after which a call is made anew in another thread; None for work that
+            cannot hang.
+        size_of: the bytes of a task's result; large ones are fewer at once.
+        level: what a caller wants to tell of refusals.
+        on_wait: called some times a second while nothing ends.
+
+    Raises:
+        TimedOut: if a call stalled twice.
+    """
+    remaining = iter(tasks)
+    if threads != "auto":
+        level = Level(threads, is_fixed=True)
+    elif stalled_s is None:
+        results: list[R] = []
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for task in itertools.islice(remaining, _MEASURED_CALLS):
+            results.append(function(task))
+            if time.perf_counter() - wall > _MEASURED_S:
+                break
+        suited = _suited_threads(time.perf_counter() - wall, time.thread_time() - cpu, len(results))
+        if suited is not None:
+            level = Level(suited, is_fixed=True)
+        yield from results
+    level = level or Level()
+    if level.is_fixed and level.now == 1 and stalled_s is None:
+        yield from map(function, remaining)
+        return
+    with Calls(function, level, stalled_s, on_wait) as calls:
+        yield from calls.results(remaining, size_of)
+
+
+_END = object()
+
+
+def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int | None:
+    """Return how many threads suit calls that took this long together in one thread; None where they waited."""
+    if not calls or cpu_s < wall_s / 2:
+        return None
+    return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1

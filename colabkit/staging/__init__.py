@@ -1,0 +1,217 @@
+"""`stage()` brings a far source near: read concurrently, checked, published whole or not at all.
+
+A near copy holds exactly the source's files, and one more, `.colabkit-stage.json`: its seal and manifest, written last.
+Files are read many at once, since a mount answers each after a latency; large files in several ranges at once; an
+archive is brought near whole and extracted from there. What an interrupted run brought is kept, and the next one goes
+on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from colabkit import _files, _partials
+from colabkit.environment import can_hang, near_folder
+from colabkit.errors import InvalidOption, NotSealed, SourceMissing, cannot
+from colabkit.fetching import fetch
+from colabkit.fetching.addresses import FSSPEC, Address
+from colabkit.mounts import mounts
+from colabkit.sources import (
+    AnySource,
+    FileSource,
+    Source,
+    TarSource,
+    Threads,
+    ZipSource,
+    check_threads,
+    open_source,
+)
+from colabkit.staging.identity import identity_of
+from colabkit.staging.job import Job, find_staged, origin_of
+from colabkit.staging.publishing import publish
+from colabkit.staging.reports import PublishReport, StagePlan, StageReport, UnstageReport
+from colabkit.staging.seal import Seal, read_seal
+from colabkit.staging.targets import candidates, give_back_tmpfs
+
+__all__ = ["PublishReport", "StagePlan", "StageReport", "UnstageReport", "publish", "stage", "unstage"]
+
+
+def stage(
+    source: AnySource,
+    to: str | os.PathLike[str] = "auto",
+    *,
+    threads: Threads = "auto",
+    verify: Literal["size", "full"] = "size",
+    extract: bool = True,
+    refresh: bool = False,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> StageReport:
+    """Copy a source to near storage and return where it is.
+
+    Every file's byte count is checked against the listing, and the file against being written to meanwhile; the copy
+    appears at its path only when it is whole. A copy of the same source that is there already is used again without
+    touching the source. A run that was stopped, by an error, Ctrl-C or a kill, is gone on with: what is near already is
+    not read again. While another process stages the same, this one waits for it.
+
+    Args:
+        source: a folder; a zip or tar archive; any other file; a table of paths (pandas DataFrame, `.csv`, `.parquet`
+            or a list of paths); an https address or Drive link, through `fetch()`; a bucket's folder (`gs://`, `s3://`);
+            `samples:digits`; or a `Source`.
+        to: `"auto"` takes tmpfs where the bytes fit with room for training, else disk; `"tmpfs"` and `"disk"` insist;
+            anything else is the path of the copy. As root, where RAM allows more than the tmpfs that is there, one is
+            mounted for the copy alone, until `unstage()`.
+        threads: reads in flight; `"auto"` measures: their number climbs while throughput climbs, and falls on errors.
+        verify: `"size"` compares byte counts; `"full"` reads the source a second time and compares all bytes.
+        extract: false keeps an archive as it is.
+        refresh: look at the source again although a near copy is there, and copy what has changed.
+        dry_run: only plan; the report's `plan` says what would be done.
+        progress: show a progress bar.
+
+    Raises:
+        SourceMissing: if nothing is at the source's path.
+        BadSource: if the source holds no files, or the target lies inside it.
+        BadArchive: if an archive is broken, cut short or hostile.
+        TargetExists: if something else is at the target's path.
+        NotEnoughSpace: before anything is written, where that can be known.
+        SourceChanged: if a file changed between listing and reading, or while it was read.
+        Corrupt: if with `verify="full"` the second reading gives other bytes.
+        TimedOut: if the source does not answer.
+    """
+    started = time.monotonic()
+    name, key, address = identity_of(source, extract=extract)
+    act = f"stage {name!r}"
+    check_threads(act, threads)
+    if not isinstance(to, str | os.PathLike):
+        needed = "'auto', 'tmpfs', 'disk' or a path"
+        raise InvalidOption(cannot(act, f"to={to!r}", needed, "Use to='auto'"))
+    if verify not in ("size", "full"):
+        raise InvalidOption(cannot(act, f"verify={verify!r}", "'size' or 'full'", "Use verify='size'"))
+    with _files.translated(act):
+        places = candidates(name, to, key, act)
+        origin = _near_origin(name)
+        if not refresh and (found := find_staged(places, key, origin)):
+            _partials.discard_kept(found[0], key)  # of a run that was killed after its last step but one
+            return _report(found, started)
+        with (
+            _near_file(source, address, progress=progress) as local,
+            closing(_opened(local, extract=extract)) as opened,
+        ):
+            job = Job(
+                act=act,
+                name=name,
+                key=key,
+                source=opened,
+                places=places,
+                is_asked=to != "auto",
+                threads=threads,
+                verify=verify,
+                refresh=refresh,
+                progress=progress,
+                origin=origin,
+            )
+            staged = job.run(dry_run)
+    return _report(staged, started, job=job)
+
+
+def unstage(path: AnySource | StageReport) -> UnstageReport:
+    """Remove a near copy that `stage()` made, or what is left of one that was interrupted, and give its space back.
+
+    Args:
+        path: the copy's path, the report of `stage()`, or the source that was staged with `to="auto"`.
+
+    Raises:
+        SourceMissing: if nothing is there.
+        NotSealed: if `stage()` did not make it; then it is left alone.
+    """
+    if isinstance(path, StageReport):
+        places, key = [path.path], ""
+        act = f"unstage {str(path.path)!r}"
+    else:
+        name, key, _ = identity_of(path, extract=True)
+        act = f"unstage {name!r}"
+        places = [Path(name)] if os.path.isabs(name) else []
+        places += [place.path for place in candidates(name, "auto", key, act)]
+    with _files.translated(act):
+        for place in places:
+            is_file = place.is_file() and (seal := read_seal(place.parent)) and seal.file == place.name
+            folder = place.parent if is_file else place
+            if (seal := read_seal(folder)) is not None:
+                _partials.discard(folder)
+                if seal.tmpfs:
+                    give_back_tmpfs(act, Path(seal.tmpfs))
+                return UnstageReport(folder, seal.staged_bytes)
+            if freed := _partials.discard_kept(folder, key):
+                return UnstageReport(folder, freed)
+        if os.path.lexists(places[0]):
+            found = "no seal of stage() in it"
+            raise NotSealed(cannot(act, found, "a staged folder", "Remove it yourself if you mean it"))
+    raise SourceMissing(cannot(act, "nothing is there", "a staged folder", "Check the path"))
+
+
+@contextmanager
+def _near_file(source: AnySource, address: Address | None, *, progress: bool) -> Iterator[AnySource]:
+    """Give the source, or what was fetched if it is an address; that is removed once all went well."""
+    if address is None or address.kind == FSSPEC:
+        yield source
+        return
+    folder = near_folder(os.environ) / "downloads" / address.digest()[:12]
+    yield fetch(str(source), f"{folder}/", progress=progress).path
+    _files.remove(folder)
+
+
+def _near_origin(name: str) -> tuple[int, int] | None:
+    """Return size and time of a source that is a file on this machine, None of any other: that may be far."""
+    if not os.path.isabs(name) or can_hang(name, mounts()) or not os.path.isfile(name):
+        return None
+    return origin_of(Path(name))
+
+
+def _opened(source: AnySource, *, extract: bool) -> Source:
+    opened = open_source(source)
+    if isinstance(opened, ZipSource | TarSource) and not extract:
+        opened.close()
+        return FileSource(opened.path)
+    return opened
+
+
+def _report(found: tuple[Path, Seal] | None, started: float, *, job: Job | None = None) -> StageReport:
+    plan = job.plan if job else None
+    seconds = time.monotonic() - started
+    if found is None:
+        assert plan is not None
+        return StageReport(
+            path=plan.path,
+            source=plan.source,
+            target=plan.target,
+            why=plan.why,
+            files=plan.files or 0,
+            staged_bytes=plan.staged_bytes,
+            seconds=seconds,
+            retries=0,
+            skipped=plan.skipped,
+            reused=False,
+            plan=plan,
+            is_dry=True,
+        )
+    folder, seal = found
+    return StageReport(
+        path=folder / seal.file if seal.file else folder,
+        source=seal.source,
+        target=seal.target,
+        why=seal.why,
+        files=seal.files,
+        staged_bytes=seal.staged_bytes,
+        seconds=seconds,
+        retries=seal.retries,
+        skipped=seal.skipped,
+        reused=job is None or job.is_reused,
+        resumed_bytes=job.resumed_bytes if job else 0,
+        verify=seal.verify,
+        plan=plan,
+    )

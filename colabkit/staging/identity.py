@@ -1,0 +1,65 @@
+"""Which source is meant: its name, and the key that tells it and its near copies from all others."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from colabkit.errors import InvalidOption, cannot
+from colabkit.fetching.addresses import Address, address_of
+from colabkit.mounts import user_path
+from colabkit.sources import AnySource, Source
+
+__all__ = ["identity_of"]
+
+
+def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address | None]:
+    """Return a source's name for messages, the key that tells it from others, and its address if it has one.
+
+    All from its text: the far side, which may be slow, hung or gone, is not touched.
+    """
+    address = None
+    if isinstance(source, Source):
+        name, parts = source.name, [type(source).__name__, source.name]
+    elif isinstance(source, str | os.PathLike) and os.fspath(source):
+        text = os.fspath(source)
+        if not isinstance(text, str):
+            raise InvalidOption(cannot(f"read {text!r}", "bytes as path", "a text", "Decode it with os.fsdecode"))
+        if text.startswith("samples:"):
+            name, parts = text, [text]
+        elif address := _address(text):
+            name, parts = address.shown, [address.digest()]
+        else:
+            name = os.path.abspath(user_path(source, f"stage {text!r}"))
+            parts = [name]
+    elif isinstance(source, str):
+        needed = "a folder, a file, an address, a table of paths or 'samples:digits'"
+        raise InvalidOption(cannot("read ''", "an empty text", needed, "Pass its path"))
+    else:
+        name, parts = "a table of paths", [os.getcwd(), *_table_lines(source)]
+    digest = hashlib.sha256(os.fsencode("\0".join([*parts, str(extract)])))
+    return name, digest.hexdigest(), address
+
+
+def _address(text: str) -> Address | None:
+    """Return what a text that is no path of this machine stands for."""
+    if "://" in text or text.startswith(("drive.google.com/", "docs.google.com/")):
+        return address_of(text)
+    if "/" in text or os.path.lexists(text):
+        return None
+    try:
+        return address_of(text)  # the id of a Drive file
+    except InvalidOption:
+        return None
+
+
+def _table_lines(source: Any) -> list[str]:
+    """Return what a table of paths holds, as text."""
+    if isinstance(source, list | tuple):
+        return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
+    to_csv = getattr(source, "to_csv", None)
+    if to_csv is None:
+        found, needed = f"a {type(source).__name__}", "a path, an address or a table of paths"
+        raise InvalidOption(cannot(f"read {source!r:.60}", found, needed, "Pass the path as a text"))
+    return [str(to_csv(index=False))]

@@ -1,0 +1,110 @@
+"""The seal of a near copy: a hidden file in it, written last, that says what it is and what it holds.
+
+Its first line is a JSON object about the whole copy, each further line a JSON array about one file: path, size and time
+at the source, and the CRC32 of each of its blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from colabkit import _files
+from colabkit.sources import STAGE_SEAL, Item
+
+__all__ = ["Crcs", "Seal", "counted", "is_complete", "read_manifest", "read_seal", "write_seal"]
+
+_FORMAT = 2
+
+Crcs = Mapping[int, int]
+"""CRC32 of each block of a file, by its offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a near copy is.
+
+    Attributes:
+        key: tells its source and the way it was staged from all others.
+        source: its source's name.
+        target: `"tmpfs"`, `"disk"` or `"path"`.
+        why: the reason for the target.
+        file: the name of the one file in it, where it is the copy of a file.
+        files: files in it.
+        staged_bytes: their bytes.
+        retries: reads and listings that were tried again.
+        skipped: what was passed over, with the reason.
+        verify: `"size"` or `"full"`.
+        origin: size and time of the archive that it was extracted from, None of other sources.
+        tmpfs: the folder at which a tmpfs was mounted for it, else empty.
+    """
+
+    key: str
+    source: str
+    target: str
+    why: str
+    file: str
+    files: int
+    staged_bytes: int
+    retries: int
+    skipped: tuple[tuple[str, str], ...]
+    verify: str
+    origin: tuple[int, int] | None = None
+    tmpfs: str = ""
+    format: int = _FORMAT
+
+
+def write_seal(folder: Path, seal: Seal, manifest: Iterable[tuple[Item, Crcs]]) -> None:
+    """Write the seal of a folder that is whole."""
+    lines = [json.dumps(dataclasses.asdict(seal))]
+    for item, crcs in manifest:
+        lines.append(json.dumps([item.path, item.size, item.mtime_ns, *(crcs[offset] for offset in sorted(crcs))]))
+    _files.write_file(folder / STAGE_SEAL, "\n".join(lines).encode())
+
+
+def read_seal(folder: Path) -> Seal | None:
+    """Return the seal of a near copy, None where there is none or it makes no sense."""
+    try:
+        with (folder / STAGE_SEAL).open("rb") as file:
+            values = json.loads(file.readline())
+        if values["format"] != _FORMAT:
+            return None
+        values["skipped"] = tuple((name, why) for name, why in values["skipped"])
+        values["origin"] = tuple(values["origin"]) if values["origin"] else None
+        return Seal(**values)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def read_manifest(folder: Path) -> Iterator[tuple[Item, list[int]]]:
+    """Yield the files of a near copy as they were at the source, each with the CRC32 of its blocks."""
+    with (folder / STAGE_SEAL).open("rb") as file:
+        next(file)
+        for line in file:
+            path, size, mtime_ns, *crcs = json.loads(line)
+            yield Item(path, size, mtime_ns), crcs
+
+
+def is_complete(folder: Path, seal: Seal) -> bool:
+    """Return whether a near copy still has as many files and bytes as it was sealed with."""
+    return counted(folder) == (seal.files, seal.staged_bytes)
+
+
+def counted(folder: Path) -> tuple[int, int]:
+    """Return how many files a near copy has beside its seal, and their bytes."""
+    files = size = 0
+    waiting = [os.fspath(folder)]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    files += 1
+                    size += entry.stat(follow_symlinks=False).st_size
+    seal = folder / STAGE_SEAL
+    return files - 1, size - seal.lstat().st_size

@@ -1,0 +1,164 @@
+"""What a drive does wrong, and when, by a plan that replays.
+
+A plan is JSON: `{"seed": 0, "mtime_grain_s": 2.0, "faults": [{"on": "read", "path": "*/003.png", "do": "short"}]}`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import random
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = ("open", "read", "list", "stat")
+DEEDS = ("error", "short", "vanish", "hide", "change", "hang", "die")
+
+_ALL_BYTES = bytes(range(256))
+_TICK_S = 0.01
+_CHANGE_S = 60  # a change is that much later than the one before: more than any coarse clock hides
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong at some requests.
+
+    Args:
+        on: `"open"`, `"read"`, `"list"` or `"stat"`. The kernel itself stats what is opened by name.
+        path: glob of paths from the mount's root, as in `"/birds/1.png"`; `*` matches slashes too. With `"hide"` it is
+            the path of what is hidden, else of the file or folder that the request is for.
+        do: `"error"`: the request fails with `errno`. `"short"`: a read returns half of what it should.
+            `"vanish"`: the path is not found from then on, though listed. `"hide"`: a listing leaves the name out.
+            `"change"`: from then on each byte of the file is one larger, one byte `+` follows the last, and the file is
+            a minute younger; again at each further request. `"hang"`: no answer until all go on.
+            `"die"`: the drive's process ends and leaves the mount dead.
+        first: the first of the matching requests that goes wrong, from 1.
+        count: so many of them in a row; without it all that follow.
+        each: true to count the requests of each path by themselves, which replays also when many run at once.
+        one_in: of the paths that match, the plan's seed picks one in so many.
+        offset_from: reads that begin before this byte do not match.
+        errno: the name of an error.
+    """
+
+    on: str
+    path: str
+    do: str
+    first: int = 1
+    count: int | None = None
+    each: bool = False
+    one_in: int = 1
+    offset_from: int = 0
+    errno: str = "EIO"
+
+    def __post_init__(self) -> None:
+        only = {"short": "read", "hide": "list"}.get(self.do, self.on)
+        if self.on not in KINDS or self.do not in DEEDS or self.on != only or not hasattr(errno, self.errno):
+            raise ValueError(f"{self} cannot be")
+
+
+class Plan:
+    """The faults of a drive and what has come of them.
+
+    Args:
+        signals: two shared numbers: the first becomes 1 when hung requests go on, the second counts what went wrong.
+        seed: picks the paths of faults with `one_in`.
+        faults: the arguments of each `Fault`; of several that are due the first acts.
+        mtime_grain_s: times of changes are rounded down to whole multiples of it.
+    """
+
+    def __init__(
+        self, signals: memoryview, *, seed: int = 0, faults: tuple[dict[str, Any], ...] = (), mtime_grain_s: float = 0.0
+    ) -> None:
+        self._signals = signals
+        self._seed = seed
+        self._faults = [Fault(**fault) for fault in faults]
+        self._matches = [re.compile(fnmatch.translate(fault.path)).match for fault in self._faults]
+        self._grain_ns = round(mtime_grain_s * 1e9)
+        self._asked: Counter[tuple[int, str]] = Counter()
+        self._gone: set[str] = set()
+        self._changes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def meet(self, kind: str, path: str, offset: int = 0) -> str:
+        """Count a request and let happen what is planned for it; return that, or nothing."""
+        if path in self._gone:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        due = [
+            fault
+            for place, fault in enumerate(self._faults)
+            if fault.on == kind and fault.do != "hide" and offset >= fault.offset_from
+            if self._is_picked(place, path) and self._is_due(place, path)
+        ]
+        if not due:
+            return ""
+        self._count()
+        deed = due[0].do
+        if deed == "die":
+            os._exit(1)
+        if deed == "vanish":
+            self._gone.add(path)
+        if deed == "change":
+            with self._lock:
+                self._changes[path] += 1
+        while deed == "hang" and not self._signals[0]:
+            time.sleep(_TICK_S)
+        if deed in {"error", "vanish"}:
+            number = getattr(errno, due[0].errno if deed == "error" else "ENOENT")
+            raise OSError(number, os.strerror(number))
+        return deed
+
+    def hidden(self, folder: str, names: list[str]) -> set[str]:
+        """Count a listing and return the names that it leaves out."""
+        left_out = set()
+        for place, fault in enumerate(self._faults):
+            if fault.do == "hide":
+                picked = {name for name in names if self._is_picked(place, f"{folder.rstrip('/')}/{name}")}
+                if picked and self._is_due(place, folder):
+                    self._count()
+                    left_out |= picked
+        return left_out
+
+    def disguise(self, path: str, found: Any) -> None:
+        """Change what a stat found to what is said of the file."""
+        changes = self._changes[path]
+        found.st_size += changes
+        modified = found.st_mtimespec
+        time_ns = (modified.tv_sec + _CHANGE_S * changes) * 10**9 + modified.tv_nsec
+        if self._grain_ns:
+            time_ns -= time_ns % self._grain_ns
+        modified.tv_sec, modified.tv_nsec = divmod(time_ns, 10**9)
+
+    def read(self, path: str, into: Any, offset: int, file: int) -> int:
+        """Fill a buffer with the file's bytes as they are now said to be and return how many."""
+        changes = self._changes[path]
+        if not changes:
+            return os.preadv(file, [into], offset)
+        larger = bytes((byte + changes) % 256 for byte in _ALL_BYTES)
+        data = os.pread(file, len(into), offset).translate(larger)
+        end = min(offset + len(into), os.fstat(file).st_size + changes)
+        data += b"+" * (end - offset - len(data))
+        into[: len(data)] = data
+        return len(data)
+
+    def _is_picked(self, place: int, path: str) -> bool:
+        if not self._matches[place](path):
+            return False
+        one_in = self._faults[place].one_in
+        return one_in == 1 or random.Random(f"{self._seed} {place} {path}").randrange(one_in) == 0
+
+    def _is_due(self, place: int, path: str) -> bool:
+        fault = self._faults[place]
+        with self._lock:
+            key = (place, path if fault.each else "")
+            self._asked[key] += 1
+            turn = self._asked[key] - fault.first
+            return turn >= 0 and (fault.count is None or turn < fault.count)
+
+    def _count(self) -> None:
+        with self._lock:
+            self._signals[1] += 1

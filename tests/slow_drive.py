@@ -1,0 +1,426 @@
+"""A slow, faulty drive: a folder once more at a mount point, late, through one narrow line, and with planned faults.
+
+By hand: `python tests/slow_drive.py ROOT POINT --open-ms 40 --list-ms 40 --at-once 16 --bandwidth 50M` mounts until
+Ctrl-C or until it is unmounted. `far_mounts.FuseMount` runs the same command and shares memory with it, so that a
+test can tell and ask it also while it hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import json
+import mmap
+import os
+import queue
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planned_faults import Plan
+
+KINDS = ("open", "read", "list")
+OPEN, READ, LIST = range(3)
+# Places in the shared numbers: HANG and COUNT hold one for each kind.
+FAIL, ONE_IN, HANG, COUNT, READ_BYTES, BUSIEST, GO_ON, FAULTS = 0, 1, 2, 5, 8, 9, 10, 11
+SHARED_BYTES = 8 * 16
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_TICK_S = 0.01
+_CATCH_UP_S = 0.01  # a line that was idle for less goes on as if it had not been: readers wake a little late
+_THREADS = 128
+_MOST_BYTES = 1 << 20  # of one request: the kernel's 256 pages
+_MOST_READ_AHEAD = 1000  # requests that the kernel makes of itself, as Colab's drive asks for
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How a drive answers.
+
+    Args:
+        open_s: each open is answered so much later.
+        list_s: each listing.
+        read_s: each read.
+        bandwidth: bytes a second of all reads together; 0 for no limit.
+        at_once: opens, listings and reads that are worked on at the same time; others wait.
+        locks: false for a drive on which `flock` and `fcntl` locks fail, as on network mounts.
+        attr_s: so long the kernel may keep what it knows of names, sizes and times.
+        direct_io: false to let the kernel keep and read ahead the bytes of open files.
+    """
+
+    open_s: float = 0.0
+    list_s: float = 0.0
+    read_s: float = 0.0
+    bandwidth: float = 0.0
+    at_once: int = _THREADS
+    locks: bool = True
+    attr_s: float = 0.0
+    direct_io: bool = True
+
+
+class Drive:
+    """The file system's answers, as mfusepy asks for them; `getattr` and `read` as `_without_copies` does.
+
+    Args:
+        root: the folder that shows.
+        behaviour: how late and how narrow.
+        shared: descriptor of the shared numbers.
+        log: descriptor that takes the paths of opened files, each ending with a zero byte.
+        plan: what goes wrong: the arguments of a `planned_faults.Plan`.
+    """
+
+    use_ns = True
+
+    def __init__(self, root: str, behaviour: Behaviour, shared: int, log: int, plan: dict[str, Any]) -> None:
+        self._root = root
+        self._root_bytes = os.fsencode(root)
+        self._open_s, self._list_s, self._read_s = behaviour.open_s, behaviour.list_s, behaviour.read_s
+        self._byte_s = 1 / behaviour.bandwidth if behaviour.bandwidth else 0.0
+        self._at_once = behaviour.at_once
+        self._numbers = numbers_at(shared)
+        self._plan = Plan(self._numbers[GO_ON : FAULTS + 1], **plan) if plan else None
+        self._log = log
+        self._lock = threading.Lock()  # for the numbers and the line
+        self._line_free = 0.0  # when the last byte reserved so far will have come
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(behaviour.at_once):
+            self._places.put(None)
+
+    def init_with_config(self, connection: Any, config: Any) -> None:
+        connection.max_read = _MOST_BYTES  # libfuse wants it here and as an option
+        connection.max_background = _MOST_READ_AHEAD
+        connection.congestion_threshold = _MOST_READ_AHEAD
+
+    def _begin(self, kind: int, latency_s: float) -> int:
+        """Count a request, take a place for it, which the caller gives back, and wait its latency."""
+        numbers = self._numbers
+        with self._lock:
+            numbers[COUNT + kind] = number = numbers[COUNT + kind] + 1
+        while 0 < numbers[HANG + kind] <= number:
+            time.sleep(_TICK_S)
+        self._places.get()
+        with self._lock:
+            numbers[BUSIEST] = max(numbers[BUSIEST], self._at_once - self._places.qsize())
+        if latency_s:
+            time.sleep(latency_s)
+        return number
+
+    def _end(self) -> None:
+        self._places.put(None)
+
+    def _check(self, number: int) -> None:
+        failing = self._numbers[FAIL]
+        if failing and number % self._numbers[ONE_IN] == 0:
+            raise OSError(failing, os.strerror(failing))
+
+    def _transfer(self, size: int) -> None:
+        """Wait until so many bytes have come through the line, after all that were asked for before."""
+        with self._lock:
+            self._numbers[READ_BYTES] += size
+            now = time.monotonic()
+            if now - self._line_free > _CATCH_UP_S:
+                self._line_free = now
+            self._line_free += size * self._byte_s
+            wait_s = self._line_free - now
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+    def getattr(self, path: bytes, found: Any, fh: int | None) -> int:
+        """Fill libfuse's own `struct stat`."""
+        plan = self._plan
+        if plan:
+            plan.meet("stat", os.fsdecode(path))
+        if _libc.lstat(self._root_bytes + path, found) if fh is None else _libc.fstat(fh, found):
+            return -ctypes.get_errno()
+        if plan:
+            plan.disguise(os.fsdecode(path), found.contents)
+        return 0
+
+    def opendir(self, path: str) -> int:
+        try:
+            number = self._begin(LIST, self._list_s)
+            if self._plan:
+                self._plan.meet("list", path)
+            return number
+        finally:
+            self._end()
+
+    def readdir(self, path: str, fh: int) -> Iterator[tuple[str, dict[str, int], int]]:
+        self._check(fh)
+        with os.scandir(self._root + path) as entries:
+            found = {entry.name: {"st_mode": _kind(entry), "st_ino": entry.inode()} for entry in entries}
+        hidden = self._plan.hidden(path, list(found)) if self._plan else ()
+        yield from ((name, {}, 0) for name in (".", ".."))
+        yield from ((name, attributes, 0) for name, attributes in found.items() if name not in hidden)
+
+    def releasedir(self, path: str, fh: int) -> int:
+        return 0
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        os.write(self._log, os.fsencode(path) + b"\0")
+        try:
+            self._begin(OPEN, self._open_s)
+            if self._plan:
+                self._plan.meet("open", path)
+            return os.open(self._root + path, flags, mode)
+        finally:
+            self._end()
+
+    def create(self, path: str, mode: int, flags: int) -> int:
+        return self.open(path, flags | os.O_CREAT, mode)
+
+    def read(self, path: str, into: Any, offset: int, fh: int) -> int:
+        """Fill libfuse's own buffer and return the number of bytes."""
+        try:
+            self._check(self._begin(READ, self._read_s))
+            if self._plan:
+                deed = self._plan.meet("read", path, offset)
+                size = self._plan.read(path, into, offset, fh)
+                size = (size + 1) // 2 if deed == "short" else size
+            else:
+                size = os.preadv(fh, [into], offset)
+            self._transfer(size)
+            return size
+        finally:
+            self._end()
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        return os.pwrite(fh, data, offset)
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        os.truncate(fh or self._root + path, length)
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        os.fsync(fh)
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        os.close(fh)
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        os.mkdir(self._root + path, mode)
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        os.rmdir(self._root + path)
+        return 0
+
+    def unlink(self, path: str) -> int:
+        os.unlink(self._root + path)
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        os.replace(self._root + old, self._root + new)
+        return 0
+
+    def symlink(self, target: str, source: str) -> int:
+        os.symlink(source, self._root + target)
+        return 0
+
+    def link(self, target: str, source: str) -> int:
+        os.link(self._root + source, self._root + target)
+        return 0
+
+    def readlink(self, path: str) -> str:
+        return os.readlink(self._root + path)
+
+    def chmod(self, path: str, mode: int) -> int:
+        os.chmod(self._root + path, mode)
+        return 0
+
+    def chown(self, path: str, uid: int, gid: int) -> int:
+        os.chown(self._root + path, uid, gid)
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        os.utime(self._root + path, ns=times)
+        return 0
+
+    def statfs(self, path: str) -> dict[str, int]:
+        found = os.statvfs(self._root + path)
+        return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
+
+
+def _kind(entry: os.DirEntry[str]) -> int:
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    return stat.S_IFDIR if entry.is_dir() else stat.S_IFREG
+
+
+def _without_locks(self: object, *asked: object) -> int:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def _without_copies(fuse: type) -> type:
+    """Return mfusepy's class made twice as fast: a request takes about 25 us of a processor instead of 50 us."""
+    thread = threading.local()
+
+    class Fuse(fuse):
+        def _wrapper(self, function: Any, *arguments: Any) -> int:
+            # Otherwise Python makes and frees its state of libfuse's thread, and maps memory for it, at each request.
+            if not hasattr(thread, "is_kept"):
+                ctypes.pythonapi.PyGILState_Ensure()
+                thread.is_kept = True
+            return super()._wrapper(function, *arguments)
+
+        def getattr_fuse_3(self, path: bytes, found: Any, info: Any) -> int:
+            return self.operations.getattr(path, found, info.contents.fh if info else None)
+
+        def read(self, path: bytes, buffer: Any, size: int, offset: int, info: Any) -> int:
+            into = (ctypes.c_char * size).from_address(ctypes.addressof(buffer.contents))
+            return self.operations.read(os.fsdecode(path), into, offset, info.contents.fh)
+
+    return Fuse
+
+
+def serve(
+    root: str,
+    point: str,
+    fstype: str,
+    behaviour: Behaviour,
+    shared: int,
+    log: int,
+    plan: dict[str, Any] | None = None,
+) -> None:
+    """Be the file system's process until its mount is taken away."""
+    import mfusepy
+
+    kind: type[Drive] = Drive
+    if not behaviour.locks:
+        kind = type("DriveWithoutLocks", (Drive,), {"lock": _without_locks, "flock": _without_locks})
+    name = fstype.removeprefix("fuse.")
+    _without_copies(mfusepy.FUSE)(
+        kind(root, behaviour, shared, log, plan or {}),
+        point,
+        foreground=True,
+        subtype=name,
+        fsname=name,
+        attr_timeout=behaviour.attr_s,
+        entry_timeout=behaviour.attr_s,
+        negative_timeout=0,
+        max_read=_MOST_BYTES,
+        direct_io=behaviour.direct_io,
+        hard_remove=True,
+        **({"max_threads": _THREADS} if mfusepy.fuse_version_minor >= 12 else {}),
+    )
+
+
+def shared_numbers() -> tuple[int, memoryview]:
+    """Return the descriptor of new shared numbers, and the numbers."""
+    shared = os.memfd_create("shared", 0)
+    os.ftruncate(shared, SHARED_BYTES)
+    numbers = numbers_at(shared)
+    numbers[ONE_IN] = 1
+    return shared, numbers
+
+
+def numbers_at(shared: int) -> memoryview:
+    """Return the shared numbers of a descriptor."""
+    return memoryview(mmap.mmap(shared, SHARED_BYTES)).cast("q")
+
+
+def mounted_at(point: Path) -> list[str]:
+    """Return the types of what is mounted at a folder, in the kernel's order."""
+    lines = [line.split(" ") for line in Path("/proc/mounts").read_text().splitlines()]
+    return [fields[2] for fields in lines if fields[1] == str(point).replace(" ", "\\040")]
+
+
+def detach(point: Path) -> None:
+    """Take the mount away, also when it hangs or is dead."""
+    for command in (["fusermount3", "-u", "-z", str(point)], ["umount", "-l", str(point)]):
+        if mounted_at(point) and shutil.which(command[0]):
+            subprocess.run(command, capture_output=True, check=False, timeout=15)
+    if mounted_at(point):
+        raise RuntimeError(f"{point} cannot be unmounted")
+
+
+def _size(text: str) -> float:
+    factor = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:])
+    return float(text[:-1]) * factor if factor else float(text)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show ROOT once more at POINT, as a slow drive would.")
+    parser.add_argument("root", type=os.path.abspath)
+    parser.add_argument("point", type=os.path.abspath)
+    parser.add_argument("--open-ms", type=float, default=0.0, help="latency of each open")
+    parser.add_argument("--list-ms", type=float, default=0.0, help="latency of each listing")
+    parser.add_argument("--read-ms", type=float, default=0.0, help="latency of each read")
+    parser.add_argument("--at-once", type=int, default=_THREADS, help="requests in flight; others wait")
+    parser.add_argument("--bandwidth", type=_size, default=0.0, help="bytes a second of all reads, as in 50M")
+    parser.add_argument("--attr-s", type=float, default=0.0, help="seconds for which the kernel keeps attributes")
+    parser.add_argument("--page-cache", action="store_true", help="let the kernel keep and read ahead file contents")
+    parser.add_argument("--plan", help="JSON file of planned faults; planned_faults.py says what it may hold")
+    parser.add_argument("--no-locks", action="store_true", help="let file locks fail")
+    parser.add_argument("--fstype", default="fuse.drive", help='type in the table of mounts, beginning with "fuse."')
+    parser.add_argument("--shared", type=int, help="descriptor of shared numbers; the drive then ends with its stdin")
+    parser.add_argument("--log", type=int, help="descriptor for the paths of opened files")
+    return parser.parse_args()
+
+
+def main() -> None:
+    told = _arguments()
+    behaviour = Behaviour(
+        open_s=told.open_ms / 1e3,
+        list_s=told.list_ms / 1e3,
+        read_s=told.read_ms / 1e3,
+        bandwidth=told.bandwidth,
+        at_once=told.at_once,
+        locks=not told.no_locks,
+        attr_s=told.attr_s,
+        direct_io=not told.page_cache,
+    )
+    plan = json.loads(Path(told.plan).read_text()) if told.plan else {}
+    point = Path(told.point)
+    # The main thread is free for signals, also when requests hang; all others leave them to it.
+    ends = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, signal.SIGUSR1})
+    if told.shared is None:
+        shared, numbers = shared_numbers()
+        log = os.open(os.devnull, os.O_WRONLY)
+        width = f"{told.bandwidth / 1e6:g} MB/s" if told.bandwidth else "no limit of bandwidth"
+        print(
+            f"{told.root} shows at {told.point}: {told.open_ms:g} ms an open, {told.list_ms:g} ms a listing, "
+            f"{told.read_ms:g} ms a read, {told.at_once} requests at once, {width}, "
+            f"{len(plan.get('faults', []))} planned faults; Ctrl-C ends it, SIGUSR1 lets what hangs go on",
+            flush=True,
+        )
+    else:
+        shared, log = told.shared, told.log
+        numbers = numbers_at(shared)
+        threading.Thread(target=end_with_stdin, args=(point,), daemon=True).start()
+
+    def run() -> None:
+        try:
+            serve(told.root, told.point, told.fstype, behaviour, shared, log, plan)
+        except Exception as error:
+            print(f"{point} cannot be mounted: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+
+    threading.Thread(target=run, daemon=True).start()
+    while signal.sigwait({*ends, signal.SIGUSR1}) not in ends:
+        numbers[GO_ON] = 1
+    detach(point)
+    os._exit(0)
+
+
+def end_with_stdin(point: Path) -> None:
+    os.read(0, 1)
+    detach(point)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

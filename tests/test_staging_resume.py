@@ -1,0 +1,266 @@
+"""`stage()` again: after a kill, beside another process, and for what changed since."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import leftovers, make_tree
+from near_copies import MemorySource, copy, data_of, kept_partials, zipped
+
+from colabkit import _files, _partials
+from colabkit.errors import Corrupt
+from colabkit.sources import BLOCK_BYTES, STAGE_SEAL, Block, Item
+from colabkit.staging import copying, unstage
+from colabkit.staging.copying import Copy, journalled
+
+
+class CountingSource(MemorySource):
+    """A source in memory that remembers what was opened, and can be told to fail."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files)
+        self.opened: list[str] = []
+        self.fails_at: int | None = None
+
+    def open(self, item: Item):
+        self.opened.append(item.path)
+        if self.fails_at is not None and len(self.opened) > self.fails_at:
+            raise KeyboardInterrupt
+        return super().open(item)
+
+
+FILES = {f"{folder}/{number}.bin": os.urandom(50 + number) for folder in "ab" for number in range(10)}
+
+
+def interrupted(source: CountingSource, after: int, **options: object) -> None:
+    """Stage and be interrupted at the opening of one file."""
+    source.fails_at = after
+    with pytest.raises(KeyboardInterrupt):
+        copy(source, threads=1, **options)
+    source.fails_at = None
+    source.opened.clear()
+
+
+def test_stage_goes_on_where_it_was_interrupted(near_storage):
+    source = CountingSource(FILES)
+    interrupted(source, 13)
+    report = copy(source, threads=1)
+    assert data_of(report.path) == FILES
+    assert len(source.opened) == len(FILES) - 13
+    assert report.resumed_bytes == sum(len(FILES[path]) for path in FILES if path not in source.opened)
+    assert "there already" in repr(report)
+    assert leftovers(near_storage) == []
+
+
+def test_blocks_of_a_big_file_are_not_read_again(near_storage):
+    source = CountingSource({"big": os.urandom(3 * BLOCK_BYTES + 7)})
+    read: list[int] = []
+    note = Copy.write
+
+    def stop_after_two(self: Copy, block: Block) -> bool:
+        read.append(block.offset)
+        if len(read) == 3:
+            raise KeyboardInterrupt
+        return note(self, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Copy, "write", stop_after_two)
+        with pytest.raises(KeyboardInterrupt):
+            copy(source, threads=1)
+    kept = kept_partials(near_storage)[0]
+    ((_, noted),) = journalled(kept / "journal")[0].items()
+    assert sorted(noted) == sorted(read[:2])
+    read.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Copy, "write", lambda self, block: read.append(block.offset) or note(self, block))
+        assert data_of(copy(source, threads=1).path) == source.files
+    assert not set(read) & set(noted)
+
+
+def test_what_was_damaged_meanwhile_is_read_again(near_storage):
+    source = CountingSource(FILES)
+    interrupted(source, 13)
+    near = sorted(path for path in (kept_partials(near_storage)[0] / "data").rglob("*") if path.is_file())
+    data = bytearray(near[3].read_bytes())
+    data[0] ^= 1
+    near[3].write_bytes(data)
+    near[4].write_bytes(b"")
+    near[5].unlink()
+    assert data_of(copy(source, threads=1).path) == FILES
+    assert len(source.opened) == len(FILES) - 13 + 3
+
+
+def test_what_changed_at_the_source_meanwhile_is_read_again(image_tree, near_storage):
+    victim = image_tree / "ants" / "003.png"
+
+    def stop(operation: str, path: Path) -> None:
+        if operation == "create" and path.name == "005.png" and "bees" in str(path):
+            raise KeyboardInterrupt
+
+    _files.hook = stop
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            copy(image_tree)
+    finally:
+        _files.hook = None
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)  # the size is the same
+    (image_tree / "ants" / "004.png").unlink()
+    report = copy(image_tree)
+    assert report.resumed_bytes
+    assert data_of(report.path) == data_of(image_tree)
+
+
+def test_a_journal_that_was_cut_short_counts_to_its_last_whole_line(near_storage):
+    source = CountingSource(FILES)
+    interrupted(source, 13)
+    journal = kept_partials(near_storage)[0] / "journal"
+    for garbage in (b'["a/0.bin", 50', b"\xff\xfe", b"{}\n"):
+        lines = journal.read_bytes().splitlines(keepends=True)[:10]
+        journal.write_bytes(b"".join(lines) + garbage)
+        interrupted(source, 2)
+    assert data_of(copy(source, threads=1).path) == FILES
+
+
+def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path, near_storage):
+    code = (
+        "import sys, os, signal; from colabkit import _files, _partials, stage\n"
+        "def hook(operation, path):\n"
+        "    if operation == 'create' and path.name == '6.bin': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "_files.hook = hook; stage(sys.argv[1], sys.argv[2], progress=False)"
+    )
+    far = tmp_path / "far"
+    for path, data in FILES.items():
+        (far / path).parent.mkdir(parents=True, exist_ok=True)
+        (far / path).write_bytes(data)
+    died = subprocess.run([sys.executable, "-c", code, far, tmp_path / "near"], check=False)
+    assert died.returncode == -signal.SIGKILL
+    report = copy(far, tmp_path / "near")
+    assert report.resumed_bytes
+    assert data_of(report.path) == FILES
+
+
+def test_eight_processes_that_stage_the_same_all_end_right_and_copy_once(tmp_path):
+    far = make_tree(tmp_path / "far", 100)
+    code = (
+        "import sys, colabkit; sys.stdin.readline(); r = colabkit.stage(sys.argv[1], sys.argv[2], progress=False);"
+        "print(r.reused)"
+    )
+    words = [sys.executable, "-c", code, far, tmp_path / "near"]
+    children = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    said = [child.communicate("go\n", timeout=120)[0].strip() for child in children]
+    assert [child.returncode for child in children] == [0] * 8
+    assert said.count("False") == 1
+    assert data_of(tmp_path / "near") == data_of(far)
+    assert leftovers(tmp_path) == []
+
+
+def test_without_locks_processes_work_beside_each_other_and_end_right(image_tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(_partials.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    assert data_of(copy(image_tree, tmp_path / "near").path) == data_of(image_tree)
+    assert leftovers(tmp_path) == []
+
+
+def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
+    near = tmp_path / "near"
+    waited: list[Callable[[], None]] = []
+    held = _partials.KeptPartial(tmp_path, copy_key(image_tree))
+    held.__enter__()
+
+    def release(seconds: float) -> None:
+        waited.append(lambda: None)
+        if len(waited) == 3:
+            held.__exit__(None, None, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("colabkit.staging.job.time.sleep", release)
+        report = copy(image_tree, near)
+    assert len(waited) == 3
+    assert data_of(report.path) == data_of(image_tree)
+    assert leftovers(tmp_path) == []
+
+
+def copy_key(source: Path) -> str:
+    """Return what tells a source from others."""
+    from colabkit.staging.identity import identity_of
+
+    return identity_of(source, extract=True)[1]
+
+
+def test_refresh_reads_only_what_changed(image_tree, near_storage):
+    report = copy(image_tree)
+    (image_tree / "ants" / "000.png").write_bytes(b"changed")
+    (image_tree / "bees" / "000.png").unlink()
+    (image_tree / "cats" / "new.png").write_bytes(b"new")
+    kept = (report.path / "cats" / "000.png").stat().st_ino
+    again = copy(image_tree, refresh=True)
+    assert not again.reused
+    assert data_of(again.path) == data_of(image_tree)
+    assert (again.path / "cats" / "000.png").stat().st_ino == kept
+    assert again.resumed_bytes == again.staged_bytes - len(b"changed" + b"new")
+    assert copy(image_tree, refresh=True).reused, "nothing has changed"
+    assert leftovers(near_storage) == []
+
+
+def test_refresh_reads_again_what_was_damaged_near(image_tree):
+    report = copy(image_tree)
+    (report.path / "ants" / "000.png").write_bytes(b"x" * (image_tree / "ants" / "000.png").stat().st_size)
+    assert copy(image_tree).reused, "sizes are as they were"
+    copy(image_tree, refresh=True)
+    assert data_of(report.path) == data_of(image_tree)
+
+
+def test_refresh_of_an_archive_that_is_the_same_copies_nothing(image_tree, tmp_path, file_hook):
+    archive = zipped(image_tree, tmp_path / "a.zip")
+    path = copy(archive).path
+    created = []
+    file_hook(lambda operation, path: operation == "create" and created.append(path.name))
+    assert copy(archive, refresh=True).path == path
+    assert [name for name in created if name.endswith(".png")] == []
+
+
+def test_full_verification_reads_the_source_twice(tmp_path):
+    source = CountingSource(FILES)
+    report = copy(source, tmp_path / "near", verify="full")
+    assert sorted(source.opened) == sorted([*FILES, *FILES])
+    assert report.verify == "full"
+    assert "read twice" in str(report._repr_html_())
+
+
+def test_full_verification_finds_bytes_that_differ(tmp_path):
+    class Fickle(CountingSource):
+        def open(self, item: Item):
+            if item.path in self.opened:
+                self.files[item.path] = self.files[item.path][::-1]
+            return super().open(item)
+
+    with pytest.raises(Corrupt, match="when read again"):
+        copy(Fickle(FILES), tmp_path / "near", verify="full")
+    assert not (tmp_path / "near").exists()
+
+
+def test_an_interrupted_copy_is_given_back_by_unstage(near_storage):
+    source = CountingSource(FILES)
+    interrupted(source, 13)
+    report = unstage(source)
+    assert report.freed_bytes > 0
+    assert list(near_storage.iterdir()) == []
+
+
+def test_the_seal_tells_every_file_with_its_digests(image_tree):
+    path = copy(image_tree).path
+    head, *lines = (path / STAGE_SEAL).read_text().splitlines()
+    assert json.loads(head)["files"] == len(lines) == 24
+    for line in lines:
+        name, size, mtime_ns, crc = json.loads(line)
+        assert (image_tree / name).stat().st_size == size
+        assert (image_tree / name).stat().st_mtime_ns == mtime_ns
+        assert crc == copying.zlib.crc32((image_tree / name).read_bytes())
