@@ -193,7 +193,11 @@ VERBS: tuple[Verb, ...] = (
             _PROGRESS,
         ),
     ),
-    Verb("verify", "check every byte of a pack against its digests", (Option("path", "the pack"), _PROGRESS)),
+    Verb(
+        "verify",
+        "check every byte of a pack or a near copy against its digests",
+        (Option("path", "the pack, or what stage returned"), _PROGRESS),
+    ),
     Verb(
         "train",
         "train with prefetching, checkpoints and resume",

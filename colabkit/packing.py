@@ -51,6 +51,7 @@ from colabkit.sources import (
 )
 from colabkit.staging import stage
 from colabkit.staging.identity import identity_of
+from colabkit.staging.verifying import StageVerifyReport, near_copy_at, verify_near_copy
 
 __all__ = ["PackReport", "VerifyReport", "pack", "verify"]
 
@@ -160,7 +161,7 @@ def pack(
         channels: 3 for RGB, 1 for luminance.
         splits: shares of `train`, `dev`, `test`, by class, for a tree without split folders.
         seed: decides which sample goes to which split.
-        threads: files read at once; `"auto"` measures what the source rewards: up to 32 where each is waited for.
+        threads: files read at once; `"auto"` measures what the source rewards.
         overwrite: replace what is at `out`.
         progress: show a progress bar.
 
@@ -226,13 +227,13 @@ def pack(
     return _report(read_pack(final), started, reader.retries.count, reused=False)
 
 
-def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyReport:
-    """Check every byte of a pack against its digests and return which samples are damaged.
+def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyReport | StageVerifyReport:
+    """Check every byte of a pack or a near copy against its digests and return which samples or files are damaged.
 
-    Reads the whole file once.
+    Reads all of it once.
 
     Args:
-        path: the pack.
+        path: the pack, or what `stage()` returned.
         progress: show a progress bar.
 
     Raises:
@@ -240,7 +241,11 @@ def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyRepo
         Corrupt: if its layout, labels or table of digests are damaged, so that samples cannot be judged.
     """
     started = time.monotonic()
-    info = read_pack(user_path(path, f"verify {path!r}"))
+    act = f"verify {path!r}"
+    with _files.translated(act):
+        if found := near_copy_at(user_path(path, act)):
+            return verify_near_copy(*found, progress=progress)
+    info = read_pack(user_path(path, act))
     damaged = []
     samples = sum(map(info.count, info.splits))
     with ProgressBar("verify", samples, " samples", progress) as bar:

@@ -11,39 +11,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import http_servers as servers
 import pytest
 import trustme
 from conftest import leftovers
-from http_servers import WebServer, cut_after, served, until
+from http_servers import cut_after, served, until
+from test_fetching import CONTENT, get, no_threads_stay, short_pauses
 from test_files_partials import killed_at
 
 from colabkit import mounts
 from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, NotMounted, TargetExists
-from colabkit.fetching import FetchReport, fetch, transfer
+from colabkit.fetching import fetch
 
-CONTENT = random.Random(1).randbytes(700_001)
+__all__ = ["no_threads_stay", "short_pauses"]  # fixtures
+
 OTHER = random.Random(2).randbytes(300_001)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def no_threads_stay() -> Iterator[None]:
-    yield
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
-
-
-def get(server: WebServer, to: Path, **options: object) -> FetchReport:
-    return fetch(server.url, to, progress=False, **options)
 
 
 def kept_bytes(folder: Path) -> int:
@@ -330,6 +314,9 @@ def test_no_secret_of_the_address_reaches_messages_reports_or_files(tmp_path, pl
 def test_a_name_that_no_resolver_knows_is_told_at_once(tmp_path):
     with pytest.raises(FetchFailed, match=r"'nowhere\.invalid' has no address"):
         fetch("https://nowhere.invalid/x", tmp_path, progress=False)
+    to_nowhere = servers.redirect("http://nowhere.invalid/x")
+    with served(CONTENT, to_nowhere) as server, pytest.raises(FetchFailed, match=r"'nowhere\.invalid' has no address"):
+        get(server, tmp_path)
 
 
 @pytest.mark.parametrize(

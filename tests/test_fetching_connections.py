@@ -50,9 +50,11 @@ def test_a_server_that_never_answers_the_tls_greeting_is_left_after_the_time_out
 
 
 def test_a_proxy_that_never_answers_is_left_after_the_time_out(deaf, tmp_path, monkeypatch):
+    began = time.monotonic()
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{deaf}")
     with pytest.raises(TimedOut):
         fetch("https://example.org/x", tmp_path, timeout=0.3, progress=False)
+    assert 0.25 < time.monotonic() - began < 3
 
 
 def test_a_proxy_of_the_environment_is_used(tmp_path, monkeypatch):
@@ -111,11 +113,20 @@ def test_time_that_the_disk_takes_is_not_the_servers(tmp_path, file_hook):
         ("bytes 5-9", None),
         ("items 0-1/2", None),
         ("bytes -1-9/10", None),
+        (f"bytes 0-9/{'9' * 5000}", None),
         ("", None),
     ],
 )
 def test_content_range(text, meant):
     assert headers.content_range(message(Content_Range=text)) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("10", 10), ("", None), ("-1", None), ("1e3", None), ("9" * 5000, None)], ids=range(5)
+)
+def test_content_length(text, meant):
+    assert headers.total_bytes(message(Content_Length=text)) == meant
+    assert headers.total_bytes(message(Content_Length=text, Transfer_Encoding="chunked")) is None
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("7", 7.0), ("", None), ("soon", None), ("-1", None)])
@@ -173,3 +184,8 @@ def test_what_is_no_name_is_none(name):
 def test_an_address_is_shown_without_its_secrets(source, shown):
     assert address_of(source).shown == shown
     assert "secret" not in repr(address_of(source))
+    assert "secret" not in address_of(source).scrubbed(f"{source} was refused: secret is wrong")
+
+
+def test_an_address_that_is_none_can_be_told_of_too():
+    assert address_of("s3://[bucket/x").scrubbed("no s3://[bucket/x") == "no s3://[bucket/x"

@@ -121,13 +121,20 @@ def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path)
     assert get("birds", tmp_path).path.read_bytes() == other
 
 
-@pytest.mark.parametrize("plan", [servers.silent, servers.hang_after(1_000_000)], ids=["at first", "in the body"])
-def test_a_drive_that_hangs_is_left_after_the_time_out(drive, tmp_path, monkeypatch, plan):
+@pytest.mark.parametrize(
+    ("plan", "goes_on"),
+    [(servers.silent, False), (servers.hang_after(1_000_000), True)],
+    ids=["at first", "in the body"],
+)
+def test_a_drive_that_hangs_is_left_after_the_time_out(drive, tmp_path, monkeypatch, plan, goes_on):
     monkeypatch.setattr(transfer, "TRIES", 1)
     drive.add("birds.zip", CONTENT, "small", plan)
     began = time.monotonic()
-    with pytest.raises(TimedOut, match=r"too little came from Drive in the last try, at least 4\.0 KiB in 1\.5 s"):
+    with pytest.raises(
+        TimedOut, match=r"too little came from Drive in the last try, at least 4\.0 KiB in 1\.5 s"
+    ) as caught:
         get("birds", tmp_path, timeout=1.5)
+    assert ("it goes on where it stopped" in str(caught.value)) is goes_on
     assert 1.4 < time.monotonic() - began < 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 import subprocess
@@ -19,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from http_servers import until
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
-from colabkit.fetching import FetchReport, fetch, filesystems, transfer
+from colabkit.fetching import FetchReport, fetch, transfer
 
 CONTENT = random.Random(1).randbytes(3_000_001)
 TREE = {"a/one.bin": CONTENT, "a/b/two.txt": b"2", "three": b""}
@@ -79,7 +80,7 @@ def faults(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str, int], None]) -
     monkeypatch.setattr(Faulty, "fault", staticmethod(fault))
 
 
-def fails_once(at: int, error: Exception) -> Callable[[str, int], None]:
+def fails_once(at: int, error: BaseException) -> Callable[[str, int], None]:
     """Return a fault that raises the first time an offset is reached."""
     left = [error]
 
@@ -133,6 +134,14 @@ def test_after_an_error_the_file_is_resumed_where_it_was(tmp_path, far, monkeypa
     report = get("faulty://x", tmp_path)
     assert report.path.read_bytes() == CONTENT
     assert (report.retries, report.fetched_bytes) == (1, len(CONTENT))
+
+
+def test_a_read_that_a_file_system_cancels_is_not_waited_for(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    faults(monkeypatch, fails_once(1 << 20, asyncio.CancelledError()))
+    report = get("faulty://x", tmp_path)
+    assert (report.path.read_bytes(), report.retries) == (CONTENT, 1)
+    assert report.seconds < 10
 
 
 def test_an_interrupted_file_is_resumed_by_the_next_call(tmp_path, far, monkeypatch):
@@ -199,11 +208,49 @@ def test_a_file_system_that_hangs_is_left_after_the_time_out(tmp_path, far, monk
     faults(monkeypatch, lambda path, offset: released.wait(30) and None)
     began = time.monotonic()
     try:
-        with pytest.raises(TimedOut, match=r"no answer of faulty:// in 300 ms"):
+        with pytest.raises(TimedOut, match=r"no answer of faulty:// in 300 ms, .*timeout=, then run it again\.$"):
             get("faulty://x", tmp_path, timeout=0.3)
     finally:
         released.set()
     assert time.monotonic() - began < 3
+
+
+def test_what_came_before_a_file_system_hangs_is_kept_and_said_to_be(tmp_path, far, monkeypatch):
+    plant(far)
+    for url in ("faulty://tree/a/one.bin", "faulty://tree"):
+        released = threading.Event()
+        faults(monkeypatch, lambda path, offset, released=released: offset >= 1 << 20 and released.wait(30) and None)
+        try:
+            with pytest.raises(TimedOut, match=r"then run it again: it goes on where it stopped\.$"):
+                get(url, tmp_path, timeout=0.3)
+        finally:
+            released.set()
+        assert get(url, tmp_path).resumed_bytes >= 1 << 20
+
+
+def test_a_file_where_a_folder_was_when_an_earlier_call_was_stopped_is_fetched(tmp_path, far, monkeypatch):
+    plant(far)
+    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    with pytest.raises(FetchFailed):
+        get("faulty://tree", tmp_path)
+    far.rm("/tree", recursive=True)
+    far.pipe("/tree", b"now a file")
+    assert get("faulty://tree", tmp_path).path.read_bytes() == b"now a file"
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [0, 1], ids=["a mark of a folder", "a file"])
+def test_an_object_of_the_name_of_a_folder_is_its_mark_or_refused(tmp_path, far, monkeypatch, size):
+    plant(far)
+    honest = Faulty.find
+    both = {"/tree/a": {"name": "/tree/a", "size": size, "type": "file", "created": 1}}
+    monkeypatch.setattr(Faulty, "find", lambda self, path, **options: {**both, **honest(self, path, **options)})
+    if size:
+        with pytest.raises(FetchFailed, match="a file and a folder of the name 'a'"):
+            get("faulty://tree", tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert files_of(get("faulty://tree", tmp_path).path) == TREE
 
 
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "a//b", "a/./b"])
@@ -233,14 +280,18 @@ def test_run_again_it_sees_what_is_unchanged(tmp_path, far):
         get("faulty://tree", tmp_path)
 
 
-def test_a_digest_is_for_files_alone(tmp_path, far):
+def test_a_digest_is_for_files_alone(tmp_path, far, monkeypatch):
     plant(far)
     digest = f"md5:{hashlib.md5(b'2').hexdigest()}"
     assert get("faulty://tree/a/b/two.txt", tmp_path, digest=digest).files == 1
     with pytest.raises(Corrupt):
         get("faulty://tree/a/one.bin", tmp_path, digest=digest)
-    with pytest.raises(InvalidOption, match="digest= with a folder"):
-        get("faulty://tree/a", tmp_path, digest=digest)
+    get("faulty://tree/a", tmp_path)
+    faults(monkeypatch, lambda path, offset: pytest.fail("it is refused before anything is read"))
+    for url in ("faulty://tree/a/b", "faulty://tree/a"):
+        with pytest.raises(InvalidOption, match="digest= with a folder"):
+            get(url, tmp_path, digest=digest)
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -307,4 +358,3 @@ def test_importing_it_imports_no_heavy_package():
     heavy = ["fsspec", "gdown", "requests", "tqdm", "torch", "numpy"]
     done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-    assert filesystems.fetch_fsspec

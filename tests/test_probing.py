@@ -256,6 +256,17 @@ def test_names_that_are_no_text_are_read_too(tmp_path: Path) -> None:
     assert report.small[0].reads == 3
 
 
+def test_a_relative_path_in_a_folder_that_was_removed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(FileFailed, match="Cannot probe 'birds'"):
+        probe("birds", 2.0)
+
+
 def test_what_is_no_folder_or_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("x")

@@ -195,4 +195,22 @@ def test_levels_that_were_not_measured_show_as_such_and_empty_panels_do_not_show
     assert picture.count("n/a") == 4  # two labels, and again in the description
     assert "One large file" not in picture
     assert [line.split()[-1] for line in lines] == ["██████", "best", "n/a", "n/a"]
+    assert "files/s: 10 with 1 thread, 40 with 4 threads, " in picture
     assert svg(made(small=small(None, None, None, None))._panels()) == ""
+
+
+def test_the_best_bar_is_explained_since_it_may_not_be_the_longest() -> None:
+    report = made(small=small(10, 95, 100, 98))
+    lines = str(report).splitlines()
+    assert next(line for line in lines if line.endswith(" best")).split()[:3] == ["4", "threads", "95"]
+    assert lines[-1] == "  best: the fewest threads or ranges that reach 90% of the highest rate"
+    assert "the fewest threads or ranges that reach 90% of the highest rate" in report._repr_html_()
+    nothing = made(small=small(None, None, None, None))
+    assert "the fewest" not in str(nothing) + nothing._repr_html_()
+
+
+def test_one_is_said_as_one() -> None:
+    report = made(files=1, listed_entries=1, small=small(10, None, None, None), large=large(MIB, None, None, None))
+    assert "10 files/s with 1 thread, 1.0 MiB/s of one file in 1 range" in repr(report)
+    assert "; 1 entry, the whole tree" in str(report)
+    assert "; 20,010 entries, the whole tree" in str(made())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import sys
 import threading
 from typing import Any
@@ -142,7 +142,7 @@ def test_an_address_without_objects_is_missing(birds, scripted):
     ("fields", "expected"),
     [
         ({"mtime": 1.5}, 1_500_000_000),
-        ({"LastModified": datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)}, 1704067200 * 10**9),
+        ({"LastModified": dt.datetime(2024, 1, 1, tzinfo=dt.UTC)}, 1704067200 * 10**9),
         ({"last_modified": "2024-01-01T00:00:00.000001Z"}, 1704067200 * 10**9 + 1000),
         ({"updated": "2024-01-01T01:00:00+01:00", "created": 5}, 1704067200 * 10**9),
         ({"updated": "yesterday", "created": 5}, 5 * 10**9),
@@ -220,7 +220,7 @@ def test_a_login_that_is_missing_is_named(scripted):
     def refuse(*_: Any) -> Any:
         raise PermissionError("anonymous caller")
 
-    with pytest.raises(FetchFailed, match="needs a login.*authenticate_user"):
+    with pytest.raises(FetchFailed, match=r"needs a login.*authenticate_user"):
         scripted(refuse)[0].list()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import sys
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_every_kind_of_table_says_the_same(tree, write, monkeypatch):
 
 
 def test_cells_are_plain_python_values(tree):
-    time = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    time = dt.datetime(2024, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
     frame = pd.DataFrame(
         {
             "path": [str(tree / "a/1.png"), tree / "a/2.png"],
@@ -85,13 +85,13 @@ def test_cells_are_plain_python_values(tree):
         "missing": (1, None),
         "flag": (True, False),
         "time": (time, None),
-        "span": (datetime.timedelta(seconds=1), None),
+        "span": (dt.timedelta(seconds=1), None),
         "class": ("x", "y"),
         "list": ([1, 2], [3]),
         "object": (7, None),
     }
     assert {type(column[0]) for column in columns.values()} == {
-        *(int, float, bool, datetime.datetime, datetime.timedelta, str, list)
+        *(int, float, bool, dt.datetime, dt.timedelta, str, list)
     }
 
 
@@ -174,9 +174,9 @@ def test_a_row_without_a_path_is_named(tree, rows, found):
 
 @pytest.mark.parametrize("cell", [None, float("nan"), 3, b"bytes", "", "a\0b"])
 def test_a_cell_that_is_no_path_is_named(tree, cell):
-    for given in ([tree / "a/1.png", cell], pd.DataFrame({"path": pd.Series([str(tree), cell], dtype=object)})):
+    for bad in ([tree / "a/1.png", cell], pd.DataFrame({"path": pd.Series([str(tree), cell], dtype=object)})):
         with pytest.raises(BadSource, match="in row 2, a path in each row"):
-            ManifestSource(given)
+            ManifestSource(bad)
 
 
 def test_missing_files_are_counted_and_the_first_is_named(tree):
@@ -194,19 +194,19 @@ def test_folders_and_special_files_are_named_by_their_row(tree):
 
 
 def test_a_table_without_rows_or_that_is_none_is_refused(tree):
-    for given in ([], pd.DataFrame({"path": []}), table(tree / "t.csv", "path,label\n")):
+    for bad in ([], pd.DataFrame({"path": []}), table(tree / "t.csv", "path,label\n")):
         with pytest.raises(BadSource, match="no rows"):
-            ManifestSource(given)
-    with pytest.raises(BadSource, match="a table, Check|a table\\. Check"):
+            ManifestSource(bad)
+    with pytest.raises(BadSource, match="EmptyDataError"):
         ManifestSource(table(tree / "t.csv", ""))
     (tree / "t.parquet").write_bytes(b"PAR1 no PAR1")
     with pytest.raises(BadSource, match="a table"):
         ManifestSource(tree / "t.parquet")
     with pytest.raises(FileFailed, match=r"gone\.csv"):
         ManifestSource(tree / "gone.csv")
-    for given in (3, tree / "t.xlsx"):
+    for bad in (3, tree / "t.xlsx"):
         with pytest.raises(InvalidOption, match="pass the DataFrame"):
-            ManifestSource(given)
+            ManifestSource(bad)
 
 
 def test_each_file_is_asked_for_once_and_errors_that_pass_are_counted(tree, monkeypatch):

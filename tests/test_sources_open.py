@@ -132,7 +132,8 @@ def test_a_table_of_files_on_drive_asks_for_the_mount(tmp_path, monkeypatch):
 
 def test_lists_and_frames_are_tables(tmp_path):
     (tmp_path / "1.png").write_bytes(b"1")
-    for table in ([tmp_path / "1.png"], (str(tmp_path / "1.png"),), pd.DataFrame({"path": [str(tmp_path / "1.png")]})):
+    frame = pd.DataFrame({"path": [str(tmp_path / "1.png")]})
+    for table in ([tmp_path / "1.png"], (str(tmp_path / "1.png"),), frame, frame["path"]):
         source = open_source(table)
         assert isinstance(source, ManifestSource)
         assert [item.path for item in source.list().items] == ["1.png"]

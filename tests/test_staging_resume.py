@@ -16,6 +16,7 @@ from near_copies import MemorySource, copy, data_of, kept_partials, zipped
 
 from colabkit import _files, _partials
 from colabkit.errors import Corrupt
+from colabkit.packing import verify
 from colabkit.sources import BLOCK_BYTES, STAGE_SEAL, Block, Item
 from colabkit.staging import copying, unstage
 from colabkit.staging.copying import Copy, journalled
@@ -264,3 +265,24 @@ def test_the_seal_tells_every_file_with_its_digests(image_tree):
         assert (image_tree / name).stat().st_size == size
         assert (image_tree / name).stat().st_mtime_ns == mtime_ns
         assert crc == copying.zlib.crc32((image_tree / name).read_bytes())
+
+
+def test_verify_names_the_files_that_are_not_as_they_were_staged(image_tree, tmp_path):
+    path = copy(image_tree).path
+    assert verify(path, progress=False).is_good
+    damage = path / "ants" / "000.png"
+    data = bytearray(damage.read_bytes())
+    data[5] ^= 1
+    damage.write_bytes(data)
+    (path / "cats" / "001.png").unlink()
+    report = verify(path, progress=False)
+    assert report.damaged == ("ants/000.png", "cats/001.png")
+    assert "2 of 24 files, first 'ants/000.png'" in repr(report)
+    big = tmp_path / "big.bin"
+    big.write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
+    near = copy(big).path
+    assert verify(near, progress=False).is_good
+    with near.open("r+b") as file:
+        file.seek(BLOCK_BYTES + 5)
+        file.write(b"other")
+    assert verify(near, progress=False).damaged == ("big.bin",)

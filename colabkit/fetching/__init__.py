@@ -7,21 +7,23 @@ holds nothing, the complete old or the complete new thing at every instant.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit import _files, _partials
 from colabkit._reports import Report
 from colabkit._units import format_bytes, format_count, format_seconds
-from colabkit.errors import Corrupt, InvalidOption, cannot, check_seconds
+from colabkit.errors import Corrupt, check_seconds
 from colabkit.fetching.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
 from colabkit.fetching.earlier import Finished, state_of
 from colabkit.fetching.filesystems import fetch_fsspec
 from colabkit.fetching.gdrive import fetch_drive_file, fetch_drive_folder
 from colabkit.fetching.sinks import Wanted
-from colabkit.fetching.transfer import Job, Target, Unchanged
+from colabkit.fetching.transfer import Job, Target, Unchanged, digest_of_folder
 from colabkit.fetching.web import fetch_web
 
 __all__ = ["FetchReport", "fetch"]
@@ -61,7 +63,8 @@ class FetchReport(Report):
         if self.reused:
             return f"Already fetched: {str(self.path)!r}; overwrite=True fetches it again"
         rate = f"{format_bytes(self.fetched_bytes / max(self.seconds, 1e-9))}/s"
-        notes = f", {self.retries} retries" if self.retries else ""
+        retries = "retry" if self.retries == 1 else "retries"
+        notes = f", {self.retries} {retries}" if self.retries else ""
         kept = f", {format_bytes(self.resumed_bytes)} were there already" if self.resumed_bytes else ""
         size = f"{format_bytes(self.fetched_bytes)} in {format_seconds(self.seconds)}"
         return f"Fetched {str(self.path)!r}: {size} ({rate}{notes}){kept}"
@@ -96,8 +99,8 @@ def fetch(
     change; of a folder the number and bytes of its files), and the server says that its version is still the same.
     Drive tells no versions and is not asked. Anything else at the final path is left alone without `overwrite`.
 
-    An fsspec file system is read on a thread. If it hangs, `fetch` ends by `TimedOut`; the thread cannot be ended, and
-    stays until its file system answers.
+    An fsspec file system is read on a thread. If one answer, of a file 5 MiB at most, takes longer than `timeout`,
+    `fetch` ends by `TimedOut`; the thread cannot be ended, and stays until its file system answers.
 
     Args:
         source: the id of a Drive file, a share link of a Drive file or folder, an `https://` or `http://` address, or
@@ -105,8 +108,8 @@ def fetch(
         to: an existing folder, or one named with a slash behind it, in which the source's name is kept; else the path
             of the file or folder. `drive:` and `~` work.
         digest: what the file must have: `"sha256:"`, `"sha512:"`, `"sha1:"` or `"md5:"` and its hexadecimal digits.
-        timeout: seconds in which at least 4 KiB have to come; a try without them has failed, and after five such
-            tries in a row `fetch` gives up.
+        timeout: seconds in which at least 4 KiB have to come, else the try has failed. `fetch` gives up after two such
+            tries, or five that failed in any way, without anything new between them.
         cookies: let gdown use and rewrite its cookie file, for Drive files that need a login.
         overwrite: replace what is at the final path, once all is there.
         progress: show a progress bar.
@@ -126,23 +129,22 @@ def fetch(
     check_seconds(act, "timeout", timeout)
     wanted = Wanted.parsed(act, digest)
     if wanted and address.kind == DRIVE_FOLDER:
-        raise _digest_of_folder(act)
+        raise digest_of_folder(act)
     with _files.translated(act):
         target = Target.chosen(to, act)
-        with Job(act, address, target, wanted, timeout, cookies=cookies, overwrite=overwrite, progress=progress) as job:
+        options = {"cookies": cookies, "overwrite": overwrite, "progress": progress}
+        with _no_new_empty_folder(target.folder), Job(act, address, target, wanted, timeout, **options) as job:
             try:
                 _look_first(job)
                 with _partials.KeptPartial(target.folder, address.digest(target.name)) as kept:
+                    job.is_kept = kept.folder == kept.kept_folder
                     fetched = _WAYS[address.kind](job, kept)
-                    is_folder = fetched.path.is_dir()
-                    if wanted and is_folder:
-                        raise _digest_of_folder(act)
                     try:
                         job.check_digest(fetched)
                     except Corrupt:
                         kept.start_over()
                         raise
-                    final = job.admit(fetched.name, "", is_folder=is_folder)
+                    final = job.admit(fetched.name, "", is_folder=fetched.path.is_dir())
                     kept.publish_as(fetched.path, final, overwrite)
                 sha256 = fetched.digests.get("sha256")
                 where = os.path.realpath(final)
@@ -152,6 +154,7 @@ def fetch(
             except Unchanged as unchanged:
                 finished, reused = unchanged.finished, True
                 path = target.folder / (target.name or Path(finished.path).name)
+                _partials.discard_kept(path, address.digest(target.name))  # of a run that was to replace it
     return FetchReport(
         path=path,
         source=address.shown,
@@ -177,5 +180,14 @@ def _look_first(job: Job) -> None:
             job.admit(name, is_folder=is_folder or job.address.kind == DRIVE_FOLDER)
 
 
-def _digest_of_folder(act: str) -> InvalidOption:
-    return InvalidOption(cannot(act, "digest= with a folder", "a single file", "Leave digest away"))
+@contextlib.contextmanager
+def _no_new_empty_folder(folder: Path) -> Iterator[None]:
+    """Remove the folder and its parents again if the block fails and has made them for nothing."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # something is in it
+            for path in missing:
+                _files.remove_empty_folder(path)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -58,7 +59,7 @@ class Address:
     def scrubbed(self, text: object) -> str:
         """Return what another program said in one line of bounded length, without secrets of any address in it."""
         found = " ".join(str(text).split())
-        for secret in sorted(_secrets(urlsplit(self.text)), key=len, reverse=True) if "://" in self.text else ():
+        for secret in sorted(_secrets(self.text), key=len, reverse=True):
             found = found.replace(secret, "...")
         found = re.sub(r"(\w://)[^\s/@'\"]*@", r"\1", found)
         found = re.sub(r"([\w/])[?#][^\s'\"<>)]*", r"\1", found)
@@ -151,9 +152,14 @@ def _limited(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-def _secrets(parts: SplitResult) -> set[str]:
-    userinfo = parts.netloc.rpartition("@")[0]
-    values = [pair.partition("=")[2] for pair in parts.query.split("&")]
-    found = {userinfo, *userinfo.split(":"), parts.query, parts.fragment}
-    found |= {value for value in values if len(value) >= _SECRET_CHARS}
+def _secrets(text: str) -> set[str]:
+    """Return what no message may hold of an address, of each link of a chain."""
+    found: set[str] = set()
+    for link in text.split("::"):
+        with contextlib.suppress(ValueError):  # brackets around what is no address
+            parts = urlsplit(link)
+            userinfo = parts.netloc.rpartition("@")[0]
+            values = [pair.partition("=")[2] for pair in parts.query.split("&")]
+            found |= {userinfo, *userinfo.split(":"), parts.query, parts.fragment}
+            found |= {value for value in values if len(value) >= _SECRET_CHARS}
     return {text for one in found if one for text in (one, unquote(one))}

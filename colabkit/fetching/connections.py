@@ -36,10 +36,15 @@ class Watchdog:
 
     Args:
         timeout: seconds until then, from the start and from each `restart()`.
+
+    Attributes:
+        fired: whether it has passed.
+        host: the name or address that was connected to last: of a redirect or proxy too.
     """
 
     def __init__(self, timeout: float) -> None:
         self.fired = False
+        self.host = ""
         self._timeout = timeout
         self._handles: list[socket.socket] = []
         self._changed = threading.Condition()
@@ -79,6 +84,7 @@ class Watchdog:
 
     def open_socket(self, where: tuple[str, int], *_: Any) -> socket.socket:
         """Return a socket connected to host and port, in place of `socket.create_connection`."""
+        self.host = where[0]
         found = _resolved(*where, self._left_s())
         failed: OSError = TimeoutError("no time left to connect")
         for number, (family, kind, protocol, _name, address) in enumerate(found):

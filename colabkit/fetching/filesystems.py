@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from colabkit import _files, _partials
@@ -50,7 +51,7 @@ _LOGINS = {
 _LOGIN_ERRORS = frozenset(
     {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "RefreshError", "DefaultCredentialsError"}
 )
-_FINAL = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
+_FINAL = (NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
 
 _Info = dict[str, Any]
 
@@ -64,30 +65,36 @@ def fetch_fsspec(job: Job, kept: _partials.KeptPartial) -> Fetched:
         TimedOut: if the file system did not answer in time.
         TargetExists: if something else is at the final path.
     """
-    reader = _Reader(job, kept)
     with Sink(kept.data, job.wanted) as sink:
-        return job.try_until_done(lambda: reader.attempt(sink))
+        reader = _Reader(job, kept, sink)
+        return job.try_until_done(reader.attempt, reader.goes_on)
 
 
 class _Reader:
-    def __init__(self, job: Job, kept: _partials.KeptPartial) -> None:
-        self.job, self.kept = job, kept
+    def __init__(self, job: Job, kept: _partials.KeptPartial, sink: Sink) -> None:
+        self.job, self.kept, self.sink = job, kept, sink
         self.protocol = protocol_of(job.address)
         self.fs: Any = None
         self.root = self.via = ""
 
-    def attempt(self, sink: Sink) -> Fetched:
+    def goes_on(self) -> bool:
+        """Return whether what has come can be used: there is something, and its version is known."""
+        return bool(self.kept.record.get("validator") and (self.sink.size or _files.disk_bytes(self.kept.data)))
+
+    def attempt(self) -> Fetched:
         """Ask what is there and bring what is missing."""
         if self.fs is None:
             self.fs, self.root, self.via = self._ask(self._opened)
         info = self._ask(self._info)
         name = safe_name(self.root.rstrip("/").rpartition("/")[2]) or "download"
         if info["type"] != "directory":
-            return self._file(name, info, sink)
+            return self._file(name, info)
         return self._folder(name)
 
-    def _file(self, name: str, info: _Info, sink: Sink) -> Fetched:
-        size, version = info.get("size"), _version(info)
+    def _file(self, name: str, info: _Info) -> Fetched:
+        size, version, sink = info.get("size"), _version(info), self.sink
+        if self.kept.data.is_dir():
+            self.kept.start_over()  # a folder was here when an earlier call was stopped
         have = sink.open()
         if have and (not version or self.kept.record.get("validator") != version or have > (size or 0)):
             sink.begin_anew()
@@ -151,10 +158,10 @@ class _Reader:
 
     def _watched(self, produce: Callable[[], Iterable[T]]) -> Generator[T]:
         """Yield what `produce` yields on a thread, as long as each comes in time."""
-        came: queue.Queue[tuple[T] | Exception | None] = queue.Queue(_QUEUE_BLOCKS)
+        came: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUE_BLOCKS)
         abandoned = threading.Event()
 
-        def put(item: tuple[T] | Exception | None) -> bool:
+        def put(item: tuple[T] | BaseException | None) -> bool:
             while not abandoned.is_set():
                 try:
                     came.put(item, timeout=0.1)
@@ -168,7 +175,7 @@ class _Reader:
                 for item in produce():
                     if not put((item,)):
                         return
-            except Exception as error:
+            except BaseException as error:  # also asyncio's CancelledError, or it would be waited for in vain
                 put(error)
             else:
                 put(None)
@@ -181,25 +188,26 @@ class _Reader:
                     item = came.get(timeout=self.job.timeout)
                 except queue.Empty:
                     found = f"no answer of {self.protocol}:// in {format_seconds(self.job.timeout)}"
-                    next_step = "Check the network, then run it again: it goes on where it stopped"
+                    next_step = "Check the network or allow more seconds with timeout=, then run it again"
+                    next_step = self.job.advice(next_step, self.goes_on())
                     raise TimedOut(cannot(self.job.act, found, "one in this time", next_step)) from None
                 if item is None:
                     break
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     self._failed(item)
                 yield item[0]
         finally:
             abandoned.set()
             thread.join(0.5)  # it ends at once unless its file system does not answer
 
-    def _failed(self, error: Exception) -> NoReturn:
+    def _failed(self, error: BaseException) -> NoReturn:
         """Raise what an error of a file system means; its own text may hold addresses with signatures."""
         if isinstance(error, ColabkitError):
             raise error
         if (refused := refusal(self.job.address, self.job.act, error)) is not None:
             raise refused from None
         told = self.job.address.scrubbed(f"{type(error).__name__}: {error}")
-        raise Again(told, "Run it again: it goes on where it stopped") from None
+        raise Again(told, "Run it again") from None
 
     # These run on the thread.
 
@@ -225,6 +233,11 @@ class _Reader:
                     cannot(self.job.act, found, "names inside the folder", "Do not use a source like this")
                 )
             files[inside] = {**info, "name": path}
+        # Some mark a folder by an empty object of its bare name.
+        for both in files.keys() & {str(folder) for inside in files for folder in PurePosixPath(inside).parents}:
+            if files.pop(both).get("size"):
+                found = f"a file and a folder of the name {self.job.address.scrubbed(both)!r}"
+                raise FetchFailed(cannot(self.job.act, found, "one of them", "Rename one at the source"))
         if not files:
             raise FetchFailed(cannot(self.job.act, "no files in it", "at least one", "Check the address"))
         return files
@@ -275,7 +288,7 @@ def file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
     return fs, root, f"fsspec {fsspec.__version__} ({protocol})"
 
 
-def refusal(address: Address, act: str, error: Exception) -> FetchFailed | None:
+def refusal(address: Address, act: str, error: BaseException) -> FetchFailed | None:
     """Return what an error of a file system means where trying again is of no use, None where it may be.
 
     The error's own text may hold addresses with signatures: what is returned does not.

@@ -21,7 +21,7 @@ from colabkit.fetching.transfer import MIN_BYTES, Again, Fetched, Job, Unchanged
 
 __all__ = ["fetch_drive_file", "fetch_drive_folder"]
 
-_GO_ON = "Check the network, then run it again: it goes on where it stopped"
+_AGAIN = "Check the network, then run it again"
 _LOOK_S = 0.5  # between two looks at what has come
 _PAGE_BYTES = 1 << 16
 
@@ -51,13 +51,13 @@ def fetch_drive_file(job: Job, kept: _partials.KeptPartial) -> Fetched:
         TimedOut: if nothing came in each of the last tries.
     """
     child = _Child(job, kept, is_folder=False)
-    return job.try_until_done(lambda: _whole_file(job, kept, child.run()))
+    return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.goes_on)
 
 
 def fetch_drive_folder(job: Job, kept: _partials.KeptPartial) -> Fetched:
     """Bring a Drive folder into the partial; errors as of `fetch_drive_file()`."""
     child = _Child(job, kept, is_folder=True)
-    return job.try_until_done(lambda: _whole_folder(job, kept, child.run()))
+    return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.goes_on)
 
 
 class _Child:
@@ -105,6 +105,11 @@ class _Child:
             raise self._failed(self._last)
         return self._last
 
+    def goes_on(self) -> bool:
+        """Return whether another run can use what is there: of a folder any file, of a file a part of known version."""
+        file = self.kept.record.get("known", {}).get(self.job.address.text, {})
+        return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
+
     def _bytes_there(self) -> int:
         """Return the bytes of what gdown has finished and of its part files."""
         total = 0
@@ -130,7 +135,7 @@ class _Child:
             self._looked = now
             self._look()
         if now - self._moved >= self.job.timeout:
-            raise Again("nothing or too little came from Drive", _GO_ON, hung=True)
+            raise Again("nothing or too little came from Drive", _AGAIN, hung=True)
 
     def _line(self, line: str) -> None:
         try:
@@ -175,11 +180,11 @@ class _Child:
             found = "Drive did not continue where it stopped" if failed == "range" else "the file changed in Drive"
             return Again(found, "Run it again", is_anew=True)
         if failed == "network":
-            return Again(f"the network failed ({told})", _GO_ON)
+            return Again(f"the network failed ({told})", _AGAIN)
         if said.get("errno"):
             return OSError(said["errno"], os.strerror(said["errno"]), str(self.kept.data))
         if failed != "gdown":
-            return Again(f"gdown's process ended early ({told})" if told else "gdown's process ended early", _GO_ON)
+            return Again(f"gdown's process ended early ({told})" if told else "gdown's process ended early", _AGAIN)
         for signs, found, next_step in _CAUSES:
             if any(sign in text for sign in signs):
                 return self._refused(found, next_step)
@@ -193,7 +198,7 @@ class _Child:
             next_step = 'In Drive, share it with "Anyone with the link", or read it through colabkit.mount()'
             return self._refused("Drive does not give it to people without a login", next_step)
         if "incomplete" in text:
-            return Again("the connection ended too early", _GO_ON)
+            return Again("the connection ended too early", _AGAIN)
         return self._refused(told, "Open the link in a browser to see what Drive says")
 
     def _drop_parts(self) -> None:

@@ -25,6 +25,7 @@ _HTML = re.compile(
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _HTML_NAMES = (".html", ".htm", ".xhtml")
 _TITLE_CHARS = 80
+_COUNT = "[0-9]{1,18}"  # more digits are no number of bytes, and thousands of them no number of Python's
 
 
 def validator(headers: Message) -> str:
@@ -40,13 +41,13 @@ def total_bytes(headers: Message) -> int | None:
     """Return the announced length, None where there is none."""
     text = headers.get("Content-Length", "").strip()
     is_chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
-    return int(text) if text.isdecimal() and not is_chunked else None
+    return int(text) if re.fullmatch(_COUNT, text) and not is_chunked else None
 
 
 def content_range(headers: Message) -> tuple[int | None, int | None, int | None] | None:
     """Return first byte, last byte and total of a `Content-Range`, None for what is unknown or not one."""
     text = headers.get("Content-Range", "").strip()
-    if not (found := re.fullmatch(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)", text, re.IGNORECASE)):
+    if not (found := re.fullmatch(rf"bytes\s+(?:({_COUNT})-({_COUNT})|\*)/({_COUNT}|\*)", text, re.IGNORECASE)):
         return None
     first, last, total = (None if text in (None, "*") else int(text) for text in found.groups())
     return first, last, total

@@ -12,17 +12,20 @@ from types import TracebackType
 from typing import Self
 
 from colabkit._units import format_bytes, format_seconds
-from colabkit.errors import Corrupt, FetchFailed, TargetExists, TimedOut, cannot
+from colabkit.errors import Corrupt, FetchFailed, InvalidOption, TargetExists, TimedOut, cannot
 from colabkit.fetching.addresses import Address
 from colabkit.fetching.earlier import Finished, state_of
 from colabkit.fetching.sinks import Wanted, digests_of
 from colabkit.mounts import user_path
 from colabkit.progress import ProgressBar
 
-__all__ = ["MIN_BYTES", "TRIES", "Again", "Fetched", "Job", "Target", "Unchanged"]
+__all__ = ["MIN_BYTES", "TRIES", "Again", "Fetched", "Job", "Target", "Unchanged", "digest_of_folder"]
 
 TRIES = 5
 """Tries in a row that may bring nothing new, and times that a fetch may have to begin anew."""
+
+HUNG_TRIES = 2
+"""Of these tries, those that may hang: a packet can be lost once, and each takes the whole time-out."""
 
 MIN_BYTES = 4096
 """Bytes that have to come within the time-out: fewer, as from a server that drips, are no progress."""
@@ -36,7 +39,7 @@ class Again(Exception):
 
     Args:
         found: for the message, if it was the last one.
-        next_step: likewise.
+        next_step: likewise; whether the next call goes on where this one stopped is added to it.
         hung: whether nothing came in time.
         is_anew: whether what has come cannot be used.
         pause_s: seconds to wait before the next try; by default longer each time.
@@ -118,10 +121,11 @@ class Job:
         self.finished = Finished.recalled(self.identity)
         self.fetched_bytes = self.retries = 0
         self.resumed_bytes: int | None = None
+        self.is_kept = False  # what has come: not where another process has its place, nor where there are no locks
         self._progress = progress
         self._bar: ProgressBar | None = None
         self._total: int | None = None
-        self._done = self._furthest = self._tries = self._begun = 0
+        self._done = self._furthest = self._tries = self._hung = self._begun = 0
 
     def __enter__(self) -> Self:
         return self
@@ -140,7 +144,7 @@ class Job:
         self.resumed_bytes = min(self.resumed_bytes, done)
         if self._bar is None or total != self._total:
             self.__exit__(None, None, None)
-            self._bar, self._total, self._done = ProgressBar("Fetching", total, "B", self._progress), total, 0
+            self._bar, self._total, self._done = ProgressBar("fetch", total, "B", self._progress), total, 0
             self._bar.__enter__()
         self._bar.advance(done - self._done)
         self._done = done
@@ -152,11 +156,19 @@ class Job:
         self._done += count
         self.fetched_bytes += count
 
-    def try_until_done(self, attempt: Callable[[], Fetched]) -> Fetched:
+    def advice(self, next_step: str, goes_on: bool) -> str:
+        """Return a next step, and that the next call goes on with what has come, where it does."""
+        return f"{next_step}: it goes on where it stopped" if goes_on and self.is_kept else next_step
+
+    def try_until_done(self, attempt: Callable[[], Fetched], goes_on: Callable[[], bool]) -> Fetched:
         """Return what `attempt` returns, tried again while it raises `Again` and each few tries bring something new.
 
+        Args:
+            attempt: one try.
+            goes_on: whether another try can use what has come so far.
+
         Raises:
-            TimedOut: if the last of `TRIES` in a row hung.
+            TimedOut: if `HUNG_TRIES` since something new came hung, or the last of `TRIES`.
             FetchFailed: if it failed in another way, or the whole began anew as many times.
         """
         while True:
@@ -164,17 +176,18 @@ class Job:
                 return attempt()
             except Again as again:
                 if self._done - self._furthest >= MIN_BYTES:
-                    self._furthest, self._tries = self._done, 0
+                    self._furthest, self._tries, self._hung = self._done, 0, 0
                 self._tries += 1
+                self._hung += again.hung
                 self._begun += again.is_anew
-                if max(self._tries, self._begun) >= TRIES:
+                if max(self._tries, self._begun) >= TRIES or self._hung >= HUNG_TRIES:
                     found = f"{again.found} in the last try"
+                    next_step = self.advice(again.next_step, goes_on())
                     if again.hung:
                         needed = f"at least {format_bytes(MIN_BYTES)} in {format_seconds(self.timeout)}"
-                        raise TimedOut(cannot(self.act, found, needed, again.next_step)) from None
-                    raise FetchFailed(
-                        cannot(self.act, found, f"one try in {TRIES} that brings something new", again.next_step)
-                    ) from None
+                        raise TimedOut(cannot(self.act, found, needed, next_step)) from None
+                    needed = f"one try in {TRIES} that brings something new"
+                    raise FetchFailed(cannot(self.act, found, needed, next_step)) from None
                 self.retries += 1
                 longest = min(_BACK_OFF_S * 2**self._tries, _LONGEST_PAUSE_S)
                 time.sleep(random.uniform(0.5, 1.0) * longest if again.pause_s is None else again.pause_s)
@@ -190,7 +203,10 @@ class Job:
         Raises:
             Unchanged: if the final path has it already.
             TargetExists: if something else is there.
+            InvalidOption: if it is a folder, which has no digest, and one is asked for.
         """
+        if is_folder and self.wanted is not None:
+            raise digest_of_folder(self.act)
         final = self.target.folder / (self.target.name or name)
         if not os.path.lexists(final):
             return final
@@ -225,3 +241,8 @@ class Job:
         found = f"its {self.wanted.kind} is {fetched.digests[self.wanted.kind]}"
         needed = f"{self.wanted.digits}, as asked for"
         raise Corrupt(cannot(self.act, found, needed, "Check the digest; if it is right, the source is not"))
+
+
+def digest_of_folder(act: str) -> InvalidOption:
+    """Return the error for a digest that is asked of a folder."""
+    return InvalidOption(cannot(act, "digest= with a folder", "a single file", "Leave digest away"))

@@ -10,6 +10,7 @@ import urllib.error
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -37,7 +38,7 @@ _BLOCK_BYTES = 1 << 18
 _PAGE_BYTES = 1 << 16  # of a page, read for its title
 _TRANSIENT = frozenset({408, 425, 429})
 _FINAL = (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)
-_GO_ON = "Check the network, then run it again: it goes on where it stopped"
+_AGAIN = "Check the network, then run it again"
 _AGENT = "Mozilla/5.0 (compatible; colabkit)"  # some hosts refuse the name that the standard library sends
 _CAUSES = {
     401: ("it needs a login", "Use an address that needs none, or one with user and password in it"),
@@ -58,7 +59,8 @@ def fetch_web(job: Job, kept: _partials.KeptPartial) -> Fetched:
         NotEnoughSpace: before anything is written, where the length is announced.
     """
     with Sink(kept.data, job.wanted) as sink:
-        return job.try_until_done(_Client(job, kept, sink).attempt)
+        client = _Client(job, kept, sink)
+        return job.try_until_done(client.attempt, client.goes_on)
 
 
 class _Client:
@@ -76,11 +78,15 @@ class _Client:
         plain = f"{unquote(user)}:{unquote(password)}".encode()
         self.authorization = f"Basic {base64.b64encode(plain).decode()}" if userinfo else None
 
+    def goes_on(self) -> bool:
+        """Return whether a request can be for the rest of what has come: its version is known, and there are ranges."""
+        return bool(self.sink.size and self.kept.record.get("validator") and self.has_ranges)
+
     def attempt(self) -> Fetched:
         """Make one request and take what it brings."""
         have = self.sink.open()
         record = self.kept.record
-        if have and not (record.get("validator") and self.has_ranges and have <= (record["total"] or have)):
+        if have and not (self.goes_on() and have <= (record["total"] or have)):
             self.sink.begin_anew()
             have = 0
         headers = {"User-Agent": _AGENT, "Accept": "*/*", "Accept-Encoding": "identity"}
@@ -117,7 +123,7 @@ class _Client:
         expected: int | None
         if response.status == 206:
             expected = self._checked_range(response, have)
-            _files.check_space(self.job.act, expected, self.kept.data)
+            _files.check_space(self.job.act, expected, self._admit_rest())
         elif response.status in (200, 203):
             if have:  # the file has changed, or the server knows no ranges
                 self.has_ranges = validator(response.headers) != self.kept.record["validator"]
@@ -136,10 +142,15 @@ class _Client:
             found = f"the server packs it for the way ({encoding[:20]!r}) though asked not to"
             raise self._failure(found, "the file's own bytes", "Fetch it with another program")
         version = validator(response.headers)
-        final = self.job.admit(name, f"{version}|{total}" if version else "")
+        final = self.job.admit(name, _version(version, total))
         if total is not None:
             _files.check_space(self.job.act, total, final)
         self.kept.note(name=name, total=total, validator=version)
+
+    def _admit_rest(self) -> Path:
+        """Return the final path of what is continued, which may be taken meanwhile or be of this version already."""
+        record = self.kept.record
+        return self.job.admit(record["name"], _version(record["validator"], record["total"]))
 
     def _name_of_path(self, response: HTTPResponse) -> str:
         own = self.job.address.name
@@ -185,7 +196,7 @@ class _Client:
             self._begin_anew("the server sent more than it announced", "Try another server")
         if expected is not None and received < expected:
             missing = format_bytes(expected - received)
-            raise Again(f"the connection ended {missing} too early", _GO_ON)
+            raise Again(f"the connection ended {missing} too early", _AGAIN)
 
     def _check_head(self, response: HTTPResponse, blocks: Iterator[bytes], watchdog: Watchdog) -> None:
         """Keep the first bytes, unless they are those of a page."""
@@ -215,10 +226,10 @@ class _Client:
         record = self.kept.record
         total, version = record["total"], record["validator"]
         if total is not None and self.sink.size < total:
-            raise Again("the server sends a part of the rest at a time", _GO_ON)
+            raise Again("the server sends a part of the rest at a time", _AGAIN)
         digests = self.sink.finish()
         via = urlsplit(self.url).scheme
-        return Fetched(self.kept.data, record["name"], via, f"{version}|{total}" if version else "", 1, digests)
+        return Fetched(self.kept.data, record["name"], via, _version(version, total), 1, digests)
 
     def _refused(self, error: urllib.error.HTTPError, have: int) -> Fetched:
         """Return the file if the refusal says that it is complete; else raise what the status means."""
@@ -226,6 +237,7 @@ class _Client:
         if status == 416 and have:
             total = (content_range(error.headers) or (None, None, None))[2]
             if total == have and self.kept.record["total"] in (None, have):
+                self._admit_rest()
                 return self._whole()
             self._begin_anew("the file changed while it was fetched", "Run it again when it is at rest")
         if status in _TRANSIENT or status >= 500:
@@ -249,26 +261,31 @@ class _Client:
         """Return the reason to try again after an error of the network; raise where trying is no use."""
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         if watchdog.fired or isinstance(cause, TimeoutError):
-            return Again("nothing or too little came", _GO_ON, hung=True)
+            return Again("nothing or too little came", _AGAIN, hung=True)
         if isinstance(cause, ssl.SSLCertVerificationError):
             found = f"its certificate is not trusted ({cause.verify_message})"
             next_step = "Check the address and this machine's clock"
             raise self._failure(found, "a server that proves who it is", next_step) from None
         if isinstance(cause, socket.gaierror):
-            found = f"the name {urlsplit(self.url).hostname!r} has no address"
+            found = f"the name {watchdog.host!r} has no address"
             if cause.errno == socket.EAI_NONAME:
                 raise self._failure(found, "a host that is known", "Check the address and the network") from None
-            return Again(found, _GO_ON)
+            return Again(found, _AGAIN)
         if not isinstance(cause, Exception) or isinstance(cause, _FINAL):
             # The text of an error about an address holds the address.
             told = type(cause).__name__ if isinstance(cause, Exception) else self.job.address.scrubbed(cause)
             raise self._failure(told, "an address that can be asked", "Check it, and the proxy's") from None
         if isinstance(cause, http.client.RemoteDisconnected):
-            return Again("the server closed the connection without an answer", _GO_ON)
+            return Again("the server closed the connection without an answer", _AGAIN)
         if isinstance(cause, http.client.IncompleteRead):
-            return Again("the connection ended too early", _GO_ON)
+            return Again("the connection ended too early", _AGAIN)
         told = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
-        return Again(f"the network failed ({self.job.address.scrubbed(told)})", _GO_ON)
+        return Again(f"the network failed ({self.job.address.scrubbed(told)})", _AGAIN)
 
     def _failure(self, found: str, needed: str, next_step: str) -> FetchFailed:
         return FetchFailed(cannot(self.job.act, found, needed, next_step))
+
+
+def _version(validator: str, total: int | None) -> str:
+    """Return what tells this version of a file from others, empty where its server says nothing but the length."""
+    return f"{validator}|{total}" if validator else ""

@@ -57,7 +57,8 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
     act = f"probe {str(path)!r}"
     check_seconds(act, "seconds", seconds)
     table = mounts()  # as it is now: a mount can go away meanwhile
-    text = os.path.abspath(user_path(path, act, table))
+    with _files.translated(act):
+        text = os.path.abspath(user_path(path, act, table))  # fails in a working folder that was removed
     records: _Records = {}
 
     def keep(line: str) -> None:

@@ -46,7 +46,8 @@ def svg(panels: Sequence[Panel]) -> str:
         return ""
     width = len(panels) * (_PANEL + _GAP) - _GAP
     told = "; ".join(
-        f"{panel.title}, {panel.unit}: " + ", ".join(f"{bar.text} with {bar.label} {panel.axis}" for bar in panel.bars)
+        f"{panel.title}, {panel.unit}: "
+        + ", ".join(f"{bar.text} with {bar.label} {_counted(panel, bar)}" for bar in panel.bars)
         for panel in panels
     )
     drawn = "".join(
@@ -60,6 +61,10 @@ def svg(panels: Sequence[Panel]) -> str:
         f'font-variant-numeric:tabular-nums"><title>Rates against concurrency</title>'
         f"<desc>{escape(told)}</desc>{drawn}</svg>"
     )
+
+
+def _counted(panel: Panel, bar: Bar) -> str:
+    return panel.axis.removesuffix("s") if bar.label == "1" else panel.axis
 
 
 def _drawn(panel: Panel) -> str:
@@ -100,7 +105,7 @@ def text_bars(panels: Sequence[Panel]) -> str:
             eighths = round(8 * _TEXT_BAR * (bar.value or 0.0) / top)
             drawn = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
             name = f"{panel.title}, {panel.unit}" if number == 0 else ""
-            axis = panel.axis if bar.label != "1" else panel.axis.removesuffix("s")
+            axis = _counted(panel, bar)
             mark = " best" if bar.is_best else ""
             lines.append(f"  {name:<26}  {bar.label:>2} {axis:<9}{bar.text:>{wide}}  {drawn}{mark}")
     return "\n".join(line.rstrip() for line in lines)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from colabkit._reports import Report, html_table
-from colabkit._units import format_bytes, format_count, format_rate, format_seconds
+from colabkit._units import format_bytes, format_count, format_rate, format_seconds, format_share
 from colabkit.probing.plot import BLUE, GREEN, Bar, Panel, svg, text_bars
 
 __all__ = ["ProbeReport", "ReadRate", "best_rate"]
 
 _NEAR_BEST = 0.9
+_BEST = f"the fewest threads or ranges that reach {format_share(_NEAR_BEST)} of the highest rate"
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,13 @@ class ProbeReport(Report):
         where = f"{self.path!r} ({self.fstype})" if self.fstype else repr(self.path)
         facts = [] if self.open_s is None else [f"a file opens in {format_seconds(self.open_s)}"]
         if best := best_rate(self.small, of_bytes=False):
-            facts.append(f"{format_rate(best.reads_per_s or 0, 'files')} with {best.concurrency} threads")
+            facts.append(f"{format_rate(best.reads_per_s or 0, 'files')} with {_counted(best.concurrency, 'thread')}")
         if best := best_rate(self.large, of_bytes=True):
-            facts.append(f"{format_bytes(best.bytes_per_s or 0)}/s of one file in {best.concurrency} ranges")
+            rate = f"{format_bytes(best.bytes_per_s or 0)}/s"
+            facts.append(f"{rate} of one file in {_counted(best.concurrency, 'range')}")
         if self.errors:
             facts.append(self.error_text)
-        measured = ", ".join(facts).replace(" 1 threads", " 1 thread").replace(" 1 ranges", " 1 range")
-        first = f"Probed {where}: {measured or 'nothing could be measured'}"
+        first = f"Probed {where}: {', '.join(facts) or 'nothing could be measured'}"
         return "\n".join(filter(None, (first, self.recommendation, self.caveat)))
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -134,7 +135,8 @@ class ProbeReport(Report):
         if self.type == "folder":
             rate = "n/a" if self.listing_rate is None else format_rate(self.listing_rate, "entries")
             part = "the whole tree" if self.is_complete else "a part of the tree"
-            rows.append(("listing", f"{rate}; {format_count(self.listed_entries)} entries, {part}"))
+            entries = "1 entry" if self.listed_entries == 1 else f"{format_count(self.listed_entries)} entries"
+            rows.append(("listing", f"{rate}; {entries}, {part}"))
         sized = "" if self.sized_files == self.files else f" in {format_count(self.sized_files)} of them"
         largest = f", the largest {format_bytes(self.largest_bytes)}" if self.sized_files > 1 else ""
         rows.append(("files", f"{format_count(self.files)}; {format_bytes(self.sized_bytes)}{sized}{largest}"))
@@ -156,11 +158,19 @@ class ProbeReport(Report):
         return panels
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self.text_table(), text_bars(self._panels()))))
+        panels = self._panels()
+        note = f"  best: {_BEST}" if panels else ""
+        return "\n".join(filter(None, (self.text_table(), text_bars(panels), note)))
 
     def _repr_html_(self) -> str:
         first = [("advice", self.recommendation), *([("caveat", self.caveat)] if self.caveat else [])]
-        return html_table(self._summary().splitlines()[0], [*first, *self._rows()]) + svg(self._panels())
+        panels = self._panels()
+        last = [("solid bar", _BEST)] if panels else []
+        return html_table(self._summary().splitlines()[0], [*first, *self._rows(), *last]) + svg(panels)
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _bar(rate: ReadRate, value: float | None, text: Callable[[float], str], is_best: bool) -> Bar:

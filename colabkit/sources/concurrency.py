@@ -255,7 +255,7 @@ def concurrently(
 ) -> Iterator[R]:
     """Yield `function(task)` for every task as results come.
 
-    `"auto"` measures. Where a call may never return (`stalled_s`), calls begin 32 at once and their number climbs while
+    `"auto"` measures. Where a call may never return (`stalled_s`), calls begin 64 at once and their number climbs while
     throughput climbs. Elsewhere the first calls are made one by one: where they mostly wait, as on a disk that seeks,
     it goes on like that; where each computes for long, there are as many threads as CPUs; else none but the caller's,
     since tiny calls only get in each other's way.

@@ -21,7 +21,8 @@ __all__ = ["FolderSource"]
 
 _Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
 _SHORTCUT_DEPTH = 8
-_STATS_AT_ONCE = 50
+_STATS_AT_ONCE = 10  # small pieces: the first files are known, and can be read, while others are asked for
+_LISTED_AT_ONCE = 16
 
 
 class _Folder(NamedTuple):
@@ -98,7 +99,7 @@ class FolderSource:
                 waiting += found.next
                 yield found
             return
-        with Calls(look, Level(), STALLED_S) as calls:
+        with Calls(look, Level(_LISTED_AT_ONCE), STALLED_S) as calls:
             calls.make(root)
             while calls.under_way:
                 found = calls.take()

@@ -6,7 +6,7 @@ import math
 
 __all__ = ["MOST_IN_FLIGHT", "Level"]
 
-FIRST = 32  # a mount answers a small file in tens of milliseconds: beginning lower costs more than it saves
+FIRST = 64  # a mount answers a small file in tens of milliseconds: beginning lower costs more than it saves
 MOST_IN_FLIGHT = 128
 _GAIN = 1.08  # a doubling that gives less than this has met the source's own limit
 _LOSS = 0.95  # of the best rate; a step down may cost no more
@@ -18,7 +18,7 @@ _WINDOW_S = 0.01
 class Level:
     """The number of requests in flight: it climbs while throughput climbs, and halves on errors.
 
-    Calls are counted in windows, each as long as about one round of the calls in flight. From 32 on the number doubles
+    Calls are counted in windows, each as long as about one round of the calls in flight. From 64 on the number doubles
     as long as the rate rises by 8%; else it returns to the best one and stays for 24 windows. Where the calls compute
     more than they wait, it falls by steps instead, for as long as the rate holds. An error halves it at once, as a
     drive that refuses wants to be asked less. (The scheme is that of TCP's congestion window: slow start, then

@@ -59,7 +59,7 @@ class ManifestSource:
     the working folder if all paths are relative; else from the folder that all files share.
 
     Args:
-        table: a DataFrame, the path of a `.csv`, `.tsv` or `.parquet` file, or a list of paths.
+        table: a DataFrame, the path of a `.csv`, `.tsv` or `.parquet` file, or a list or Series of paths.
 
     Raises:
         InvalidOption: if it is none of these.
@@ -153,6 +153,8 @@ class ManifestSource:
         return (Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns),)
 
     def _parsed(self, given: Any) -> _Table:
+        if hasattr(given, "iloc") and not hasattr(given, "columns"):
+            given = given.tolist()  # a column by itself
         if isinstance(given, list | tuple):
             cells: Sequence[Any] = given
             columns: Mapping[str, tuple[Any, ...]] = {}

@@ -18,7 +18,7 @@ from colabkit.errors import BadSource, Corrupt, cannot
 from colabkit.sources import BLOCK_BYTES, Block, Item, SharedFile, Source, Wanted, block_offsets
 from colabkit.staging.seal import Crcs
 
-__all__ = ["Copy", "Known", "journalled"]
+__all__ = ["Copy", "Known", "good_blocks", "journalled"]
 
 Known: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
 """CRC32 by offset of what is written, by path, size and time of the file."""
@@ -71,7 +71,7 @@ class Copy:
         for path in list(_files_below(self.folder)):
             item = wanted.get(path)
             noted = self._known.get((item.path, item.size, item.mtime_ns)) if item else None
-            good = _checked(self.folder / path, item, noted) if item and noted else {}
+            good = good_blocks(self.folder / path, item, noted) if item and noted else {}
             if good:
                 self.crcs[path] = good
             else:
@@ -87,7 +87,7 @@ class Copy:
         taken = []
         for item, sealed in items:
             crcs = dict(zip(block_offsets(item.size), sealed, strict=True))
-            if item.path in self.crcs or _checked(old / item.path, item, crcs) != crcs:
+            if item.path in self.crcs or good_blocks(old / item.path, item, crcs) != crcs:
                 continue
             self._make_parent(item.path)
             try:
@@ -229,7 +229,7 @@ def journalled(journal: Path) -> tuple[Known, int]:
     return known, end
 
 
-def _checked(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
+def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
     """Return those of the noted blocks whose bytes in a file are as noted; none if it has not the item's size."""
     try:
         with path.open("rb", buffering=0) as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 from colabkit.errors import InvalidOption, cannot
@@ -11,7 +12,9 @@ from colabkit.fetching.addresses import Address, address_of
 from colabkit.mounts import user_path
 from colabkit.sources import AnySource, Source
 
-__all__ = ["identity_of"]
+__all__ = ["identity_of", "short_name"]
+
+_NAME_CHARS = 60  # with a key at most 255 bytes, also of 4 a character
 
 
 def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address | None]:
@@ -40,6 +43,12 @@ def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address 
         name, parts = "a table of paths", [os.getcwd(), *_table_lines(source)]
     digest = hashlib.sha256(os.fsencode("\0".join([*parts, str(extract)])))
     return name, digest.hexdigest(), address
+
+
+def short_name(name: str) -> str:
+    """Return what near copies and packs of a source are called: the last part of its name, without endings."""
+    stem = Path(name).stem.removesuffix(".tar").rpartition(":")[2]
+    return stem[:_NAME_CHARS] or "root"
 
 
 def _address(text: str) -> Address | None:

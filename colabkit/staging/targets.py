@@ -13,6 +13,7 @@ from colabkit._units import format_bytes
 from colabkit.environment import memory_limits, near_folder
 from colabkit.errors import NotEnoughSpace, cannot
 from colabkit.mounts import DRIVEFS, DRIVEFS_FOLDER, mount_holding, mounts, read_file, user_path
+from colabkit.staging.identity import short_name
 
 __all__ = ["Target", "cache_bytes", "candidates", "check_room", "choose", "give_back_tmpfs", "tmpfs_room"]
 
@@ -20,7 +21,6 @@ TMPFS = Path("/dev/shm")
 RESERVE_BYTES = 2 << 30
 """RAM that staging to tmpfs leaves for training, or a quarter of what is available where that is more."""
 
-_NAME_CHARS = 60  # of the source's; with the key at most 255 bytes, also of 4 a character
 _CAP_SYS_ADMIN = 21
 _MOUNT_S = 10.0
 _SLACK_BYTES = 64 << 20  # a tmpfs's own pages: of its folders, and the last one of each file
@@ -52,7 +52,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
         key: of the source.
         act: verb and object for messages.
     """
-    name = f"{(Path(source).stem or 'root')[:_NAME_CHARS]}-{key[:8]}"
+    name = f"{short_name(source)}-{key[:8]}"
     disk = near_folder(os.environ)
     own = disk / f"{name}.tmpfs"
     places = [
