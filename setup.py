@@ -29,6 +29,7 @@ setup(
         "simplejpeg>=1.7",
         "torch>=2.6",
         "tqdm>=4.64",
+        "zlib-ng>=0.5",
     ],
     extras_require={
         "test": [

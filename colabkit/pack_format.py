@@ -21,7 +21,6 @@ import hashlib
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files
 from colabkit.errors import BadSource, ColabkitError, Corrupt, FileFailed, NotSealed, SourceMissing, cannot
@@ -113,7 +113,7 @@ class PackInfo:
             Corrupt: if its bytes are not the sealed ones.
         """
         table = np.array(self.map(name))
-        if zlib.crc32(table.tobytes()) != self.table_crcs[name]:
+        if crc32(table.tobytes()) != self.table_crcs[name]:
             raise _corrupt(self.path, f"the table {name} is not the sealed one")
         return table
 

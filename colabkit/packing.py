@@ -12,7 +12,6 @@ import json
 import os
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files, _partials
 from colabkit._reports import Report
@@ -253,7 +253,7 @@ def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyRepo
             info.table(f"{LABELS}_{split}")
             sealed = info.table(f"{CRC}_{split}")
             for index, sample in enumerate(info.map(f"{SAMPLES}_{split}")):
-                if zlib.crc32(sample.data) != sealed[index]:
+                if crc32(sample.data) != sealed[index]:
                     damaged.append((split, index))
                 bar.advance(1)
     return VerifyReport(info.path, samples, tuple(damaged), time.monotonic() - started)
@@ -346,7 +346,7 @@ def _write_samples(
                 found = f"its height and width are {pixels.shape[0]}x{pixels.shape[1]}"
                 needed = f"{field.shape[1]}x{field.shape[2]} like the first image"
                 raise BadImage(cannot(act, found, needed, "Use size= to bring all images to one size"))
-            crcs[split][index] = zlib.crc32(pixels.data)
+            crcs[split][index] = crc32(pixels.data)
             _files.write_at(fd, pixels.data, field.offset + index * pixels.nbytes, path)
         return len(places[block.item])
 
@@ -373,7 +373,7 @@ def _write_tables(
             for name, table in ((f"{LABELS}_{split}", labels), (f"{CRC}_{split}", crcs[split])):
                 data = table.tobytes()
                 _files.write_at(fd, data, placed[name].offset, path)
-                table_crcs[name] = zlib.crc32(data)
+                table_crcs[name] = crc32(data)
     finally:
         os.close(fd)
     return table_crcs

@@ -184,7 +184,18 @@ def test_what_is_no_name_is_none(name):
 def test_an_address_is_shown_without_its_secrets(source, shown):
     assert address_of(source).shown == shown
     assert "secret" not in repr(address_of(source))
-    assert "secret" not in address_of(source).scrubbed(f"{source} was refused: secret is wrong")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "s3://key:pass1234@bucket/a",
+        "zip://a.csv::https://me:pass1234@host/b.zip",
+        "zip://a::s3://b/c?sig=pass1234",
+    ],
+)
+def test_what_others_say_of_an_address_is_told_without_its_secrets(source):
+    assert "pass1234" not in address_of(source).scrubbed(f"{source} was refused: pass1234 is wrong")
 
 
 def test_an_address_that_is_none_can_be_told_of_too():

@@ -48,7 +48,7 @@ def fetch_drive_file(job: Job, kept: _partials.KeptPartial) -> Fetched:
     Raises:
         MissingPackage: if gdown is not installed.
         FetchFailed: if it cannot be had, with the cause.
-        TimedOut: if nothing came in each of the last tries.
+        TimedOut: if nothing came in two tries without anything new between them.
     """
     child = _Child(job, kept, is_folder=False)
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.goes_on)

@@ -54,7 +54,7 @@ def fetch_web(job: Job, kept: _partials.KeptPartial) -> Fetched:
 
     Raises:
         FetchFailed: if it cannot be had, with the cause.
-        TimedOut: if the server hung in each of the last tries.
+        TimedOut: if the server hung in two tries without anything new between them.
         TargetExists: if something else is at the final path.
         NotEnoughSpace: before anything is written, where the length is announced.
     """

@@ -9,11 +9,12 @@ import stat
 import threading
 import time
 import zipfile
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Self
+
+from zlib_ng.zlib_ng import crc32
 
 from colabkit._files import translated
 from colabkit.errors import SourceChanged
@@ -173,12 +174,12 @@ class Reading:
         paths = {one.item.path for one in wanted}
         for item, file in source.walk(paths):
             data = file.read()
-            yield Block(item, 0, item.size, zlib.crc32(data), data)
+            yield Block(item, 0, item.size, crc32(data), data)
 
     def _read(self, one: Wanted) -> Block:
         if one.file is None:
             data = read_item(self._source, one.item, self._retries)
-            return Block(one.item, 0, one.size, zlib.crc32(data), data)
+            return Block(one.item, 0, one.size, crc32(data), data)
         self._shared.add(one.file)
         if self._place is None:
             buffer = memoryview(bytearray(one.size))
@@ -187,7 +188,7 @@ class Reading:
                 self._own.buffer = bytearray(BLOCK_BYTES)
             buffer = memoryview(self._own.buffer)[: one.size]
         one.file.read_into(buffer, one.offset, self._retries)
-        block = Block(one.item, one.offset, one.size, zlib.crc32(buffer), buffer)
+        block = Block(one.item, one.offset, one.size, crc32(buffer), buffer)
         if self._place is None:
             return block
         self._place(block)

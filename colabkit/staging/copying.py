@@ -6,12 +6,13 @@ import errno
 import json
 import os
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
+
+from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files
 from colabkit.errors import BadSource, Corrupt, cannot
@@ -139,7 +140,7 @@ class Copy:
         try:
             for block in blocks:
                 _files.write_at(fd, block, offset, path)
-                crcs[offset] = zlib.crc32(block)
+                crcs[offset] = crc32(block)
                 offset += len(block)
         finally:
             os.close(fd)
@@ -153,7 +154,7 @@ class Copy:
         """
         with (self.folder / block.item.path).open("rb", buffering=0) as file:
             near = os.pread(file.fileno(), block.size, block.offset)
-        if zlib.crc32(near) != block.crc:
+        if crc32(near) != block.crc:
             act = f"verify {block.item.path!r} of {self._source!r}"
             found = f"other bytes at offset {block.offset} when read again"
             raise Corrupt(cannot(act, found, "the same bytes twice", "Run it again; if it stays, check the source"))
@@ -238,7 +239,7 @@ def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
             return {
                 offset: crc
                 for offset, crc in noted.items()
-                if zlib.crc32(os.pread(file.fileno(), BLOCK_BYTES, offset)) == crc
+                if crc32(os.pread(file.fileno(), BLOCK_BYTES, offset)) == crc
             }
     except OSError:
         return {}

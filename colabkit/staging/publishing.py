@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+
+from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files, _partials
 from colabkit.environment import can_hang
@@ -160,7 +161,7 @@ class _Publication:
             for block in read_blocks(self._source, item, _BLOCK_BYTES, Retries()):
                 self._check_going_on()
                 _files.write_at(fd, block, offset, path)
-                crc = zlib.crc32(block, crc)
+                crc = crc32(block, crc)
                 offset += len(block)
                 self._advance(len(block), 0)
             _files.sync(fd, path)
@@ -182,7 +183,7 @@ class _Publication:
                 seen = 0
                 while block := file.read(_BLOCK_BYTES):
                     self._check_going_on()
-                    seen = zlib.crc32(block, seen)
+                    seen = crc32(block, seen)
             if seen != crc:
                 said = f"other bytes of {item.path!r} were read back than were written"
                 raise Corrupt(cannot(self._act, said, "the same", "Run it again, or mount Drive again"))

@@ -255,8 +255,10 @@ def local(place: Place, whole: Path, settings: Iterable[tuple[float, ...]], opti
     file = place.root / "big.bin"
     seconds: dict[str, list[float]] = {"stage()": [], "cp": []}
     for _ in range(5 * options.rounds):
+        os.sync()  # what is written back of earlier runs is none of this one's work
         seconds["stage()"].append(timed(lambda: colabkit.stage(file, place.target(), progress=False)))
         shutil.rmtree(place.folder / "targets" / str(place.targets))
+        os.sync()
         seconds["cp"].append(timed(lambda: command("cp", file, made(place.target()))))
         (place.folder / "targets" / str(place.targets)).unlink()
     return table(f"a file of {options.big_mb} MB, local to local", seconds, "stage()", {"cp": 1.0})
@@ -356,7 +358,7 @@ def kept(place: Place, target: Path, name: str) -> tuple[set[str], int]:
         for path in (folder / "data").rglob("*"):
             far = place.root / "small" / path.relative_to(folder / "data")
             if path.is_file() and far.is_file() and path.stat().st_size == far.stat().st_size:
-                files.add(f"/small/{path.relative_to(partial / 'data')}")
+                files.add(f"/small/{path.relative_to(folder / 'data')}")
     return files, blocks
 
 
