@@ -136,7 +136,7 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
         InvalidOption: if it is no path.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    if not text or not isinstance(text, str):
+    if not text or not isinstance(text, str) or "\0" in text:
         raise InvalidOption(cannot(act, f"{path!r} as path", "a path", "Pass the path as a text"))
     if not text.startswith(_SHORT_NAME):
         try:
