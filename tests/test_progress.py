@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 
+from colabkit import progress
 from colabkit.progress import ProgressBar, heartbeat
 
 
@@ -125,3 +126,38 @@ def test_a_heartbeat_shows_whole_seconds_of_those_allowed(monkeypatch):
             tick(passed)
     assert "upload" in shown.getvalue()
     assert "/90" in shown.getvalue()
+
+
+def test_files_and_retries_stand_beside_the_bytes(monkeypatch):
+    shown = terminal(monkeypatch)
+    monkeypatch.setattr(progress, "_REDRAWN_S", -1.0)
+    with ProgressBar("stage", 4 << 20, "B", files=2000) as bar:
+        bar.retried(3)
+        bar.advance(1 << 20, files=1234)
+        bar._bar.refresh()
+        assert "1,234/2,000 files, 3 retries" in shown.getvalue()
+
+
+def test_a_bar_that_does_not_move_says_for_how_long(monkeypatch):
+    shown = terminal(monkeypatch)
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with ProgressBar("stage", 10, "B") as bar:
+        bar.wait()
+        assert "nothing for" not in shown.getvalue()
+        now[0] += 12.5
+        bar.wait()
+        assert "nothing for 12" in shown.getvalue()
+        bar.advance(1)
+        bar._bar.refresh()
+        assert "nothing for" not in shown.getvalue().rpartition("\r")[2]
+
+
+def test_silence_is_kept_while_nothing_moves(monkeypatch):
+    shown = terminal(monkeypatch)
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with ProgressBar("stage", 10, "B", enabled=False) as bar:
+        now[0] += 100
+        bar.wait()
+    assert shown.getvalue() == ""

@@ -59,11 +59,14 @@ class FolderSource:
         is_drive = holding is not None and holding.fstype == DRIVEFS
         self._shortcut_targets = f"{holding.point}/{SHORTCUT_TARGETS}/" if holding and is_drive else ""
 
-    def list(self, on_found: Callable[[list[Item]], None] | None = None) -> Listing:
+    def list(
+        self, on_found: Callable[[list[Item]], None] | None = None, on_wait: Callable[[], None] | None = None
+    ) -> Listing:
         """Return every regular file below the folder; of one that can hang many folders are listed at once.
 
         Args:
-            on_found: called with the files of each folder as soon as it is listed.
+            on_found: called with files as soon as they are found, some at a time.
+            on_wait: called some times a second while nothing is found.
 
         Raises:
             FileFailed: if a folder cannot be listed.
@@ -83,14 +86,14 @@ class FolderSource:
                     retries.pause(error, tries)
 
         with translated(f"list {self.name!r}"):
-            for found in self._walk(look):
+            for found in self._walk(look, on_wait):
                 items += found.items
                 skipped += found.skipped
                 if on_found is not None and found.items:
                     on_found(found.items)
         return Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)), retries.count)
 
-    def _walk(self, look: Callable[[_Folder | _Files], _Found]) -> Iterator[_Found]:
+    def _walk(self, look: Callable[[_Folder | _Files], _Found], on_wait: Callable[[], None] | None) -> Iterator[_Found]:
         root = _Folder("", (os.path.realpath(self.path),))
         if not self.can_hang:
             waiting: list[_Folder | _Files] = [root]
@@ -99,7 +102,7 @@ class FolderSource:
                 waiting += found.next
                 yield found
             return
-        with Calls(look, Level(_LISTED_AT_ONCE), STALLED_S) as calls:
+        with Calls(look, Level(_LISTED_AT_ONCE), STALLED_S, on_wait) as calls:
             calls.make(root)
             while calls.under_way:
                 found = calls.take()

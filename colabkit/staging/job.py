@@ -162,7 +162,7 @@ class Job:
             if isinstance(source, TarSource) and source.can_hang:
                 listing = Listing((), ())  # to walk through it is to read all of it
             elif isinstance(source, FolderSource):
-                listing = source.list(on_found)
+                listing = source.list(on_found, self._wait)
             else:
                 listing = source.list()
             self._bar = None
