@@ -68,6 +68,15 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def make_private_folder(path: Path) -> None:
+    """Create a folder, in a place that is open to all, that only this user may enter."""
+    make_folder(path.parent)
+    if not path.is_dir():
+        _step("mkdir", path)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+
+
 def create(path: Path) -> int:
     """Create a file that did not exist and return its descriptor, open for reading and writing."""
     _step("create", path)
@@ -143,6 +152,11 @@ def create_hdf5(path: Path) -> Iterator[h5py.File]:
         yield file
 
 
+def touch(path: Path) -> None:
+    """Give a file the time of now; this changes no content, so it is no step."""
+    os.utime(path)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a whole folder; nothing happens where there is none."""
     _step("remove", path)
@@ -178,6 +192,12 @@ def free_bytes(path: Path) -> int:
         existing = existing.parent
     stats = os.statvfs(existing)
     return stats.f_bavail * stats.f_frsize
+
+
+def used_bytes(path: Path) -> int:
+    """Return the bytes that are taken of the file system that holds a folder."""
+    stats = os.statvfs(path)
+    return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
 
 
 def disk_bytes(path: Path) -> int:

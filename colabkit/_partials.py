@@ -31,10 +31,20 @@ def discard(final: Path) -> None:
         _files.rename(final, partial.path)
 
 
+def kept_for(final: Path) -> str:
+    """Return the identity of the interrupted work whose record names a final path, empty where there is none."""
+    for folder in final.parent.glob(".colabkit-*-kept.partial"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            values = json.loads((folder / _RECORD).read_bytes())["values"]
+            if values["path"] == os.fspath(final):
+                return str(values["identity"])
+    return ""
+
+
 def discard_kept(final: Path, identity: str) -> int:
     """Remove what an interrupted run kept for a final path, if no process has it; return the bytes given back."""
     kept = KeptPartial(final.parent, identity)
-    if not kept.is_begun():
+    if not kept.is_begun() or kept.is_busy():
         return 0
     freed = _files.disk_bytes(kept.kept_folder)
     with kept:
@@ -176,9 +186,28 @@ class KeptPartial(Partial):
         return bool(self._partials())
 
     def wait_while_busy(self) -> None:
-        """Return when no other process has the kept folder, or `on_busy` waits no longer."""
-        if (lock := self._claim(self.kept_folder)) is not None:
-            os.close(lock)
+        """Return when no other process has the kept folder, or `on_busy` waits no longer; nothing is made."""
+        while self.is_busy() and self._on_busy is not None and self._on_busy(self.kept_folder):
+            pass
+
+    def is_busy(self) -> bool:
+        """Return whether another process has the kept folder."""
+        try:
+            fd = os.open(self.kept_folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        finally:
+            os.close(fd)
+        return False
+
+    def touch(self) -> None:
+        """Show other processes that the work goes on."""
+        with contextlib.suppress(OSError):
+            _files.touch(self.folder / _LOCK)
 
     def _claim(self, folder: Path) -> int | None:
         while True:
@@ -245,7 +274,9 @@ def _locked(folder: Path) -> int | None:
             os.close(fd)
             if isinstance(error, BlockingIOError):
                 raise
-            _files.remove(folder)
+            with contextlib.suppress(OSError):  # others may be in it
+                _files.remove(path)
+                _files.remove_empty_folder(folder)
             return None
         os.close(fd)
     return None

@@ -208,3 +208,28 @@ def test_an_archive_on_the_drive_is_brought_near_and_extracted(root, drive, near
         assert mount.opened_paths.count("/data.zip") < 10
     assert data_of(report.path) == data_of(root / "data")
     assert leftovers(near_storage) == []
+
+
+@pytest.mark.usefixtures("short_deadline")
+def test_a_drive_that_stops_while_a_big_file_is_read_is_one_error_in_time(root, drive):
+    (root / "data" / "big.bin").write_bytes(os.urandom(12 * BLOCK_BYTES))
+    with drive(bandwidth=20e6) as mount:
+        timer = threading.Timer(0.7, mount.hang)
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(TimedOut):
+            copy(mount.point / "data" / "big.bin")
+        assert time.monotonic() - started < 10
+        timer.join()
+        mount.go_on()
+
+
+def test_a_near_copy_is_given_back_although_the_drive_hangs(root, drive, tmp_path, near_storage):
+    (tmp_path / "way").symlink_to(tmp_path / "drive")
+    with drive() as mount:
+        copy(tmp_path / "way" / "data")
+        mount.hang()
+        assert copy(tmp_path / "way" / "data").reused
+        assert unstage(tmp_path / "way" / "data").freed_bytes > 0
+        mount.go_on()
+    assert list(near_storage.iterdir()) == []

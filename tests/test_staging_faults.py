@@ -160,6 +160,7 @@ def test_a_disk_that_fills_at_any_operation_of_a_refresh_leaves_the_old_or_the_n
     far, near = source(kind), tmp_path / "near"
     copy(far, near, kind)
     for number in range(1, 1000):
+        os.utime(far / "5.txt" if kind == "folder" else far, ns=(number, number))  # something has changed
         strike = Strike(number, full)
         file_hook(strike)
         try:
@@ -196,6 +197,7 @@ def test_a_kill_at_any_operation_of_a_refresh_shows_nothing_the_old_or_the_new(s
     far, near = source("folder"), tmp_path / "near"
     for number in range(1, 1000):
         copy(far, near, "folder")
+        os.utime(far / "5.txt", ns=(number, number))  # something has changed
         if not killed(number, lambda: copy(far, near, "folder", refresh=True)):
             break
         assert content(near) in (None, FILES), f"at operation {number}"

@@ -21,6 +21,8 @@ from colabkit.packing import verify
 from colabkit.sources import BLOCK_BYTES, STAGE_SEAL, Block, Item
 from colabkit.staging import unstage
 from colabkit.staging.copying import Copy, journalled
+from colabkit.staging.identity import identity_of
+from colabkit.staging.planning import kept_identity
 
 
 class CountingSource(MemorySource):
@@ -174,7 +176,7 @@ def test_without_locks_processes_work_beside_each_other_and_end_right(image_tree
 def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
     near = tmp_path / "near"
     waited: list[Callable[[], None]] = []
-    held = _partials.KeptPartial(tmp_path, copy_key(image_tree))
+    held = _partials.KeptPartial(tmp_path, kept_identity(identity_of(image_tree, extract=True)[1], near))
     held.__enter__()
 
     def release(seconds: float) -> None:
@@ -188,13 +190,6 @@ def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
     assert len(waited) == 3
     assert data_of(report.path) == data_of(image_tree)
     assert leftovers(tmp_path) == []
-
-
-def copy_key(source: Path) -> str:
-    """Return what tells a source from others."""
-    from colabkit.staging.identity import identity_of
-
-    return identity_of(source, extract=True)[1]
 
 
 def test_refresh_reads_only_what_changed(image_tree, near_storage):
@@ -287,3 +282,47 @@ def test_verify_names_the_files_that_are_not_as_they_were_staged(image_tree, tmp
         file.seek(BLOCK_BYTES + 5)
         file.write(b"other")
     assert verify(near, progress=False).damaged == ("big.bin",)
+
+
+def test_files_that_others_put_into_a_near_copy_stay(image_tree):
+    path = copy(image_tree).path
+    (path / "ants" / "labels.cache").write_bytes(b"mine")
+    assert copy(image_tree).reused
+    (image_tree / "cats" / "new.png").write_bytes(b"new")
+    copy(image_tree, refresh=True)
+    assert data_of(path) == data_of(image_tree) | {"ants/labels.cache": b"mine"}
+
+
+def test_a_copy_that_lost_a_file_reads_only_that_again(image_tree):
+    path = copy(image_tree).path
+    (path / "ants" / "000.png").unlink()
+    report = copy(image_tree)
+    assert report.staged_bytes - report.resumed_bytes == (image_tree / "ants" / "000.png").stat().st_size
+    assert data_of(path) == data_of(image_tree)
+
+
+def test_a_stricter_verification_is_not_answered_by_a_laxer_one(image_tree):
+    assert copy(image_tree).verify == "size"
+    report = copy(image_tree, verify="full")
+    assert (report.verify, report.reused) == ("full", False)
+    assert copy(image_tree, verify="full").reused
+    assert copy(image_tree).reused
+
+
+def test_a_folder_that_became_a_file_is_staged_again(image_tree, tmp_path):
+    source = CountingSource({"a/b": b"x", "c": b"y"})
+    interrupted(source, 1, to=tmp_path / "near")
+    source.files = {"a": b"z", "c": b"y"}
+    assert data_of(copy(source, tmp_path / "near").path) == source.files
+
+
+def test_all_that_is_left_of_a_source_is_given_back_at_once(image_tree, tmp_path, near_storage):
+    archive = zipped(image_tree, tmp_path / "a.zip")
+    copy(archive)
+    copy(archive, extract=False)
+    unstage(archive)
+    assert list(near_storage.iterdir()) == []
+    source = CountingSource(FILES)
+    interrupted(source, 5, to=tmp_path / "near")
+    assert unstage(tmp_path / "near").freed_bytes > 0
+    assert leftovers(tmp_path) == []

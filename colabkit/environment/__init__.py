@@ -14,7 +14,7 @@ from colabkit._units import format_bytes
 from colabkit.environment.devices import GpuReport, gpus
 from colabkit.environment.limits import MemoryReport, allowed_cpus, memory_limits, usable_cpus
 from colabkit.environment.places import Place, current_place, place_of
-from colabkit.environment.storage import DiskReport, can_hang, disks, is_tmpfs, near_folder, tmpfs
+from colabkit.environment.storage import DiskReport, can_hang, disks, is_tmpfs, near_folder, resolved, tmpfs
 from colabkit.mounts import DRIVE_TYPES, Mount, drive_mount, mounts, read_file
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "memory_limits",
     "near_folder",
     "place_of",
+    "resolved",
     "runtime",
     "usable_cpus",
 ]

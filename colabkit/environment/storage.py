@@ -14,10 +14,11 @@ from colabkit._reports import Report
 from colabkit._units import format_bytes
 from colabkit.mounts import Mount, mount_holding, mounts
 
-__all__ = ["DiskReport", "can_hang", "disk", "disks", "is_tmpfs", "near_folder", "tmpfs"]
+__all__ = ["DiskReport", "can_hang", "disk", "disks", "is_tmpfs", "near_folder", "resolved", "tmpfs"]
 
 _DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
+_MOST_LINKS = 40  # as the kernel
 _FOR_USERS = ("/dev/shm", "/run/user")
 
 
@@ -54,11 +55,46 @@ class DiskReport(Report):
 
 
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
-    """Return whether touching an absolute path can hang, by its text alone: a remote mount is on the way to it.
+    """Return whether touching an absolute path can hang: a remote mount is on the way to it, also through links.
 
-    A root that is remote, as in a sandbox or a diskless machine, does not count: Python itself runs from it.
+    Only links on this machine are read. A root that is remote, as in a sandbox or a diskless machine, does not count:
+    Python itself runs from it.
     """
-    return any(mount.is_remote and mount.point != "/" and _is_below(path, (mount.point,)) for mount in table)
+    points = _remote_points(table)
+    return _is_below(_resolved(path, points), points)
+
+
+def resolved(path: str, table: Iterable[Mount]) -> str:
+    """Return an absolute path without the links on the way to it; those on and behind a remote mount stay unread."""
+    return _resolved(path, _remote_points(table))
+
+
+def _remote_points(table: Iterable[Mount]) -> tuple[str, ...]:
+    return tuple(mount.point for mount in table if mount.is_remote and mount.point != "/")
+
+
+def _resolved(path: str, remote: tuple[str, ...]) -> str:
+    parts = path.split("/")[::-1]
+    reached, links = "/", 0
+    while parts:
+        part = parts.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            reached = os.path.dirname(reached)
+            continue
+        at = os.path.join(reached, part)
+        if _is_below(at, remote) or links > _MOST_LINKS:
+            return os.path.join(at, *parts[::-1])
+        try:
+            target = os.readlink(at)
+        except OSError:
+            reached = at
+            continue
+        links += 1
+        parts += target.split("/")[::-1]
+        reached = "/" if target.startswith("/") else reached
+    return reached
 
 
 def disk(folder: str, table: list[Mount], available_bytes: int) -> DiskReport | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from colabkit._files import translated
-from colabkit.environment import can_hang
+from colabkit.environment import can_hang, resolved
 from colabkit.errors import BadSource, InvalidOption, SourceMissing, cannot
 from colabkit.fetching.addresses import FSSPEC, address_of
 from colabkit.mounts import mounts, user_path
@@ -158,7 +158,8 @@ def check_outside(act: str, source: Source, target: Path) -> None:
     Raises:
         BadSource: naming the target.
     """
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source.name)):
+    table = mounts()  # a mount that hangs is not asked
+    if Path(resolved(os.path.abspath(target), table)).is_relative_to(resolved(os.path.abspath(source.name), table)):
         found = f"the target {str(target)!r} lies inside the source"
         raise BadSource(cannot(act, found, "a target elsewhere", "Choose another target"))
 

@@ -57,10 +57,10 @@ class _Call(Generic[T, R]):
 
     __slots__ = ("error", "is_given_up", "moved", "result", "size", "task", "tries", "weight")
 
-    def __init__(self, task: T, size: int, tries: int = 1) -> None:
+    def __init__(self, task: T, size: int, weight: float, tries: int = 1) -> None:
         self.task = task
         self.size = size
-        self.weight = 1 + size / REQUEST_BYTES
+        self.weight = weight
         self.tries = tries
         self.moved: float | None = None
         self.result: R
@@ -99,11 +99,13 @@ class Calls(Generic[T, R]):
         self._done: queue.SimpleQueue[_Call[T, R]] = queue.SimpleQueue()
         self._under_way: set[_Call[T, R]] = set()
         self._held_bytes = 0  # of results that were not taken, and of calls that will give such
-        self._lock = threading.Lock()  # guards what follows, and the level
+        self._looked = time.monotonic()  # when stalled calls were last looked for
+        self._threads: list[threading.Thread] = []
+        self._is_over = False
+        self._lock = threading.Lock()  # guards what follows, and the calls' `is_given_up`
         self._unended = 0
         self._unended_weight = 0.0
-        self._threads: list[threading.Thread] = []
-        self._wanted_threads = 0
+        self._running = 0  # threads, but those left behind
 
     @property
     def under_way(self) -> int:
@@ -115,15 +117,9 @@ class Calls(Generic[T, R]):
         """Whether memory allows one more call."""
         return self._held_bytes < _HELD_BYTES and self.under_way < _HELD_CALLS
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more call is of use: each thread shall find the next one when it ends one."""
-        unended = self._unended if self._level.is_fixed else self._unended_weight
-        return unended < 2 * self._level.now and self.may_begin
-
     def make(self, task: T, size: int = 0) -> None:
         """Make a call as soon as a thread is free; `size` is how many bytes its result has."""
-        self._make(_Call(task, size))
+        self._make(_Call(task, size, self._weight(size)))
 
     def _make(self, call: _Call[T, R]) -> None:
         self._under_way.add(call)
@@ -131,56 +127,77 @@ class Calls(Generic[T, R]):
         with self._lock:
             self._unended += 1
             self._unended_weight += call.weight
-            self._level.begin(time.monotonic())
-            self._suit_threads()
+        self._level.begin(time.monotonic())
         self._tasks.put(call)
+        self._start_threads()
 
-    def _suit_threads(self) -> None:
-        """Have as many threads as the level asks for calls of the weight that they have now."""
-        is_even = self._level.is_fixed or not self._unended
-        weight = 1.0 if is_even else self._unended_weight / self._unended
-        wanted = max(1, round(self._level.now / weight))
-        while self._wanted_threads < min(wanted, self._unended):
-            self._wanted_threads += 1
-            thread = threading.Thread(target=self._work, name=f"{_THREADS}-{len(self._threads)}", daemon=True)
+    def _weight(self, size: int) -> float:
+        return 1.0 if self._level.is_fixed else 1 + size / REQUEST_BYTES
+
+    def _wanted_threads(self) -> int:
+        """Return how many threads the level asks for, of the weight that the calls have now."""
+        weight = self._unended_weight / self._unended if self._unended else 1.0
+        return max(1, round(self._level.now / weight))
+
+    def _start_threads(self) -> None:
+        """Start the threads that are missing; only the caller's thread does, so that `__exit__` knows all of them."""
+        with self._lock:
+            missing = min(self._wanted_threads(), self._unended) - self._running
+        if missing <= 0:
+            return
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for _ in range(missing):
+            thread = threading.Thread(target=self._work, name=_THREADS, daemon=True)
             self._threads.append(thread)
+            with self._lock:
+                self._running += 1
             thread.start()
-        while self._wanted_threads > wanted:
-            self._wanted_threads -= 1
-            self._tasks.put(None)
 
     def _work(self) -> None:
         while (call := self._tasks.get()) is not None:
-            cpu = time.thread_time()
-            call.moved = time.monotonic()
-            _current.call = call
-            try:
-                call.result = self._function(call.task)
-            except BaseException as error:
-                call.error = error
-            _current.call = None
-            with self._lock:
-                if call.is_given_up:
-                    return  # another thread has taken its place
-                self._unended -= 1
-                self._unended_weight -= call.weight
-                self._level.note(time.monotonic(), call.weight, time.thread_time() - cpu)
-                if self._unended:
-                    self._suit_threads()
-                call.moved = None
-            self._done.put(call)
+            if not self._is_over and not self._goes_on_after(call):
+                return
+            del call  # its result is not held while the thread waits for the next
+        self._tasks.put(None)  # for the next thread
+
+    def _goes_on_after(self, call: _Call[T, R]) -> bool:
+        """Make a call; return whether its thread shall take another."""
+        cpu = time.thread_time()
+        call.moved = time.monotonic()
+        _current.call = call
+        try:
+            call.result = self._function(call.task)
+        except BaseException as error:
+            call.error = error
+        _current.call = None
+        with self._lock:
+            if call.is_given_up:
+                return False  # another thread has taken its place
+            call.moved = None
+            del call.task  # it may hold much
+            self._unended -= 1
+            self._unended_weight -= call.weight
+            self._level.note(time.monotonic(), call.weight, time.thread_time() - cpu)
+            goes_on = self._running <= self._wanted_threads()
+            self._running -= not goes_on
+        self._done.put(call)
+        return goes_on
 
     def take(self) -> R:
         """Return the result of a call that ended, or raise its error.
 
         Raises:
-            TimedOut: if a call stalled twice.
+            TimedOut: if a call stalled as often as calls are made.
         """
         while True:
+            now = time.monotonic()
+            if now - self._looked >= _TICK_S:
+                self._looked = now
+                self._give_up_stalled(now)
+            self._start_threads()
             try:
                 call = self._done.get(timeout=_TICK_S)
             except queue.Empty:
-                self._give_up_stalled()
                 if self._on_wait is not None:
                     self._on_wait()
                 continue
@@ -190,19 +207,18 @@ class Calls(Generic[T, R]):
                 raise call.error
             return call.result
 
-    def _give_up_stalled(self) -> None:
+    def _give_up_stalled(self, now: float) -> None:
         if self._stalled_s is None:
             return
-        late = time.monotonic() - self._stalled_s
         for call in list(self._under_way):
             with self._lock:
-                if call.moved is None or call.moved >= late:
+                if call.moved is None or now - call.moved <= self._stalled_s:
                     continue
                 call.is_given_up = True
                 self._unended -= 1
                 self._unended_weight -= call.weight
-                self._wanted_threads -= 1
-                self._level.refused()
+                self._running -= 1
+            self._level.refused()
             self._under_way.discard(call)
             self._held_bytes -= call.size
             if call.tries >= self._tries:
@@ -214,14 +230,21 @@ class Calls(Generic[T, R]):
                         "See colabkit.runtime() and run colabkit.mount(force=True) if it is Drive, then run this again",
                     )
                 )
-            self._make(_Call(call.task, call.size, call.tries + 1))
+            self._make(_Call(call.task, call.size, call.weight, call.tries + 1))
 
     def results(self, tasks: Iterable[T], size_of: Callable[[T], int]) -> Iterator[R]:
-        """Make a call for every task as there is room, and yield all results as they come."""
+        """Make a call for every task as there is room, and yield all results as they come.
+
+        Each thread finds a next call when it ends one: so many are made between two results, and no more, though
+        calls may end as fast as they are made.
+        """
         remaining = iter(tasks)
         while True:
-            while self.has_room and (task := next(remaining, _END)) is not _END:
-                self.make(task, size_of(task))  # type: ignore[arg-type]
+            room = 2 * self._level.now - self._unended_weight
+            while room > 0 and self.may_begin and (task := next(remaining, _END)) is not _END:
+                size = size_of(task)  # type: ignore[arg-type]
+                self.make(task, size)  # type: ignore[arg-type]
+                room -= self._weight(size)
             if not self.under_way:
                 return
             yield self.take()
@@ -232,15 +255,13 @@ class Calls(Generic[T, R]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drop what has not begun, and wait a moment for what has."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._tasks.get_nowait()
-        for _ in self._threads:
-            self._tasks.put(None)
+        """Drop what has not begun, and wait for what has; where that may never end, for a moment."""
+        self._is_over = True
+        self._tasks.put(None)
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
-            thread.join(None if self._stalled_s is None else max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
+                thread.join(None if self._stalled_s is None else max(0.0, deadline - time.monotonic()))
 
 
 def concurrently(
@@ -256,12 +277,13 @@ def concurrently(
     """Yield `function(task)` for every task as results come.
 
     `"auto"` measures. Where a call may never return (`stalled_s`), calls begin 64 at once and their number climbs while
-    throughput climbs. Elsewhere the first calls are made one by one: where they mostly wait, as on a disk that seeks,
-    it goes on like that; where each computes for long, there are as many threads as CPUs; else none but the caller's,
-    since tiny calls only get in each other's way.
+    throughput climbs. Elsewhere the first calls, eight or a few milliseconds of them, are made one by one: where they
+    mostly wait, as on a disk that seeks, it goes on as where a call may never return; where each computes for long,
+    there are as many threads as CPUs; else none but the caller's, since tiny calls only get in each other's way.
 
-    At most two tasks a thread are under way or wait their turn. The first error stops the rest and is raised here;
-    leaving the generator early, by an error or Ctrl-C, waits only for the calls under way.
+    At most two tasks a thread are under way or wait their turn; of results that are not taken at once, 4096 or 64 MiB
+    are held. The first error stops the rest and is raised here; leaving the generator early, by an error or Ctrl-C,
+    waits only for the calls under way, and with `stalled_s` for 1.5 s at most.
 
     Args:
         function: called with each task; with `stalled_s` it must change nothing.
@@ -270,7 +292,7 @@ def concurrently(
         stalled_s: seconds without a sign of life after which a call is made anew in another thread; None for work that
             cannot hang.
         size_of: the bytes of a task's result; large ones are fewer at once.
-        level: what a caller wants to tell of refusals.
+        level: for `"auto"`, where a caller wants to tell it of refusals.
         on_wait: called some times a second while nothing ends.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -45,6 +46,7 @@ _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE
 _TRIES = 4
 _BACK_OFF_S = 0.2
 _SHARED_OPEN_S = 2.0
+_CLOSE_S = 1.0
 
 
 class Retries:
@@ -63,8 +65,8 @@ class Retries:
         """Count one more."""
         with self._lock:
             self.count += 1
-            if self.on_retry is not None:
-                self.on_retry()
+        if (on_retry := self.on_retry) is not None:
+            on_retry()
 
     def pause(self, error: OSError, tries: int) -> None:
         """Count a retry and wait before it, longer each time; raise `error` if it is no use to try again."""
@@ -140,6 +142,7 @@ class Reading:
         self._level = Level() if threads == "auto" else Level(threads, is_fixed=True)
         self._calls: Calls[Wanted, Block] | None = None
         self._shared: set[SharedFile] = set()
+        self._before: Callable[[], None] | None = None
         if source.can_hang:
             self._calls = Calls(self._read, self._level, STALLED_S, on_wait)
 
@@ -165,7 +168,9 @@ class Reading:
         if isinstance(self._source, SequentialSource) and self._source.is_sequential:
             yield from self._passed_through(self._source, wanted)
         elif self._calls is None:
-            yield from concurrently(self._read, wanted, self._threads, size_of=_size, on_wait=self._on_wait)
+            yield from concurrently(
+                self._read, wanted, self._threads, size_of=_size, level=self._level, on_wait=self._on_wait
+            )
         else:
             yield from self._calls.results(wanted, _size)
 
@@ -195,16 +200,23 @@ class Reading:
         return Block(one.item, one.offset, one.size, block.crc, None)
 
     def __enter__(self) -> Self:
-        self._retries.on_retry = self._level.refused
+        self._before, self._retries.on_retry = self._retries.on_retry, self._level.refused
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._retries.on_retry = None
+        self._retries.on_retry = self._before
         if self._calls is not None:
             self._calls.__exit__(kind, error, trace)
-        for file in self._shared:
+        if any(file.is_open for file in list(self._shared)):
+            # A mount that hangs answers no close either.
+            closing = threading.Thread(target=self._close_shared, name="colabkit-read-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S if self._source.can_hang else None)
+
+    def _close_shared(self) -> None:
+        for file in list(self._shared):
             file.close()
 
 
@@ -275,42 +287,61 @@ class SharedFile:
         self._item = item
         self._left = set(offsets)
         self._lock = threading.Condition()
+        self._readers = 0
         self._is_opening = False
         self._file: BinaryIO | None = None
         self._dropped: list[BinaryIO] = []
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to close."""
+        return self._file is not None or bool(self._dropped)
+
     def close(self) -> None:
         """Close what is open."""
         with self._lock:
-            for file in (self._file, *self._dropped):
-                if file is not None:
+            files, self._file, self._dropped = [self._file, *self._dropped], None, []
+        for file in files:
+            if file is not None:
+                with contextlib.suppress(OSError):  # it was only read
                     file.close()
-            self._file, self._dropped = None, []
 
     def read_into(self, block: memoryview, offset: int, retries: Retries) -> None:
         """Fill `block` with the item's bytes from `offset` on; errors and retries as in `read_item`."""
+        with self._lock:
+            self._readers += 1
+        try:
+            with translated(f"read {self._item.path!r} of {self._source.name!r}"):
+                self._fill(block, offset, retries)
+        finally:
+            with self._lock:
+                self._readers -= 1
+                is_done = not self._left and not self._readers  # a read that was given up may still be under way
+            if is_done:
+                self.close()
+
+    def _fill(self, block: memoryview, offset: int, retries: Retries) -> None:
         done = 0
         tries = 0
-        with translated(f"read {self._item.path!r} of {self._source.name!r}"):
-            while True:
-                file = None
-                try:
-                    file = self._opened()
-                    while done < len(block):
-                        got = self._read_some(block[done:], offset + done, file)
-                        if not got:
-                            check_end(self._source.name, self._item, file, offset + done)
-                        done += got
-                        tries = 0
-                        still_moving()
-                    self._finished(offset, file)
-                    return
-                except SourceChanged:
-                    raise
-                except OSError as error:
-                    self._drop(file)
-                    tries += 1
-                    retries.pause(error, tries)
+        while True:
+            file = None
+            try:
+                file = self._opened()
+                while done < len(block):
+                    got = self._read_some(block[done:], offset + done, file)
+                    if not got:
+                        check_end(self._source.name, self._item, file, offset + done)
+                    done += got
+                    tries = 0
+                    still_moving()
+                self._check_if_last(offset, file)
+                return
+            except SourceChanged:
+                raise
+            except OSError as error:
+                self._drop(file)
+                tries += 1
+                retries.pause(error, tries)
 
     def _opened(self) -> BinaryIO:
         with self._lock:
@@ -348,13 +379,12 @@ class SharedFile:
                 self._file = None
                 self._dropped.append(file)  # other blocks may still be read from it
 
-    def _finished(self, offset: int, file: BinaryIO) -> None:
+    def _check_if_last(self, offset: int, file: BinaryIO) -> None:
         with self._lock:
             self._left.discard(offset)
             is_last = not self._left
         if is_last:
             check_end(self._source.name, self._item, file, self._item.size)
-            self.close()
 
 
 def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:

@@ -74,7 +74,8 @@ class FolderSource:
         """
         items: list[Item] = []
         skipped: list[tuple[str, str]] = []
-        retries = Retries()
+        level = Level(_LISTED_AT_ONCE)
+        retries = Retries(level.refused)
 
         def look(at: _Folder | _Files) -> _Found:
             tries = 0
@@ -86,15 +87,17 @@ class FolderSource:
                     retries.pause(error, tries)
 
         with translated(f"list {self.name!r}"):
-            for found in self._walk(look, on_wait):
+            for found in self._walk(look, level, on_wait):
                 items += found.items
                 skipped += found.skipped
                 if on_found is not None and found.items:
                     on_found(found.items)
         return Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)), retries.count)
 
-    def _walk(self, look: Callable[[_Folder | _Files], _Found], on_wait: Callable[[], None] | None) -> Iterator[_Found]:
-        root = _Folder("", (os.path.realpath(self.path),))
+    def _walk(
+        self, look: Callable[[_Folder | _Files], _Found], level: Level, on_wait: Callable[[], None] | None
+    ) -> Iterator[_Found]:
+        root = _Folder("", ())
         if not self.can_hang:
             waiting: list[_Folder | _Files] = [root]
             while waiting:
@@ -102,7 +105,7 @@ class FolderSource:
                 waiting += found.next
                 yield found
             return
-        with Calls(look, Level(_LISTED_AT_ONCE), STALLED_S, on_wait) as calls:
+        with Calls(look, level, STALLED_S, on_wait) as calls:
             calls.make(root)
             while calls.under_way:
                 found = calls.take()
@@ -111,7 +114,8 @@ class FolderSource:
                 yield found
 
     def _list_folder(self, folder: _Folder) -> _Found:
-        inside, chain = folder
+        inside = folder.inside
+        chain = folder.chain or (os.path.realpath(self.path),)  # asked for here, where it may hang
         names: list[str] = []
         files: list[os.DirEntry[str]] = []
         folders: list[_Folder | _Files] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 __all__ = ["MOST_IN_FLIGHT", "Level"]
 
@@ -21,8 +22,9 @@ class Level:
     Calls are counted in windows, each as long as about one round of the calls in flight. From 64 on the number doubles
     as long as the rate rises by 8%; else it returns to the best one and stays for 24 windows. Where the calls compute
     more than they wait, it falls by steps instead, for as long as the rate holds. An error halves it at once, as a
-    drive that refuses wants to be asked less. (The scheme is that of TCP's congestion window: slow start, then
-    multiplicative decrease; J. Chiu and R. Jain, 1989.)
+    drive that refuses wants to be asked less, but only once a window: what is in flight often fails together. (The
+    scheme is that of TCP's congestion window: slow start, then multiplicative decrease; D. Chiu and R. Jain, 1989.)
+    Its methods may be called from any thread.
 
     Attributes:
         now: the level.
@@ -35,8 +37,9 @@ class Level:
         self._best = (now, 0.0)
         self._direction = 1
         self._settled = 0
+        self._was_refused = False
+        self._lock = threading.Lock()
         self._since: float | None = None
-        self._count = 0
         self._weight = 0.0
         self._cpu_s = 0.0
 
@@ -53,37 +56,36 @@ class Level:
             weight: how much work it was, in requests.
             cpu_s: seconds that it computed.
         """
-        if self.is_fixed or self._since is None:
-            return
-        self._count += 1
-        self._weight += weight
-        self._cpu_s += cpu_s
-        elapsed = time - self._since
-        if self._weight < self.now or elapsed < _WINDOW_S:
-            return
-        rate, busy = self._weight / elapsed, self._cpu_s / elapsed
-        self._since, self._count, self._weight, self._cpu_s = time, 0, 0.0, 0.0
-        self._step(rate, busy)
+        with self._lock:
+            if self.is_fixed or self._since is None:
+                return
+            self._weight += weight
+            self._cpu_s += cpu_s
+            elapsed = time - self._since
+            if self._weight < self.now or elapsed < _WINDOW_S:
+                return
+            rate, busy = self._weight / elapsed, self._cpu_s / elapsed
+            self._since, self._weight, self._cpu_s = time, 0.0, 0.0
+            self._step(rate, busy)
 
     def refused(self) -> None:
         """Note that the source failed a call: half as many from now on."""
-        if not self.is_fixed:
-            self.now = max(1, self.now // 2)
-            self._settle(self.now, 0.0)
+        with self._lock:
+            if self.is_fixed or self._was_refused:
+                return
+            self._was_refused = True
+            self._settle(max(1, self.now // 2), 0.0)
+            self._weight = self._cpu_s = 0.0  # the window begins anew
 
     def _step(self, rate: float, busy: float) -> None:
-        if self._settled:
-            self._settled -= 1
-            self._best = (self.now, rate)
-            if not self._settled:
-                self._direction = 1
-                self._move(busy)
-            return
+        self._was_refused = False
         best_level, best_rate = self._best
-        if not best_rate:
+        if self._settled or not best_rate:
             self._best = (self.now, rate)
-            self._direction = -1 if busy > _BUSY else 1
-            self._move(busy)
+            self._settled = max(0, self._settled - 1)
+            if not self._settled:
+                self._direction = -1 if busy > _BUSY else 1
+                self._move(busy)
         elif rate > best_rate * (_GAIN if self._direction > 0 else _LOSS):
             self._best = (self.now, rate)
             self._move(busy)

@@ -62,8 +62,11 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
     """
     # Where a pipe took the file's place, O_NONBLOCK keeps the opening from waiting for its other end.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
-    found = os.fstat(fd)
-    if not is_as_listed(found, item):
+    try:
+        found = os.fstat(fd)
+        if not is_as_listed(found, item):
+            raise changed_item(source, item, found.st_size)
+        return cast(BinaryIO, open(fd, "rb", buffering=0))
+    except BaseException:
         os.close(fd)
-        raise changed_item(source, item, found.st_size)
-    return cast(BinaryIO, open(fd, "rb", buffering=0))
+        raise

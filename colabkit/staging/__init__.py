@@ -32,11 +32,13 @@ from colabkit.sources import (
     open_source,
 )
 from colabkit.staging.identity import identity_of
-from colabkit.staging.job import Job, find_staged, origin_of
+from colabkit.staging.job import Job, wait_for_others
+from colabkit.staging.planning import find_staged, kept_identity, origin_of
 from colabkit.staging.publishing import publish
 from colabkit.staging.reports import PublishReport, StagePlan, StageReport, UnstageReport
 from colabkit.staging.seal import Seal, read_seal
-from colabkit.staging.targets import candidates, give_back_tmpfs
+from colabkit.staging.targets import Target, candidates, choose, give_back_tmpfs
+from colabkit.staging.verifying import near_copy_at
 
 __all__ = ["PublishReport", "StagePlan", "StageReport", "UnstageReport", "publish", "stage", "unstage"]
 
@@ -95,28 +97,30 @@ def stage(
     with _files.translated(act):
         places = candidates(name, to, key, act)
         origin = _near_origin(name)
-        if not refresh and (found := find_staged(places, key, origin)):
-            _partials.discard_kept(found[0], key)  # of a run that was killed after its last step but one
+        if not refresh and (found := find_staged(places, key, origin, verify)):
+            _partials.discard_kept(found[0], kept_identity(key, found[0]))  # of a kill after the last step but one
             return _report(found, started)
-        with (
-            _near_file(source, address, progress=progress) as local,
-            closing(_opened(local, extract=extract)) as opened,
-        ):
-            job = Job(
-                act=act,
-                name=name,
-                key=key,
-                source=opened,
-                places=places,
-                is_asked=to != "auto",
-                threads=threads,
-                verify=verify,
-                refresh=refresh,
-                progress=progress,
-                origin=origin,
-            )
-            staged = job.run(dry_run)
-    return _report(staged, started, job=job)
+        with _near_file(source, address, places, key, progress=progress, dry_run=dry_run) as local:
+            if local is None:
+                return _report_of_address(name, places, started)
+            if not refresh and (found := find_staged(places, key, origin, verify)):
+                return _report(found, started)  # another process fetched and staged it meanwhile
+            with closing(_opened(local, extract=extract)) as opened:
+                job = Job(
+                    act=act,
+                    name=name,
+                    key=key,
+                    source=opened,
+                    places=places,
+                    is_asked=to != "auto",
+                    threads=threads,
+                    verify=verify,
+                    refresh=refresh,
+                    progress=progress,
+                    origin=origin if address is None else origin_of(opened.path) if hasattr(opened, "path") else None,
+                )
+                staged = job.run(dry_run)
+    return _report(staged, started, job=job, refresh=refresh)
 
 
 def unstage(path: AnySource | StageReport) -> UnstageReport:
@@ -130,39 +134,77 @@ def unstage(path: AnySource | StageReport) -> UnstageReport:
         NotSealed: if `stage()` did not make it; then it is left alone.
     """
     if isinstance(path, StageReport):
-        places, key = [path.path], ""
-        act = f"unstage {str(path.path)!r}"
-    else:
-        name, key, _ = identity_of(path, extract=True)
-        act = f"unstage {name!r}"
-        places = [Path(name)] if os.path.isabs(name) else []
-        places += [place.path for place in candidates(name, "auto", key, act)]
+        path = path.path
+    name, _, address = identity_of(path, extract=True)
+    act = f"unstage {name!r}"
+    is_near = os.path.isabs(name) and not can_hang(name, mounts())
     with _files.translated(act):
-        for place in places:
-            is_file = place.is_file() and (seal := read_seal(place.parent)) and seal.file == place.name
-            folder = place.parent if is_file else place
-            if (seal := read_seal(folder)) is not None:
-                _partials.discard(folder)
-                if seal.tmpfs:
-                    give_back_tmpfs(act, Path(seal.tmpfs))
-                return UnstageReport(folder, seal.staged_bytes)
-            if freed := _partials.discard_kept(folder, key):
-                return UnstageReport(folder, freed)
-        if os.path.lexists(places[0]):
-            found = "no seal of stage() in it"
-            raise NotSealed(cannot(act, found, "a staged folder", "Remove it yourself if you mean it"))
+        found = list(_places_of(path, name, act, is_near=is_near))
+        freed = [(folder, _given_back(act, folder, key, tmpfs)) for folder, key, tmpfs in found]
+        if address is not None and (downloads := _downloads(address)).parent.is_dir():
+            freed.append((downloads, _partials.discard_kept(downloads, address.digest())))
+        if given := [(folder, size) for folder, size in freed if size is not None]:
+            return UnstageReport(given[0][0], sum(size for _, size in given))
+        if is_near and os.path.lexists(name):
+            said = "no seal of stage() in it"
+            raise NotSealed(cannot(act, said, "a staged folder", "Remove it yourself if you mean it"))
     raise SourceMissing(cannot(act, "nothing is there", "a staged folder", "Check the path"))
 
 
+def _places_of(source: AnySource, name: str, act: str, *, is_near: bool) -> Iterator[tuple[Path, str, Path | None]]:
+    """Yield where near copies may be, with the key of each and the tmpfs that it may have for itself."""
+    if is_near:
+        folder = Path(os.path.realpath(name))
+        if near := near_copy_at(folder):
+            yield near[0], near[1].key, Path(near[1].tmpfs) if near[1].tmpfs else None
+            return
+        yield folder, "", None
+    for extract in (True, False):
+        key = identity_of(source, extract=extract)[1]
+        for place in candidates(name, "auto", key, act):
+            yield place.path, key, place.mounted_at
+
+
+def _given_back(act: str, folder: Path, key: str, tmpfs: Path | None) -> int | None:
+    """Remove a near copy, and what an interrupted run left of one; return the bytes given back, None without either."""
+    freed: int | None = None
+    if (seal := read_seal(folder)) is not None and key in ("", seal.key):
+        freed, key = seal.staged_bytes, seal.key
+        _partials.discard(folder)
+    kept = _partials.kept_for(folder) if not key else kept_identity(key, folder)
+    if kept and (left := _partials.discard_kept(folder, kept)):
+        freed = (freed or 0) + left
+    give_back_tmpfs(act, tmpfs)
+    return freed
+
+
+def _downloads(address: Address) -> Path:
+    """Return the path beside which a download lies until it is staged."""
+    return near_folder(os.environ) / "downloads" / address.digest()[:12]
+
+
 @contextmanager
-def _near_file(source: AnySource, address: Address | None, *, progress: bool) -> Iterator[AnySource]:
-    """Give the source, or what was fetched if it is an address; that is removed once all went well."""
+def _near_file(
+    source: AnySource, address: Address | None, places: list[Target], key: str, *, progress: bool, dry_run: bool
+) -> Iterator[AnySource | None]:
+    """Give the source, or what was fetched if it is an address, once no other process fetches it; None for a dry run.
+
+    A download is kept until it is staged: an interrupted run goes on with it.
+    """
     if address is None or address.kind == FSSPEC:
         yield source
-        return
-    folder = near_folder(os.environ) / "downloads" / address.digest()[:12]
-    yield fetch(str(source), f"{folder}/", progress=progress).path
-    _files.remove(folder)
+    elif dry_run:
+        yield None
+    else:
+        at = _downloads(address)
+        wait_for_others(at, address.digest(), progress)
+        with _partials.KeptPartial(at.parent, kept_identity(address.digest(), at)) as kept:
+            kept.note(key=key)
+            if find_staged(places, key) is None:
+                yield fetch(str(source), f"{kept.data}/", progress=progress).path
+            else:
+                yield kept.data
+            kept.start_over()
 
 
 def _near_origin(name: str) -> tuple[int, int] | None:
@@ -180,7 +222,30 @@ def _opened(source: AnySource, *, extract: bool) -> Source:
     return opened
 
 
-def _report(found: tuple[Path, Seal] | None, started: float, *, job: Job | None = None) -> StageReport:
+def _report_of_address(name: str, places: list[Target], started: float) -> StageReport:
+    """Return what is known of an address without fetching it."""
+    target = choose(places, 0, is_asked=len(places) == 1)
+    why = "as asked" if target.name == "path" else "how much it is is known once it is fetched"
+    plan = StagePlan(name, "address", None, 0, 0, 0, 0, 0, target.name, why, target.path, ())
+    return StageReport(
+        target.path,
+        name,
+        target.name,
+        why,
+        0,
+        0,
+        time.monotonic() - started,
+        0,
+        (),
+        reused=False,
+        plan=plan,
+        is_dry=True,
+    )
+
+
+def _report(
+    found: tuple[Path, Seal] | None, started: float, *, job: Job | None = None, refresh: bool = False
+) -> StageReport:
     plan = job.plan if job else None
     seconds = time.monotonic() - started
     if found is None:
@@ -214,4 +279,5 @@ def _report(found: tuple[Path, Seal] | None, started: float, *, job: Job | None 
         resumed_bytes=job.resumed_bytes if job else 0,
         verify=seal.verify,
         plan=plan,
+        is_refreshed=refresh,
     )

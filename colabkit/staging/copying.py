@@ -17,7 +17,7 @@ from zlib_ng.zlib_ng import crc32
 from colabkit import _files
 from colabkit.errors import BadSource, Corrupt, cannot
 from colabkit.sources import BLOCK_BYTES, Block, Item, SharedFile, Source, Wanted, block_offsets
-from colabkit.staging.seal import Crcs
+from colabkit.staging.seal import Crcs, sealed_crcs
 
 __all__ = ["Copy", "Known", "good_blocks", "journalled"]
 
@@ -77,6 +77,10 @@ class Copy:
                 self.crcs[path] = good
             else:
                 _files.remove(self.folder / path)
+        for here, folders, _ in os.walk(self.folder, topdown=False):
+            for name in folders:
+                with suppress(OSError):  # those with files in them stay
+                    _files.remove_empty_folder(Path(here, name))
         return [wanted[path] for path in self.crcs if self._is_whole(wanted[path])]
 
     def take(self, old: Path, items: Iterable[tuple[Item, list[int]]]) -> list[Item]:
@@ -87,7 +91,7 @@ class Copy:
         """
         taken = []
         for item, sealed in items:
-            crcs = dict(zip(block_offsets(item.size), sealed, strict=True))
+            crcs = sealed_crcs(item, sealed)
             if item.path in self.crcs or good_blocks(old / item.path, item, crcs) != crcs:
                 continue
             self._make_parent(item.path)

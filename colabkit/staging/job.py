@@ -1,50 +1,58 @@
-"""One staging from plan to publication."""
+"""One staging, from what is near already to publication."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
-from colabkit import _files, _partials
-from colabkit.errors import BadArchive, BadSource, NotEnoughSpace, SourceChanged, TargetExists, cannot
+from colabkit import _files
+from colabkit._partials import KeptPartial, discard, discard_kept
+from colabkit.errors import BadArchive, BadSource, NotEnoughSpace, SourceChanged, cannot
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
-    BLOCK_BYTES,
     STALLED_S,
     Block,
-    BucketSource,
     FileSource,
     FolderSource,
     Item,
     Listing,
-    ManifestSource,
     Reading,
     Retries,
     Source,
     TarSource,
     Threads,
-    ZipSource,
-    check_outside,
-    read_blocks,
 )
-from colabkit.staging.copying import Copy, Known, journalled
+from colabkit.staging.copying import Copy, good_blocks
+from colabkit.staging.extracting import Archive, check_extracted, extracted
+from colabkit.staging.planning import (
+    ARCHIVE_JOURNAL,
+    JOURNAL,
+    Begun,
+    begun_at,
+    check_listing,
+    check_target,
+    files_of,
+    find_staged,
+    kept_identity,
+    make_plan,
+    origin_of,
+)
 from colabkit.staging.reports import StagePlan
-from colabkit.staging.seal import Crcs, Seal, is_complete, read_manifest, read_seal, write_seal
-from colabkit.staging.targets import Target, cache_bytes, check_room, choose, mount_tmpfs
+from colabkit.staging.seal import Crcs, Seal, is_complete, read_manifest, read_seal, sealed_crcs, sizes_in, write_seal
+from colabkit.staging.targets import Target, check_room, choose, give_back_tmpfs, prepare_place, room_of
 
-__all__ = ["Job", "find_staged", "origin_of"]
+__all__ = ["Job", "wait_for_others"]
 
-Archive = ZipSource | TarSource
-
-_JOURNAL, _ARCHIVE, _ARCHIVE_JOURNAL = "journal", "archive", "archive-journal"
-_INFLATION = 4  # what a compressed archive is taken to grow to until it is near and can be asked
+_ARCHIVE = "archive"
 _BUSY_S = 0.2
+_SIGN_S = 1.0
 
 
 @dataclass
@@ -84,321 +92,292 @@ class Job:
     is_reused: bool = True
     _retries: Retries = field(default_factory=Retries)
     _bar: ProgressBar | None = None
+    _kept: KeptPartial | None = None
+    _copy: Copy | None = None
+    _signed: float = 0.0
 
     def run(self, dry_run: bool) -> tuple[Path, Seal] | None:
         """Stage and return the near copy and its seal; only plan, and return None, if `dry_run`."""
+        if len(self.places) == 1:  # a listing may take minutes
+            check_target(self.act, self.source, self.places[0].path, self.key, self.refresh)
         with Reading(self.source, self.threads, self._retries, self._wait, self._place) as reading:
-            left = self._left_by_others()
-            if left is not None and not self.refresh and (found := find_staged(self.places, self.key, self.origin)):
-                return found
-            known = {} if left is None else journalled(left / _JOURNAL)[0]
-            is_ahead = not dry_run and not self.refresh
-            listing, begun = self._list(reading if is_ahead else None, known)
-            target = self._plan(listing, left, known)
-            assert self.plan is not None
+            if not dry_run:
+                for place in self.places:
+                    wait_for_others(place.path, self.key, self.progress)
+                if found := self._found():
+                    return found
+            begun = begun_at(self.places, self.key)
+            listing, ahead = self._list(reading if not dry_run and not begun.is_sealed else None, begun)
+            if unchanged := self._unchanged(begun, listing):
+                discard_kept(unchanged[0], kept_identity(self.key, unchanged[0]))  # of a run that was killed at its end
+                return unchanged
+            self.plan, target = make_plan(self.name, self.source, listing, self.places, begun, is_asked=self.is_asked)
             check_target(self.act, self.source, target.path, self.key, self.refresh)
-            present = self.plan.present_bytes
-            check_room(self.act, target, max(0, self.plan.peak_bytes - present), self.plan.cache_bytes)
+            check_room(self.act, target, self.plan.peak_bytes, self.plan.cache_bytes)
             if dry_run:
                 return None
-            mount_tmpfs(self.act, target, self.plan.peak_bytes)
-            with _partials.KeptPartial(target.path.parent, self.key, self._on_busy) as kept:
-                self._end_bar()
-                if not self.refresh and (found := find_staged(self.places, self.key, self.origin)):
-                    return found  # another process was faster
-                try:
-                    return self._fill(kept, target, reading, listing, begun)
-                except (OSError, BadArchive) as error:
-                    if isinstance(error, NotEnoughSpace | BadArchive) or error.errno in (errno.ENOSPC, errno.EDQUOT):
-                        kept.start_over()  # to go on would not help: the space is worth more
-                    raise
+            target = self._prepared(target)
+            try:
+                with KeptPartial(target.path.parent, kept_identity(self.key, target.path), self._on_busy) as kept:
+                    if found := self._found():
+                        return found  # another process was faster
+                    return self._fill(kept, target, reading, listing, ahead, begun)
+            finally:
+                give_back_tmpfs(self.act, target.mounted_at)  # if nothing is in it
 
-    def _left_by_others(self) -> Path | None:
-        """Return the kept partial of this work, if there is one, once no other process has it."""
-        for place in self.places:
-            kept = _partials.KeptPartial(place.path.parent, self.key, self._on_busy)
-            if kept.kept_folder.is_dir():
-                kept.wait_while_busy()
-                self._end_bar()
-                return kept.kept_folder
-        return None
+    def _found(self) -> tuple[Path, Seal] | None:
+        return None if self.refresh else find_staged(self.places, self.key, self.origin, self.verify)
 
-    def _on_busy(self, folder: Path) -> bool:
-        """Wait a moment for another process that stages the same; give up on it when nothing moves any more."""
-        newest = max((path.stat().st_mtime for path in (folder / _JOURNAL, folder) if path.exists()), default=0.0)
-        if time.time() - newest > 2 * STALLED_S:
-            return False
-        if self._bar is None:
-            self._bar = ProgressBar("wait for another stage()", None, " s", self.progress)
-        self._bar.wait()
-        time.sleep(_BUSY_S)
-        return True
+    def _prepared(self, target: Target) -> Target:
+        """Make the place ready; where a tmpfs cannot be mounted after all, and none was asked for, take disk."""
+        assert self.plan is not None
+        try:
+            prepare_place(self.act, target, self.plan.peak_bytes)
+        except NotEnoughSpace:
+            if self.is_asked:
+                raise
+            target = choose(self.places[-1:], self.plan.peak_bytes, is_asked=True)
+            check_room(self.act, target, self.plan.peak_bytes, self.plan.cache_bytes)
+        return target
 
-    def _end_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def _wait(self) -> None:
-        if self._bar is not None:
-            self._bar.retried(self._retries.count)
-            self._bar.wait()
-
-    def _list(self, ahead: Reading | None, known: Known) -> tuple[Listing, set[str]]:
-        """Return the listing, and which items are being read already: those of folders listed early."""
-        begun: set[str] = set()
+    def _list(self, ahead: Reading | None, begun: Begun) -> tuple[Listing, set[str]]:
+        """Return the listing, and which items are being read already: those that were found early."""
+        reading: set[str] = set()
+        source = self.source
 
         def on_found(items: list[Item]) -> None:
-            bar.advance(len(items))
+            self._advance(len(items))
             if ahead is None:
                 return
             for item in items:
-                if (item.path, item.size, item.mtime_ns) not in known and ahead.begin(item):
-                    begun.add(item.path)
+                if (item.path, item.size, item.mtime_ns) not in begun.known and ahead.begin(item):
+                    reading.add(item.path)
 
-        with ProgressBar("list", None, " files", self.progress) as bar:
-            self._bar = bar
-            source = self.source
+        with self._showing("list", None, " files"):
             if isinstance(source, TarSource) and source.can_hang:
                 listing = Listing((), ())  # to walk through it is to read all of it
             elif isinstance(source, FolderSource):
                 listing = source.list(on_found, self._wait)
             else:
                 listing = source.list()
-            self._bar = None
-        if not listing.items and not isinstance(source, TarSource):
-            raise BadSource(cannot(self.act, "no files in it", "at least one", "Check the path"))
-        self._check_names(listing.items)
-        return listing, begun
+        check_listing(self.act, source, listing)
+        return listing, reading
 
-    def _check_names(self, items: Iterable[Item]) -> None:
-        for item in items:
-            if not {"", ".", ".."}.isdisjoint(item.path.split("/")):
-                outside = f"a file named {item.path!r}"
-                raise BadSource(cannot(self.act, outside, "names inside the source", "Do not use a source like this"))
-
-    def _plan(self, listing: Listing, left: Path | None, known: Known) -> Target:
-        source = self.source
-        items = _unique(listing)
-        staged = sum(item.size for item in items)
-        is_archive = isinstance(source, Archive)
-        archived = source.archive_bytes if isinstance(source, Archive) else 0
-        if is_archive and not listing.items:
-            staged = archived * (_INFLATION if isinstance(source, TarSource) and source.is_sequential else 1)
-        peak = staged + (archived if source.can_hang else 0)
-        target = next((place for place in self.places if left and left.parent == place.path.parent), None)
-        target = target and Target(target.name, "an interrupted run began there", target.path, target.mounted_at)
-        target = target or choose(self.places, peak, self.is_asked)
-        self.plan = StagePlan(
-            source=self.name,
-            kind=_kind(source),
-            files=len(items) or None,
-            read_bytes=archived or staged,
-            staged_bytes=staged,
-            peak_bytes=peak,
-            cache_bytes=cache_bytes(source.name, archived or staged),
-            present_bytes=_files.disk_bytes(left) if left else 0,
-            target=target.name,
-            why=target.why,
-            path=target.path,
-            skipped=listing.skipped,
-        )
-        return target
+    def _unchanged(self, begun: Begun, listing: Listing) -> tuple[Path, Seal] | None:
+        """Return the near copy that is to be refreshed, if the source is as it was and the copy as it was sealed."""
+        if not begun.is_sealed or begun.place is None or self.verify == "full":
+            return None
+        path = begun.place.path
+        seal = read_seal(path)
+        if seal is None or not is_complete(path, seal):
+            return None
+        if isinstance(self.source, Archive):
+            return (path, seal) if seal.origin == origin_of(self.source.path) else None
+        manifest = read_manifest(path)
+        items = set(files_of(listing))
+        if items != {item for item, _ in manifest} or not all(item.mtime_ns for item in items):
+            return None
+        is_good = all(len(good_blocks(path / item.path, item, sealed_crcs(item, crcs))) for item, crcs in manifest)
+        return (path, seal) if is_good else None
 
     def _fill(
-        self, kept: _partials.KeptPartial, target: Target, reading: Reading, listing: Listing, begun: set[str]
+        self,
+        kept: KeptPartial,
+        target: Target,
+        reading: Reading,
+        listing: Listing,
+        ahead: set[str],
+        begun: Begun,
     ) -> tuple[Path, Seal]:
-        kept.note(key=self.key)
-        origin = self.origin
-        if origin is None and isinstance(self.source, Archive | FileSource):
-            origin = origin_of(self.source.path)
-        if isinstance(self.source, Archive):
-            if self.refresh and (unchanged := self._unchanged(target, origin)):
-                return unchanged
-            listing, manifest = self._extract(kept, target)
-            if origin_of(self.source.path) != origin:
-                found = "the archive was written to meanwhile"
-                raise SourceChanged(cannot(self.act, found, "an archive that stays as it is", "Run it again"))
-        else:
-            items = _unique(listing)
-            old = target.path if self.refresh and read_seal(target.path) else None
-            with Copy(self.name, kept.data, kept.folder / _JOURNAL) as copy:
-                self._copy = copy
-                there = copy.go_on(items)
-                if old and (seal := read_seal(old)):
-                    taken = self._take(copy, old, items)
-                    if len(taken) == len(items) == seal.files:
-                        kept.start_over()
-                        return old, seal  # nothing changed
-                    there += taken
-                self._copy_items(copy, self.source, reading, items, there, begun)
-                if self.verify == "full":
-                    self._read_again(copy, self.source, items)
-                manifest = [(item, copy.crcs[item.path]) for item in items]
-        seal = Seal(
-            key=self.key,
-            source=self.name,
-            target=target.name,
-            why=target.why,
-            file=listing.items[0].path if isinstance(self.source, FileSource) else "",
-            files=len(manifest),
-            staged_bytes=sum(item.size for item, _ in manifest),
-            retries=listing.retries + self._retries.count,
-            skipped=listing.skipped,
-            verify=self.verify,
-            origin=origin,
-            tmpfs=os.fspath(target.mounted_at or ""),
-        )
-        write_seal(kept.data, seal, manifest)
-        check_target(self.act, self.source, target.path, self.key, self.refresh)  # copying took its time
-        kept.publish_as(kept.data, target.path, replace=True)
+        self._kept = kept
+        try:
+            kept.note(path=os.fspath(target.path), identity=kept_identity(self.key, target.path))
+            if isinstance(self.source, Archive):
+                listing, manifest, origin = self._extract(kept, target)
+            else:
+                manifest = self._copied(kept, reading, listing, ahead, begun)
+                origin = self.origin
+            seal = Seal(
+                key=self.key,
+                source=self.name,
+                target=target.name,
+                why=target.why,
+                file=listing.items[0].path if isinstance(self.source, FileSource) else "",
+                files=len(manifest),
+                staged_bytes=sum(item.size for item, _ in manifest),
+                retries=listing.retries + self._retries.count,
+                skipped=listing.skipped,
+                verify=self.verify,
+                origin=origin,
+                tmpfs=os.fspath(target.mounted_at or ""),
+            )
+            if begun.is_sealed and begun.place is not None:
+                _carry_over(begun.place.path, kept.data, {item.path for item, _ in manifest})
+            write_seal(kept.data, seal, manifest)
+            check_target(self.act, self.source, target.path, self.key, self.refresh)  # copying took its time
+            if found := self._found():
+                kept.start_over()
+                return found  # another process, which was taken for dead, was faster
+            kept.publish_as(kept.data, target.path, replace=True)
+        except (OSError, BadArchive, BadSource) as error:
+            number = error.errno if isinstance(error, OSError) else None
+            if isinstance(error, NotEnoughSpace | BadArchive | BadSource) or number in (errno.ENOSPC, errno.EDQUOT):
+                kept.start_over()  # to go on would not help: the space is worth more
+            raise
+        self._tidy(target)
         self.is_reused = False
         return target.path, seal
 
-    def _unchanged(self, target: Target, origin: tuple[int, int] | None) -> tuple[Path, Seal] | None:
-        seal = read_seal(target.path)
-        is_same = seal is not None and seal.key == self.key and seal.origin == origin
-        return (target.path, seal) if seal and is_same and is_complete(target.path, seal) else None
+    def _tidy(self, target: Target) -> None:
+        """Remove near copies and interrupted runs of the same source in other places: one is enough."""
+        for place in self.places:
+            if place.path == target.path:
+                continue
+            discard_kept(place.path, kept_identity(self.key, place.path))
+            if (seal := read_seal(place.path)) and seal.key == self.key:
+                discard(place.path)
+            give_back_tmpfs(self.act, place.mounted_at)
 
-    def _take(self, copy: Copy, old: Path, items: list[Item]) -> list[Item]:
+    def _copied(
+        self, kept: KeptPartial, reading: Reading, listing: Listing, ahead: set[str], begun: Begun
+    ) -> list[tuple[Item, Crcs]]:
+        items = files_of(listing)
+        with Copy(self.name, kept.data, kept.folder / JOURNAL) as copy:
+            self._copy = copy
+            there = copy.go_on(items)
+            if begun.is_sealed and begun.place is not None:
+                there += self._taken(copy, begun.place.path, items)
+            self._copy_items(copy, self.source, reading, items, there, ahead)
+            if self.verify == "full":
+                self._read_again(copy, self.source, items)
+            return [(item, copy.crcs[item.path]) for item in items]
+
+    def _taken(self, copy: Copy, old: Path, items: list[Item]) -> list[Item]:
         """Take what did not change from the near copy that is refreshed; an item without a time may have changed."""
         same = {item for item in items if item.mtime_ns}
         return copy.take(old, ((item, crcs) for item, crcs in read_manifest(old) if item in same))
 
     def _copy_items(
-        self, copy: Copy, source: Source, reading: Reading, items: list[Item], there: list[Item], begun: set[str]
+        self, copy: Copy, source: Source, reading: Reading, items: list[Item], there: list[Item], ahead: set[str]
     ) -> None:
         self.resumed_bytes += sum(item.size for item in there)
-        total = sum(item.size for item in items)
-        with ProgressBar("stage", total, "B", self.progress, files=len(items)) as bar:
-            self._bar = bar
-            bar.advance(sum(item.size for item in there), len(there))
-            rest = (item for item in items if item.path not in begun)
+        with self._showing("stage", sum(item.size for item in items), "B", len(items)):
+            self._advance(sum(item.size for item in there), len(there))
+            rest = (item for item in items if item.path not in ahead)
             for block in reading.blocks(copy.wanted(source, rest)):
-                is_whole = copy.write(block)
-                bar.advance(block.size, is_whole)
-            self._bar = None
+                self._advance(block.size, int(copy.write(block)))
 
     def _read_again(self, copy: Copy, source: Source, items: list[Item]) -> None:
         """Read the source a second time and compare."""
-        total = sum(item.size for item in items)
         with (
-            ProgressBar("verify", total, "B", self.progress) as bar,
+            self._showing("verify", sum(item.size for item in items), "B"),
             Reading(source, self.threads, self._retries, self._wait) as reading,
         ):
-            self._bar = bar
             for block in reading.blocks(copy.again(source, items)):
                 copy.check(block)
-                bar.advance(block.size)
-            self._bar = None
+                self._advance(block.size)
 
-    def _extract(self, kept: _partials.KeptPartial, target: Target) -> tuple[Listing, list[tuple[Item, Crcs]]]:
+    def _extract(
+        self, kept: KeptPartial, target: Target
+    ) -> tuple[Listing, list[tuple[Item, Crcs]], tuple[int, int] | None]:
         """Fill the near copy with an archive's members; one that can hang is brought near first, whole."""
         source = self.source
         assert isinstance(source, Archive)
-        with closing(type(source)(self._near_archive(kept, source))) as near:
+        path, origin = (source.path, self.origin) if not source.can_hang else self._near_archive(kept, source)
+        with closing(type(source)(path)) as near:
             listing = near.list()
             if not listing.items:
                 raise BadSource(cannot(self.act, "no files in it", "at least one", "Check the archive"))
-            self._check_names(listing.items)
-            items = list(listing.items)
-            with Copy(self.name, kept.data, kept.folder / _JOURNAL) as copy:
-                there = {item.path for item in copy.go_on(items)}
-                missing = sum(item.size for item in items if item.path not in there)
-                check_room(self.act, target, missing, 0)
-                with ProgressBar("extract", missing, "B", self.progress, files=len(items)) as bar:
-                    for size in _extracted(near, items, there, copy, self.threads, self._retries):
-                        bar.advance(size, 1)
-                return listing, [(item, copy.crcs[item.path]) for item in items]
+            check_listing(self.act, source, listing)
+            items = files_of(listing)
+            with Copy(self.name, kept.data, kept.folder / JOURNAL) as copy:
+                there = {item.path: item for item in copy.go_on(items)}
+                missing = [item for item in items if item.path not in there]
+                self.resumed_bytes += sum(item.size for item in there.values())
+                check_room(self.act, target, room_of(missing), 0)
+                with self._showing("extract", sum(item.size for item in missing), "B", len(missing)):
+                    for item in extracted(near, missing, copy, self.threads, self._retries):
+                        self._advance(item.size, 1)
+                if self.verify == "full":
+                    with self._showing("verify", sum(item.size for item in items), "B", len(items)):
+                        for item in check_extracted(near, items, copy, self._retries):
+                            self._advance(item.size, 1)
+                manifest: list[tuple[Item, Crcs]] = [(item, copy.crcs[item.path]) for item in items]
+        if not source.can_hang and origin is not None and origin_of(source.path) != origin:
+            found = "the archive was written to meanwhile"
+            raise SourceChanged(cannot(self.act, found, "an archive that stays as it is", "Run it again"))
+        return listing, manifest, origin
 
-    def _near_archive(self, kept: _partials.KeptPartial, source: Archive) -> Path:
-        if not source.can_hang:
-            return source.path
+    def _near_archive(self, kept: KeptPartial, source: Archive) -> tuple[Path, tuple[int, int]]:
+        """Bring an archive near; return where it is, and size and time of the one that was read."""
         file = FileSource(source.path)
-        items = list(file.list().items)
+        (item,) = file.list().items
         with (
-            Copy(self.name, kept.folder / _ARCHIVE, kept.folder / _ARCHIVE_JOURNAL) as copy,
+            Copy(self.name, kept.folder / _ARCHIVE, kept.folder / ARCHIVE_JOURNAL) as copy,
             Reading(file, self.threads, self._retries, self._wait) as reading,
         ):
-            self._copy_items(copy, file, reading, items, copy.go_on(items), set())
+            self._copy_items(copy, file, reading, [item], copy.go_on([item]), set())
             if self.verify == "full":
-                self._read_again(copy, file, items)
-        return kept.folder / _ARCHIVE / items[0].path
+                self._read_again(copy, file, [item])
+        return kept.folder / _ARCHIVE / item.path, (item.size, item.mtime_ns)
 
     def _place(self, block: Block) -> None:
+        assert self._copy is not None
         self._copy.place(block)
 
+    @contextlib.contextmanager
+    def _showing(self, action: str, total: int | None, unit: str, files: int = 0) -> Iterator[None]:
+        with ProgressBar(action, total, unit, self.progress, files) as self._bar:
+            yield
+        self._bar = None
 
-def _extracted(
-    archive: Archive, items: list[Item], there: set[str], copy: Copy, threads: Threads, retries: Retries
-) -> Iterator[int]:
-    """Write the members that are not there, and yield their sizes as they are written."""
-    missing = [item for item in items if item.path not in there]
-    if isinstance(archive, TarSource) and archive.is_sequential:
-        for item, file in archive.walk({item.path for item in missing}):
-            copy.write_whole(item, _blocks_of(file))
-            yield item.size
+    def _advance(self, count: int, files: int = 0) -> None:
+        assert self._bar is not None
+        self._bar.advance(count, files)
+        self._sign()
+
+    def _wait(self) -> None:
+        if self._bar is not None:
+            self._bar.retried(self._retries.count)
+            self._bar.wait()
+        self._sign()
+
+    def _sign(self) -> None:
+        """Show other processes, once a second, that this one goes on."""
+        if self._kept is not None and time.monotonic() - self._signed > _SIGN_S:
+            self._signed = time.monotonic()
+            self._kept.touch()
+
+    def _on_busy(self, folder: Path) -> bool:
+        return _wait_a_moment(folder)
+
+
+def wait_for_others(path: Path, key: str, progress: bool) -> None:
+    """Return once no other process stages the same to the same place, or nothing moves there any more."""
+    kept = KeptPartial(path.parent, kept_identity(key, path))
+    if not kept.is_busy():
         return
-    with Reading(archive, threads, retries) as reading:
-        small = [item for item in missing if item.size <= BLOCK_BYTES]
-        for block in reading.blocks(copy.wanted(archive, small)):
-            copy.write(block)
-            yield block.size
-    for item in missing:
-        if item.size > BLOCK_BYTES:
-            copy.write_whole(item, read_blocks(archive, item, BLOCK_BYTES, retries))
-            yield item.size
+    with ProgressBar("wait for another stage()", None, " s", progress) as bar:
+        started, shown = time.monotonic(), 0
+        while kept.is_busy() and _wait_a_moment(kept.kept_folder):
+            passed = int(time.monotonic() - started)
+            bar.advance(passed - shown)
+            shown = passed
 
 
-def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    while block := file.read(BLOCK_BYTES):
-        yield block
+def _wait_a_moment(folder: Path) -> bool:
+    """Wait a moment for the process that has a kept folder; return whether it still moves."""
+    newest = time.time()  # of a folder that is gone: its owner has just finished
+    with contextlib.suppress(OSError):
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    time.sleep(_BUSY_S)
+    return time.time() - newest < 2 * STALLED_S
 
 
-def find_staged(places: Iterable[Target], key: str, origin: tuple[int, int] | None = None) -> tuple[Path, Seal] | None:
-    """Return the near copy of a source, if there is a whole one in one of these places.
-
-    Args:
-        places: where it may be.
-        key: of the source and the way it is staged.
-        origin: size and time of the source if it is one file on this machine, to tell one that was replaced.
-    """
-    for place in places:
-        seal = read_seal(place.path)
-        is_same = seal is not None and seal.key == key and (origin is None or seal.origin in (None, origin))
-        if seal and is_same and is_complete(place.path, seal):
-            return place.path, seal
-    return None
-
-
-def origin_of(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, which tell whether it is still the same."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-def check_target(act: str, source: Source, final: Path, key: str, refresh: bool) -> None:
-    """Refuse a target that lies inside the source, or holds anything but this near copy.
-
-    Raises:
-        BadSource, TargetExists: naming the target.
-    """
-    check_outside(act, source, final)
-    if not os.path.lexists(final):
-        return
-    seal = read_seal(final)
-    is_ours = seal is not None and (seal.key == key or (refresh and seal.source == source.name))
-    is_empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
-    if not is_ours and not is_empty:
-        found = f"{str(final)!r} holds {f'a copy of {seal.source!r}' if seal else 'something else'}"
-        raise TargetExists(cannot(act, found, "a free path", "Choose another target or remove it"))
-
-
-def _unique(listing: Listing) -> list[Item]:
-    """Return the files to copy, each once: the rows of a table may name one several times."""
-    return list({item.path: item for item in (*listing.items, *listing.extras)}.values())
-
-
-def _kind(source: Source) -> str:
-    kinds = {FileSource: "file", ManifestSource: "table", BucketSource: "bucket", ZipSource: "archive"}
-    return kinds.get(type(source), "archive" if isinstance(source, TarSource) else "folder")
+def _carry_over(old: Path, new: Path, known: set[str]) -> None:
+    """Give files that others put into a near copy a second name in the one that takes its place."""
+    sealed = {item.path for item, _ in read_manifest(old)}
+    for path in sizes_in(old):
+        if path not in sealed and path not in known and not (old / path).is_symlink():
+            _files.make_folder((new / path).parent)
+            _files.link(old / path, new / path)

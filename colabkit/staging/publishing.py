@@ -5,26 +5,40 @@ from __future__ import annotations
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from zlib_ng.zlib_ng import crc32
-
 from colabkit import _files, _partials
 from colabkit.environment import can_hang
-from colabkit.errors import Corrupt, InvalidOption, SourceChanged, SourceMissing, TargetExists, TimedOut, cannot
-from colabkit.mounts import mount_holding, mounts, user_path
+from colabkit.errors import (
+    BadSource,
+    ColabkitError,
+    Corrupt,
+    InvalidOption,
+    SourceChanged,
+    SourceMissing,
+    TargetExists,
+    TimedOut,
+    cannot,
+)
+from colabkit.mounts import mounts, user_path
 from colabkit.progress import ProgressBar
 from colabkit.sources import FileSource, FolderSource, Item, Retries, read_blocks
+from colabkit.sources.answering import answer_of
 from colabkit.sources.concurrency import Calls, still_moving
 from colabkit.sources.level import Level
 from colabkit.staging.reports import PublishReport
 
 __all__ = ["publish"]
 
+STALLED_S = 600.0
+"""Seconds in which a mount has to take something, or give it back."""
+
+_SLOWEST_BYTES_S = 10e6  # some mounts send a whole file when it is closed, and answer nothing meanwhile
+_SLOWEST_FILES_S = 10.0  # a former folder is removed in one go
 _BLOCK_BYTES = 4 << 20
-_SLOW_STEP_S = 600.0  # a mount may hold a sync until all is sent
 
 
 def publish(
@@ -37,158 +51,195 @@ def publish(
     """Bring a finished file or folder to its place on a slow mount, as `drive:`, and return where it is.
 
     It is copied to a hidden name beside the final one, in large blocks, brought to the medium as far as the mount does
-    that, compared, and renamed. Until then what was there before stays; after any kill the place holds the old or the
-    new thing whole. Drive's mounts send files later: `flush()` waits for that.
+    that, compared, and renamed. Until then what was there before stays: after any kill the place of a file has the old
+    or the new one whole. To replace a folder takes two renames: a kill between these leaves nothing at its place, until
+    this is run again. Links, special files and empty folders inside a folder are left out. Drive's mounts send files
+    later: `flush()` waits for that.
 
     Args:
         path: a file, as a pack, or a folder.
-        to: an existing folder, or one named with a slash behind it, in which the name is kept; else the final path.
+        to: an existing folder, or one named with a slash behind it, in which the name is kept; else the final path. An
+            existing folder of the same name as the one that is published is its former version, and is replaced.
         verify: `"full"` reads back what was written and compares all bytes; `"size"` compares the byte counts.
         progress: show a progress bar.
 
     Raises:
         SourceMissing: if nothing is at `path`.
+        BadSource: if it is neither a file nor a folder.
         SourceChanged: if it is written to meanwhile.
-        TargetExists: if a folder is where a file should go, or the reverse.
+        TargetExists: if a folder is where a file should go, or the reverse, or the place is in what is published.
         NotEnoughSpace: before anything is written, where that can be known.
+        FileFailed: if the target cannot be written.
         Corrupt: if other bytes are read back than were written.
-        TimedOut: if the mount takes nothing for ten minutes; what it had begun stays hidden there.
+        TimedOut: if the mount takes nothing for ten minutes, and a second more for each 10 MB of the largest file and
+            for each 10 files; what it had begun stays hidden there.
     """
     started = time.monotonic()
-    near = user_path(path, f"publish {os.fspath(path)!r}")
-    act = f"publish {str(near)!r}"
+    act = f"publish {str(path)!r}"
+    near = Path(os.path.abspath(user_path(path, act)))
     if verify not in ("size", "full"):
         raise InvalidOption(cannot(act, f"verify={verify!r}", "'size' or 'full'", "Use verify='full'"))
+    target = Path(os.path.abspath(user_path(to, act)))
     table = mounts()
-    wanted = os.path.abspath(user_path(to, act))
-    is_far = can_hang(wanted, table)
     with _files.translated(act):
-        if not near.exists():
-            raise SourceMissing(cannot(act, "nothing is there", "a file or a folder", "Check the path"))
-        source = FolderSource(near) if near.is_dir() else FileSource(near)
-        items = source.list().items
-        total = sum(item.size for item in items)
-        stop = threading.Event()
-        with ProgressBar("publish", total, "B", progress, files=len(items)) as bar:
-            work = _Publication(act, source, near, items, verify, stop, bar.advance)
-            final, replaced = _in_thread(act, lambda: work.run(to), stop, bar, _SLOW_STEP_S if is_far else None)
-    holding = mount_holding(wanted, table)
+        source = answer_of(lambda: _source_at(act, near), can_hang(str(near), table))
+        work = _Publication(act, source, verify, is_inside=os.fspath(to).endswith(("/", ":")))
+        with ProgressBar("publish", work.moved_bytes, "B", progress, files=len(work.items)) as bar:
+            work.advance = bar.advance
+            final, is_replaced = _in_thread(work, target, bar)
     return PublishReport(
         path=final,
-        published_bytes=total,
+        published_bytes=work.total_bytes,
         seconds=time.monotonic() - started,
-        replaced=replaced,
-        is_sent=holding is None or not holding.is_remote,
+        replaced=is_replaced,
+        is_sent=not can_hang(str(final), table),
         checked="all bytes read back" if verify == "full" else "byte counts",
     )
 
 
-def _in_thread(
-    act: str, work: Callable[[], tuple[Path, bool]], stop: threading.Event, bar: ProgressBar, stalled_s: float | None
-) -> tuple[Path, bool]:
-    """Return what `work` returns; in a thread, so that a mount that hangs holds neither the caller nor Ctrl-C."""
-    calls: Calls[None, tuple[Path, bool]]
-    with Calls(lambda _: work(), Level(1, is_fixed=True), stalled_s, bar.wait, tries=1) as calls:
+def _source_at(act: str, near: Path) -> FileSource | FolderSource:
+    if near.is_dir():
+        return FolderSource(near)
+    if near.is_file():
+        return FileSource(near)
+    if os.path.lexists(near):
+        found = "a special file or broken link"
+        raise BadSource(cannot(act, found, "a file or a folder", "Name the file that it should be"))
+    raise SourceMissing(cannot(act, "nothing is there", "a file or a folder", "Check the path"))
+
+
+def _in_thread(work: _Publication, target: Path, bar: ProgressBar) -> tuple[Path, bool]:
+    """Return what `work.run` returns; in a thread, so that a mount that hangs holds neither the caller nor Ctrl-C."""
+    largest = max((item.size for item in work.items), default=0)
+    stalled_s = STALLED_S + largest / _SLOWEST_BYTES_S + len(work.items) / _SLOWEST_FILES_S
+    with Calls(work.run, Level(1, is_fixed=True), stalled_s, bar.wait, tries=1) as calls:
         try:
-            calls.make(None)
+            calls.make(target)
             return calls.take()
         except TimedOut as error:
-            found = f"the mount has taken nothing for {_SLOW_STEP_S:g} s"
+            found = f"the mount has taken nothing for {stalled_s:.0f} s"
             next_step = "Run colabkit.mount(force=True) if it is Drive, then run this again"
-            raise TimedOut(cannot(act, found, "a mount that answers", next_step)) from error
+            raise TimedOut(cannot(work.act, found, "a mount that answers", next_step)) from error
         finally:
-            stop.set()
+            work.stop.set()
 
 
-def _final(act: str, near: Path, to: str | os.PathLike[str]) -> Path:
-    final = user_path(to, act)
-    if os.fspath(to).endswith("/") or (final.is_dir() != near.is_dir() and final.is_dir()):
-        final /= near.name
-    real, target = os.path.realpath(near), os.path.realpath(final)
-    if target == real or Path(target).is_relative_to(real):
-        found = f"{str(final)!r} is the same place, or lies in it"
-        raise TargetExists(cannot(act, found, "a place elsewhere", "Choose another path"))
-    if os.path.lexists(final) and final.is_dir() != near.is_dir():
-        found = f"{str(final)!r} is {'a folder' if final.is_dir() else 'no folder'}"
-        raise TargetExists(cannot(act, found, "the like of what is published", "Choose another path"))
-    return final
+class _Left(Exception):
+    """Nobody waits for the work any more."""
 
 
 class _Publication:
-    """The copying itself, which may be left behind in its thread: it stops by itself when told to."""
+    """The copying itself, which may be left behind in its thread: when the mount answers again it takes back its own.
 
-    def __init__(
-        self,
-        act: str,
-        source: FileSource | FolderSource,
-        near: Path,
-        items: tuple[Item, ...],
-        verify: str,
-        stop: threading.Event,
-        advance: Callable[[int, int], None],
-    ) -> None:
-        self._act = act
+    Args:
+        act: verb and object for messages.
+        source: what is published.
+        verify: `"size"` or `"full"`.
+        is_inside: whether it goes into the target, whatever is there.
+
+    Attributes:
+        items: the files to bring.
+        total_bytes: their bytes.
+        moved_bytes: of all that is written and read back.
+        advance: told of bytes and files as they are done.
+        stop: set when nobody waits for the work any more.
+    """
+
+    advance: Callable[[int, int], None]
+
+    def __init__(self, act: str, source: FileSource | FolderSource, verify: str, *, is_inside: bool) -> None:
+        self.act = act
+        self.items = source.list().items
+        self.total_bytes = sum(item.size for item in self.items)
+        self.moved_bytes = 2 * self.total_bytes if verify == "full" else self.total_bytes
+        self.stop = threading.Event()
         self._source = source
-        self._near = near
-        self._items = items
         self._verify = verify
-        self._stop = stop
-        self._advance = advance
+        self._is_inside = is_inside
 
-    def run(self, to: str | os.PathLike[str]) -> tuple[Path, bool]:
+    def run(self, target: Path) -> tuple[Path, bool]:
         """Copy, compare and rename; return where it is and whether something was replaced."""
-        final = _final(self._act, self._near, to)
+        is_folder = isinstance(self._source, FolderSource)
+        final = self._final(target, is_folder)
         _files.make_folder(final.parent)
-        _files.check_space(self._act, sum(item.size for item in self._items), final)
-        with _files.translated(self._act), _partials.Partial(final) as partial:
-            is_folder = self._near.is_dir()
-            if is_folder:
-                _files.make_folder(partial.path)
-            copies = {item: partial.path / item.path if is_folder else partial.path for item in self._items}
-            crcs = {item: self._copy(item, path) for item, path in copies.items()}
-            for item, path in copies.items():
-                self._check(item, path, crcs[item])
-            self._check_going_on()
-            replaced = os.path.lexists(final)
-            partial.publish(replace=True)
-        return final, replaced
+        _files.check_space(self.act, self.total_bytes, final)
+        try:
+            with _partials.Partial(final) as partial:
+                if is_folder:
+                    _files.make_folder(partial.path)
+                copies = {item: partial.path / item.path if is_folder else partial.path for item in self.items}
+                crcs = {item: self._copy(item, path) for item, path in copies.items()}
+                for item, path in copies.items():
+                    self._check(item, path, crcs[item])
+                if self._source.list().items != self.items:
+                    found = "it was written to meanwhile"
+                    raise SourceChanged(cannot(self.act, found, "a finished file or folder", "Run it again"))
+                self._go_on()
+                is_replaced = os.path.lexists(final)
+                partial.publish(replace=True)
+        except ColabkitError:
+            raise
+        except OSError as error:
+            error.filename = str(final)  # writes name no file, others the hidden one
+            raise
+        return final, is_replaced
+
+    def _final(self, target: Path, is_folder: bool) -> Path:
+        near = self._source.path
+        is_former = is_folder and target.name == near.name
+        final = target / near.name if self._is_inside or (target.is_dir() and not is_former) else target
+        real, place = Path(os.path.realpath(near)), Path(os.path.realpath(final))
+        if place.is_relative_to(real) or real.is_relative_to(place):
+            found = f"{str(final)!r} is the same place, or lies in it or around it"
+            raise TargetExists(cannot(self.act, found, "a place elsewhere", "Choose another path"))
+        if os.path.lexists(final) and final.is_dir() != is_folder:
+            found = f"{str(final)!r} is {'a folder' if final.is_dir() else 'no folder'}"
+            raise TargetExists(cannot(self.act, found, "the like of what is published", "Choose another path"))
+        return final
 
     def _copy(self, item: Item, path: Path) -> int:
+        """Copy a file, and return its CRC32."""
+        self._go_on()
         _files.make_folder(path.parent)
         crc = offset = 0
         fd = _files.create(path)
         try:
             for block in read_blocks(self._source, item, _BLOCK_BYTES, Retries()):
-                self._check_going_on()
+                self._go_on()
                 _files.write_at(fd, block, offset, path)
-                crc = crc32(block, crc)
+                crc = zlib.crc32(block, crc)
                 offset += len(block)
-                self._advance(len(block), 0)
+                self.advance(len(block), 0)
+            self._go_on()
             _files.sync(fd, path)
-            still_moving()
         finally:
             os.close(fd)
-        self._advance(0, 1)
+        self.advance(0, 1)
         return crc
 
     def _check(self, item: Item, path: Path, crc: int) -> None:
-        found = path.stat().st_size
-        if found != item.size:
-            said = f"{found} bytes of {item.path!r} arrived"
-            raise Corrupt(cannot(self._act, said, f"all {item.size}", "Run it again"))
-        if self._verify == "full":
-            with path.open("rb", buffering=0) as file:
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                seen = 0
-                while block := file.read(_BLOCK_BYTES):
-                    self._check_going_on()
-                    seen = crc32(block, seen)
-            if seen != crc:
-                said = f"other bytes of {item.path!r} were read back than were written"
-                raise Corrupt(cannot(self._act, said, "the same", "Run it again, or mount Drive again"))
+        self._go_on()
+        arrived = path.stat().st_size
+        if arrived != item.size:
+            found = f"{arrived} bytes of {item.path!r} arrived"
+            raise Corrupt(cannot(self.act, found, f"all {item.size}", "Run it again"))
+        if self._verify == "size":
+            return
+        with path.open("rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            seen = size = 0
+            while size <= item.size and (block := file.read(_BLOCK_BYTES)):
+                self._go_on()
+                seen = zlib.crc32(block, seen)
+                size += len(block)
+                self.advance(len(block), 0)
+        if (seen, size) != (crc, item.size):
+            found = f"other bytes of {item.path!r} were read back than were written"
+            raise Corrupt(cannot(self.act, found, "the same", "Run it again, or mount Drive again"))
 
-    def _check_going_on(self) -> None:
+    def _go_on(self) -> None:
+        """Say that the mount has answered; end the work if it was left behind."""
         still_moving()
-        if self._stop.is_set():
-            raise SourceChanged(cannot(self._act, "it was interrupted", "time", "Run it again"))
+        if self.stop.is_set():
+            raise _Left

@@ -44,6 +44,8 @@ class StagePlan(Report):
     skipped: tuple[tuple[str, str], ...]
 
     def _summary(self) -> str:
+        if self.kind == "address":
+            return f"Would fetch {self.source!r} and stage it to {str(self.path)!r} ({self.target}: {self.why})"
         files = "an archive" if self.files is None else f"{format_count(self.files)} files"
         size = f"{files}, {format_bytes(self.read_bytes)} to read, {format_bytes(self.staged_bytes)} near"
         there = f", {format_bytes(self.present_bytes)} there already" if self.present_bytes else ""
@@ -86,6 +88,7 @@ class StageReport(Report):
         verify: `"size"`: byte counts were compared; `"full"`: the source was read twice and the bytes compared.
         plan: what was decided before; None where the near copy was found.
         is_dry: whether nothing was done but planning.
+        is_refreshed: whether the source was looked at although a near copy was there.
     """
 
     path: Path
@@ -102,11 +105,14 @@ class StageReport(Report):
     verify: str = "size"
     plan: StagePlan | None = None
     is_dry: bool = False
+    is_refreshed: bool = False
 
     def _summary(self) -> str:
         if self.is_dry and self.plan is not None:
             return repr(self.plan)
         size = f"{format_count(self.files)} files, {format_bytes(self.staged_bytes)}"
+        if self.reused and self.is_refreshed:
+            return f"Nothing has changed at {self.source!r}: {str(self.path)!r} stays, {size}"
         if self.reused:
             return f"Already staged at {str(self.path)!r}: {size}; refresh=True looks for changes"
         rate = format_rate(self.files / max(self.seconds, 1e-9), "files")

@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit import _files
-from colabkit.sources import STAGE_SEAL, Item
+from colabkit.errors import Corrupt, cannot
+from colabkit.sources import STAGE_SEAL, Item, block_offsets
 
-__all__ = ["Crcs", "Seal", "counted", "is_complete", "read_manifest", "read_seal", "write_seal"]
+__all__ = ["Crcs", "Seal", "is_complete", "read_manifest", "read_seal", "sealed_crcs", "sizes_in", "write_seal"]
 
 _FORMAT = 2
 
@@ -80,31 +81,50 @@ def read_seal(folder: Path) -> Seal | None:
         return None
 
 
-def read_manifest(folder: Path) -> Iterator[tuple[Item, list[int]]]:
-    """Yield the files of a near copy as they were at the source, each with the CRC32 of its blocks."""
-    with (folder / STAGE_SEAL).open("rb") as file:
-        next(file)
-        for line in file:
-            path, size, mtime_ns, *crcs = json.loads(line)
-            yield Item(path, size, mtime_ns), crcs
+def read_manifest(folder: Path) -> list[tuple[Item, list[int]]]:
+    """Return the files of a near copy as they were at the source, each with the CRC32 of its blocks.
+
+    Raises:
+        Corrupt: if the manifest is damaged.
+    """
+    try:
+        with (folder / STAGE_SEAL).open("rb") as file:
+            next(file)
+            rows = [json.loads(line) for line in file]
+        return [(Item(path, size, mtime_ns), crcs) for path, size, mtime_ns, *crcs in rows]
+    except (OSError, StopIteration, ValueError, TypeError) as error:
+        act = f"read the manifest of {str(folder)!r}"
+        raise Corrupt(cannot(act, "it is damaged", "the one that stage() wrote", "Use refresh=True")) from error
+
+
+def sealed_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
+    """Return the CRC32 of each block of a sealed file, by its offset."""
+    return dict(zip(block_offsets(item.size), crcs, strict=False))
 
 
 def is_complete(folder: Path, seal: Seal) -> bool:
-    """Return whether a near copy still has as many files and bytes as it was sealed with."""
-    return counted(folder) == (seal.files, seal.staged_bytes)
+    """Return whether a near copy still has all files that it was sealed with, in their sizes; others do not matter."""
+    sizes = sizes_in(folder)
+    if len(sizes) < seal.files:
+        return False
+    try:
+        return all(sizes.get(item.path) == item.size for item, _ in read_manifest(folder))
+    except Corrupt:
+        return False
 
 
-def counted(folder: Path) -> tuple[int, int]:
-    """Return how many files a near copy has beside its seal, and their bytes."""
-    files = size = 0
-    waiting = [os.fspath(folder)]
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Return the size of every file of a near copy beside its seal, by its path in it."""
+    sizes: dict[str, int] = {}
+    waiting = [""]
     while waiting:
-        with os.scandir(waiting.pop()) as entries:
+        inside = waiting.pop()
+        with os.scandir(folder / inside) as entries:
             for entry in entries:
+                path = f"{inside}/{entry.name}" if inside else entry.name
                 if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
+                    waiting.append(path)
                 else:
-                    files += 1
-                    size += entry.stat(follow_symlinks=False).st_size
-    seal = folder / STAGE_SEAL
-    return files - 1, size - seal.lstat().st_size
+                    sizes[path] = entry.stat(follow_symlinks=False).st_size
+    sizes.pop(STAGE_SEAL, None)
+    return sizes

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +14,24 @@ from colabkit import _files
 from colabkit._processes import run
 from colabkit._reports import printable
 from colabkit._units import format_bytes
-from colabkit.environment import memory_limits, near_folder
+from colabkit.environment import memory_limits, near_folder, resolved
 from colabkit.errors import NotEnoughSpace, cannot
 from colabkit.mounts import DRIVEFS, DRIVEFS_FOLDER, mount_holding, mounts, read_file, user_path
+from colabkit.sources import Item
 from colabkit.staging.identity import short_name
 
-__all__ = ["Target", "cache_bytes", "candidates", "check_room", "choose", "give_back_tmpfs", "tmpfs_room"]
+__all__ = [
+    "Target",
+    "cache_bytes",
+    "candidates",
+    "check_room",
+    "choose",
+    "fits",
+    "give_back_tmpfs",
+    "prepare_place",
+    "room_of",
+    "tmpfs_room",
+]
 
 TMPFS = Path("/dev/shm")
 RESERVE_BYTES = 2 << 30
@@ -23,7 +39,9 @@ RESERVE_BYTES = 2 << 30
 
 _CAP_SYS_ADMIN = 21
 _MOUNT_S = 10.0
-_SLACK_BYTES = 64 << 20  # a tmpfs's own pages: of its folders, and the last one of each file
+_SLACK_BYTES = 16 << 20  # of a tmpfs: for its folders and our own notes
+_PAGE_BYTES = 4096
+_ENTRY_BYTES = 1024  # of a file system, for each file
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +62,7 @@ class Target:
 
 
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
-    """Return all places where the near copy may be, or may have been begun.
+    """Return all places where the near copy may be, or may have been begun; the last is on disk, or as asked.
 
     Args:
         source: its name.
@@ -54,15 +72,13 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
     """
     name = f"{short_name(source)}-{key[:8]}"
     disk = near_folder(os.environ)
-    own = disk / f"{name}.tmpfs"
-    places = [
-        Target("tmpfs", "", TMPFS / f"colabkit-{os.getuid()}" / name),
-        Target("tmpfs", "", own / name, own),
-        Target("disk", "", disk / name),
-    ]
+    shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"
+    places = [Target("tmpfs", "", own / name, own), Target("disk", "", disk / name)]
+    if _is_own(shared):
+        places.insert(0, Target("tmpfs", "", shared / name))
     if isinstance(to, str) and to in ("auto", "tmpfs", "disk"):
         return [place for place in places if to in ("auto", place.name)]
-    return [Target("path", "as asked", user_path(to, act))]
+    return [Target("path", "as asked", user_path(to, act).absolute())]
 
 
 def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
@@ -73,21 +89,32 @@ def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
         needed: bytes that the place has to hold at most.
         is_asked: whether the user named the kind of place.
     """
-    why = "as asked"
-    if places[0].name != "tmpfs":
-        return Target(places[0].name, why, places[0].path)
-    size, room, spare = format_bytes(needed), tmpfs_room(), _spare_ram()
-    if needed <= room:
-        if not is_asked:
-            why = f"{size} fit in the {format_bytes(room)} of tmpfs that training can spare"
-        return Target("tmpfs", why, places[0].path)
-    if needed + _SLACK_BYTES <= spare and _may_mount():
-        fitting = f"{size} fit in the {format_bytes(spare)} of RAM that training can spare, but not in {str(TMPFS)!r}"
-        return Target("tmpfs", f"{fitting}: in a tmpfs of its own", places[1].path, places[1].mounted_at)
-    if is_asked:
-        return Target("tmpfs", why, places[0].path)
-    why = f"{size} do not fit in the {format_bytes(max(room, 0))} of tmpfs that training can spare"
-    return Target("disk", why, places[-1].path)
+    size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
+    shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
+    own = next((place for place in places if place.mounted_at is not None), None)
+    if shared is not None and (fits(shared, needed) or (is_asked and not (own and fits(own, needed)))):
+        why = "as asked" if is_asked else f"{size} fit in the {room} of tmpfs that training can spare"
+        return Target("tmpfs", why, shared.path)
+    if own is not None and (fits(own, needed) or len(places) == 1):
+        fitting = f"{size} fit in the {spare} of RAM that training can spare, but not in {str(TMPFS)!r}"
+        why = f"{fitting}: in a tmpfs of its own"
+        return Target("tmpfs", why, own.path, own.mounted_at)
+    why = "as asked" if is_asked else f"{size} do not fit in the {room} of tmpfs that training can spare"
+    return Target(places[-1].name, why, places[-1].path)
+
+
+def fits(place: Target, needed: int) -> bool:
+    """Return whether so many bytes have room in a place, and training keeps its RAM."""
+    if place.name != "tmpfs":
+        return needed <= _files.free_bytes(place.path)
+    if place.mounted_at is None:
+        return needed <= tmpfs_room()
+    return needed + _SLACK_BYTES <= _spare_ram() and _may_mount()
+
+
+def room_of(items: Iterable[Item]) -> int:
+    """Return the bytes that files take on a file system: whole pages, and an entry for each."""
+    return sum(-(-item.size // _PAGE_BYTES) * _PAGE_BYTES + _ENTRY_BYTES for item in items)
 
 
 def tmpfs_room() -> int:
@@ -114,7 +141,7 @@ def check_room(act: str, target: Target, needed: int, cached: int) -> None:
         NotEnoughSpace: naming both numbers.
     """
     cache = Path.home() / DRIVEFS_FOLDER
-    if target.mounted_at is None or os.path.ismount(target.mounted_at):
+    if target.mounted_at is None:
         shared = cached if cached and _device(target.path) == _device(cache) else 0
         _files.check_space(act, needed + shared, target.path, tmpfs_room() if target.name == "tmpfs" else None)
     if cached and cached > (free := _files.free_bytes(cache)):
@@ -124,31 +151,64 @@ def check_room(act: str, target: Target, needed: int, cached: int) -> None:
         )
 
 
-def cache_bytes(source: str, read_bytes: int) -> int:
-    """Return what the source's mount keeps on this machine's disk of so many bytes read: DriveFS keeps all."""
-    holding = mount_holding(os.path.abspath(source), mounts()) if os.path.isabs(source) else None
+def cache_bytes(path: str, read_bytes: int) -> int:
+    """Return what the mount that holds a path keeps on this machine's disk of so many bytes read: DriveFS keeps all."""
+    table = mounts()
+    holding = mount_holding(resolved(path, table), table) if os.path.isabs(path) else None
     return read_bytes if holding is not None and holding.fstype == DRIVEFS else 0
 
 
-def mount_tmpfs(act: str, target: Target, needed: int) -> None:
-    """Mount the tmpfs that a target has for itself, if it has one that is not mounted yet."""
-    if (point := target.mounted_at) is None or os.path.ismount(point):
+def prepare_place(act: str, target: Target, needed: int) -> None:
+    """Make what a place needs: a private folder in the shared tmpfs, or a tmpfs of its own, large enough.
+
+    Raises:
+        NotEnoughSpace: if a tmpfs cannot be mounted.
+    """
+    if target.name == "tmpfs" and target.mounted_at is None:
+        _files.make_private_folder(target.path.parent)
+    if (point := target.mounted_at) is None:
         return
     _files.make_folder(point)
-    options = f"size={needed + _SLACK_BYTES},mode=0700,nosuid,nodev"
-    said = run(["mount", "-t", "tmpfs", "-o", options, "colabkit", str(point)], act, _MOUNT_S)
+    with _locked(point.parent):
+        is_there = os.path.ismount(point)
+        size = needed + _SLACK_BYTES + (_files.used_bytes(point) if is_there else 0)
+        options = f"{'remount,' if is_there else ''}size={size},mode=0700,nosuid,nodev"
+        said = run(["mount", "-t", "tmpfs", "-o", options, "colabkit", str(point)], act, _MOUNT_S)
     if said.status:
-        _files.remove_empty_folder(point)
+        give_back_tmpfs(act, point)
         found = f"mount said {printable(said.output.strip())!r}"
         raise NotEnoughSpace(cannot(act, found, "a tmpfs of its own", "Use to='disk'"))
 
 
-def give_back_tmpfs(act: str, point: Path) -> None:
-    """Unmount a tmpfs that was mounted for one near copy, and remove its folder."""
+def give_back_tmpfs(act: str, point: Path | None) -> None:
+    """Unmount a tmpfs that was mounted for one near copy, and remove its folder, if nothing is in it any more."""
+    if point is None or not point.is_dir() or any(point.iterdir()):
+        return
     if os.path.ismount(point):
         run(["umount", str(point)], act, _MOUNT_S)
     if not os.path.ismount(point):
         _files.remove_empty_folder(point)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time mount below a folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # where there are no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder in a place open to all is this user's, or not there yet."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return True
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _may_mount() -> bool:

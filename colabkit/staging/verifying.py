@@ -9,9 +9,8 @@ from pathlib import Path
 from colabkit._reports import Report
 from colabkit._units import format_bytes, format_count, format_seconds
 from colabkit.progress import ProgressBar
-from colabkit.sources import block_offsets
 from colabkit.staging.copying import good_blocks
-from colabkit.staging.seal import Seal, read_manifest, read_seal
+from colabkit.staging.seal import Seal, read_manifest, read_seal, sealed_crcs
 
 __all__ = ["StageVerifyReport", "near_copy_at", "verify_near_copy"]
 
@@ -58,7 +57,7 @@ def verify_near_copy(folder: Path, seal: Seal, *, progress: bool) -> StageVerify
     damaged = []
     with ProgressBar("verify", seal.staged_bytes, "B", progress, files=seal.files) as bar:
         for item, sealed in read_manifest(folder):
-            crcs = dict(zip(block_offsets(item.size), sealed, strict=True))
+            crcs = sealed_crcs(item, sealed)
             if good_blocks(folder / item.path, item, crcs) != crcs:
                 damaged.append(item.path)
             bar.advance(item.size, 1)

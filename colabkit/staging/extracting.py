@@ -1,0 +1,70 @@
+"""Archives become folders: their members are written by the same journal as other files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from zlib_ng.zlib_ng import crc32
+
+from colabkit.sources import (
+    BLOCK_BYTES,
+    Block,
+    Item,
+    Reading,
+    Retries,
+    TarSource,
+    Threads,
+    ZipSource,
+    block_offsets,
+    read_blocks,
+)
+from colabkit.staging.copying import Copy
+
+__all__ = ["Archive", "check_extracted", "extracted"]
+
+Archive = ZipSource | TarSource
+
+
+def extracted(archive: Archive, missing: list[Item], copy: Copy, threads: Threads, retries: Retries) -> Iterator[Item]:
+    """Write members of an archive, and yield each when it is whole."""
+    if isinstance(archive, TarSource) and archive.is_sequential:
+        for item, file in archive.walk({item.path for item in missing}):
+            copy.write_whole(item, _blocks_of(file))
+            yield item
+        return
+    with Reading(archive, threads, retries) as reading:
+        small = [item for item in missing if item.size <= BLOCK_BYTES]
+        for block in reading.blocks(copy.wanted(archive, small)):
+            copy.write(block)
+            yield block.item
+    for item in missing:
+        if item.size > BLOCK_BYTES:
+            copy.write_whole(item, read_blocks(archive, item, BLOCK_BYTES, retries))
+            yield item
+
+
+def check_extracted(archive: Archive, items: list[Item], copy: Copy, retries: Retries) -> Iterator[Item]:
+    """Read all members a second time, compare them with what was written, and yield each.
+
+    Raises:
+        Corrupt: if they differ.
+    """
+    for item, blocks in _all_blocks(archive, items, retries):
+        for offset, data in zip(block_offsets(item.size), blocks, strict=False):
+            copy.check(Block(item, offset, len(data), crc32(data), data))
+        yield item
+
+
+def _all_blocks(archive: Archive, items: list[Item], retries: Retries) -> Iterator[tuple[Item, Iterator[bytes]]]:
+    if isinstance(archive, TarSource) and archive.is_sequential:
+        for item, file in archive.walk({item.path for item in items}):
+            yield item, _blocks_of(file)
+    else:
+        for item in items:
+            yield item, read_blocks(archive, item, BLOCK_BYTES, retries)
+
+
+def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(BLOCK_BYTES):
+        yield block

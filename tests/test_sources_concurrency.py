@@ -1,0 +1,465 @@
+"""Calls made many at once: every result once, a bounded number at once, clean ends, nothing waited for without end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from colabkit.errors import BadSource, TimedOut
+from colabkit.sources import concurrency, concurrently
+from colabkit.sources.concurrency import Calls, still_moving
+from colabkit.sources.level import Level
+
+LONG_S = 30.0
+"""What no test waits for, unless it fails."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(concurrency, "_TICK_S", 0.005)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
+    yield
+    assert no_reader_threads()
+
+
+def reader_threads() -> list[threading.Thread]:
+    """Return the threads of the engine."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-read")]
+
+
+def no_reader_threads() -> bool:
+    """Return whether every thread of the engine has ended."""
+    return not reader_threads()
+
+
+def comes_true(condition: Callable[[], bool]) -> bool:
+    """Return whether a condition holds before long."""
+    deadline = time.monotonic() + LONG_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+@pytest.fixture
+def stuck() -> Iterator[threading.Event]:
+    """Return what calls that hang wait for; they end, and their threads, when the test does."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in reader_threads():
+        thread.join(LONG_S)
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+@pytest.mark.parametrize("threads", [1, 2, 7, "auto"])
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_every_task_gives_its_result_exactly_once(threads, count, stalled_s):
+    results = list(concurrently(lambda task: task * 2, iter(range(count)), threads, stalled_s=stalled_s))
+    assert sorted(results) == [2 * task for task in range(count)]
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+def test_at_most_so_many_calls_run_at_once_and_that_many_do(stalled_s):
+    lock, most, running, together = threading.Lock(), 0, 0, threading.Barrier(4)
+
+    def work(task: int) -> int:
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        together.wait(LONG_S)
+        with lock:
+            running -= 1
+        return task
+
+    assert len(list(concurrently(work, range(16), 4, stalled_s=stalled_s))) == 16
+    assert most == 4
+
+
+def test_few_tasks_are_taken_ahead_though_calls_end_as_fast_as_tasks_come():
+    ended = threading.Semaphore(0)
+    taken = []
+
+    def tasks() -> Iterator[int]:
+        for task in itertools.count():
+            if task:
+                ended.acquire(timeout=LONG_S)
+            taken.append(task)
+            yield task
+
+    def work(task: int) -> int:
+        ended.release()
+        return task
+
+    results = concurrently(work, tasks(), 2)
+    for number in range(1, 20):
+        next(results)
+        assert len(taken) <= 4 * number
+    results.close()
+
+
+def test_tasks_are_taken_in_the_callers_thread():
+    tasks = (threading.current_thread() for _ in range(50))
+    assert set(concurrently(lambda task: task, tasks, 4)) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("threads", [7, "auto"])
+def test_results_that_are_not_taken_are_held_up_to_so_many_bytes(monkeypatch, threads):
+    monkeypatch.setattr(concurrency, "_HELD_BYTES", 10)
+    begun = []
+    tasks = (begun.append(task) or task for task in range(100))
+    results = concurrently(lambda task: task, tasks, threads, stalled_s=LONG_S, size_of=lambda _: 4)
+    for number, _ in enumerate(results):
+        assert len(begun) - number <= 3
+
+
+def test_results_that_are_not_taken_are_held_up_to_so_many(monkeypatch):
+    monkeypatch.setattr(concurrency, "_HELD_CALLS", 5)
+    begun = []
+    tasks = (begun.append(task) or task for task in range(100))
+    for number, _ in enumerate(concurrently(lambda task: task, tasks, 7)):
+        assert len(begun) - number <= 5
+
+
+def test_threads_that_wait_hold_neither_results_nor_tasks():
+    class Large:
+        pass
+
+    with Calls(lambda _: Large(), Level(2, is_fixed=True)) as calls:
+        task = Large()
+        calls.make(task)
+        result = calls.take()
+        held = [weakref.ref(task), weakref.ref(result)]
+        del task, result
+        assert comes_true(lambda: all(one() is None for one in held))
+        assert len(reader_threads()) == 1
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+@pytest.mark.parametrize("threads", [1, 4, "auto"])
+def test_the_first_error_stops_the_rest_and_is_raised(threads, stalled_s):
+    done = []
+
+    def work(task: int) -> int:
+        if task == 20:
+            raise BadSource("twenty")
+        done.append(task)
+        return task
+
+    with pytest.raises(BadSource, match="twenty"):
+        list(concurrently(work, range(10_000), threads, stalled_s=stalled_s))
+    assert len(done) < 1000
+    assert no_reader_threads()
+
+
+def test_calls_that_wait_their_turn_are_dropped_after_an_error():
+    started, failed = [], threading.Event()
+
+    def work(task: int) -> None:
+        started.append(task)
+        if task == 0:
+            failed.set()
+            raise BadSource("zero")
+        failed.wait(LONG_S)
+
+    with pytest.raises(BadSource):
+        list(concurrently(work, range(100), 2))
+    assert len(started) < 100
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+@pytest.mark.parametrize("threads", [1, 4, "auto"])
+def test_leaving_early_leaves_no_threads(threads, stalled_s):
+    results = concurrently(lambda task: task, range(1000), threads, stalled_s=stalled_s)
+    next(results)
+    results.close()
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+def test_an_interrupt_of_the_consumer_leaves_no_threads(stalled_s):
+    def consume() -> None:
+        for _ in concurrently(lambda task: task, range(1000), 4, stalled_s=stalled_s):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+def test_ctrl_c_while_calls_are_waited_for_leaves_no_threads(stalled_s):
+    interrupted = threading.Event()
+
+    def work(task: int) -> None:
+        if task == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+            interrupted.set()
+        if task >= 10:
+            interrupted.wait(LONG_S)
+
+    with pytest.raises(KeyboardInterrupt):
+        list(concurrently(work, itertools.count(), 4, stalled_s=stalled_s))
+    assert comes_true(no_reader_threads)
+
+
+def test_an_error_of_the_tasks_themselves_is_raised():
+    def tasks() -> Iterator[int]:
+        yield 1
+        raise BadSource("no more")
+
+    with pytest.raises(BadSource, match="no more"):
+        list(concurrently(lambda task: task, tasks(), 4))
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_stalled_call_is_made_anew_once_in_another_thread_and_its_late_result_is_dropped(stuck, is_late):
+    made: list[threading.Thread] = []
+
+    def work(task: int) -> str:
+        if task:
+            return "other"
+        made.append(threading.current_thread())
+        if len(made) == 1:
+            stuck.wait(LONG_S)
+            return "late"
+        if is_late:  # the first ends while the second is under way
+            stuck.set()
+            made[0].join(LONG_S)
+        return "anew"
+
+    assert sorted(concurrently(work, range(20), 3, stalled_s=0.1)) == ["anew"] + ["other"] * 19
+    assert len(set(made)) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 3, "auto"])
+def test_a_call_that_stalls_twice_is_an_error_in_bounded_time_while_others_hang_too(stuck, threads):
+    made = []
+
+    def work(task: int) -> None:
+        made.append(task)
+        stuck.wait(LONG_S)
+
+    began = time.monotonic()
+    with pytest.raises(TimedOut, match=r"Cannot read the source: no byte in 0\.05 s, twice"):
+        list(concurrently(work, range(5), threads, stalled_s=0.05))
+    assert time.monotonic() - began < LONG_S / 3
+    assert max(made.count(task) for task in range(5)) == 2
+
+
+def test_a_call_that_may_be_made_once_only_is_an_error_when_it_stalls(stuck):
+    with Calls(lambda _: stuck.wait(LONG_S), Level(1, is_fixed=True), 0.05, tries=1) as calls:
+        calls.make(None)
+        with pytest.raises(TimedOut, match=r"no byte in 0\.05 s,"):
+            calls.take()
+
+
+def test_a_stalled_call_is_noticed_while_others_keep_ending(stuck):
+    anew = threading.Event()
+    made = []
+    deadline = time.monotonic() + LONG_S
+
+    def tasks() -> Iterator[int]:
+        yield 0
+        while not anew.is_set() and time.monotonic() < deadline:
+            yield 1
+
+    def work(task: int) -> None:
+        if task == 0:
+            made.append(task)
+            if len(made) == 2:
+                anew.set()
+            else:
+                stuck.wait(LONG_S)
+
+    for _ in concurrently(work, tasks(), 2, stalled_s=0.05):
+        pass
+    assert anew.is_set()
+
+
+def test_all_calls_may_stall_together_once(stuck):
+    made: list[int] = []
+
+    def work(task: int) -> int:
+        made.append(task)
+        if made.count(task) == 1:
+            stuck.wait(LONG_S)
+        return task
+
+    level = Level(8)
+    results = concurrently(work, range(8), "auto", stalled_s=0.2, level=level)
+    assert sorted(results) == list(range(8))
+    assert sorted(made) == sorted([*range(8), *range(8)])
+    assert level.now < 8
+
+
+def test_leaving_waits_but_a_moment_for_calls_that_hang(stuck):
+    def work(task: int) -> int:
+        if task == 1:
+            stuck.wait(LONG_S)
+        return task
+
+    results = concurrently(work, range(2), 2, stalled_s=LONG_S)
+    assert next(results) == 0
+    began = time.monotonic()
+    results.close()
+    assert time.monotonic() - began < LONG_S / 3
+    assert len(reader_threads()) == 1
+
+
+@pytest.mark.parametrize("is_moving", [True, False])
+def test_a_slow_call_goes_on_as_long_as_it_moves(monkeypatch, is_moving):
+    now = 0.0
+    looked = threading.Semaphore(0)
+    clock = SimpleNamespace(monotonic=lambda: now, thread_time=time.thread_time)
+    made = []
+
+    def work(task: int) -> int:
+        nonlocal now
+        made.append(task)
+        for _ in range(4):
+            now += 40.0
+            for _ in range(3):  # the last of these looks was certainly begun after the clock moved
+                looked.acquire(timeout=LONG_S)
+            if is_moving:
+                still_moving()
+        return task
+
+    monkeypatch.setattr(concurrency, "time", clock)
+    results = concurrently(work, [5], 1, stalled_s=60.0, on_wait=looked.release)
+    if is_moving:
+        assert list(results) == [5]
+        assert made == [5]
+    else:
+        with pytest.raises(TimedOut):
+            list(results)
+        assert made == [5, 5]
+        for _ in range(1000):
+            looked.release()
+    monkeypatch.undo()
+    assert comes_true(no_reader_threads)
+
+
+def test_outside_a_call_nothing_moves():
+    still_moving()
+
+
+def test_the_caller_hears_while_nothing_ends():
+    waited = threading.Semaphore(0)
+    results = concurrently(
+        lambda task: [waited.acquire(timeout=LONG_S) for _ in range(3)], [1], 1, stalled_s=60.0, on_wait=waited.release
+    )
+    assert list(results) == [[True] * 3]
+
+
+class Told(Level):
+    """A level that is set after so many calls."""
+
+    def __init__(self, now: int, then: int, after: int) -> None:
+        super().__init__(now)
+        self.then = then
+        self.after = after
+
+    def note(self, time: float, weight: float, cpu_s: float) -> None:
+        self.after -= 1
+        if not self.after:
+            self.now = self.then
+
+
+def test_threads_follow_the_level_up():
+    together = threading.Barrier(8)
+
+    def work(task: int) -> int:
+        if task:
+            together.wait(LONG_S)
+        return task
+
+    results = concurrently(work, range(1 + 8 * 4), "auto", stalled_s=LONG_S, level=Told(1, 8, after=1))
+    assert sorted(results) == list(range(33))
+
+
+def test_threads_follow_the_level_down():
+    lock, running, together = threading.Lock(), [0], []
+
+    def work(task: int) -> None:
+        with lock:
+            running[0] += 1
+            together.append(running[0])
+        comes_true(lambda: task > 20 or max(together) == 8)
+        with lock:
+            running[0] -= 1
+
+    list(concurrently(work, range(100), "auto", stalled_s=LONG_S, level=Told(8, 1, after=20)))
+    assert max(together) == 8
+    assert set(together[40:]) == {1}
+
+
+def test_large_calls_are_fewer_at_once():
+    lock, running, most = threading.Lock(), 0, 0
+
+    def work(_: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        with lock:
+            running -= 1
+
+    large = concurrency.REQUEST_BYTES * 3
+    list(concurrently(work, range(200), "auto", stalled_s=LONG_S, size_of=lambda _: large, level=Told(16, 16, 0)))
+    assert most <= 4
+
+
+def test_tiny_calls_run_in_the_callers_thread(monkeypatch):
+    monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: 1)
+    names = set(concurrently(lambda task: threading.current_thread().name, range(50), "auto"))
+    assert names == {threading.current_thread().name}
+
+
+def test_auto_measures_only_the_first_calls(monkeypatch):
+    measured = []
+    monkeypatch.setattr(concurrency, "_MEASURED_S", LONG_S)
+    monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
+    names = list(concurrently(lambda task: threading.current_thread().name, range(50), "auto"))
+    assert measured == [8]
+    assert names[:8] == [threading.current_thread().name] * 8
+    assert all(name.startswith("colabkit-read") for name in names[8:])
+
+
+def test_fewer_calls_are_measured_where_they_take_long(monkeypatch):
+    measured = []
+    monkeypatch.setattr(concurrency, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
+    assert sorted(concurrently(lambda task: task, range(50), "auto")) == list(range(50))
+    assert measured == [1]
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "cpu_s", "calls", "expected"),
+    [
+        (0.0, 0.0, 0, None),
+        (1.0, 0.1, 10, None),
+        (1.0, 0.49, 10, None),
+        (0.010, 0.010, 100, 1),
+        (0.100, 0.090, 10, 6),
+        (5.0, 5.0, 1, 6),
+    ],
+)
+def test_waiting_gets_many_threads_long_work_one_a_cpu_and_tiny_work_none(monkeypatch, wall_s, cpu_s, calls, expected):
+    monkeypatch.setattr(concurrency, "usable_cpus", lambda: 6.4)
+    assert concurrency._suited_threads(wall_s, cpu_s, calls) == expected
+
+
+def test_a_fraction_of_a_cpu_is_still_one_thread(monkeypatch):
+    monkeypatch.setattr(concurrency, "usable_cpus", lambda: 0.3)
+    assert concurrency._suited_threads(1.0, 1.0, 1) == 1
