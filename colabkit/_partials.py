@@ -204,7 +204,7 @@ class KeptPartial(Partial):
             os.close(fd)
         return False
 
-    def touch(self) -> None:
+    def show_life(self) -> None:
         """Show other processes that the work goes on."""
         with contextlib.suppress(OSError):
             _files.touch(self.folder / _LOCK)

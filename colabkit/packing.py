@@ -49,7 +49,7 @@ from colabkit.sources import (
     open_source,
     read_item,
 )
-from colabkit.staging import stage
+from colabkit.staging import StageReport, stage
 from colabkit.staging.identity import identity_of
 from colabkit.staging.verifying import StageVerifyReport, near_copy_at, verify_near_copy
 
@@ -174,10 +174,10 @@ def pack(
     started = time.monotonic()
     address = identity_of(source, extract=False)[2]
     if address is not None and address.kind != FSSPEC:
-        source = stage(source, extract=False, progress=progress).path
+        source = stage(source, extract=False, refresh=overwrite, progress=progress).path
     opened = open_source(source)
     if isinstance(opened, TarSource) and opened.can_hang and opened.is_sequential:  # labels need a pass, data another
-        opened = TarSource(stage(opened.path, extract=False, progress=progress).path)
+        opened = TarSource(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
     act = f"pack {opened.name!r}"
     check_threads(act, threads)
     check_whole_number(act, "seed", seed, 0)
@@ -227,7 +227,7 @@ def pack(
     return _report(read_pack(final), started, reader.retries.count, reused=False)
 
 
-def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyReport | StageVerifyReport:
+def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:
     """Check every byte of a pack or a near copy against its digests and return which samples or files are damaged.
 
     Reads all of it once.
@@ -241,7 +241,9 @@ def verify(path: str | os.PathLike[str], *, progress: bool = True) -> VerifyRepo
         Corrupt: if its layout, labels or table of digests are damaged, so that samples cannot be judged.
     """
     started = time.monotonic()
-    act = f"verify {path!r}"
+    if isinstance(path, StageReport):
+        path = path.path
+    act = f"verify {os.fspath(path)!r}"
     with _files.translated(act):
         if found := near_copy_at(user_path(path, act)):
             return verify_near_copy(*found, progress=progress)

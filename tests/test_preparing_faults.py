@@ -14,8 +14,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import leftovers
-from far_mounts import wait_for
+from conftest import leftovers, needs
+from far_mounts import FuseMount, has_fuse, wait_for
 from test_preparing import begin_anew, left_near, ready, samples
 from test_staging_faults import killed, reader_threads
 
@@ -109,11 +109,12 @@ def test_a_drive_that_is_full_or_read_only_is_named_in_the_report_and_tried_agai
     assert again.saved_path is not None
 
 
-def test_a_drive_that_hangs_is_named_in_the_report(image_tree, tmp_path, mounted, monkeypatch):
+def test_a_drive_that_hangs_is_named_in_the_report(image_tree, tmp_path, monkeypatch):
+    needs("FUSE", has_fuse())
     monkeypatch.setattr("colabkit.sources.answering.STALLED_S", 0.3)
     monkeypatch.setattr("colabkit.sources.concurrency._GRACE_S", 0.1)
     (tmp_path / "root").mkdir()
-    with mounted(tmp_path / "root") as mount:
+    with FuseMount(tmp_path / "far", tmp_path / "root") as mount:
         mount.hang()
         report = ready(image_tree, save_to=mount.point / "packs").report
         assert report.way == "packed"

@@ -76,7 +76,8 @@ class PrepareReport(Report):
 class PreparedPack(Pack):
     """A pack with the report of how `prepare()` came to it.
 
-    Attributes:
+    Args:
+        info: of the near pack.
         report: which way it went.
     """
 

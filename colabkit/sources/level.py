@@ -81,7 +81,7 @@ class Level:
         self._was_refused = False
         best_level, best_rate = self._best
         if self._settled or not best_rate:
-            self._best = (self.now, rate)
+            self._best = (self.now, best_rate + (rate - best_rate) / 4 if best_rate else rate)  # it is noisy
             self._settled = max(0, self._settled - 1)
             if not self._settled:
                 self._direction = -1 if busy > _BUSY else 1

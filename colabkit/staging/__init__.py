@@ -146,9 +146,9 @@ def unstage(path: AnySource | StageReport) -> UnstageReport:
         if given := [(folder, size) for folder, size in freed if size is not None]:
             return UnstageReport(given[0][0], sum(size for _, size in given))
         if is_near and os.path.lexists(name):
-            said = "no seal of stage() in it"
-            raise NotSealed(cannot(act, said, "a staged folder", "Remove it yourself if you mean it"))
-    raise SourceMissing(cannot(act, "nothing is there", "a staged folder", "Check the path"))
+            said = "there is no near copy of it, and it is none"
+            raise NotSealed(cannot(act, said, "what stage() made", "Nothing was removed"))
+    raise SourceMissing(cannot(act, "there is no near copy of it", "what stage() made", "Nothing was removed"))
 
 
 def _places_of(source: AnySource, name: str, act: str, *, is_near: bool) -> Iterator[tuple[Path, str, Path | None]]:

@@ -14,6 +14,7 @@ from colabkit.sources import AnySource, Source
 
 __all__ = ["identity_of", "short_name"]
 
+_TABLE = "a table of paths"
 _NAME_CHARS = 60  # with a key at most 255 bytes, also of 4 a character
 
 
@@ -40,13 +41,15 @@ def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address 
         needed = "a folder, a file, an address, a table of paths or 'samples:digits'"
         raise InvalidOption(cannot("read ''", "an empty text", needed, "Pass its path"))
     else:
-        name, parts = "a table of paths", [os.getcwd(), *_table_lines(source)]
+        name, parts = _TABLE, [os.getcwd(), *_table_lines(source)]
     digest = hashlib.sha256(os.fsencode("\0".join([*parts, str(extract)])))
     return name, digest.hexdigest(), address
 
 
 def short_name(name: str) -> str:
     """Return what near copies and packs of a source are called: the last part of its name, without endings."""
+    if name == _TABLE:
+        return "paths"
     stem = Path(name).stem.removesuffix(".tar").rpartition(":")[2]
     return stem[:_NAME_CHARS] or "root"
 

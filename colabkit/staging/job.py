@@ -346,7 +346,7 @@ class Job:
         """Show other processes, once a second, that this one goes on."""
         if self._kept is not None and time.monotonic() - self._signed > _SIGN_S:
             self._signed = time.monotonic()
-            self._kept.touch()
+            self._kept.show_life()
 
     def _on_busy(self, folder: Path) -> bool:
         return _wait_a_moment(folder)

@@ -126,7 +126,7 @@ def check_target(act: str, source: Source, final: Path, key: str, refresh: bool)
     is_empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
     if not is_ours and not is_empty:
         found = f"{str(final)!r} holds {f'a copy of {seal.source!r}' if seal else 'something else'}"
-        raise TargetExists(cannot(act, found, "a free path", "Choose another target or remove it"))
+        raise TargetExists(cannot(act, found, "a free path", "Choose another target"))
 
 
 def check_listing(act: str, source: Source, listing: Listing) -> None:

@@ -46,7 +46,7 @@ class StagePlan(Report):
     def _summary(self) -> str:
         if self.kind == "address":
             return f"Would fetch {self.source!r} and stage it to {str(self.path)!r} ({self.target}: {self.why})"
-        files = "an archive" if self.files is None else f"{format_count(self.files)} files"
+        files = "an archive" if self.files is None else _files(self.files)
         size = f"{files}, {format_bytes(self.read_bytes)} to read, {format_bytes(self.staged_bytes)} near"
         there = f", {format_bytes(self.present_bytes)} there already" if self.present_bytes else ""
         return f"Would stage {self.source!r} to {str(self.path)!r}: {size}{there} ({self.target}: {self.why})"
@@ -110,7 +110,7 @@ class StageReport(Report):
     def _summary(self) -> str:
         if self.is_dry and self.plan is not None:
             return repr(self.plan)
-        size = f"{format_count(self.files)} files, {format_bytes(self.staged_bytes)}"
+        size = f"{_files(self.files)}, {format_bytes(self.staged_bytes)}"
         if self.reused and self.is_refreshed:
             return f"Nothing has changed at {self.source!r}: {str(self.path)!r} stays, {size}"
         if self.reused:
@@ -182,6 +182,10 @@ class PublishReport(Report):
             ("checked", self.checked),
             ("sent", "yes" if self.is_sent else "later; colabkit.flush() waits for it"),
         ]
+
+
+def _files(count: int) -> str:
+    return f"{format_count(count)} {'file' if count == 1 else 'files'}"
 
 
 def _first(skipped: tuple[tuple[str, str], ...]) -> str:
