@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,13 @@ def ready(source: object, **options: Any) -> PreparedPack:
 def samples(prepared: PreparedPack) -> int:
     """Return how many samples a pack has."""
     return sum(len(prepared[split]) for split in prepared)
+
+
+def archives(tree: Path) -> None:
+    """Write a tree once more beside it, as zip and as tar archive."""
+    zipped(tree, tree.with_suffix(".zip"))
+    with tarfile.open(tree.with_suffix(".tar.gz"), "w:gz") as archive:
+        archive.add(tree, "tree")
 
 
 def add_image(tree: Path, name: str = "dogs") -> None:
@@ -195,14 +203,23 @@ def test_a_source_that_changed_is_packed_anew(image_tree, near_storage, form, is
     assert samples(ready(source)) == 25
 
 
-@pytest.mark.parametrize("name", ["tree", "tree.zip"])
-def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(tmp_path, mounted, near_storage, name):
+def test_one_more_image_in_a_class_folder_is_seen_by_the_folder_s_time(image_tree):
+    ready(image_tree)
+    shutil.copy(image_tree / "ants" / "000.png", image_tree / "ants" / "more.png")
+    assert samples(ready(image_tree)) == 25
+
+
+@pytest.mark.parametrize("name", ["tree", "tree.zip", "tree.tar.gz"])
+def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(
+    tmp_path, mounted, near_storage, monkeypatch, name
+):
+    monkeypatch.setattr(targets, "TMPFS", tmp_path)
     tree = make_tree(tmp_path / "root" / "tree", 2)
-    zipped(tree, tree.with_suffix(".zip"))
+    archives(tree)
     with mounted(tmp_path / "root") as mount:
         ready(mount.point / name)
         add_image(tree)
-        zipped(tree, tree.with_suffix(".zip"))
+        archives(tree)
         assert ready(mount.point / name).report.way == "near"
         begin_anew(near_storage)
         assert samples(ready(mount.point / name)) == 7

@@ -1,145 +1,282 @@
-"""The reading engine: every result once, a bounded number of calls at once, clean ends."""
+"""Reading one item: exactly the listed bytes, errors that pass tried again, from the offset reached, and counted."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from colabkit.errors import BadSource
-from colabkit.sources import concurrency as engine
-from colabkit.sources import concurrently
-
-
-@pytest.mark.parametrize("threads", [1, 2, 7, "auto"])
-@pytest.mark.parametrize("count", [0, 1, 50])
-def test_every_task_gives_its_result_exactly_once(threads, count):
-    results = list(concurrently(lambda task: task * 2, iter(range(count)), threads))
-    assert sorted(results) == [2 * task for task in range(count)]
+from colabkit.errors import FileFailed, SourceChanged
+from colabkit.sources import FolderSource, Item, Retries, engine, read_blocks, read_item
 
 
-def test_at_most_so_many_calls_run_at_once_and_that_many_do():
-    lock, most, running, together = threading.Lock(), 0, 0, threading.Barrier(4)
-
-    def work(task: int) -> int:
-        nonlocal most, running
-        with lock:
-            running += 1
-            most = max(most, running)
-        together.wait(30)
-        with lock:
-            running -= 1
-        return task
-
-    assert len(list(concurrently(work, range(16), 4))) == 16
-    assert most == 4
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_BACK_OFF_S", 0)
 
 
-def test_few_tasks_are_taken_ahead():
-    taken = []
-    tasks = (taken.append(task) or task for task in range(1000))
-    results = concurrently(lambda task: task, tasks, 2)
-    next(results)
-    assert len(taken) <= 2 * 2 + 1
-    results.close()
+class FlakySource:
+    """A source whose reads follow a script: each open takes the next list of blocks and errors."""
+
+    name = "flaky"
+
+    def __init__(self, *opens: list[bytes | OSError] | OSError) -> None:
+        self.opens = list(opens)
+        self.offsets: list[int] = []
+
+    def open(self, item: Item) -> FlakyFile:
+        script = self.opens.pop(0)
+        if isinstance(script, OSError):
+            raise script
+        return FlakyFile(script, self.offsets)
 
 
-@pytest.mark.parametrize("threads", [1, 4, "auto"])
-def test_the_first_error_stops_the_rest_and_is_raised(threads):
-    done = []
+class FlakyFile:
+    """A file that gives the next block or raises the next error at each read."""
 
-    def work(task: int) -> int:
-        if task == 20:
-            raise BadSource("twenty")
-        done.append(task)
-        return task
+    def __init__(self, script: list[bytes | OSError], offsets: list[int]) -> None:
+        self.script = list(script)
+        self.offsets = offsets
 
-    with pytest.raises(BadSource, match="twenty"):
-        list(concurrently(work, range(10_000), threads))
-    assert len(done) < 1000
-    assert no_reader_threads()
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        pass
 
-def test_calls_that_wait_their_turn_are_dropped_after_an_error():
-    started, failed = [], threading.Event()
+    def seek(self, offset: int) -> None:
+        self.offsets.append(offset)
 
-    def work(task: int) -> None:
-        started.append(task)
-        if task == 0:
-            failed.set()
-            raise BadSource("zero")
-        failed.wait(30)
-
-    with pytest.raises(BadSource):
-        list(concurrently(work, range(100), 2))
-    assert len(started) < 100
-    assert no_reader_threads()
+    def read(self, size: int) -> bytes:
+        if not self.script:
+            return b""
+        if isinstance(self.script[0], OSError):
+            raise self.script.pop(0)
+        block = self.script.pop(0)
+        if len(block) > size:
+            self.script.insert(0, block[size:])
+        return block[:size]
 
 
-@pytest.mark.parametrize("threads", [1, 4, "auto"])
-def test_leaving_early_leaves_no_threads(threads):
-    results = concurrently(lambda task: task, range(1000), threads)
-    next(results)
-    results.close()
-    assert no_reader_threads()
+def eio() -> OSError:
+    return OSError(errno.EIO, "Input/output error")
 
 
-def test_an_interrupt_of_the_consumer_leaves_no_threads():
-    def consume() -> None:
-        for _ in concurrently(lambda task: task, range(1000), 4):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        consume()
-    assert no_reader_threads()
+@pytest.mark.parametrize("code", ["EIO", "ENOTCONN", "ETIMEDOUT", "ESTALE", "EAGAIN"])
+def test_errors_that_mounts_recover_from_are_tried_again_and_counted(code):
+    error = OSError(getattr(errno, code), "flaky")
+    source, retries = FlakySource(error, error, error, [b"data"]), Retries()
+    assert read_item(source, Item("x", 4), retries) == b"data"
+    assert retries.count == 3
 
 
-def test_an_error_of_the_tasks_themselves_is_raised():
-    def tasks():
-        yield 1
-        raise BadSource("no more")
-
-    with pytest.raises(BadSource, match="no more"):
-        list(concurrently(lambda task: task, tasks(), 4))
-    assert no_reader_threads()
+def test_the_fourth_failure_is_the_last():
+    source, retries = FlakySource(*(eio() for _ in range(5))), Retries()
+    with pytest.raises(FileFailed, match="Input/output error"):
+        read_item(source, Item("x", 4), retries)
+    assert len(source.opens) == 1
+    assert retries.count == 3
 
 
-def test_tiny_calls_run_in_the_callers_thread(monkeypatch):
-    monkeypatch.setattr(engine, "_suited_threads", lambda wall_s, cpu_s, calls: 1)
-    names = set(concurrently(lambda task: threading.current_thread().name, range(50), "auto"))
-    assert names == {threading.current_thread().name}
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.EISDIR])
+def test_errors_that_stay_are_not_tried_again(code):
+    source, retries = FlakySource(OSError(code, "stays"), [b"data"]), Retries()
+    with pytest.raises(FileFailed):
+        read_item(source, Item("x", 4), retries)
+    assert retries.count == 0
 
 
-def test_auto_measures_only_the_first_calls(monkeypatch):
-    measured = []
-    monkeypatch.setattr(engine, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
-    names = list(concurrently(lambda task: threading.current_thread().name, range(50), "auto"))
-    assert measured == [8]
-    assert names[:8] == [threading.current_thread().name] * 8
-    assert all(name.startswith("colabkit-read") for name in names[8:])
+def test_a_retry_resumes_at_the_offset_reached():
+    source, retries = FlakySource([b"abcd", eio()], [b"efgh", eio()], [b"ij"]), Retries()
+    assert list(read_blocks(source, Item("x", 10), 4, retries)) == [b"abcd", b"efgh", b"ij"]
+    assert source.offsets == [4, 8]
+    assert retries.count == 2
+
+
+def test_progress_gives_new_tries():
+    opens = [[bytes([number]), eio()] for number in range(9)]
+    source, retries = FlakySource(*opens, [b"\x09"]), Retries()
+    assert b"".join(read_blocks(source, Item("x", 10), 1, retries)) == bytes(range(10))
+    assert retries.count == 9
+
+
+def test_short_reads_are_put_together():
+    source = FlakySource([b"a", b"bc", b"defg", b"hij"])
+    assert list(read_blocks(source, Item("x", 10), 4, Retries())) == [b"abcd", b"efgh", b"ij"]
+
+
+@given(size=st.integers(0, 70), block=st.integers(1, 80))
+@settings(max_examples=60)
+def test_blocks_together_are_the_file_whatever_their_size(size, block):
+    data = bytes(range(size))
+    blocks = list(read_blocks(FlakySource([data]), Item("x", size), block, Retries()))
+    assert b"".join(blocks) == data
+    assert all(len(some) == block for some in blocks[:-1])
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 5, 100])
+@pytest.mark.parametrize("data", [b"", b"abc", b"abcde", b"abcdefgh"])
+def test_fewer_or_more_bytes_than_listed_is_a_changed_source(data, block):
+    with pytest.raises(SourceChanged):
+        list(read_blocks(FlakySource([data]), Item("x", 4), block, Retries()))
+
+
+def test_retries_are_counted_from_any_thread():
+    retries = Retries()
+    threads = [threading.Thread(target=lambda: [retries.add() for _ in range(500)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert retries.count == 4000
+
+
+def test_pauses_between_tries_grow(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(engine, "_BACK_OFF_S", 1.0)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(FileFailed):
+        read_item(FlakySource(*(eio() for _ in range(4))), Item("x", 1), Retries())
+    assert [2**number / 2 <= pause <= 2**number for number, pause in enumerate(pauses, 1)] == [True] * 3
+
+
+Odd = Callable[[int, "OddFile", int], bytes]
+
+
+class OddFile(io.FileIO):
+    """A file whose reads go through a function, which gets the number of the read."""
+
+    def __init__(self, path: Path, source: OddFolder) -> None:
+        super().__init__(path)
+        self.source = source
+
+    def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+        self.source.reads += 1
+        self.source.offsets.append(self.tell())
+        return self.source.odd(self.source.reads, self, size)
+
+
+class OddFolder(FolderSource):
+    """A folder whose files are read in an odd way."""
+
+    def __init__(self, path: Path, odd: Odd) -> None:
+        super().__init__(path)
+        self.odd = odd
+        self.reads = 0
+        self.offsets: list[int] = []
+
+    def open(self, item: Item) -> OddFile:  # type: ignore[override]
+        return OddFile(self.path / item.path, self)
+
+
+DATA = os.urandom(1000)
+
+
+def odd_folder(path: Path, odd: Odd) -> tuple[OddFolder, Item]:
+    """Return a folder of one file, and its item."""
+    (path / "file").write_bytes(DATA)
+    source = OddFolder(path, odd)
+    return source, source.list().items[0]
+
+
+def real(file: OddFile, size: int) -> bytes:
+    return io.FileIO.read(file, size)
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_CHUNK_BYTES", 300)
+
+
+@pytest.mark.parametrize("code", ["EIO", "ENOTCONN", "ESTALE"])
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_file_is_read_on_from_the_offset_reached(tmp_path, code):
+    def odd(number: int, file: OddFile, size: int) -> bytes:
+        if number in (2, 3):
+            raise OSError(getattr(errno, code), "flaky")
+        return real(file, size)
+
+    source, item = odd_folder(tmp_path, odd)
+    retries = Retries()
+    assert read_item(source, item, retries) == DATA
+    assert source.offsets == [0, 300, 300, 300, 600, 900]
+    assert retries.count == 2
+
+
+@pytest.mark.parametrize("most", [1, 7, 299])
+@pytest.mark.usefixtures("_small_chunks")
+def test_short_reads_of_a_file_are_put_together(tmp_path, most):
+    source, item = odd_folder(tmp_path, lambda number, file, size: real(file, min(size, most)))
+    assert read_item(source, item, Retries()) == DATA
+
+
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_file_that_ends_early_though_it_is_long_enough_is_tried_again(tmp_path):
+    source, item = odd_folder(tmp_path, lambda number, file, size: b"" if number == 3 else real(file, size))
+    retries = Retries()
+    assert read_item(source, item, retries) == DATA
+    assert retries.count == 1
+
+
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_file_that_always_ends_early_is_an_error(tmp_path):
+    source, item = odd_folder(tmp_path, lambda number, file, size: b"" if number > 2 else real(file, size))
+    with pytest.raises(FileFailed, match="it ended after 600 of 1000 bytes"):
+        read_item(source, item, Retries())
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
 
 
 @pytest.mark.parametrize(
-    ("wall_s", "cpu_s", "calls", "expected"),
+    "change",
     [
-        (0.0, 0.0, 0, None),
-        (1.0, 0.1, 10, None),
-        (1.0, 0.49, 10, None),
-        (0.010, 0.010, 100, 1),
-        (0.100, 0.090, 10, 6),
-        (5.0, 5.0, 1, 6),
+        grow,
+        lambda path: os.truncate(path, 950),
+        lambda path: os.truncate(path, 10),
+        lambda path: os.utime(path, (1, 1)),
     ],
+    ids=["grows", "shrinks", "shrinks below what was read", "gets another time"],
 )
-def test_waiting_gets_many_threads_long_work_one_a_cpu_and_tiny_work_none(monkeypatch, wall_s, cpu_s, calls, expected):
-    monkeypatch.setattr(engine, "usable_cpus", lambda: 6.4)
-    assert engine._suited_threads(wall_s, cpu_s, calls) == expected
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_file_that_changes_while_it_is_read_is_changed(tmp_path, change, at):
+    def odd(number: int, file: OddFile, size: int) -> bytes:
+        data = real(file, size)
+        if number == at:
+            change(tmp_path / "file")
+        return data
+
+    source, item = odd_folder(tmp_path, odd)
+    with pytest.raises(SourceChanged, match="file"):
+        read_item(source, item, Retries())
 
 
-def test_a_fraction_of_a_cpu_is_still_one_thread(monkeypatch):
-    monkeypatch.setattr(engine, "usable_cpus", lambda: 0.3)
-    assert engine._suited_threads(1.0, 1.0, 1) == 1
+@pytest.mark.parametrize("size", [0, 1, 299, 300, 301, 600])
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_file_is_read_by_as_few_requests_as_it_has_chunks(tmp_path, size):
+    (tmp_path / "other").write_bytes(DATA[:size])
+    source, _ = odd_folder(tmp_path, lambda number, file, size: real(file, size))
+    assert read_item(source, Item("other", size), Retries()) == DATA[:size]
+    assert source.reads == max(1, -(-size // 300))
 
 
-def no_reader_threads() -> bool:
-    """Return whether every thread of the engine has ended."""
-    return not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-read")]
+def test_an_open_file_that_cannot_be_asked_is_closed(tmp_path, monkeypatch):
+    source, item = odd_folder(tmp_path, real)
+    before = os.listdir("/dev/fd")
+    monkeypatch.setattr(os, "fstat", lambda fd: (_ for _ in ()).throw(OSError(errno.EACCES, "no")))
+    with pytest.raises(OSError, match="no"):
+        FolderSource.open(source, item)
+    monkeypatch.undo()
+    assert len(os.listdir("/dev/fd")) == len(before)

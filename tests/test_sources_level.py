@@ -191,15 +191,6 @@ def test_it_falls_where_calls_compute(latency_s, cpu_s, cores, most):
     assert simulation.run(1) >= 0.9 * best_rate(1, **source)
 
 
-def test_it_falls_too_where_calls_begin_to_compute_later():
-    simulation = Simulation(Level(), 40 * MS, 128)
-    simulation.run(1)
-    assert simulation.level.now == 128
-    simulation.latency_s, simulation.cpu_s = 0.05 * MS, 5 * MS
-    simulation.run(60)
-    assert simulation.level.now <= 4
-
-
 def test_it_stays_low_while_calls_compute():
     simulation = Simulation(Level(), 0.05 * MS, cpu_s=5 * MS)
     simulation.run(1)

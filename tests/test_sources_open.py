@@ -125,6 +125,8 @@ def test_a_parquet_file_is_a_table_of_paths_if_its_first_file_is_there(tmp_path,
 
 def test_a_table_of_files_on_drive_asks_for_the_mount(tmp_path, monkeypatch):
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    for module in ("mounts", "sources.manifest"):
+        monkeypatch.setattr(f"colabkit.{module}.mounts", lambda *_: [])
     (tmp_path / "a.csv").write_text("path\ndrive:1.png\n")
     with pytest.raises(NotMounted):
         open_source(tmp_path / "a.csv")

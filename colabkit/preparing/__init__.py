@@ -19,7 +19,6 @@ from typing import Any, Literal
 from colabkit import _files, _partials
 from colabkit.environment import can_hang, near_folder
 from colabkit.errors import ColabkitError, Corrupt, NotMounted, TimedOut, cannot
-from colabkit.fetching.addresses import FSSPEC
 from colabkit.mounts import mounts, user_path
 from colabkit.pack_format import PackInfo, read_pack
 from colabkit.packing import Size, height_and_width, pack, verify
@@ -74,9 +73,9 @@ def prepare(
         progress: show progress bars.
 
     Raises:
-        ColabkitError: what `pack()` raises, and `stage()` where an address has to be fetched.
+        ColabkitError: what `pack()` raises.
     """
-    name, key, address = identity_of(source, extract=True)
+    name, key, _ = identity_of(source, extract=True)
     act = f"prepare {name!r}"
     pair = height_and_width(act, size)
     shares = dict(splits) if isinstance(splits, Mapping) else splits
@@ -86,8 +85,6 @@ def prepare(
     folder = (near_folder(os.environ) / "packs" / stem).absolute()
 
     def make(near: Path) -> None:
-        if refresh and address is not None and address.kind != FSSPEC:
-            stage(source, extract=False, threads=threads, refresh=True, progress=progress)
         pack(
             source,
             near,
@@ -96,7 +93,7 @@ def prepare(
             splits=splits,
             seed=seed,
             threads=threads,
-            overwrite=True,
+            overwrite=True,  # which also looks again at what was fetched or staged for it
             progress=progress,
         )
 
@@ -253,7 +250,7 @@ class _Preparation:
         try:
             if not answer_of(lambda: os.path.isfile(saved), can_hang(str(saved), mounts())):
                 return False
-            report = stage(saved, copy, threads=self._threads, extract=False, refresh=True, progress=self._progress)
+            report = stage(saved, copy, threads=self._threads, extract=False, progress=self._progress)
             with _files.translated(act), _partials.Partial(self._near) as partial:
                 _files.rename(report.path, partial.path)
                 _files.remove(copy)

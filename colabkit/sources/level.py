@@ -20,9 +20,9 @@ class Level:
     """The number of requests in flight: it climbs while throughput climbs, and halves on errors.
 
     Calls are counted in windows, each as long as about one round of the calls in flight. From 64 on the number doubles
-    as long as the rate rises by 8%; else it returns to the best one and stays for 24 windows. Where the calls compute
-    more than they wait, it falls by steps instead, for as long as the rate holds. An error halves it at once, as a
-    drive that refuses wants to be asked less, but only once a window: what is in flight often fails together. (The
+    as long as the rate rises by 8%; else it returns to the best one and stays for 24 windows. Where the first calls
+    compute more than they wait, it falls by steps instead, for as long as the rate holds. An error halves it at once,
+    as a drive that refuses wants to be asked less, but only once a window: what is in flight often fails together. (The
     scheme is that of TCP's congestion window: slow start, then multiplicative decrease; D. Chiu and R. Jain, 1989.)
     Its methods may be called from any thread.
 
@@ -80,12 +80,16 @@ class Level:
     def _step(self, rate: float, busy: float) -> None:
         self._was_refused = False
         best_level, best_rate = self._best
-        if self._settled or not best_rate:
-            self._best = (self.now, best_rate + (rate - best_rate) / 4 if best_rate else rate)  # it is noisy
-            self._settled = max(0, self._settled - 1)
+        if self._settled:
+            self._settled -= 1
+            self._best = (self.now, best_rate + (rate - best_rate) / 4 if best_rate else rate)  # windows are noisy
             if not self._settled:
-                self._direction = -1 if busy > _BUSY else 1
+                self._direction = 1
                 self._move(busy)
+        elif not best_rate:
+            self._best = (self.now, rate)
+            self._direction = -1 if busy > _BUSY else 1
+            self._move(busy)
         elif rate > best_rate * (_GAIN if self._direction > 0 else _LOSS):
             self._best = (self.now, rate)
             self._move(busy)

@@ -100,7 +100,7 @@ def stage(
         if not refresh and (found := find_staged(places, key, origin, verify)):
             _partials.discard_kept(found[0], kept_identity(key, found[0]))  # of a kill after the last step but one
             return _report(found, started)
-        with _near_file(source, address, places, key, progress=progress, dry_run=dry_run) as local:
+        with _near_file(source, address, places, key, refresh=refresh, progress=progress, dry_run=dry_run) as local:
             if local is None:
                 return _report_of_address(name, places, started)
             if not refresh and (found := find_staged(places, key, origin, verify)):
@@ -185,7 +185,14 @@ def _downloads(address: Address) -> Path:
 
 @contextmanager
 def _near_file(
-    source: AnySource, address: Address | None, places: list[Target], key: str, *, progress: bool, dry_run: bool
+    source: AnySource,
+    address: Address | None,
+    places: list[Target],
+    key: str,
+    *,
+    refresh: bool,
+    progress: bool,
+    dry_run: bool,
 ) -> Iterator[AnySource | None]:
     """Give the source, or what was fetched if it is an address, once no other process fetches it; None for a dry run.
 
@@ -200,7 +207,7 @@ def _near_file(
         wait_for_others(at, address.digest(), progress)
         with _partials.KeptPartial(at.parent, kept_identity(address.digest(), at)) as kept:
             kept.note(key=key)
-            if find_staged(places, key) is None:
+            if refresh or find_staged(places, key) is None:
                 yield fetch(str(source), f"{kept.data}/", progress=progress).path
             else:
                 yield kept.data
