@@ -20,7 +20,7 @@ from colabkit.errors import TargetExists, cannot
 __all__ = ["KeptPartial", "Partial", "discard", "discard_kept"]
 
 _PARTIAL = re.compile(
-    r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+\.partial"
+    r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
 )
 _FOREIGN_PARTIAL_S = 24 * 3600.0  # a partial of another machine is left alone this long: its owner cannot be asked
 
@@ -69,7 +69,7 @@ class Partial:
         self._reclaim()
         owner = f"{_boot_id()}-{os.getpid()}-{_start_time(os.getpid())}"
         self.path = self.final.parent / f".colabkit-{self._key}-{owner}-{time.monotonic_ns()}.partial"
-        self._old = self.path.with_name(self.path.name.replace(".partial", "0.partial"))
+        self._old = self.path.with_name(self.path.name.replace(".partial", "-old.partial"))
         _in_use.update((self.path.name, self._old.name))
         return self
 
@@ -116,7 +116,11 @@ class Partial:
     def _reclaim(self) -> None:
         for path in self._partials():
             match = _PARTIAL.fullmatch(path.name)
-            if match and _is_abandoned(path, match):
+            if not match or not _is_abandoned(path, match):
+                continue
+            if match["old"] and not os.path.lexists(self.final):
+                _files.rename(path, self.final)  # a kill between the two renames of `publish` took it away
+            else:
                 _files.remove(path)
 
 

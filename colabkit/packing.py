@@ -177,6 +177,7 @@ def pack(
         source = stage(source, extract=False, refresh=overwrite, progress=progress).path
     opened = open_source(source)
     if isinstance(opened, TarSource) and opened.can_hang and opened.is_sequential:  # labels need a pass, data another
+        opened.close()
         opened = TarSource(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
     act = f"pack {opened.name!r}"
     check_threads(act, threads)

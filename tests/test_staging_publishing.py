@@ -249,7 +249,7 @@ def test_a_kill_at_any_operation_shows_the_old_or_the_new_folder_except_between_
         assert content(final) in (None, OLD_FOLDER, NEW_FOLDER), f"at operation {number}"
         if content(final) is None:
             between += 1
-            hidden = [content(Path(path)) for path in leftovers(tmp_path / "far") if path.endswith("0.partial")]
+            hidden = [content(Path(path)) for path in leftovers(tmp_path / "far") if path.endswith("-old.partial")]
             assert OLD_FOLDER in hidden
         bring(source, final)
         assert content(final) == NEW_FOLDER

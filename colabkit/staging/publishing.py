@@ -52,9 +52,9 @@ def publish(
 
     It is copied to a hidden name beside the final one, in large blocks, brought to the medium as far as the mount does
     that, compared, and renamed. Until then what was there before stays: after any kill the place of a file has the old
-    or the new one whole. To replace a folder takes two renames: a kill between these leaves nothing at its place, until
-    this is run again. Links, special files and empty folders inside a folder are left out. Drive's mounts send files
-    later: `flush()` waits for that.
+    or the new one whole. To replace a folder takes two renames: a kill between these leaves the old one hidden beside
+    its place, until this is run again, which puts it back first. Links, special files and empty folders inside a folder
+    are left out. Drive's mounts send files later: `flush()` waits for that.
 
     Args:
         path: a file, as a pack, or a folder.
