@@ -15,10 +15,12 @@ import errno
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from colabkit._units import format_bytes
 from colabkit.environment import is_tmpfs, memory_limits
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 HDF5_USER_BLOCK_BYTES = 4096
+_COPY_BYTES = 1 << 20
+_SENT_BYTES = 16 << 20
 hook: Callable[[str, Path], None] | None = None
 """Called before each change with the operation's name and path; only tests set it."""
 
@@ -115,6 +119,20 @@ def write_at(fd: int, data: Buffer, offset: int, path: Path) -> None:
         offset += written
 
 
+def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path: Path) -> None:
+    """Copy bytes from one open file to another, in the kernel where it can."""
+    _step("write", path)
+    while size:
+        try:
+            copied = os.copy_file_range(fd, to_fd, size, offset, to_offset)
+        except (AttributeError, OSError):  # another platform, or file systems that cannot together
+            block = os.pread(fd, min(size, _COPY_BYTES), offset)
+            copied = os.pwrite(to_fd, block, to_offset)
+        if not copied:
+            raise OSError(errno.EIO, "the file ended while it was copied")
+        offset, to_offset, size = offset + copied, to_offset + copied, size - copied
+
+
 def link(path: Path, to: Path) -> None:
     """Give a file another name on the same file system; its bytes are there once."""
     _step("link", to)
@@ -125,6 +143,45 @@ def sync(fd: int, path: Path) -> None:
     """Wait until the file's bytes are on the medium."""
     _step("sync", path)
     os.fsync(fd)
+
+
+class Syncing:
+    """Sends what is written to a file to the medium while more is made, so that the last `sync` waits for little.
+
+    It changes nothing that could be lost, so it is no step; errors are left to `sync`.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._unsent = 0
+        self._thread: threading.Thread | None = None
+
+    def written(self, size: int) -> None:
+        """Note that so many bytes more were written."""
+        self._unsent += size
+        if self._unsent >= _SENT_BYTES and (self._thread is None or not self._thread.is_alive()):
+            self._unsent = 0
+            self._thread = threading.Thread(target=self._send, name="colabkit-sync", daemon=True)
+            self._thread.start()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            os.fdatasync(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._thread is not None:
+                self._thread.join()
+        finally:
+            os.close(self._fd)
 
 
 def write_file(path: Path, data: Buffer, durable: bool = False) -> None:

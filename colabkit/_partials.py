@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -130,8 +131,9 @@ class KeptPartial(Partial):
     `with KeptPartial(folder, identity) as kept:` gives `kept.folder`, hidden in `folder`, with `kept.data` to fill, a
     file or a folder, and `kept.record`: what has to be the same for going on, empty at first. `publish_as()` renames
     what is whole. One process at a time has the kept folder, by a lock that ends with it; another that comes meanwhile
-    and does not wait, or where the file system has no locks, gets a folder of its own, which is not kept. After a
-    restart of the machine it begins anew, since blocks may be missing that were never synced.
+    and does not wait, or where the file system has no locks, gets a folder of its own, which is not kept.
+    Forked children do not have the lock. After a restart of the machine it begins anew, since blocks may be missing
+    that were never synced.
 
     Args:
         folder: where the final path will be.
@@ -164,7 +166,7 @@ class KeptPartial(Partial):
                 self.start_over()
         except BaseException:
             if self._lock is not None:
-                os.close(self._lock)
+                _close_lock(self._lock)
             raise
         return self
 
@@ -183,7 +185,7 @@ class KeptPartial(Partial):
                 super().__exit__(kind, error, trace)
             finally:
                 if self._lock is not None:
-                    os.close(self._lock)
+                    _close_lock(self._lock)
 
     def is_begun(self) -> bool:
         """Return whether anything of this work, kept or left behind, lies in the folder."""
@@ -249,6 +251,26 @@ class KeptPartial(Partial):
 
 _LOCK, _RECORD = "lock", "record"
 _LOCK_TRIES = 100  # others may come and go in between; a file system that answers wrongly must not hold us
+_locks: set[int] = set()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    """Give up, in a process that was forked, its parent's locks, which it may outlive; their numbers stay taken."""
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for fd in _locks:
+        os.dup2(null, fd, inheritable=False)
+    os.close(null)
+    _locks.clear()
+
+
+def _close_lock(fd: int) -> None:
+    _locks.discard(fd)
+    os.close(fd)
 
 
 def _locked(folder: Path) -> int | None:
@@ -257,6 +279,7 @@ def _locked(folder: Path) -> int | None:
     Raises:
         BlockingIOError: while another process has it.
     """
+    _watch_forks()
     for _ in range(_LOCK_TRIES):
         _files.make_folder(folder)
         path = folder / _LOCK
@@ -271,6 +294,7 @@ def _locked(folder: Path) -> int | None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
+                _locks.add(fd)
                 return fd
         except FileNotFoundError:
             pass

@@ -1,9 +1,11 @@
-"""Bytes, seconds, counts and rates as text. Borders between units are where the rounded text would change."""
+"""Bytes, seconds, counts and rates as text, and bytes from text; units change where the rounded text would."""
 
 from __future__ import annotations
 
 import math
+import re
 
+_BYTES = re.compile(r"(?P<number>\d+(\.\d+)?) *((?P<prefix>[KMGTP])(?P<binary>i)?)?B?", re.IGNORECASE)
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -15,6 +17,16 @@ def format_bytes(count: float) -> str:
             break
         size /= 1024
     return f"{size:.0f} {unit}" if unit == "B" else f"{_three_digits(size)} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text says, as `"256MiB"`, `"1.5 GB"` or `"1000000"`; raises `ValueError` for others."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(text)
+    base = 1024 if match["binary"] else 1000
+    power = " KMGTP".index((match["prefix"] or " ").upper())
+    return round(float(match["number"]) * float(base**power))
 
 
 def format_fill(used: float, total: float) -> str:

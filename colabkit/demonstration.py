@@ -214,8 +214,8 @@ def demo(
         packed_wait_share=report.wait_share,
         part_s={"stage": staged.seconds, "pack": packed.seconds, "train": train_s, **report.parts},
         epochs=epochs,
-        accuracy=report.epochs[-1].validation[f"{test.split} accuracy"],
-        accuracy_on=test.split,
+        accuracy=report.epochs[-1].validation[f"{test.split_name} accuracy"],
+        accuracy_on=test.split_name,
         kept=None if keep is None else folder,
     )
 
@@ -370,7 +370,7 @@ def _accuracy_on(model: nn.Module, loader: Loader) -> Callable[[], dict[str, flo
         model.eval()
         with torch.inference_mode():
             right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
-        return {f"{loader.dataset.split} accuracy": right / len(loader.dataset)}
+        return {f"{loader.dataset.split_name} accuracy": right / len(loader.dataset)}
 
     return accuracy
 

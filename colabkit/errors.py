@@ -20,6 +20,7 @@ ColabkitError
 ├── TimedOut (TimeoutError)             no answer before the deadline
 ├── FetchFailed (OSError)               a download that failed, with the cause
 ├── MissingPackage (ImportError)        an optional package is not installed
+├── PackingFailed (RuntimeError)        a process that packs died, here or on a cluster
 └── LoaderFailed (RuntimeError)         the loader's background work failed
 ```
 
@@ -49,6 +50,7 @@ __all__ = [
     "NotEnoughSpace",
     "NotMounted",
     "NotSealed",
+    "PackingFailed",
     "SourceChanged",
     "SourceMissing",
     "TargetExists",
@@ -146,6 +148,10 @@ class FetchFailed(ColabkitError, OSError):
 
 class MissingPackage(ColabkitError, ImportError):
     """An optional package is not installed; the message holds the line that installs it."""
+
+
+class PackingFailed(ColabkitError, RuntimeError):
+    """A process that packs, here or on a cluster, died or lost its work."""
 
 
 class LoaderFailed(ColabkitError, RuntimeError):

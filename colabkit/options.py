@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from colabkit._units import parse_bytes
 from colabkit.errors import InvalidOption, cannot
 
 __all__ = ["VERBS", "Option", "Verb", "arguments_of", "parser_of"]
@@ -25,7 +26,8 @@ class Option:
         name: the function's parameter.
         help: one line, for `--help` and `?`.
         default: the function's default; without one it has to be given.
-        kind: `text`, `number`, `flag`, `threads`, `size`, `splits`, `object` or `objects`.
+        kind: `text`, `number`, `amount`, `bytes`, `seconds`, `flag`, `threads`, `size`, `folder`, `labels`, `splits`,
+            `fields`, `object` or `objects`.
         is_positional: whether it is given by its place instead of its name; what has to be given always is.
     """
 
@@ -69,8 +71,17 @@ _PROGRESS = Option("progress", "show a progress bar", True, "flag")
 _THREADS = Option("threads", "files read at once; auto measures what the source rewards", "auto", "threads")
 _ON_MOUNT = Option("path", "anything on the mount; by default the Drive mount", None, is_positional=True)
 _SECONDS_SHOWN = Option("progress", "show the seconds that pass", True, "flag")
-_PACK_SPLITS = Option(
-    "splits", "shares of the splits, as in train=0.8,test=0.2, for a tree without any", None, "splits"
+_PACKED = (
+    Option("size", "height and width to bring images to, as in 224 or 240x320", None, "size"),
+    Option("encoding", "raw pixels, the source's own bytes, jpeg encoded anew, or auto", "auto"),
+    Option("quality", "of jpeg, 1 to 100", 90, "number"),
+    Option("channels", "3 for RGB, 1 for luminance", 3, "number"),
+    Option("labels", "a column, several as in a,b,c, none, or auto: such a column, else folders", "auto", "labels"),
+    Option("splits", "shares, as in train=0.8,test=0.2, or the column that names the splits", None, "splits"),
+    Option("fields", "further columns to keep, as in age,caption or Z=age", None, "fields"),
+    Option("seed", "decides which sample goes to which split", 0, "number"),
+    Option("on_bad", "raise, skip or blank a file that cannot be decoded", "raise"),
+    Option("max_bad", "more bad files are an error: a share, or a number of them", 0.1, "amount"),
 )
 
 VERBS: tuple[Verb, ...] = (
@@ -165,15 +176,19 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "pack",
-        "pack images with one folder a class into one sealed HDF5 file",
+        "pack files or records into one sealed HDF5 file",
         (
-            Option("source", "a folder, an archive, a bucket's folder, also drive:PATH, or samples:digits"),
+            Option(
+                "source",
+                "a folder, an archive, a table, a bucket's folder, an LMDB, WebDataset or TFRecord shards, also "
+                "drive:PATH, or samples:digits",
+            ),
             Option("out", "the pack's path, as in birds.h5"),
-            Option("size", "height and width to bring images to, as in 224 or 240x320", None, "size"),
-            Option("channels", "3 for RGB, 1 for luminance", 3, "number"),
-            _PACK_SPLITS,
-            Option("seed", "decides which sample goes to which split", 0, "number"),
+            *_PACKED,
+            Option("shard_bytes", "write several files of about this size, as in 256MiB", None, "bytes"),
+            Option("executor", "packs one shard a task: a variable, in a terminal FILE.py:NAME", None, "object"),
             _THREADS,
+            Option("resume", "take over whole shards that an interrupted run left", True, "flag"),
             Option("overwrite", "replace what is at the pack's path", False, "flag"),
             _PROGRESS,
         ),
@@ -183,11 +198,8 @@ VERBS: tuple[Verb, ...] = (
         "get a near pack by the shortest way: the one that is near, the one saved on Drive, or a new one",
         (
             Option("source", "as of pack, also an address"),
-            Option("size", "height and width to bring images to, as in 224 or 240x320", None, "size"),
-            Option("channels", "3 for RGB, 1 for luminance", 3, "number"),
-            _PACK_SPLITS,
-            Option("seed", "decides which sample goes to which split", 0, "number"),
-            Option("save_to", "the folder that keeps packs", "drive:colabkit"),
+            *_PACKED,
+            Option("save_to", "the folder that keeps packs, or none", "drive:colabkit", "folder"),
             _THREADS,
             Option("refresh", "pack anew, whatever is there", False, "flag"),
             _PROGRESS,
@@ -252,7 +264,12 @@ def parser_of(verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser
         "seconds": _kind(float, "a number of seconds"),
         "threads": _kind(lambda text: text if text == "auto" else int(text), "auto or a whole number"),
         "size": _kind(_size, "one number, or height x width as in 240x320"),
-        "splits": _kind(_splits, "shares, as in train=0.8,test=0.2"),
+        "folder": _kind(lambda text: None if text.lower() == "none" else text, "a folder or none"),
+        "labels": _kind(_labels, "a column, or several as in a,b,c"),
+        "splits": _kind(_splits, "shares, as in train=0.8,test=0.2, or a column"),
+        "fields": _kind(_fields, "columns, as in age,caption or Z=age"),
+        "amount": _kind(lambda text: int(text) if text.isdecimal() else float(text), "a number"),
+        "bytes": _kind(parse_bytes, "a number of bytes, as in 256MiB"),
         "object": str,
     }
     for kind, function in kinds.items():
@@ -333,9 +350,22 @@ def _size(text: str) -> int | tuple[int, int]:
     return (int(height), int(width)) if cross else int(text)
 
 
-def _splits(text: str) -> dict[str, float] | None:
+def _labels(text: str) -> str | list[str] | None:
+    if text == "none":
+        return None
+    return [name.strip() for name in text.split(",")] if "," in text else text
+
+
+def _fields(text: str) -> dict[str, str] | None:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {name.strip(): (column or name).strip() for name, _, column in pairs} or None
+
+
+def _splits(text: str) -> dict[str, float] | str | None:
     if not text:
         return None
+    if "=" not in text:
+        return text
     pairs = [part.partition("=") for part in text.split(",")]
     return {name.strip(): float(share) for name, _, share in pairs}
 

@@ -8,17 +8,17 @@ import os
 import pickle
 import signal
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files
 from colabkit.errors import ColabkitError
-from colabkit.pack_format import FieldLayout, create_pack, read_pack, seal_pack
+from colabkit.pack_format import DataSet, create_pack, read_pack, seal_pack
 
 Samples = list[Any]
 
@@ -26,31 +26,99 @@ Samples = list[Any]
 def make_pack(
     path: Path, shape: tuple[int, ...] = (4, 3, 3), dtype: str = "|u1", seed: int = 11, **counts: int
 ) -> Path:
-    """Seal a pack of random but reproducible samples, as in `make_pack(path, train=40, dev=7)`, and return its path."""
+    """Seal a pack of random but reproducible samples, as in `make_pack(path, train=40, dev=7)`, and return its path.
+
+    Samples of three dimensions are images, others arrays; labels are classes 0, 1, 2, 0, ...
+    """
     random = np.random.default_rng(seed)
+    samples = {split: random.integers(0, 256, (count, *shape)).astype(dtype) for split, count in counts.items()}
+    labels = {split: np.arange(count, dtype="<i8") % 3 for split, count in counts.items()}
+    return seal_fields(path, {"X": samples, "Y": labels}, {"X": "image" if len(shape) == 3 else "array"}, "class")
+
+
+def seal_fields(
+    path: Path,
+    fields: dict[str, dict[str, Any]],
+    contents: dict[str, str],
+    label_kind: str,
+    tables: tuple[str, ...] = (),
+    **meta: Any,
+) -> Path:
+    """Seal a pack of given fields, by name and split, and return its path.
+
+    A list of bytes is a ragged field. `contents` tells what each field is, labels `Y` apart; fields in `tables` are
+    covered by CRCs of their own, the others by the CRC of each sample.
+    """
     arrays: dict[str, np.ndarray] = {}
+    counts = {split: len(values) for split, values in fields["X"].items()}
+    ragged = {name: isinstance(next(iter(of_split.values())), list) for name, of_split in fields.items()}
     for split, count in counts.items():
-        samples = random.integers(0, 256, (count, *shape)).astype(dtype)
-        arrays[f"X_{split}"] = samples
-        arrays[f"Y_{split}"] = np.arange(count, dtype="<i8") % 3
-        arrays[f"crc_{split}"] = np.array([zlib.crc32(sample.tobytes()) for sample in samples], "<u4")
-    meta = {"source": "made", "classes": ["a", "b", "c"], "splits": counts, "sample_shape": shape, "left_out": []}
-    placed = create_pack(path, tuple(FieldLayout(n, a.shape, a.dtype.str) for n, a in arrays.items()), meta)
+        crcs = [0] * count
+        for name, of_split in fields.items():
+            values = of_split[split]
+            if ragged[name]:
+                lengths = np.array([len(value) for value in values], "<i8")
+                arrays[f"{name}_{split}"] = np.frombuffer(b"".join(values), "|u1")
+                arrays[f"{name}_{split}_index"] = np.stack([lengths.cumsum() - lengths, lengths], 1).astype("<i8")
+            else:
+                arrays[f"{name}_{split}"] = values
+            if name != "Y" and name not in tables:
+                blobs = values if ragged[name] else [values[row, ...].tobytes() for row in range(count)]
+                crcs = [crc32(blob, crc) for blob, crc in zip(blobs, crcs, strict=True)]
+        arrays[f"crc_{split}"] = np.array(crcs, "<u4")
+    first = next(iter(fields["X"].values()))
+    said = {
+        "source": "made",
+        "encoding": "source" if ragged["X"] else "raw" if contents["X"] == "image" else "array",
+        "fields": {name: [contents.get(name, "labels"), ragged[name]] for name in fields},
+        "classes": ["a", "b", "c"] if label_kind in ("class", "multilabel") else [],
+        "label_kind": label_kind,
+        "splits": counts,
+        "sample_shape": None if ragged["X"] else list(first.shape[1:]),
+        "channels": 3,
+        "options": {},
+        "left_out": [],
+        "bad": [],
+        **meta,
+    }
+    placed, crcs_of_tables = create_pack(path, [DataSet(n, a.shape, a.dtype.str) for n, a in arrays.items()], said)
     with path.open("r+b") as file:
         for name, array in arrays.items():
             file.seek(placed[name].offset)
             file.write(array.tobytes())
-    tables = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items() if not name.startswith("X_")}
-    seal_pack(path, placed.values(), tables)
+    checked = {f"{name}_{split}" for name in fields for split in counts if name != "Y" and name not in tables}
+    table_crcs = {name: crc32(array.tobytes()) for name, array in arrays.items() if name not in checked}
+    seal_pack(path, placed.values(), {**crcs_of_tables, **table_crcs})
+    return path
+
+
+def make_shards(path: Path, *counts: dict[str, int], shape: tuple[int, ...] = (4, 3, 3), **meta: Any) -> Path:
+    """Seal an index and its shards, each with as many samples as `counts` tells, and return the index's path."""
+    shards, labels = [], {}
+    for number, count in enumerate(counts):
+        shard = make_pack(path.with_name(f"{path.stem}-{number:05d}.h5"), shape, seed=number, **count)
+        info = read_pack(shard)
+        shards.append({"name": shard.name, "seal": info.seal, "splits": count})
+        for split in count:
+            labels.setdefault(split, []).append(info.map(f"Y_{split}"))
+    whole = {f"Y_{split}": np.concatenate(some) for split, some in labels.items()}
+    splits = {split: len(whole[f"Y_{split}"]) for split in labels}
+    said = {**info.meta, "splits": splits, "shards": shards, **meta}
+    placed, crcs = create_pack(path, [DataSet(name, a.shape, a.dtype.str) for name, a in whole.items()], said)
+    with path.open("r+b") as file:
+        for name, array in whole.items():
+            file.seek(placed[name].offset)
+            file.write(array.tobytes())
+    seal_pack(path, placed.values(), {**crcs, **{name: crc32(array.tobytes()) for name, array in whole.items()}})
     return path
 
 
 def whole_content(path: Path) -> tuple[object, ...]:
     """Return everything that a pack means, read in every way there is."""
     info = read_pack(path)
-    fields = {name: info.map(name).tobytes() for name in info.fields}
+    content = {name: info.map(name).tobytes() for name in info.data_sets}
     tables = {name: info.table(name).tobytes() for name in info.table_crcs}
-    return info.fields, info.meta, info.table_crcs, info.seal, info.splits, fields, tables
+    return info.data_sets, info.meta, info.table_crcs, info.seal, info.splits, content, tables
 
 
 class AtChange:

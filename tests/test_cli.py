@@ -64,7 +64,7 @@ def test_a_damaged_pack_is_exit_status_1(image_tree: Path, tmp_path: Path, capsy
     path = colabkit.pack(image_tree, tmp_path / "p.h5", progress=False).path
     assert main(["verify", str(path), "--no-progress"]) == 0
     data = bytearray(path.read_bytes())
-    data[read_pack(path).fields["X_train"].offset] ^= 1
+    data[read_pack(path).data_sets["X_train"].offset] ^= 1
     path.write_bytes(data)
     capsys.readouterr()
     assert main(["verify", str(path), "--no-progress"]) == 1

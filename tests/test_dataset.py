@@ -168,7 +168,7 @@ def test_what_is_no_whole_pack_is_refused(tmp_path, packed):
 
 
 def test_damaged_labels_are_refused_when_the_split_is_taken(packed):
-    field = read_pack(packed).fields["Y_test"]
+    field = read_pack(packed).data_sets["Y_test"]
     with packed.open("r+b") as file:
         file.seek(field.offset)
         file.write(b"\1")
@@ -205,3 +205,20 @@ def test_any_number_of_threads_may_read_one_data_set(packed, train):
 def test_val_is_another_name_of_dev(tmp_path):
     pack = open_pack(make_pack(tmp_path / "p.h5", train=4, dev=2))
     assert len(pack["val"]) == len(pack["dev"]) == 2
+
+
+def test_a_pickled_pack_opens_its_splits_again(packed):
+    again = pickle.loads(pickle.dumps(open_pack(packed)))
+    assert list(again) == ["train", "test"]
+    assert torch.equal(again["test"].rows, open_pack(packed)["test"].rows)
+
+
+def test_a_sample_whose_bytes_changed_is_named(packed):
+    found = read_pack(packed).data_sets["X_train"]
+    data = bytearray(packed.read_bytes())
+    data[found.offset + 90 * 7] ^= 1
+    packed.write_bytes(data)
+    train = open_pack(packed)["train"]
+    with pytest.raises(Corrupt, match=r"Cannot read train\[7\] of .*colabkit\.verify"):
+        train[7]
+    assert train[6][1] == 0

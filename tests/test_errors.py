@@ -37,10 +37,11 @@ BUILTINS = {
     "TimedOut": TimeoutError,
     "FetchFailed": OSError,
     "MissingPackage": ImportError,
+    "PackingFailed": RuntimeError,
     "LoaderFailed": RuntimeError,
 }
-REASON_ONLY = {("decode.py", "BadImage")}
-"""`decode_image` knows no file name: its message is the reason, and its caller builds the whole message."""
+REASON_ONLY = {("reasons.py", "BadImage")}
+"""`decode` knows no file name: its message is the reason, and its caller builds the whole message."""
 
 MESSAGE = cannot("read 'x'", "3 bytes", "at least 4", "Download it again")
 

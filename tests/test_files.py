@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -237,3 +238,43 @@ def test_check_space_names_both_numbers_and_takes_the_tighter_limit(tmp_path, mo
         _files.check_space("copy 'x'", 4 << 20, tmp_path / "x", available=8 << 20)
     with pytest.raises(NotEnoughSpace, match=r"1\.0 MiB free"):
         _files.check_space("copy 'x'", 2 << 20, tmp_path / "x", available=1 << 20)
+
+
+@pytest.mark.parametrize("in_the_kernel", [True, False])
+def test_a_range_is_copied_to_its_place_and_a_source_that_ends_is_an_error(tmp_path, monkeypatch, in_the_kernel):
+    data = os.urandom(3 << 20)
+    (tmp_path / "from").write_bytes(data)
+    (tmp_path / "to").write_bytes(b"x" * 10)
+    if not in_the_kernel:
+
+        def refuse(*arguments: object) -> int:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    with (tmp_path / "from").open("rb") as source, (tmp_path / "to").open("r+b") as target:
+        _files.copy_range(source.fileno(), 7, (3 << 20) - 7, target.fileno(), 4, tmp_path / "to")
+        assert (tmp_path / "to").read_bytes() == b"xxxx" + data[7:]
+        with pytest.raises(OSError, match="ended"):
+            _files.copy_range(source.fileno(), 7, 3 << 20, target.fileno(), 4, tmp_path / "to")
+
+
+def test_what_is_written_is_sent_in_the_background_and_its_errors_are_left_to_sync(tmp_path, monkeypatch):
+    sent, may_go_on = [], threading.Event()
+
+    def send(fd: int) -> None:
+        may_go_on.wait(10)
+        sent.append(os.readlink(f"/proc/self/fd/{fd}"))
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fdatasync", send)
+    (tmp_path / "p").write_bytes(b"x")
+    before = set(os.listdir("/proc/self/fd"))
+    with _files.Syncing(tmp_path / "p") as syncing:
+        syncing.written(1)
+        assert not [thread for thread in threading.enumerate() if thread.name == "colabkit-sync"]
+        for _ in range(3):
+            syncing.written(16 << 20)
+        may_go_on.set()
+    assert sent == [str(tmp_path / "p")]
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "colabkit-sync"]

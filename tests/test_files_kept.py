@@ -163,3 +163,29 @@ def test_a_kill_at_any_operation_leaves_old_or_new_and_the_next_run_finishes(tmp
         assert leftovers(tmp_path) == [], f"not reclaimed after a kill at operation {number}"
         number += 1
     assert number > 8
+
+
+def test_a_forked_process_that_outlives_its_parent_does_not_hold_the_lock(tmp_path):
+    may_end, end = os.pipe()
+    is_there, there = os.pipe()
+
+    def parent() -> None:
+        with KeptPartial(tmp_path, "ab") as kept:
+            _files.write_file(kept.data, b"half")
+            kept.note(version=1)
+            if os.fork() == 0:
+                os.close(end)
+                os.write(there, b"x")
+                os.read(may_end, 1)
+            os._exit(0)
+
+    try:
+        in_child(parent)
+        assert os.read(is_there, 1)
+        assert not KeptPartial(tmp_path, "ab").is_busy()
+        with KeptPartial(tmp_path, "ab") as kept:
+            assert kept.record == {"version": 1}
+            kept.start_over()
+    finally:
+        for fd in (may_end, end, is_there, there):
+            os.close(fd)

@@ -1,21 +1,23 @@
-"""Splits and classes from folders, and seeded splits by fraction that lose no sample and keep every class's share."""
+"""Splits and classes from folders: which files are samples, which folder is a class, which a split."""
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from colabkit.errors import BadSource, InvalidOption
-from colabkit.labels import ClassTree, class_tree, split_by_fraction
+from colabkit.labels import ClassTree, Labelling, class_tree, label_samples
 from colabkit.sources import Item, Listing
+
+
+def listing_of(*paths: str) -> Listing:
+    """Return the listing of a folder with these files."""
+    return Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
 
 
 def tree_of(*paths: str) -> ClassTree:
     """Return the tree of a listing with these paths."""
-    return class_tree(Listing(tuple(Item(path, 1) for path in sorted(paths)), ()), "source")
+    return class_tree(listing_of(*paths), "source")
 
 
 def labelled(tree: ClassTree) -> dict[str, dict[str, str]]:
@@ -130,7 +132,7 @@ def test_an_image_outside_of_class_folders_is_refused_and_named():
 def test_no_image_and_no_file_are_told_apart():
     with pytest.raises(BadSource, match="none of its 2 files is an image"):
         tree_of("a/1.txt", "b/2.csv")
-    with pytest.raises(BadSource, match=r"find classes in 'source': no files at all"):
+    with pytest.raises(BadSource, match=r"Cannot label 'source': no files at all"):
         tree_of()
 
 
@@ -139,95 +141,121 @@ def test_any_name_of_a_class_is_kept():
     assert set(tree_of(*(f"{name}/1.jpg" for name in names)).classes) == set(names)
 
 
-def many(counts: dict[str, int]) -> ClassTree:
-    """Return a tree with so many images in each class."""
-    return tree_of(*(f"{name}/{number:05d}.jpg" for name, count in counts.items() for number in range(count)))
-
-
-FRACTIONS = st.sampled_from(
-    [
-        {"train": 0.8, "test": 0.2},
-        {"train": 0.7, "dev": 0.2, "test": 0.1},
-        {"test": 0.5, "train": 0.5},
-        {"train": 1 / 3, "dev": 1 / 3, "test": 1 / 3},
-        {"dev": 1.0},
-    ]
-)
-COUNTS = st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.integers(10, 60), min_size=1)
-
-
-@given(counts=COUNTS, fractions=FRACTIONS, seed=st.integers(0, 2**32))
-@settings(max_examples=60)
-def test_every_sample_is_dealt_once_and_each_class_keeps_its_shares(counts, fractions, seed):
-    tree = many(counts)
-    split = split_by_fraction(tree, fractions, seed)
-    assert set(split.splits) == set(fractions)
-    dealt = [sample for samples in split.splits.values() for sample in samples]
-    assert sorted(dealt, key=str) == sorted(tree.splits["train"], key=str)
-    for name, samples in split.splits.items():
-        assert list(samples) == sorted(samples, key=lambda sample: sample[0].path)
-        for label, class_name in enumerate(tree.classes):
-            found = sum(1 for _, its_label in samples if its_label == label)
-            assert abs(found - fractions[name] * counts[class_name]) <= 1
-    assert (split.classes, split.left_out) == (tree.classes, tree.left_out)
-
-
-@given(counts=COUNTS, seed=st.integers(0, 2**32))
-@settings(max_examples=30)
-def test_the_same_seed_gives_the_same_splits_whatever_the_order_of_the_fractions(counts, seed):
-    one = split_by_fraction(many(counts), {"train": 0.6, "dev": 0.2, "test": 0.2}, seed)
-    other = split_by_fraction(many(counts), {"test": 0.2, "train": 0.6, "dev": 0.2}, seed)
-    assert one == other
-
-
-def test_another_seed_gives_other_splits():
-    tree = many({"a": 40, "b": 40})
-    splits = {split_by_fraction(tree, {"train": 0.5, "test": 0.5}, seed).splits["train"] for seed in range(10)}
-    assert len(splits) == 10
-
-
-def test_each_class_is_dealt_in_an_order_of_its_own():
-    test = labelled(split_by_fraction(many({"a": 40, "b": 40}), {"train": 0.5, "test": 0.5}, 0))["test"]
-    numbers = {name: {path.partition("/")[2] for path in test if test[path] == name} for name in ("a", "b")}
-    assert len(numbers["a"]) == len(numbers["b"]) == 20
-    assert numbers["a"] != numbers["b"]
-
-
-def test_a_class_more_does_not_move_the_samples_of_earlier_classes():
-    few = labelled(split_by_fraction(many({"a": 30, "b": 30}), {"train": 0.5, "test": 0.5}, 1))
-    more = labelled(split_by_fraction(many({"a": 30, "b": 30, "c": 30}), {"train": 0.5, "test": 0.5}, 1))
-    assert set(few["test"]) == {path for path, name in more["test"].items() if name != "c"}
-
-
-def test_shares_that_add_up_to_a_hair_less_than_one_lose_no_sample():
-    tree = ClassTree(("a",), {"train": tuple((Item(str(number), 1), 0) for number in range(600_000))}, ())
-    split = split_by_fraction(tree, {"train": 0.5, "test": 0.5 - 9e-7}, 0)
-    assert sum(map(len, split.splits.values())) == 600_000
+def by_split(labelled: Labelling) -> dict[str, list[str]]:
+    """Return the paths of each split, in the pack's order."""
+    return {split: [labelled.items[n].path for n in numbers] for split, numbers in labelled.splits.items()}
 
 
 @pytest.mark.parametrize(
-    ("fractions", "found"),
+    "paths",
     [
-        ({}, "add up to 0"),
-        ({"train": 0.8}, "add up to 0.8"),
-        ({"train": 0.8, "test": 0.3}, "add up to 1.1"),
-        ({"train": 1.2, "test": -0.2}, "positive shares"),
-        ({"train": 1.0, "test": 0.0}, "positive shares"),
-        ({"train": math.nan}, "positive shares"),
-        ({"train": math.inf}, "positive shares"),
-        ({"train": 0.5, "holdout": 0.5}, "'holdout' is no split"),
+        ("cats/1.jpg", "ants/2.png", "ants/deep/1.png", "ants/1.png", "README"),
+        ("train/b/1.jpg", "train/a/2.jpg", "test/b/3.jpg", "val/a/4.jpg", "valid/a/3.jpg", "Val/a/5.jpg"),
+        ("data/x/train/cats/1.jpg", "data/x/dev/cats/1.jpg", ".git/x.jpg"),
     ],
 )
-def test_fractions_that_cannot_be_meant_are_refused(fractions, found):
-    with pytest.raises(InvalidOption, match=found):
-        split_by_fraction(many({"a": 10}), fractions, 0)
+def test_samples_of_class_folders_are_those_of_the_class_tree(paths):
+    tree, labelled = tree_of(*paths), label_samples(listing_of(*paths), "source")
+    assert labelled.kind == "class"
+    assert (labelled.classes, labelled.left_out) == (tree.classes, tree.left_out)
+    assert labelled.values.dtype == labelled.rows.dtype == np.int64
+    found = {
+        split: tuple((labelled.items[n], labelled.values[n]) for n in numbers)
+        for split, numbers in labelled.splits.items()
+    }
+    assert found == tree.splits
+    assert list(labelled.splits) == list(tree.splits)
 
 
-def test_a_tree_with_splits_of_its_own_is_not_split_again():
-    with pytest.raises(InvalidOption, match="already are the splits train, test"):
-        split_by_fraction(tree_of("train/a/1.jpg", "test/a/2.jpg"), {"train": 0.5, "test": 0.5}, 0)
+def test_rows_say_where_each_sample_stands_in_the_listing():
+    listing = listing_of("a/sub/1.jpg", "a/z.jpg", "B/1.jpg", "a/note.txt")
+    labelled = label_samples(listing, "source")
+    assert tuple(listing.items[row] for row in labelled.rows) == labelled.items
+    assert [item.path for item in labelled.items] == ["B/1.jpg", "a/z.jpg", "a/sub/1.jpg"]
 
 
-def test_a_split_that_would_stay_empty_is_refused():
-    with pytest.raises(BadSource, match="no sample for 'test' among 2"):
-        split_by_fraction(many({"a": 2}), {"train": 0.9, "test": 0.1}, 0)
+def test_a_list_of_paths_is_sorted_by_class_too_and_keeps_repeated_files():
+    items = tuple(Item(path, 1) for path in ("b/1.jpg", "a/2.jpg", "a/1.jpg", "b/1.jpg"))
+    labelled = label_samples(Listing(items, ()), "source")
+    assert [item.path for item in labelled.items] == ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/1.jpg"]
+    assert labelled.rows.tolist()[:2] == [2, 1]
+
+
+def test_without_labels_files_keep_the_listings_order_and_folders_may_be_flat():
+    labelled = label_samples(listing_of("b/1.jpg", "2.jpg", "a/1.jpg", "x.txt"), "source", labels=None)
+    assert [item.path for item in labelled.items] == ["2.jpg", "a/1.jpg", "b/1.jpg"]
+    assert (labelled.kind, labelled.classes, labelled.values) == ("none", (), None)
+    assert list(labelled.splits) == ["train"]
+    assert labelled.left_out == (("x.txt", "no image by its name"),)
+
+
+def test_split_folders_without_classes_are_known_without_labels():
+    labelled = label_samples(listing_of("data/train/1.jpg", "data/test/1.jpg"), "source", labels=None)
+    assert by_split(labelled) == {"train": ["data/train/1.jpg"], "test": ["data/test/1.jpg"]}
+
+
+def test_arrays_are_samples_where_no_file_is_an_image():
+    labelled = label_samples(listing_of("a/1.npy", "b/2.NPY", "README"), "source")
+    assert [item.path for item in labelled.items] == ["a/1.npy", "b/2.NPY"]
+    assert labelled.left_out == (("README", "no image by its name"),)
+    mixed = label_samples(listing_of("a/1.npy", "b/2.jpg"), "source")
+    assert mixed.left_out == (("a/1.npy", "no image by its name"),)
+
+
+def test_items_whose_names_have_no_endings_are_all_samples():
+    labelled = label_samples(listing_of("00001", "00002"), "source", labels=None)
+    assert [item.path for item in labelled.items] == ["00001", "00002"]
+    with pytest.raises(BadSource, match=r"'00001' lies in no class folder.+labels=None"):
+        label_samples(listing_of("00001", "00002"), "source")
+
+
+def test_shards_of_records_are_never_taken_for_classes():
+    listing = listing_of("part-0/00001", "part-1/00001")
+    for call in (label_samples, class_tree):
+        with pytest.raises(BadSource, match=r"'part-0/00001' is not named like a file.+labels=None"):
+            call(listing, "source")
+    assert len(label_samples(listing, "source", labels=lambda path: path[5]).classes) == 2
+
+
+def test_a_function_labels_files_by_their_paths():
+    listing = listing_of("cat_1.jpg", "dog_1.jpg", "cat_2.jpg")
+    labelled = label_samples(listing, "source", labels=lambda path: path.partition("_")[0])
+    assert [labelled.classes[value] for value in labelled.values] == ["cat", "cat", "dog"]
+    with pytest.raises(BadSource, match=r"labels= returned is empty for 'dog_1\.jpg', and for 1 of 3"):
+        label_samples(listing, "source", labels=lambda path: None if path.startswith("dog") else 1)
+
+
+def test_a_function_splits_files_by_their_paths():
+    listing = listing_of("a/1.jpg", "a/2.jpg", "b/1.jpg")
+    labelled = label_samples(listing, "source", splits=lambda path: "Val" if "1" in path else "training")
+    assert by_split(labelled) == {"train": ["a/2.jpg"], "dev": ["a/1.jpg", "b/1.jpg"]}
+    with pytest.raises(BadSource, match=r"splits= returned holds 'holdout', None, first for 'a/1\.jpg'"):
+        label_samples(listing, "source", splits=lambda path: "holdout" if path.startswith("a") else None)
+
+
+def test_a_column_of_files_that_have_none_is_refused():
+    for options in ({"labels": "label"}, {"labels": ["a", "b"]}, {"splits": "fold"}):
+        with pytest.raises(InvalidOption, match=r"no column .+files alone have no columns"):
+            label_samples(listing_of("a/1.jpg"), "source", **options)
+
+
+@pytest.mark.parametrize("labels", [5, [], ["a", 1], {"a"}, b"label"])
+def test_labels_that_cannot_be_meant_are_refused(labels):
+    with pytest.raises(InvalidOption, match="labels="):
+        label_samples(listing_of("a/1.jpg"), "source", labels=labels)
+
+
+def test_shares_of_a_tree_with_splits_of_its_own_are_refused():
+    with pytest.raises(InvalidOption, match="already has the splits train, test"):
+        label_samples(listing_of("train/a/1.jpg", "test/a/2.jpg"), "source", splits={"train": 0.5, "test": 0.5})
+    lone = listing_of(*(f"train/a/{n}.jpg" for n in range(4)))
+    assert list(label_samples(lone, "source", splits={"train": 0.5, "test": 0.5}).splits) == ["train", "test"]
+
+
+def test_a_folder_of_classes_beside_splits_that_is_no_split_is_refused():
+    paths = ["train/cat/1.jpg", "train/dog/1.jpg", "holdout/cat/1.jpg", "holdout/dog/1.jpg"]
+    listing = Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
+    with pytest.raises(BadSource, match="'holdout', which is no split, beside 'train'"):
+        label_samples(listing, "source")
+    named = label_samples(listing, "source", splits=lambda path: "test" if path.startswith("holdout") else "train")
+    assert {split: len(numbers) for split, numbers in named.splits.items()} == {"train": 2, "test": 2}

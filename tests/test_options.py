@@ -49,6 +49,9 @@ def test_values_get_their_kinds() -> None:
     assert parse("pack", "a", "b", "--splits", "")["splits"] is None
     assert parse("stage", "a", "--threads", "4", "--no-progress", "--refresh")["threads"] == 4
     assert parse("stage", "a", "--no-progress")["progress"] is False
+    for text, amount in (("12", 12), ("0.5", 0.5), ("1e-3", 0.001)):
+        given = parse("pack", "a", "b", "--max-bad", text)["max_bad"]
+        assert (type(given), given) == (type(amount), amount)
 
 
 def test_objects_are_looked_up_by_name() -> None:

@@ -6,6 +6,7 @@ import itertools
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,23 @@ import h5py
 import numpy as np
 import pytest
 from contract import make_pack, whole_content
+from zlib_ng.zlib_ng import crc32
 
+from colabkit.dataset import open_pack
 from colabkit.errors import BadSource, ColabkitError, Corrupt, NotSealed, SourceMissing
-from colabkit.pack_format import FieldLayout, create_pack, read_pack, seal_pack
+from colabkit.pack_format import DataSet, create_pack, read_pack, seal_pack
 from colabkit.packing import verify
 
-META = {"source": "made", "classes": ["a"], "sample_shape": [2, 2, 3]}
+META = {
+    "source": "made",
+    "encoding": "raw",
+    "fields": {"X": ["image", False], "Y": ["labels", False]},
+    "classes": ["a"],
+    "label_kind": "class",
+    "splits": {"train": 2},
+    "sample_shape": [2, 2, 3],
+    "channels": 3,
+}
 
 
 @pytest.fixture
@@ -39,11 +51,11 @@ def outcome(path: Path, original: tuple[object, ...]) -> str:
     return "named" if damaged else "silent"
 
 
-def layouts(count: int = 2) -> tuple[FieldLayout, ...]:
+def layouts(count: int = 2) -> tuple[DataSet, ...]:
     return (
-        FieldLayout("X_train", (count, 2, 2, 3), "|u1"),
-        FieldLayout("Y_train", (count,), "<i8"),
-        FieldLayout("crc_train", (count,), "<u4"),
+        DataSet("X_train", (count, 2, 2, 3), "|u1"),
+        DataSet("Y_train", (count,), "<i8"),
+        DataSet("crc_train", (count,), "<u4"),
     )
 
 
@@ -55,7 +67,7 @@ def test_a_pack_is_plain_contiguous_hdf5(packed):
             assert dataset.chunks is None
             assert dataset.compression is None
             assert dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS
-            assert dataset.id.get_offset() == info.fields[name].offset
+            assert dataset.id.get_offset() == info.data_sets[name].offset
             assert np.array_equal(dataset[()], info.map(name))
         assert file["X_train"].shape == (6, 4, 3, 3)
         assert file["X_train"].dtype == np.uint8
@@ -65,15 +77,15 @@ def test_a_pack_is_plain_contiguous_hdf5(packed):
 
 def test_large_fields_begin_on_a_page_and_all_are_aligned_to_their_type(tmp_path):
     info = read_pack(make_pack(tmp_path / "large.h5", (32, 32, 3), train=50, dev=9, test=2))
-    large = [field for field in info.fields.values() if field.size_bytes >= 4096]
+    large = [field for field in info.data_sets.values() if field.size_bytes >= 4096]
     assert {field.name for field in large} == {"X_train", "X_dev", "X_test"}
     assert all(field.offset % 4096 == 0 for field in large)
-    assert all(field.offset >= 0 for field in info.fields.values())
-    assert [field.name for field in info.fields.values() if field.offset % np.dtype(field.dtype).itemsize] == []
+    assert all(field.offset >= 0 for field in info.data_sets.values())
+    assert [field.name for field in info.data_sets.values() if field.offset % np.dtype(field.dtype).itemsize] == []
 
 
 def test_fields_do_not_overlap(packed):
-    fields = sorted(read_pack(packed).fields.values(), key=lambda field: field.offset)
+    fields = sorted(read_pack(packed).data_sets.values(), key=lambda field: field.offset)
     for field, following in itertools.pairwise(fields):
         assert field.offset + field.size_bytes <= following.offset
     assert fields[-1].offset + fields[-1].size_bytes <= packed.stat().st_size
@@ -105,14 +117,14 @@ def test_an_empty_field_can_be_mapped(tmp_path):
 def test_meta_of_any_size_and_script_comes_back(tmp_path):
     meta = {**META, "left_out": [[f"ordner/größe-{number}.txt", "kein Bild ✗"] for number in range(3000)]}
     path = tmp_path / "p.h5"
-    placed = create_pack(path, layouts(), meta)
-    seal_pack(path, placed.values(), {"Y_train": 0, "crc_train": 0})
+    placed, crcs = create_pack(path, layouts(), meta)
+    seal_pack(path, placed.values(), {"Y_train": 0, "crc_train": 0, **crcs})
     assert read_pack(path).meta == meta
 
 
 def test_sealing_keeps_the_length_that_was_reserved(tmp_path):
     path = tmp_path / "p.h5"
-    placed = create_pack(path, layouts(), META)
+    placed, _ = create_pack(path, layouts(), META)
     reserved = path.stat()
     assert reserved.st_blocks * 512 >= reserved.st_size
     seal = seal_pack(path, placed.values(), {"Y_train": 0xFFFFFFFF, "crc_train": 0})
@@ -132,8 +144,8 @@ def test_equal_packs_have_equal_seals_and_other_content_another(tmp_path):
 
 
 def test_another_format_version_is_refused(packed):
-    packed.write_bytes(packed.read_bytes().replace(b"colabkit pack 1\n", b"colabkit pack 2\n", 1))
-    with pytest.raises(NotSealed, match="pack format 2"):
+    packed.write_bytes(packed.read_bytes().replace(b"colabkit pack 2\n", b"colabkit pack 3\n", 1))
+    with pytest.raises(NotSealed, match="pack format 3"):
         read_pack(packed)
 
 
@@ -142,6 +154,53 @@ def test_any_change_of_what_the_pack_says_of_itself_is_corrupt(packed):
         file.attrs.modify("colabkit_meta", "{}")
     with pytest.raises(Corrupt):
         read_pack(packed)
+
+
+@pytest.mark.parametrize(
+    ("said", "changed"),
+    [
+        *(({name: None}, ()) for name in META if name not in ("sample_shape", "channels")),
+        ({"splits": {}}, ()),
+        ({"splits": {"train": "two"}}, ()),
+        ({"fields": {"Y": ["labels", False]}}, ()),
+        ({"sample_shape": [2, "2", 3]}, ()),
+        ({"fields": {"X": ["image", True], "Y": ["labels", False]}}, (DataSet("X_train_index", (2,), "<i8"),)),
+        ({"fields": {"X": ["image", True], "Y": ["labels", False]}}, (DataSet("X_train_index", (2, 2), "<f8"),)),
+        ({}, (DataSet("X_train", (), "|u1"),)),
+        ({}, (DataSet("Y_train", (2,), "|S4"),)),
+        ({}, (DataSet("crc_train", (2,), "|S4"),)),
+        ({}, (DataSet("crc_train", (2, 1), "<u4"),)),
+    ],
+)
+def test_a_pack_sealed_by_somebody_else_that_makes_no_sense_is_corrupt(tmp_path, said, changed):
+    meta = {name: value for name, value in {**META, **said}.items() if value is not None}
+    data_sets = {one.name: one for one in (*layouts(), *changed)}
+    placed, crcs = create_pack(tmp_path / "p.h5", data_sets.values(), meta)
+    tables = {name: crc32(bytes(one.size_bytes)) for name, one in placed.items() if name != "X_train"}
+    seal_pack(tmp_path / "p.h5", placed.values(), {**crcs, **tables})
+    with pytest.raises(Corrupt):
+        open_pack(tmp_path / "p.h5")
+
+
+def test_labels_and_crcs_have_to_be_sealed(tmp_path):
+    for sealed in ("Y_train", "crc_train"):
+        path = tmp_path / f"{sealed}.h5"
+        placed, _ = create_pack(path, layouts(), META)
+        seal_pack(path, placed.values(), {sealed: 0})
+        with pytest.raises(Corrupt, match="no such table"):
+            read_pack(path)
+
+
+def test_what_lies_outside_of_the_data_sets_takes_no_memory_whatever_its_size(tmp_path):
+    path = tmp_path / "p.h5"
+    placed, _ = create_pack(path, (*layouts(), DataSet("Z_train", (1 << 26,), "|u1")), META)
+    kept = [one for one in placed.values() if one.name != "Z_train"]
+    tracemalloc.start()
+    seal_pack(path, kept, {"Y_train": 0, "crc_train": 0})
+    read_pack(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_nothing_there_is_source_missing(tmp_path):
@@ -202,7 +261,7 @@ def test_what_leads_out_of_the_file_or_is_not_contiguous_is_never_sealed_nor_rea
 ):
     other = make_pack(tmp_path / "other.h5", (2, 2, 3), train=2)
     path = tmp_path / "p.h5"
-    placed = create_pack(path, layouts(), META)
+    placed, _ = create_pack(path, layouts(), META)
     for target in (path, packed):
         with h5py.File(target, "r+") as file:
             add(file, other)
@@ -273,7 +332,7 @@ def test_every_flip_inside_a_field_is_found_and_samples_are_named(packed, split)
     data = packed.read_bytes()
     seeded = random.Random(7)
     for name in (f"X_{split}", f"Y_{split}", f"crc_{split}"):
-        field = info.fields[name]
+        field = info.data_sets[name]
         for inside in seeded.sample(range(field.size_bytes), 12):
             changed = bytearray(data)
             changed[field.offset + inside] ^= 1 << seeded.randrange(8)

@@ -175,6 +175,12 @@ def test_other_options_make_another_pack(image_tree, drive, other):
     assert ready(image_tree, splits={"train": 0.75, "test": 0.25}).report.way == "near"
 
 
+def test_a_function_that_was_changed_makes_another_pack(image_tree):
+    first, second, third = (ready(image_tree, labels=lambda path, text=text: text) for text in ("old", "new", "old"))
+    assert [pack.classes for pack in (first, second, third)] == [("old",), ("new",), ("old",)]
+    assert first.path == third.path != second.path
+
+
 def test_the_same_options_in_other_words_make_no_other_pack(image_tree, monkeypatch):
     ready(image_tree, size=4)
     assert ready(image_tree, size=(4, 4)).report.way == "near"

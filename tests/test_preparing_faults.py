@@ -59,7 +59,7 @@ def garble(path: Path) -> None:
 
 
 def flip_a_sample(path: Path) -> None:
-    field = open_pack(path).info.fields["X_train"]
+    field = open_pack(path).info.data_sets["X_train"]
     with path.open("r+b") as file:
         file.seek(field.offset)
         byte = file.read(1)

@@ -54,6 +54,10 @@ class Drive(FolderSource):
         self.opened.append(item.path)
         return super().open(item)
 
+    def read_at_once(self, item: Item) -> bytes | None:
+        self.opened.append(item.path)
+        return super().read_at_once(item)
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -14,9 +14,10 @@ from torch import Tensor
 from colabkit import meters
 from colabkit.dataset import PackedDataset
 from colabkit.errors import ColabkitError, InvalidOption, LoaderFailed, cannot, check_whole_number
-from colabkit.loader.gather import GatherThread, Group, Plan, RowGather, Transform, group_bytes
+from colabkit.loader.gather import GatherThread, Group, Plan, RowGather, Transform, group_bytes, label_row_bytes
 from colabkit.loader.slots import PinnedSlots, RecycledSlots
 from colabkit.loader.transfer import DeviceTransfer
+from colabkit.pack_format import SAMPLES
 from colabkit.sampler import epoch_order
 
 __all__ = ["Loader"]
@@ -33,12 +34,16 @@ _TICK_S = 0.25  # how often a waiting user is told of
 class Loader:
     """Yields `(images, labels)` batches of a packed data set, gathered in the background.
 
-    `images` is `uint8 [B, C, H, W]` in channels-last memory, or what `transform` makes of it; `labels` is `int64 [B]`.
-    Both are on `device`. A batch stays valid as long as it is held. Each iteration is one epoch; with `shuffle` each
-    has an order of its own, which depends on `seed` and the epoch's number alone.
+    `images` is `uint8 [B, C, H, W]` in channels-last memory, or what `transform` makes of it; samples that are no
+    images keep their stored shape and dtype, `[B, ...]`. `labels` is `int64 [B]` for classes; for several labels and
+    regression it is as stored. Both are on `device`; further fields are left out. Samples are not checked against their
+    CRCs, which would take as long as gathering them: `verify()` does that.
+
+    A batch stays valid as long as it is held. Each iteration is one epoch; with `shuffle` each has an order of its own,
+    which depends on `seed` and the epoch's number alone.
 
     Args:
-        dataset: a split of a pack.
+        dataset: a split of a pack of rows, or a view of one, with labels.
         batch_size: samples of a batch.
         shuffle: mix the samples anew in every epoch.
         seed: of the orders.
@@ -48,7 +53,7 @@ class Loader:
         prefetch_batches: how many batches are made ahead; None chooses by their size.
 
     Raises:
-        InvalidOption: if an argument cannot be meant.
+        InvalidOption: if an argument cannot be meant, or samples would have to be decoded.
 
     Attributes:
         meters: counts and seconds of each part, and of the user's waiting.
@@ -88,13 +93,14 @@ class Loader:
         self.device = _usable_device(act, device)
         self.transform = transform
         self.meters = meters.LoaderMeters()
-        self._gather = RowGather(dataset.rows)
+        self._gather, self._labels = _gathered(act, dataset)
         batch_bytes = max(1, batch_size * self._gather.row_bytes)
         fitting = max(1, min(_GROUP_BATCHES, _GROUP_BYTES // batch_bytes))
         ahead = prefetch_batches or max(_LEAST_PREFETCH, 2 * fitting)
         self._group_batches = max(1, min(fitting, ahead // 2))
         self._groups_ahead = max(1, ahead // self._group_batches)
-        slot_bytes = sum(group_bytes(self._gather.row_bytes, self._group_batches * batch_size))
+        samples = self._group_batches * batch_size
+        slot_bytes = sum(group_bytes(self._gather.row_bytes, label_row_bytes(self._labels), samples))
         self._slots: RecycledSlots | PinnedSlots = (
             PinnedSlots(slot_bytes, self.device)
             if self.device.type == "cuda"
@@ -171,7 +177,7 @@ class Loader:
         meters.publish(meters.EpochStarted(self.meters, epoch, -(-(stop - start) // self.batch_size), stop - start))
         on_cpu = isinstance(self._slots, RecycledSlots)
         thread = GatherThread(
-            self.dataset, self._gather, plan, self._slots, self.transform if on_cpu else None, self.meters
+            self._labels, self._gather, plan, self._slots, self.transform if on_cpu else None, self.meters
         )
         ready = self._host_batches(thread) if on_cpu else self._device_batches(thread)
         try:
@@ -253,6 +259,24 @@ class Loader:
     def _normalised(self, epoch: int, samples: int) -> tuple[int, int]:
         """Return epoch and samples received; a whole epoch is the next one's start."""
         return (epoch, samples) if samples < self._stop(samples) else (epoch + 1, 0)
+
+
+def _gathered(act: str, dataset: PackedDataset) -> tuple[RowGather, Tensor]:
+    """Return what gathers the samples' rows, and their labels."""
+    maps = dataset.maps()
+    if not maps:
+        found = f"samples that are stored as {dataset.info.meta['encoding']!r} and have to be decoded"
+        if dataset.info.meta.get("is_foreign"):
+            found = "samples that have to be read through HDF5"
+        elif maps is not None:
+            found = "a split without samples"
+        next_step = "Pack them with encoding='raw' and a size, or use torch's DataLoader(dataset, ...)"
+        raise InvalidOption(cannot(act, found, "rows that are ready to use", next_step))
+    if dataset.labels is None:
+        next_step = "Pack them with labels, or use torch's DataLoader(dataset, ...)"
+        raise InvalidOption(cannot(act, "samples without labels", "a label for each sample", next_step))
+    are_images = dataset.info.fields[SAMPLES].content == "image"
+    return RowGather(maps, dataset.numbers, are_images), dataset.labels
 
 
 def _usable_device(act: str, device: str | torch.device | None) -> torch.device:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from colabkit.dataset import PackedDataset
 from colabkit.loader.slots import PinnedSlots, RecycledSlots
 from colabkit.meters import LoaderMeters
 
-__all__ = ["GatherThread", "Group", "Plan"]
+__all__ = ["GatherThread", "Group", "Plan", "RowGather", "Transform", "group_bytes", "label_row_bytes"]
 
 logger = logging.getLogger("colabkit")
 
@@ -49,42 +48,68 @@ class Group:
     buffer: Tensor
 
 
-def group_bytes(row_bytes: int, samples: int) -> tuple[int, int]:
+def group_bytes(row_bytes: int, label_bytes: int, samples: int) -> tuple[int, int]:
     """Return the bytes that a group's rows take in a pinned buffer, and its labels after them, which start aligned."""
-    return -(-samples * row_bytes // 8) * 8, 8 * samples
+    return -(-samples * row_bytes // 8) * 8, samples * label_bytes
+
+
+def label_row_bytes(labels: Tensor) -> int:
+    """Return the bytes of one sample's label."""
+    return labels.shape[1:].numel() * labels.dtype.itemsize
 
 
 class RowGather:
-    """Gathers rows of a map into a buffer by the fastest branch of `torch.index_select`.
+    """Gathers rows of maps into a buffer by the fastest branch of `torch.index_select`.
 
     That is a parallel memcpy of rows, taken when a row has fewer than 32,768 elements; so rows are viewed as the widest
-    integers that divide them. Source: `index_select_out_cpu_` in ATen's TensorAdvancedIndexing.cpp.
+    integers that divide them. Source: `index_select_out_cpu_` in ATen's TensorAdvancedIndexing.cpp. Rows that lie in
+    several files are gathered file by file, then put in order: two copies instead of one.
+
+    Args:
+        maps: rows of each file, `[N, ...]`, of one shape and dtype.
+        numbers: the rows, counted through all files, that a view has; None for all.
+        are_images: whether rows are `[H, W, C]`.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        self._shape = rows.shape[1:]
-        self._dtype = rows.dtype
-        as_bytes = rows.view(len(rows), -1).view(torch.uint8)
-        self.row_bytes = as_bytes.shape[1]
+    def __init__(self, maps: Sequence[Tensor], numbers: Tensor | None, are_images: bool) -> None:
+        self._shape = maps[0].shape[1:]
+        self._dtype = maps[0].dtype
+        self._numbers = numbers
+        self._are_images = are_images
+        self.row_bytes = self._shape.numel() * self._dtype.itemsize
+        as_bytes = [rows.reshape(-1).view(torch.uint8).view(len(rows), self.row_bytes) for rows in maps]
         self._wide = next(
             dtype
             for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
-            if self.row_bytes % dtype.itemsize == 0 and as_bytes.data_ptr() % dtype.itemsize == 0
+            if self.row_bytes % dtype.itemsize == 0 and all(rows.data_ptr() % dtype.itemsize == 0 for rows in as_bytes)
         )
-        self._rows = as_bytes.view(self._wide)
+        self._maps = [rows.view(self._wide) for rows in as_bytes]
+        self._stops = torch.tensor([len(rows) for rows in maps]).cumsum(0)
 
     def gather(self, indices: Tensor, buffer: Tensor) -> Tensor:
-        """Copy the rows at `indices` into `buffer` and return them as images `[B, C, H, W]`, channels last."""
+        """Copy the rows at `indices` into `buffer` and return them, images as `[B, C, H, W]`, channels last."""
         wide = buffer.view(self._wide).view(len(indices), -1)
-        torch.index_select(self._rows, 0, indices, out=wide)
-        return buffer.view(self._dtype).view(len(indices), *self._shape).permute(0, 3, 1, 2)
+        rows = indices if self._numbers is None else self._numbers[indices]
+        if len(self._maps) == 1:
+            torch.index_select(self._maps[0], 0, rows, out=wide)
+        else:
+            self._gather_by_file(rows, wide)
+        gathered = buffer.view(self._dtype).view(len(indices), *self._shape)
+        return gathered.movedim(-1, 1) if self._are_images else gathered
+
+    def _gather_by_file(self, rows: Tensor, wide: Tensor) -> None:
+        owner = torch.bucketize(rows, self._stops, right=True)
+        for number in owner.unique().tolist():
+            places = (owner == number).nonzero().flatten()
+            start = int(self._stops[number]) - len(self._maps[number])
+            wide.index_copy_(0, places, self._maps[number].index_select(0, rows[places] - start))
 
 
 class GatherThread:
     """Runs a plan in a daemon thread; `take` gives its groups in order.
 
     Args:
-        dataset: whose rows and labels are gathered.
+        labels: of all samples, gathered like the rows.
         plan: what to gather.
         slots: where rows go.
         transform: applied to each batch's images here, or None.
@@ -93,14 +118,14 @@ class GatherThread:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        labels: Tensor,
         gather: RowGather,
         plan: Plan,
         slots: RecycledSlots | PinnedSlots,
         transform: Transform | None,
         meters: LoaderMeters,
     ) -> None:
-        self._dataset = dataset
+        self._labels = labels
         self._gather = gather
         self._plan = plan
         self._slots = slots
@@ -164,16 +189,17 @@ class GatherThread:
 
     def _make(self, start: int, stop: int) -> Group:
         indices = self._plan.order(start, stop)
-        row_bytes, label_bytes = group_bytes(self._gather.row_bytes, len(indices))
+        kind, shape = self._labels.dtype, (len(indices), *self._labels.shape[1:])
+        row_bytes, label_bytes = group_bytes(self._gather.row_bytes, label_row_bytes(self._labels), len(indices))
         if isinstance(self._slots, PinnedSlots):
             buffer = self._slots.lend(row_bytes + label_bytes)
-            labels = buffer[row_bytes : row_bytes + label_bytes].view(torch.int64)
+            labels = buffer[row_bytes : row_bytes + label_bytes].view(kind).view(shape)
         else:  # labels of their own: users keep them longer than the images, whose buffer they would hold
             buffer = self._slots.lend(row_bytes)
-            labels = torch.empty(len(indices), dtype=torch.int64)
+            labels = torch.empty(shape, dtype=kind)
         with self._meters.busy("gather", len(indices), row_bytes):
             images = self._gather.gather(indices, buffer[: len(indices) * self._gather.row_bytes])
-            torch.index_select(self._dataset.labels, 0, indices, out=labels)
+            torch.index_select(self._labels, 0, indices, out=labels)
         batches = list(zip(images.split(self._plan.batch_size), labels.split(self._plan.batch_size), strict=True))
         if self._transform is not None:
             for number, (some, their_labels) in enumerate(batches):

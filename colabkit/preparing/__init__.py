@@ -12,16 +12,17 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from colabkit import _files, _partials
 from colabkit.environment import can_hang, near_folder
 from colabkit.errors import ColabkitError, Corrupt, NotMounted, TimedOut, cannot
+from colabkit.labels import Labels, Splits
 from colabkit.mounts import mounts, user_path
 from colabkit.pack_format import PackInfo, read_pack
-from colabkit.packing import Size, height_and_width, pack, verify
+from colabkit.packing import Encoding, Fields, OnBad, Size, checked_options, pack, verify
 from colabkit.preparing.report import PreparedPack, PrepareReport, Way
 from colabkit.preparing.state import state_of
 from colabkit.progress import ProgressBar
@@ -41,9 +42,15 @@ def prepare(
     source: AnySource,
     *,
     size: Size | None = None,
+    encoding: Encoding | Literal["auto"] = "auto",
+    quality: int = 90,
     channels: Literal[1, 3] = 3,
-    splits: Mapping[str, float] | None = None,
+    labels: Labels = "auto",
+    splits: Splits = None,
+    fields: Fields | None = None,
     seed: int = 0,
+    on_bad: OnBad = "raise",
+    max_bad: float = 0.1,
     save_to: str | os.PathLike[str] | None = "drive:colabkit",
     threads: Threads = "auto",
     refresh: bool = False,
@@ -64,9 +71,15 @@ def prepare(
     Args:
         source: as `pack()` takes it, also an address.
         size: as of `pack()`.
-        channels: as of `pack()`.
-        splits: as of `pack()`.
-        seed: as of `pack()`.
+        encoding: as of `pack()`; so are the next eight.
+        quality: of `"jpeg"`.
+        channels: of images.
+        labels: where they come from.
+        splits: shares, or where they come from.
+        fields: further columns.
+        seed: of the splits.
+        on_bad: what becomes of files that cannot be decoded.
+        max_bad: how many there may be.
         save_to: the folder that keeps packs; None saves nothing. Where Drive is not mounted nothing is saved on it.
         threads: reads in flight, or `"auto"`.
         refresh: pack the source anew, whatever is there, and save the new pack in place of the old one.
@@ -77,9 +90,19 @@ def prepare(
     """
     name, key, _ = identity_of(source, extract=True)
     act = f"prepare {name!r}"
-    pair = height_and_width(act, size)
-    shares = dict(splits) if isinstance(splits, Mapping) else splits
-    options = repr((pair, channels, shares, seed if shares else None))
+    given: dict[str, Any] = {
+        "size": size,
+        "encoding": encoding,
+        "quality": quality,
+        "channels": channels,
+        "labels": labels,
+        "splits": splits,
+        "fields": fields,
+        "seed": seed,
+        "on_bad": on_bad,
+        "max_bad": max_bad,
+    }
+    options = repr(checked_options(act, **given).plain())
     keeping, unsaved = _keeping_folder(save_to, name)
     stem = f"{short_name(name)[:_NAME_CHARS]}-{_digest(key, options)}"
     folder = (near_folder(os.environ) / "packs" / stem).absolute()
@@ -88,10 +111,7 @@ def prepare(
         pack(
             source,
             near,
-            size=pair,
-            channels=channels,
-            splits=splits,
-            seed=seed,
+            **given,
             threads=threads,
             overwrite=True,  # which also looks again at what was fetched or staged for it
             progress=progress,

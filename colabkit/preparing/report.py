@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from colabkit._reports import Report
 from colabkit._units import format_bytes, format_seconds
 from colabkit.dataset import Pack
+from colabkit.dataset.sealed import open_sealed
 from colabkit.pack_format import PackInfo
 
 __all__ = ["PrepareReport", "PreparedPack", "Way"]
@@ -82,7 +84,7 @@ class PreparedPack(Pack):
     """
 
     def __init__(self, info: PackInfo, report: PrepareReport) -> None:
-        super().__init__(info)
+        super().__init__(info, partial(open_sealed, info.path.absolute(), info.seal))
         self.report = report
 
     @property

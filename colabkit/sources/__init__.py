@@ -1,4 +1,4 @@
-"""Where data comes from: a folder, an archive, a table or a bucket becomes a listing of items that can be read.
+"""Where data comes from: a folder, an archive, a table, a bucket or records become a listing of items that can be read.
 
 A source is listed once; its items are read by the engine that staging and packing share. It is never written to.
 """
@@ -33,9 +33,13 @@ from colabkit.sources.engine import (
 )
 from colabkit.sources.folder import FolderSource
 from colabkit.sources.items import STAGE_SEAL, Item, Listing, Source
+from colabkit.sources.lmdb_records import LmdbSource
 from colabkit.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_manifest
 from colabkit.sources.one_file import FileSource
+from colabkit.sources.records import open_records
 from colabkit.sources.tar_archive import TAR_SUFFIXES, TarSource, is_tar
+from colabkit.sources.tfrecord import TfRecordSource
+from colabkit.sources.webdataset import WebDatasetSource
 from colabkit.sources.zip_archive import ZipSource
 
 __all__ = [
@@ -49,6 +53,7 @@ __all__ = [
     "FolderSource",
     "Item",
     "Listing",
+    "LmdbSource",
     "ManifestSource",
     "Reading",
     "Retries",
@@ -56,13 +61,16 @@ __all__ = [
     "SlowSource",
     "Source",
     "TarSource",
+    "TfRecordSource",
     "Threads",
     "Wanted",
+    "WebDatasetSource",
     "ZipSource",
     "block_offsets",
     "check_outside",
     "check_threads",
     "concurrently",
+    "open_records",
     "open_source",
     "read_blocks",
     "read_item",

@@ -55,6 +55,9 @@ class BucketSource:
         self._root = root.rstrip("/")
         self._is_object: bool | None = None  # whether the address is that of one object
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._address.text,)
+
     def list(self) -> Listing:
         """Return every object below the address, by one listing.
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import random
-import stat
 import threading
 import time
 import zipfile
@@ -22,6 +21,7 @@ from colabkit.errors import SourceChanged
 from colabkit.sources.concurrency import STALLED_S, Calls, Threads, concurrently, still_moving
 from colabkit.sources.items import Item, SequentialSource, Source, broken_archive, changed_item
 from colabkit.sources.level import Level
+from colabkit.sources.listed import is_as_listed
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -231,11 +231,19 @@ def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     jittered pauses, from the offset reached; each retry is counted. A file that ends early although it is as long as
     listed is such an error too.
 
+    A local source may have `read_at_once()`, which returns a small item's bytes by the shortest way, or None where
+    anything is not as listed: then the way of all others is gone.
+
     Raises:
         SourceChanged: if there are fewer or more bytes than listed, or the file was changed since or meanwhile.
         BadArchive: if a member of an archive is broken.
         FileFailed: if the file cannot be read.
     """
+    at_once: Callable[[Item], bytes | None] | None = getattr(source, "read_at_once", None)
+    if at_once is not None and item.size <= _CHUNK_BYTES and not source.can_hang:
+        data = at_once(item)
+        if data is not None:
+            return data
     blocks = list(read_blocks(source, item, _CHUNK_BYTES, retries))
     return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
@@ -410,12 +418,6 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
         raise changed_item(source, item, found.st_size)
     if done != item.size:
         raise OSError(errno.EIO, f"it ended after {done} of {item.size} bytes")
-
-
-def is_as_listed(found: os.stat_result, item: Item) -> bool:
-    """Return whether an open file is a regular one of the size and time listed."""
-    same_time = not item.mtime_ns or found.st_mtime_ns == item.mtime_ns
-    return stat.S_ISREG(found.st_mode) and found.st_size == item.size and same_time
 
 
 def _fd(file: BinaryIO) -> int | None:

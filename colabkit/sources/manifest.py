@@ -21,7 +21,7 @@ from colabkit.sources.answering import answer_of
 from colabkit.sources.concurrency import STALLED_S, concurrently
 from colabkit.sources.engine import Retries
 from colabkit.sources.items import Item, Listing
-from colabkit.sources.one_file import open_listed
+from colabkit.sources.listed import open_listed, read_listed
 
 __all__ = ["TABLE_SUFFIXES", "ManifestSource", "is_manifest"]
 
@@ -56,7 +56,8 @@ class ManifestSource:
     file_name, filepath, file_path, image, image_path, img_path` that it has, in capitals or not, else its only column.
     Paths may begin with `drive:` and `~`; relative ones begin at the table's folder, those of a DataFrame or a list at
     the working folder. Items are named from the table's folder if all files lie below it, in a DataFrame or a list from
-    the working folder if all paths are relative; else from the folder that all files share.
+    the working folder if all paths are relative; else from the folder that all files share. In
+    another process it opens the items that were listed in this one; the table stays behind.
 
     Args:
         table: a DataFrame, the path of a `.csv`, `.tsv` or `.parquet` file, or a list or Series of paths.
@@ -88,16 +89,22 @@ class ManifestSource:
         folders = {os.path.dirname(path) for path in self._table.paths}
         self.can_hang = self._is_far or any(can_hang(folder, far) for folder in folders)
 
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**self.__dict__, "_table": _Table(self._table.root, (), {})}
+
     def list(self) -> Listing:
         """Return one item a row, in the table's order, with the other columns; a table file below the root is an extra.
 
         Raises:
             SourceMissing: if files are missing; the first is named.
-            BadSource: if a row names a folder or special file.
+            BadSource: if a row names a folder or special file, or the table stayed in another process.
             FileFailed: if a file's size cannot be had.
             TimedOut: if there was no answer, twice.
         """
         table = self._table
+        if not table.paths:
+            told = "a table that stayed in the process that read it"
+            raise BadSource(cannot(self._act, told, "its rows", "List it there, or open the table here"))
         retries = Retries()
 
         def look(path: str) -> tuple[str, os.stat_result | None]:
@@ -125,6 +132,10 @@ class ManifestSource:
             SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
         """
         return open_listed(Path(self._table.root, item.path), self.name, item)
+
+    def read_at_once(self, item: Item) -> bytes | None:
+        """Return a small local item's bytes if it is what was listed."""
+        return read_listed(f"{self._table.root}/{item.path}", item)
 
     def close(self) -> None:
         """Do nothing: no file stays open."""

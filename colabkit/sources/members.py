@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from colabkit._units import format_bytes
 from colabkit.errors import BadArchive, cannot
@@ -18,11 +19,12 @@ MOST_MEMBERS = 10_000_000
 _INFLATION = 200  # a photo archive inflates by a few per cent; a bomb by thousands
 _INFLATION_SLACK_BYTES = 1 << 30
 
+_PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")  # nothing in it means anything but itself
+
 H = TypeVar("H")
 
 
-@dataclass(frozen=True, slots=True)
-class Member(Generic[H]):
+class Member(NamedTuple, Generic[H]):
     """What an archive says of one member.
 
     Attributes:
@@ -107,6 +109,8 @@ def inflates_too_far(source: str, size: int, archive_bytes: int) -> BadArchive:
 
 def _inner_path(act: str, member: Member[H]) -> str:
     """Return a member's path inside the archive; empty for its own top folder."""
+    if _PLAIN_NAME.fullmatch(member.name) and not member.is_folder:
+        return member.name
     parts = [part for part in member.name.split("/") if part not in ("", ".")]
     if member.is_folder and not parts:
         return ""

@@ -15,10 +15,9 @@ from colabkit.environment import can_hang
 from colabkit.errors import SourceChanged, cannot
 from colabkit.mounts import mounts
 from colabkit.sources.answering import answer_of
-from colabkit.sources.engine import is_as_listed
 from colabkit.sources.items import Item, Listing, broken_archive, changed_item
+from colabkit.sources.listed import is_as_listed, open_listed
 from colabkit.sources.members import Directory, directory_of
-from colabkit.sources.one_file import open_listed
 from colabkit.sources.tar_headers import tar_members
 from colabkit.sources.tar_streams import TarStream, compression_of, is_tar_head
 
@@ -62,6 +61,9 @@ class TarSource:
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
         self._known: tuple[Item, Directory[int]] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path.absolute(),)
 
     @property
     def archive_bytes(self) -> int:

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, BinaryIO, Final, NamedTuple, cast
 
@@ -76,6 +77,9 @@ class ZipSource:
         self.can_hang = can_hang(os.path.abspath(path), mounts())
         self._opening = threading.Lock()
         self._opened: _Opened | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path.absolute(),)
 
     @property
     def archive_bytes(self) -> int:
@@ -142,7 +146,7 @@ class ZipSource:
                 raise BadArchive(
                     cannot(act, found, "stored, Deflate, bzip2 or LZMA", "Extract it with another program first")
                 )
-            yield Member(member.filename, member.file_size, _mtime_ns(member), member, is_folder, oddity)
+            yield Member(member.filename, member.file_size, _mtime_ns(member.date_time), member, is_folder, oddity)
 
     def open(self, item: Item) -> BinaryIO:
         """Open a member; its CRC is checked at the latest when its last byte is read.
@@ -165,6 +169,19 @@ class ZipSource:
             return cast(BinaryIO, _Member(self.name, archive.open(member), member))
         except _BROKEN as error:
             raise broken_archive(self.name, f"{item.path!r}: {error}") from error
+
+    def read_at_once(self, item: Item) -> bytes | None:
+        """Return a member's bytes if it is stored or deflated, and whole."""
+        archive, directory = self._open_archive()
+        member = directory.handles.get(item.path)
+        if member is None or member.file_size != item.size or member.compress_size > _INFLATE_BYTES:
+            return None
+        if member.header_offset < 0 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            return None
+        try:
+            return self._inflated(archive, member)
+        except _BROKEN:
+            return None
 
     @staticmethod
     def _inflated(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
@@ -228,9 +245,10 @@ class _Member(io.RawIOBase):
             raise broken_archive(self._source, f"{self._member.filename!r}: {error}") from error
 
 
-def _mtime_ns(member: zipfile.ZipInfo) -> int:
+@lru_cache(maxsize=1024)
+def _mtime_ns(date_time: tuple[int, ...]) -> int:
     """Return a member's time, which has no zone, as if it were UTC; 0 where it makes no sense."""
     try:
-        return calendar.timegm(member.date_time) * 10**9
+        return calendar.timegm(date_time) * 10**9
     except (ValueError, OverflowError):
         return 0

@@ -1,0 +1,317 @@
+"""One way to pack a folder of images, run in a process of its own: `python packing_systems.py SYSTEM SOURCE TARGET`.
+
+Prints one line of JSON: the samples, the seconds from listing the folder to the finished file, the CPU seconds of the
+process and its children, and the peak memory of the process; or why the system cannot be imported. Imports are not
+timed. This file runs where colabkit is not installed; colabkit is one of the systems.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[str, str], int]
+Files = list[tuple[str, int]]
+
+WORKERS = 2
+SIZE = 256
+
+
+def main() -> None:
+    system, source, target = sys.argv[1:]
+    with tempfile.TemporaryDirectory(prefix="own-", dir=Path(target).absolute().parent) as own:
+        # litdata deletes the folders `data` and `chunks` of the temporary folder, whoever made them.
+        os.environ["TMPDIR"] = tempfile.tempdir = own
+        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = f"{own}/litdata/chunks"
+        os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = f"{own}/litdata/data"
+        measure(system, source, target)
+
+
+def measure(system: str, source: str, target: str) -> None:
+    """Run a system and print what it took."""
+    try:
+        run = SYSTEMS[system]()
+    except ImportError as error:
+        print(json.dumps({"missing": f"not installed: {type(error).__name__}: {error}"}))
+        return
+    before = cpu_seconds()
+    started = time.perf_counter()
+    samples = run(source, target)
+    seconds = time.perf_counter() - started
+    peak = peak_bytes()
+    for child in multiprocessing.active_children():
+        child.join(10)  # FFCV leaves its workers to themselves; only those waited for are counted
+    cpu = cpu_seconds() - before
+    print("\n" + json.dumps({"samples": samples, "seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak}))
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of the children it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process; ru_maxrss would count what its parent had when it was forked."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def imports_alone() -> Run:
+    """colabkit's imports and no packing: the memory to subtract, if one wants to."""
+    packing()
+    return lambda source, target: 0
+
+
+def packing() -> Callable[..., Any]:
+    """Return `colabkit.pack` after all imports that it makes on the way."""
+    import h5py  # noqa: F401
+    import simplejpeg  # noqa: F401
+
+    import colabkit
+
+    return colabkit.pack
+
+
+def colabkit_raw() -> Run:
+    pack = packing()
+    return lambda source, target: samples_of(pack(source, target, encoding="raw", progress=False))
+
+
+def colabkit_source() -> Run:
+    pack = packing()
+    return lambda source, target: samples_of(pack(source, target, encoding="source", progress=False))
+
+
+def colabkit_raw_size() -> Run:
+    pack = packing()
+    return lambda source, target: samples_of(pack(source, target, size=SIZE, encoding="raw", progress=False))
+
+
+def samples_of(report: Any) -> int:
+    return sum(report.splits.values())
+
+
+def ffcv() -> Run:
+    """The writer of the documentation: an ImageFolder, a field for the image and one for the label."""
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+    from torchvision.datasets import ImageFolder
+
+    def run(source: str, target: str) -> int:
+        dataset = ImageFolder(source)
+        fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
+        DatasetWriter(target, fields, num_workers=WORKERS).from_indexed_dataset(dataset)
+        return len(dataset)
+
+    return run
+
+
+def litdata_raw() -> Run:
+    return litdata(litdata_array)
+
+
+def litdata_jpeg() -> Run:
+    return litdata(litdata_image)
+
+
+def litdata(sample: Callable[[tuple[str, int]], dict[str, Any]]) -> Run:
+    """`optimize()` with two workers and chunks of 64 MB, as its documentation writes it."""
+    from litdata import optimize
+    from torchvision.datasets import ImageFolder
+
+    def run(source: str, target: str) -> int:
+        files = ImageFolder(source).samples
+        optimize(fn=sample, inputs=files, output_dir=target, num_workers=WORKERS, chunk_bytes="64MB", verbose=False)
+        return len(files)
+
+    return run
+
+
+def litdata_array(file: tuple[str, int]) -> dict[str, Any]:
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(file[0]) as image:
+        return {"image": np.asarray(image.convert("RGB")), "label": file[1]}
+
+
+def litdata_image(file: tuple[str, int]) -> dict[str, Any]:
+    from PIL import Image
+
+    return {"image": Image.open(file[0]), "label": file[1]}  # stored as the file's own bytes
+
+
+def mds_raw() -> Run:
+    """Decoded arrays by torchvision's loader, one process: the writer has no workers."""
+    import numpy as np
+    from streaming import MDSWriter
+    from torchvision.datasets import ImageFolder
+
+    def run(source: str, target: str) -> int:
+        dataset = ImageFolder(source)
+        with MDSWriter(out=target, columns={"image": "ndarray:uint8", "label": "int"}) as writer:
+            for image, label in dataset:
+                writer.write({"image": np.asarray(image), "label": label})
+        return len(dataset)
+
+    return run
+
+
+def mds_jpeg() -> Run:
+    """The files' own bytes, as its converter for ImageNet writes them."""
+    from streaming import MDSWriter
+    from torchvision.datasets import ImageFolder
+
+    def run(source: str, target: str) -> int:
+        files = ImageFolder(source).samples
+        with MDSWriter(out=target, columns={"image": "bytes", "label": "int"}) as writer:
+            for path, label in files:
+                writer.write({"image": Path(path).read_bytes(), "label": label})
+        return len(files)
+
+    return run
+
+
+def webdataset() -> Run:
+    """The files' own bytes in shards of 10,000, as its recipe for ImageNet writes them."""
+    from torchvision.datasets import ImageFolder
+    from webdataset import ShardWriter
+
+    def run(source: str, target: str) -> int:
+        files = ImageFolder(source).samples
+        Path(target).mkdir()
+        with ShardWriter(f"{target}/%06d.tar", maxcount=10_000, verbose=0) as writer:
+            for number, (path, label) in enumerate(files):
+                writer.write({"__key__": f"{number:08d}", "jpg": Path(path).read_bytes(), "cls": label})
+        return len(files)
+
+    return run
+
+
+def bare() -> Run:
+    """Two forked processes decode into one shared map: no file is made, no digest, no check."""
+    import numpy as np
+    from simplejpeg import decode_jpeg
+
+    def run(source: str, target: str) -> int:
+        files = listed(source)
+        with open(files[0][0], "rb") as file:
+            shape = decode_jpeg(file.read()).shape
+        memory = mmap.mmap(-1, len(files) * int(np.prod(shape)))
+        rows = np.frombuffer(memory, np.uint8).reshape(len(files), *shape)
+
+        def decode(numbers: Iterable[int]) -> None:
+            for number in numbers:
+                with open(files[number][0], "rb") as file:
+                    data = file.read()
+                rows[number] = decode_jpeg(data)
+
+        halves(forked, decode, len(files))
+        return len(files)
+
+    return run
+
+
+def bare_size_threads() -> Run:
+    return bare_size(threaded)
+
+
+def bare_size_processes() -> Run:
+    return bare_size(forked)
+
+
+def bare_size(workers: Callable[[Callable[[Iterable[int]], None], list[range]], None]) -> Run:
+    """Two threads or processes decode, resize and cut around the centre; a big photo is scaled while it is decoded."""
+    import numpy as np
+    from PIL import Image
+    from simplejpeg import decode_jpeg, decode_jpeg_header
+
+    def run(source: str, target: str) -> int:
+        files = listed(source)
+        memory = mmap.mmap(-1, len(files) * SIZE * SIZE * 3)
+        rows = np.frombuffer(memory, np.uint8).reshape(len(files), SIZE, SIZE, 3)
+
+        def decode(numbers: Iterable[int]) -> None:
+            for number in numbers:
+                with open(files[number][0], "rb") as file:
+                    data = file.read()
+                height, width = decode_jpeg_header(data)[:2]
+                # colabkit's own rule: the decoder scales where twice the wanted size is left.
+                factor = next((by for by in (8, 4, 2) if min(height, width) >= 2 * by * SIZE), 1)
+                pixels = decode_jpeg(data, min_height=-(-height // factor), min_width=-(-width // factor))
+                height, width = pixels.shape[:2]
+                side = min(height, width)
+                left, top = (width - side) / 2, (height - side) / 2
+                box = (left, top, left + side, top + side)
+                resized = Image.fromarray(pixels).resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
+                rows[number] = np.asarray(resized)
+
+        halves(workers, decode, len(files))
+        return len(files)
+
+    return run
+
+
+def listed(source: str) -> Files:
+    """Return the files of a tree with one folder a class, and their labels."""
+    classes = sorted(os.listdir(source))
+    return [
+        (f"{source}/{name}/{file}", label)
+        for label, name in enumerate(classes)
+        for file in sorted(os.listdir(f"{source}/{name}"))
+    ]
+
+
+def halves(workers: Callable[..., None], decode: Callable[[Iterable[int]], None], count: int) -> None:
+    # Turns rather than runs: both have the same work, whatever the order of sizes.
+    workers(decode, [range(first, count, WORKERS) for first in range(WORKERS)])
+
+
+def forked(decode: Callable[[Iterable[int]], None], parts: list[range]) -> None:
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=decode, args=(part,)) for part in parts]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    if any(child.exitcode for child in children):
+        raise RuntimeError("a child of the bare loop failed")
+
+
+def threaded(decode: Callable[[Iterable[int]], None], parts: list[range]) -> None:
+    threads = [threading.Thread(target=decode, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+SYSTEMS: dict[str, Callable[[], Run]] = {
+    "imports alone": imports_alone,
+    "colabkit raw": colabkit_raw,
+    "colabkit source": colabkit_source,
+    "colabkit raw 256": colabkit_raw_size,
+    "bare": bare,
+    "bare 256, threads": bare_size_threads,
+    "bare 256, processes": bare_size_processes,
+    "FFCV raw": ffcv,
+    "litdata raw": litdata_raw,
+    "litdata jpeg": litdata_jpeg,
+    "MDS raw": mds_raw,
+    "MDS jpeg": mds_jpeg,
+    "WebDataset jpeg": webdataset,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What tests let other processes do, in a module that imports little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+
+
+class Squares:
+    """A map-style data set that cannot be asked by two threads at once."""
+
+    def __init__(self) -> None:
+        self.is_busy = False
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
+        assert not self.is_busy
+        self.is_busy = True
+        value = np.full((5, 9), number * number, "<i4")
+        os.sched_yield()
+        self.is_busy = False
+        return value, number % 4
+
+
+def die_once(flag: Path, path: str) -> int:
+    """Kill the process that asks for one of the samples, but only the first."""
+    if path == "bees/004.png" and not flag.exists():
+        flag.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(path)
+
+
+def hold(folder: Path, path: str) -> int:
+    """Leave a file at one of the samples, and never return from it; others that come there later do."""
+    if path == "bees/004.png" and not (folder / "held").exists():
+        (folder / "held").touch()
+        threading.Event().wait()
+    return len(path)
+
+
+def fail(path: str) -> int:
+    """Raise an error of the user's own at one of the samples."""
+    if path == "bees/004.png":
+        raise ZeroDivisionError("of mine")
+    return 1
+
+
+def process_of(path: str) -> int:
+    """Return which process made a sample."""
+    return os.getpid()
