@@ -52,6 +52,8 @@ setup(
             "pytest-timeout>=2.3",
             "ruff==0.17.5",
             "tfrecord>=1.14",
+            "torchcodec>=0.16",
+            "torchvision>=0.21",
             "trustme>=1.1",
             "types-psutil==7.2.2.20261111",
             "types-tqdm==4.70.0.20261106",

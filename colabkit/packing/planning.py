@@ -154,8 +154,8 @@ class FilesToPack:
             return "source", (), "|u1", f"{why}, so files as they are"
         suggested = _SUGGESTED_SIDE**2 * options.channels * len(self._items)
         gain = (
-            f"images of several sizes, so files as they are; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) would take "
-            f"{format_bytes(suggested)} and save {format_seconds(look.decode_s)} of decoding a sample in every epoch"
+            f"images of several sizes, so files as they are; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) would "
+            f"take {format_bytes(suggested)} and save {format_seconds(look.decode_s)} of decoding a sample each epoch"
         )
         return "source", (), "|u1", gain
 
