@@ -13,7 +13,7 @@ from contract import AtChange, fill_disk
 from PIL import Image
 
 from colabkit.dataset import open_pack
-from colabkit.errors import BadImage, BadSource, Corrupt, SourceMissing, TargetExists
+from colabkit.errors import BadImage, BadSource, Corrupt, InvalidOption, SourceMissing, TargetExists
 from colabkit.pack_format import read_pack
 from colabkit.packing import PackReport, pack, verify
 
@@ -247,3 +247,9 @@ def test_the_same_call_again_touches_nothing(tmp_path, tree, file_hook):
     report = packed(tree, tmp_path / "p.h5")
     assert (report.reused, report.shards, changes.count) == (True, 4, 0)
     assert {path: identity(path) for path in tmp_path.glob("p*.h5")} == before
+
+
+def test_the_size_of_shards_may_be_a_text(tmp_path, image_tree):
+    assert pack(image_tree, tmp_path / "p.h5", shard_bytes="1 kB", progress=False).shards == 2
+    with pytest.raises(InvalidOption, match="shard_bytes='a lot', a number of bytes"):
+        pack(image_tree, tmp_path / "q.h5", shard_bytes="a lot", progress=False)

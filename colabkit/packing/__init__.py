@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colabkit import _files
-from colabkit.errors import ColabkitError, TargetExists, cannot, check_whole_number
+from colabkit._units import parse_bytes
+from colabkit.errors import ColabkitError, InvalidOption, TargetExists, cannot, check_whole_number
 from colabkit.fetching.addresses import FSSPEC
 from colabkit.labels import Labels, Splits
 from colabkit.mounts import user_path
@@ -80,7 +81,7 @@ def pack(
     seed: int = 0,
     on_bad: OnBad = "raise",
     max_bad: float = 0.1,
-    shard_bytes: int | None = None,
+    shard_bytes: int | str | None = None,
     executor: Any = None,
     threads: Threads = "auto",
     resume: bool = True,
@@ -114,9 +115,9 @@ def pack(
         seed: decides which sample goes to which split.
         on_bad: what becomes of a file that cannot be decoded: `"raise"` an error, `"skip"` leaves it out, `"blank"`
             keeps a black image in its place. The pack and the report list each.
-        max_bad: more bad files than that are an error: a share below 1, or a number.
-        shard_bytes: write several files of about this size, and `out` as their index; an interrupted call is gone on
-            with from whole shards.
+        max_bad: more bad files than that are an error: a share, as 0.1, or a whole number of them.
+        shard_bytes: write several files of about this size, as `"256MiB"`, and `out` as their index; an interrupted
+            call is gone on with from whole shards.
         executor: any executor of `concurrent.futures`, as `Client.get_executor()` of Dask: packs one shard a task. All
             machines have to see source and target at the same paths.
         threads: files read at once; `"auto"` measures what the source rewards.
@@ -151,6 +152,12 @@ def pack(
     )
     check_threads(act, threads)
     check_executor(act, executor)
+    if isinstance(shard_bytes, str):
+        try:
+            shard_bytes = parse_bytes(shard_bytes)
+        except ValueError as error:
+            found = f"shard_bytes={shard_bytes!r}"
+            raise InvalidOption(cannot(act, found, "a number of bytes", "Use shard_bytes='256MiB', say")) from error
     if shard_bytes is not None:
         check_whole_number(act, "shard_bytes", shard_bytes, 1)
     elif executor is not None:

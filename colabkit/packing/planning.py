@@ -155,7 +155,8 @@ class FilesToPack:
         suggested = _SUGGESTED_SIDE**2 * options.channels * len(self._items)
         gain = (
             f"images of several sizes, so files as they are; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) would "
-            f"take {format_bytes(suggested)} and save {format_seconds(look.decode_s)} of decoding a sample each epoch"
+            f"take {format_bytes(suggested)} and save {format_seconds(look.decode_s)} of decoding a sample "
+            "in every epoch"
         )
         return "source", (), "|u1", gain
 
