@@ -51,6 +51,7 @@ setup(
             "pytest>=8.0",
             "pytest-timeout>=2.3",
             "ruff==0.17.5",
+            "scikit-learn>=1.3",
             "tfrecord>=1.14",
             "torchcodec>=0.16",
             "torchvision>=0.21",

@@ -313,3 +313,47 @@ def test_options_that_mean_files_are_refused(tmp_path, options):
 def test_labels_none_leaves_labels_out(tmp_path):
     assert packed({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5", labels=None)["train"].labels is None
     assert leftovers(tmp_path) == []
+
+
+def test_zeros_at_the_end_of_bytes_and_text_are_kept(tmp_path):
+    blobs, words = [b"ab\0\0", b"\0", b"c"], ["a\0", "a", "b"]
+    found = packed({"X": blobs, "Z": words, "Y": words}, tmp_path / "p.h5")
+    assert found.classes == ("a", "a\0", "b")
+    with h5py.File(tmp_path / "p.h5") as file:
+        assert file["X_train"][:].tobytes() == b"".join(blobs)
+        assert file["Z_train"][:].tobytes() == "".join(words).encode()
+        assert file["Y_train"][:].tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"X": IMAGES[:2], "Y": np.array([2**63 + 5, 1], np.uint64)},
+        {"X": IMAGES[:2], "Y": np.array([1e300, 1.0])},
+        {"X": np.ma.masked_array(np.arange(4.0), [0, 1, 0, 0])},
+    ],
+)
+def test_values_that_a_pack_would_change_are_refused(tmp_path, arrays):
+    with pytest.raises((InvalidOption, BadSource)):
+        pack(arrays, tmp_path / "p.h5", progress=False)
+    assert not (tmp_path / "p.h5").exists()
+
+
+def test_what_cannot_become_an_array_and_does_not_say_why_is_refused(tmp_path):
+    class Silent:
+        shape, dtype = (3,), np.dtype(object)
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise NotImplementedError
+
+    with pytest.raises(InvalidOption, match="Silent that is no array"):
+        pack({"X": Silent()}, tmp_path / "p.h5", progress=False)
+
+
+def test_options_may_be_numbers_of_numpy(tmp_path):
+    options = {"quality": np.int64(80), "seed": np.int64(3), "splits": {"train": 0.5, "test": 0.5}}
+    packed({"X": IMAGES}, tmp_path / "p.h5", **options)
+    assert pack({"X": IMAGES}, tmp_path / "p.h5", progress=False, **{**options, "quality": 80, "seed": 3}).reused

@@ -20,6 +20,7 @@ from colabkit.dataset import Pack, open_pack
 from colabkit.decode import decode_image, encode_jpeg
 from colabkit.errors import BadImage, BadSource, InvalidOption
 from colabkit.packing import pack, verify
+from colabkit.packing.filling import Chunk, Filling
 
 RANDOM = np.random.default_rng(5)
 PIXELS = RANDOM.integers(0, 256, (12, 8, 6, 3), dtype=np.uint8)
@@ -321,3 +322,23 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path):
         pack(Samples([*GOOD * 300, BOOM]), tmp_path / "p.h5", progress=False)
     assert "of your own" in repr(caught.value.__cause__.__cause__)
     assert leftovers(tmp_path) == []
+
+
+def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
+    sizes: list[int] = []
+    written = Filling._written
+
+    def counted(filling: Filling, chunk: Chunk, columns: Any, bad: Any) -> Any:
+        sizes.append(chunk.stop - chunk.start)
+        return written(filling, chunk, columns, bad)
+
+    monkeypatch.setattr(Filling, "_written", counted)
+    found = packed(Samples([bytes([number]) * number for number in range(100)]), tmp_path / "p.h5")
+    assert len(found["train"]) == sum(sizes) == 100
+    assert max(sizes) <= 16
+
+
+@pytest.mark.parametrize("label", [np.uint64(2**63 + 5), 1e300])
+def test_labels_that_a_pack_would_change_are_refused(tmp_path, label):
+    with pytest.raises(BadSource):
+        packed(Samples([(np.zeros(3), label)]), tmp_path / "p.h5")

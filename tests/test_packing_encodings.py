@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,3 +300,20 @@ def test_npy_arrays_of_no_numbers_are_refused(tmp_path, value):
     with pytest.raises(BadSource, match=r"Cannot pack .* arrays of .*, numbers"):
         pack(arrays(tmp_path / "tree", [value] * 2), tmp_path / "p.h5", progress=False)
     assert alone(tmp_path) == ["tree"]
+
+
+def test_looking_at_images_keeps_none_of_them(tmp_path, tree, monkeypatch):
+    images: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def decoded(data: bytes, channels: Any) -> np.ndarray:
+        nonlocal most
+        image = decode_image(data, channels)
+        images.append(weakref.ref(image))
+        most = max(most, sum(one() is not None for one in images))
+        return image
+
+    monkeypatch.setattr(planning, "decode_image", decoded)
+    packed(tree, tmp_path / "p.h5")
+    assert len(images) == 12
+    assert most <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -342,6 +343,29 @@ def test_few_arrays_travel_at_once(tmp_path, monkeypatch):
         packed({"X": np.arange(4000).reshape(400, 10)}, tmp_path / "p.h5", executor, shard_bytes=800)
     assert executor.given == 40
     assert executor.most <= 3
+
+
+def test_no_more_arrays_are_sent_while_tasks_take_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(executors, "_SENT_BYTES", 3 * 800)
+    monkeypatch.setattr(executors, "_TICK_S", 0.001)
+    waits = itertools.count()
+    may_go_on = threading.Event()
+    look = executors._WatchingBar.look
+
+    def held(bar: Any) -> None:
+        assert may_go_on.wait(30)
+        look(bar)
+
+    def waited(_: object) -> None:
+        if next(waits) == 20:
+            may_go_on.set()
+
+    monkeypatch.setattr(executors._WatchingBar, "look", held)
+    monkeypatch.setattr(shards._Shards, "_wait", waited)
+    with Counting(8) as executor:
+        packed({"X": np.arange(400).reshape(40, 10)}, tmp_path / "p.h5", executor, shard_bytes=160)
+    assert next(waits) > 20
+    assert executor.most <= 15
 
 
 def large_plan(count: int) -> Plan:

@@ -14,6 +14,7 @@ import pytest
 from colabkit.packing.function_digest import function_digest
 
 NUMBERS = {"cat": 0}
+NAMES = {"cat", "dog", "bee", "ant"}
 
 
 def constant(value: object) -> Callable[[str], object]:
@@ -26,6 +27,10 @@ def looked_up(path: str) -> int:
 
 def by_helper(path: str) -> int:
     return looked_up(path)
+
+
+def by_sets(path: str) -> bool:
+    return path in NAMES or path in {"png", "jpg", "gif", "bmp"}
 
 
 def again(path: str) -> int:
@@ -73,7 +78,8 @@ def test_a_function_that_holds_what_nobody_can_tell_is_another_each_time():
 
 
 def test_another_process_finds_the_same_digest():
-    code = "from test_packing_function_digest import *; print(function_digest(by_helper))"
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == function_digest(by_helper)
+    code = "from test_packing_function_digest import *; print(function_digest(by_helper), function_digest(by_sets))"
+    for seed in "12":
+        environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "PYTHONHASHSEED": seed}
+        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert told.stdout.split() == [function_digest(by_helper), function_digest(by_sets)]

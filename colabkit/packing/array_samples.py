@@ -37,12 +37,17 @@ def rows_of(act: str, name: str, value: Any) -> tuple[Rows | Blobs, str]:
     """
     if hasattr(value, "numpy") and hasattr(value, "detach"):
         value = value.detach().cpu()
+    if np.ma.is_masked(value):
+        found = f"{name} is an array of which some values are masked"
+        raise InvalidOption(cannot(act, found, "a value for each", "Fill them, as by filled(0)"))
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str | bytes) for one in value):
+        value = np.array(value, object)  # whose own text and bytes would lose zeros at the end
     is_lazy = is_array(value) and not hasattr(value, "numpy") and not hasattr(value, "iloc")
     try:
         kind = value.dtype.kind if is_lazy else ""
         rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else np.asarray(value)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        found = f"{name} is a {type(value).__name__} that is no array ({str(error).splitlines()[0]:.80})"
+        found = f"{name} is a {type(value).__name__} that is no array ({' '.join(str(error).split()):.80})"
         raise InvalidOption(cannot(act, found, "numbers of one shape, or text", "Convert it")) from error
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _blobs_of(act, name, rows)

@@ -300,10 +300,12 @@ class DatasetSamples:
             return np.asarray(self._class_numbers[value], "<i8")
         found = _numbers(LABELS, value)
         if found.dtype.kind == "f" and found.ndim < 2:
-            if not np.isfinite(found).all():
-                raise _Unfit("a label that is NaN or infinity")
-            return found.astype("<f4")
-        if found.dtype.kind in "biu" and found.shape in ((), (1,)):
+            with np.errstate(over="ignore"):
+                stored = found.astype("<f4")
+            if not np.isfinite(stored).all():
+                raise _Unfit("a label that is NaN, infinity or more than float32 holds")
+            return stored
+        if found.dtype.kind in "biu" and found.shape in ((), (1,)) and int(found.max()) <= np.iinfo(np.int64).max:
             return found.reshape(()).astype("<i8")
         if found.dtype.kind in "biu" and found.ndim == 1 and ((found == 0) | (found == 1)).all():
             return found.astype("|u1")

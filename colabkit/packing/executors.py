@@ -123,16 +123,16 @@ def run_tasks(
     """
     os.close(_files.create(sign))
     remaining = iter(tasks.items())
+    task_bytes = 0
     numbers: dict[concurrent.futures.Future[Outcome], int] = {}
     waiting: set[concurrent.futures.Future[Outcome]] = set()
     try:
         while True:
-            for number, task in remaining:
-                future = _submitted(act, task, executor)
-                numbers[future] = number
+            while len(waiting) * task_bytes < _SENT_BYTES and (one := next(remaining, None)) is not None:
+                future = _submitted(act, one[1], executor)
+                numbers[future] = one[0]
                 waiting.add(future)
-                if isinstance(task.plan.maker, ChunkMaker) and len(waiting) * _array_bytes(task.plan) >= _SENT_BYTES:
-                    break
+                task_bytes = _array_bytes(one[1].plan)
             if not waiting:
                 return
             ended, waiting = concurrent.futures.wait(waiting, _TICK_S, concurrent.futures.FIRST_COMPLETED)
@@ -147,7 +147,9 @@ def run_tasks(
 
 
 def _array_bytes(plan: Plan) -> int:
-    return plan.samples * sum(made.row_bytes for made in plan.maker.fields) or 1
+    """Return the bytes of arrays that travel with a task; 0 where samples are read by whoever makes them."""
+    is_sent = isinstance(plan.maker, ChunkMaker)
+    return plan.samples * sum(made.row_bytes for made in plan.maker.fields) if is_sent else 0
 
 
 def _submitted(act: str, task: Task, executor: concurrent.futures.Executor) -> concurrent.futures.Future[Outcome]:

@@ -30,6 +30,7 @@ __all__ = ["Bad", "Chunk", "Done", "Filling", "too_many_bad"]
 _CHUNK_S = 0.015  # what a chunk should take: much longer than its hand-over, so short that all workers end together
 _CHUNK_SAMPLES = 1024
 _CHUNK_BYTES = 8 << 20
+_UNSIZED_SAMPLES = 16  # where nothing tells how large they will be
 _MEASURED_S = 0.005
 _TINY_S = 1e-3  # samples that take less are made by processes: threads would mostly wait for the interpreter's lock
 _FORKING_S = 0.2  # work that is over sooner is done at once
@@ -117,7 +118,8 @@ class Filling:
                 yield from self._measured(threads, bar)
             else:
                 self.how = "one thread"
-                yield from map(self.fill, self._chunks(0, _CHUNK_SAMPLES))
+                is_sized = not self._plan.spooled or isinstance(self._plan.maker, ChunkMaker)
+                yield from map(self.fill, self._chunks(0, _CHUNK_SAMPLES if is_sized else _UNSIZED_SAMPLES))
         finally:
             os.close(self._fd)
 

@@ -19,9 +19,13 @@ def function_digest(function: Callable[..., Any]) -> str:
     Where that cannot be told, as for an object that cannot be pickled, it is another one each time. Functions of
     installed modules and classes are told by their names alone.
     """
+    return _digest_of(function)[:16]
+
+
+def _digest_of(value: Any) -> str:
     digest = hashlib.sha256()
-    _add(digest, function, set())
-    return digest.hexdigest()[:16]
+    _add(digest, value, set())
+    return digest.hexdigest()
 
 
 def _add(digest: Any, value: Any, seen: set[int]) -> None:
@@ -33,6 +37,8 @@ def _add(digest: Any, value: Any, seen: set[int]) -> None:
         digest.update(value.co_code + repr(value.co_names).encode())
         for constant in value.co_consts:
             _add(digest, constant, seen)
+    elif isinstance(value, set | frozenset):  # whose order is another one in each process
+        digest.update("".join(sorted(_digest_of(one) for one in value)).encode())
     elif isinstance(value, partial):
         for part in (value.func, value.args, value.keywords):
             _add(digest, part, seen)

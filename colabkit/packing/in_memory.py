@@ -28,6 +28,7 @@ from colabkit.packing.values import check_field_names, parts_of
 __all__ = ["plan_arrays", "plan_dataset"]
 
 _NAMED_CLASSES = 100_000  # whole numbers above that are no classes
+_LARGEST = np.iinfo(np.int64).max
 _NO_FILES = "for samples that are no files"
 
 
@@ -163,23 +164,26 @@ def _arrays(act: str, split: str, part: Mapping[str, Any], contents: dict[str, s
 def _labels(act: str, given: Sequence[npt.NDArray[Any] | Blobs]) -> tuple[npt.NDArray[Any], Kind, tuple[str, ...]]:
     """Return labels as they are stored, of what kind they are, and the classes' names."""
     if all(isinstance(one, tuple) for one in given):
-        texts = np.array([blob.decode("utf-8", "surrogateescape") for one in given for blob in one])
-        names, numbers = np.unique(texts, return_inverse=True)
-        return numbers.astype("<i8"), "class", tuple(map(str, names))
+        texts = [blob.decode("utf-8", "surrogateescape") for one in given for blob in one]
+        numbers = {name: number for number, name in enumerate(sorted(set(texts)))}
+        return np.array([numbers[text] for text in texts], "<i8"), "class", tuple(numbers)
     values = np.concatenate(given)
     kind = values.dtype.kind
     if kind in "biu" and values.shape[1:] == (1,):  # as Keras has them
         values = values.reshape(-1)
     if values.ndim == 1 and kind == "b":
         return values.astype("<i8"), "class", ("False", "True")
-    if values.ndim == 1 and kind in "iu":
+    if values.ndim == 1 and kind in "iu" and int(values.max()) <= _LARGEST:
         return values.astype("<i8"), "class", _numbered(values)
     if values.ndim == 2 and kind in "biu" and np.isin(values, (0, 1)).all():
         return values.astype("|u1"), "multilabel", tuple(map(str, range(values.shape[1])))
     if values.ndim <= 2 and kind == "f":
-        if not np.isfinite(values).all():
-            raise BadSource(cannot(act, "Y holds NaN or infinity", "a number for each sample", "Leave these out"))
-        return values.astype("<f4"), "regression", ()
+        with np.errstate(over="ignore"):
+            stored = values.astype("<f4")
+        if not np.isfinite(stored).all():
+            found = "Y holds NaN, infinity or what float32 cannot hold"
+            raise BadSource(cannot(act, found, "a number for each sample", "Leave these out"))
+        return stored, "regression", ()
     found = f"Y of {values.dtype} {list(values.shape)}"
     needed = "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]"
     raise InvalidOption(cannot(act, found, needed, "Give it another name, as in {'X': ..., 'boxes': ...}"))

@@ -91,12 +91,12 @@ def checked_options(
         act=act,
         size=height_and_width(act, size),
         encoding=encoding,  # type: ignore[arg-type]
-        quality=quality,
+        quality=int(quality),
         channels=channels,  # type: ignore[arg-type]
         labels=labels,
         splits=splits,
         fields=_checked_fields(act, fields),
-        seed=seed,
+        seed=int(seed),
         on_bad=on_bad,  # type: ignore[arg-type]
         max_bad=max_bad,
     )

@@ -97,23 +97,12 @@ class Plan:
             return tuple(made for made in self.maker.fields if made.field.is_ragged and made.field.name != SAMPLES)
         return tuple(made for made in self.maker.fields if made.field.is_ragged)
 
-    @cached_property
-    def rows(self) -> tuple[Made, ...]:
-        """Fields that are made as rows of one shape."""
-        return tuple(made for made in self.maker.fields if not made.field.is_ragged)
-
     def lengths(self) -> Lengths | None:
         """Return the bytes of each sample's `X` where they are known before, by data set; None where they are not."""
         name = self.maker.fields[0].field
         found = {split: self.maker.lengths(numbers) for split, numbers in self.splits.items()}
         known = {name.data_set(split): lengths for split, lengths in found.items() if lengths is not None}
         return known if len(known) == len(found) else None
-
-    def table_names(self) -> set[str]:
-        """Return the names of the fields that are covered by a CRC of their own."""
-        return {table.field.name for table in self.tables} | {
-            made.field.name for made in self.maker.fields if made.is_table
-        }
 
     def data_sets(self, kept: Mapping[str, npt.NDArray[np.int64]], lengths: Lengths) -> list[DataSet]:
         """Return the layout of a pack.

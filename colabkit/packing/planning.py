@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from colabkit import _files
 from colabkit._units import format_bytes, format_seconds
@@ -41,14 +40,14 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 @dataclass(frozen=True)
 class _Look:
-    """What the images are, by some of them: arrays, what they cost to decode, and how many could not be."""
+    """What the images are, by some of them: shape and dtype of each, and what they cost to decode."""
 
-    arrays: tuple[npt.NDArray[Any], ...]
+    kinds: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
     decode_s: float
 
     @property
     def are_equal(self) -> bool:
-        return len({(one.shape, one.dtype.str) for one in self.arrays}) == 1
+        return len(set(self.kinds)) == 1
 
 
 class FilesToPack:
@@ -130,15 +129,15 @@ class FilesToPack:
             if options.encoding not in ("auto", "raw") or options.size:
                 found, needed = "an encoding or size of images", "none, since all samples are .npy arrays"
                 raise InvalidOption(cannot(options.act, found, needed, "Leave it out"))
-            first = self._look(1).arrays[0]
-            if first.dtype.kind not in _STORED_KINDS:
-                found, needed = f"arrays of {first.dtype}", "numbers"
+            shape, dtype = self._look(1).kinds[0]
+            if dtype.kind not in _STORED_KINDS:
+                found, needed = f"arrays of {dtype}", "numbers"
                 raise BadSource(cannot(options.act, found, needed, "Convert them first"))
-            return "raw", first.shape, first.dtype.str, ""
+            return "raw", shape, dtype.str, ""
         if options.encoding in ("source", "jpeg"):
             return options.encoding, (), "|u1", ""
         if options.encoding == "raw":
-            return "raw", sized or self._look(1).arrays[0].shape, "|u1", ""
+            return "raw", sized or self._look(1).kinds[0][0], "|u1", ""
         fitting = min(_FREE_SHARE * _files.free_bytes(final), memory_limits(read_file).available_bytes)
         if sized:
             raw_bytes = int(np.prod(sized)) * len(self._items)
@@ -146,9 +145,10 @@ class FilesToPack:
                 return "raw", sized, "|u1", ""
             return "jpeg", (), "|u1", f"raw would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
         look = self._look(_PROBED)
-        raw_bytes = look.arrays[0].nbytes * len(self._items)
+        shape, _ = look.kinds[0]
+        raw_bytes = int(np.prod(shape)) * len(self._items)
         if look.are_equal and not is_unequal and raw_bytes <= fitting:
-            return "raw", look.arrays[0].shape, "|u1", ""
+            return "raw", shape, "|u1", ""
         if look.are_equal and not is_unequal:
             why = f"raw pixels would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
             return "source", (), "|u1", f"{why}, so files as they are"
@@ -168,7 +168,7 @@ class FilesToPack:
         batch = list(dict.fromkeys(self._items[number] for number in some.tolist()))
         looked_at = set(batch)
         others = (item for item in self._items if item not in looked_at)
-        arrays: list[npt.NDArray[Any]] = []
+        kinds: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         bad: list[tuple[Item, BadImage]] = []
         decode_s = 0.0
         while batch:
@@ -177,22 +177,23 @@ class FilesToPack:
                 try:
                     if isinstance(data, BrokenMember):
                         raise data
-                    arrays.append(decode_array(data) if self._are_arrays else decode_image(data, options.channels))
+                    array = decode_array(data) if self._are_arrays else decode_image(data, options.channels)
+                    kinds.append((array.shape, array.dtype))
                 except BadImage as error:
                     bad.append((item, error))
                 decode_s += time.perf_counter() - started
-            is_done = arrays or options.on_bad == "raise" or len(bad) > options.most_bad(len(self._items))
+            is_done = kinds or options.on_bad == "raise" or len(bad) > options.most_bad(len(self._items))
             batch = [] if is_done else list(itertools.islice(others, most))
         if bad and options.on_bad == "raise":
             item, reason = bad[0]
             act = f"pack {item.path!r} of {self._source.name!r}"
             next_step = "Remove or repair this file, or use on_bad='skip'"
             raise BadImage(cannot(act, str(reason), "an image file", next_step)) from reason
-        if not arrays:
+        if not kinds:
             item, reason = bad[0]
             found = f"{len(bad)} files that were looked at are bad, first {item.path!r} ({reason})"
             raise BadImage(cannot(options.act, found, "a good one among them", "Check the source, or raise max_bad"))
-        return _Look(tuple(arrays), decode_s / len(arrays))
+        return _Look(tuple(kinds), decode_s / len(kinds))
 
     def _read(self, items: Sequence[Item]) -> list[tuple[Item, bytes | BrokenMember]]:
         """Return the bytes of items, or what is wrong with them where that is no error yet."""

@@ -103,7 +103,7 @@ def whole_pack(path: Path, about: Mapping[str, Any]) -> Written | None:
         info = read_pack(path)
     except ColabkitError:
         return None
-    if info.meta["plan"] != about["plan"] or info.meta.get("shard") != about.get("shard"):
+    if any(info.meta.get(name) != about.get(name) for name in ("plan", "shard", "encoding")):
         return None
     bad = tuple(Bad(split, index or 0, name, why) for split, index, name, why in info.meta["bad"])
     return Written(info.seal, info.meta["splits"], bad, 0, "an earlier call")
