@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from colabkit._units import format_count, format_seconds
 
@@ -15,6 +15,22 @@ __all__ = ["ProgressBar", "heartbeat"]
 
 _REDRAWN_S = 0.2
 _STILL_S = 2.0  # after which a bar says that nothing moves
+
+
+class _Silence:
+    """Takes all that a bar of tqdm takes."""
+
+    def update(self, count: int) -> None:
+        """Show nothing."""
+
+    def refresh(self) -> None:
+        """Show nothing."""
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class ProgressBar:
@@ -32,6 +48,13 @@ class ProgressBar:
     """
 
     def __init__(self, action: str, total: int | None, unit: str, enabled: bool = True, files: int = 0) -> None:
+        self._files = files
+        self._files_done = 0
+        self._retries = 0
+        self._moved = self._shown = time.monotonic()
+        self._bar: Any = _Silence()
+        if not enabled:  # tqdm is not even loaded, which takes longer than a small pack
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm warns where ipywidgets is missing; the text bar will do
             from tqdm.auto import tqdm
@@ -43,14 +66,10 @@ class ProgressBar:
                 unit=unit,
                 unit_scale=unit == "B",
                 unit_divisor=1024 if unit == "B" else 1000,
-                disable=None if enabled else True,
+                disable=None,
                 leave=False,
                 mininterval=_REDRAWN_S,
             )
-        self._files = files
-        self._files_done = 0
-        self._retries = 0
-        self._moved = self._shown = time.monotonic()
 
     def advance(self, count: int, files: int = 0) -> None:
         """Add `count` units, and so many files, of finished work."""
