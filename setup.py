@@ -33,6 +33,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "accelerate>=1.0",
             "distributed>=2024.1",
             "fsspec>=2024.2",
             "google-crc32c>=1.5",
@@ -40,6 +41,9 @@ setup(
             "ipykernel>=6.17",
             "ipython>=7.34",
             "ipywidgets>=7.7",
+            "keras>=3.3",
+            "kornia>=0.7",
+            "lightning>=2.4",
             "lmdb>=1.4",
             "mfusepy>=3.1",
             "mypy==2.4.1",  # tools are pinned: a new version finds new faults

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from colabkit import augment, errors
-    from colabkit.dataset import Pack, PackedDataset, open_pack
+    from colabkit import augment, errors, sampler
+    from colabkit.dataset import FileDataset, Pack, PackedDataset, open_pack
     from colabkit.demonstration import DemoReport, demo
     from colabkit.drive import (
         CacheReport,
@@ -51,6 +51,7 @@ _HOMES = {
     "CacheReport": "drive",
     "DemoReport": "demonstration",
     "FetchReport": "fetching",
+    "FileDataset": "dataset",
     "FlushReport": "drive",
     "Loader": "loader",
     "MountReport": "drive",
@@ -92,6 +93,7 @@ __all__ = [
     "CacheReport",
     "DemoReport",
     "FetchReport",
+    "FileDataset",
     "FlushReport",
     "Loader",
     "MountReport",
@@ -123,6 +125,7 @@ __all__ = [
     "publish",
     "read_probe",
     "runtime",
+    "sampler",
     "stage",
     "supervised_step",
     "train",

@@ -133,7 +133,7 @@ _PART_NOTES = {
     "pack": "once",
     "train": "all epochs, with tests",
     "gather": "of it, in the background",
-    "transform": "of it, in the background",
+    "augment": "of it, in the background",
     "transfer": "of it, on a stream of its own",
 }
 

@@ -7,6 +7,7 @@ raises is taken off the list and named once in the log: watching never stops a r
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ __all__ = [
     "RunStarted",
     "StepDone",
     "Waiting",
+    "is_heard",
     "publish",
     "subscribe",
 ]
@@ -39,13 +41,15 @@ class PartSnapshot:
         name: the part, as in `"gather"`.
         samples: samples it has handled.
         handled_bytes: bytes it has handled.
-        busy_s: seconds it was at work.
+        busy_s: seconds it was at work, of all threads together.
+        wait_s: seconds it waited: for data from the part before it, or for room for what it makes.
     """
 
     name: str
     samples: int
     handled_bytes: int
     busy_s: float
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,9 @@ class MetersSnapshot:
         user_s: seconds between batches, spent outside the loader.
         ready: how many of the batches were ready when asked for.
         parts: the loader's parts in order.
+        queued: groups of batches that were ready and waiting, summed over the times that one was asked for.
+        queue_room: groups that could have waited, summed likewise.
+        retries: reads of a far source that were tried again.
     """
 
     batches: int
@@ -67,6 +74,9 @@ class MetersSnapshot:
     user_s: float
     ready: int
     parts: tuple[PartSnapshot, ...]
+    queued: int = 0
+    queue_room: int = 0
+    retries: int = 0
 
     @property
     def wait_share(self) -> float:
@@ -79,6 +89,11 @@ class MetersSnapshot:
         """Share of batches that were ready when asked for, in [0, 1]; near 0 the loader is too slow."""
         return self.ready / self.batches if self.batches else 0.0
 
+    @property
+    def queue_rate(self) -> float:
+        """How full the queue of ready batches was on average, in [0, 1]; near 1 the loader is faster than the step."""
+        return self.queued / self.queue_room if self.queue_room else 0.0
+
     def __sub__(self, earlier: MetersSnapshot) -> MetersSnapshot:
         """Return what happened between `earlier` and this snapshot of the same meters."""
         before = {part.name: part for part in earlier.parts}
@@ -89,6 +104,7 @@ class MetersSnapshot:
                 part.samples - before.get(part.name, zero).samples,
                 part.handled_bytes - before.get(part.name, zero).handled_bytes,
                 part.busy_s - before.get(part.name, zero).busy_s,
+                part.wait_s - before.get(part.name, zero).wait_s,
             )
             for part in self.parts
         )
@@ -99,6 +115,9 @@ class MetersSnapshot:
             self.user_s - earlier.user_s,
             self.ready - earlier.ready,
             parts,
+            self.queued - earlier.queued,
+            self.queue_room - earlier.queue_room,
+            self.retries - earlier.retries,
         )
 
 
@@ -107,18 +126,23 @@ class _Part:
     samples: int = 0
     handled_bytes: int = 0
     busy_s: float = 0.0
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
 class LoaderMeters:
-    """Running totals of one loader. Each part is written by one thread only; reading is safe from any."""
+    """Running totals of one loader. Parts may be written and all may be read from any thread."""
 
     batches: int = 0
     samples: int = 0
     wait_s: float = 0.0
     user_s: float = 0.0
     ready: int = 0
+    queued: int = 0
+    queue_room: int = 0
+    retries: int = 0
     _parts: dict[str, _Part] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def busy(self, part: str, samples: int, handled_bytes: int) -> Iterator[None]:
@@ -127,20 +151,37 @@ class LoaderMeters:
         yield
         self.add(part, samples, handled_bytes, time.perf_counter() - started)
 
-    def add(self, part: str, samples: int, handled_bytes: int, busy_s: float) -> None:
+    def add(self, part: str, samples: int, handled_bytes: int, busy_s: float, wait_s: float = 0.0) -> None:
         """Count work of `part` that was timed elsewhere."""
-        meter = self._parts.setdefault(part, _Part())
-        meter.busy_s += busy_s
-        meter.samples += samples
-        meter.handled_bytes += handled_bytes
+        with self._lock:
+            meter = self._parts.setdefault(part, _Part())
+            meter.busy_s += busy_s
+            meter.wait_s += wait_s
+            meter.samples += samples
+            meter.handled_bytes += handled_bytes
+
+    def retried(self) -> None:
+        """Count a read that was tried again."""
+        with self._lock:
+            self.retries += 1
 
     def snapshot(self) -> MetersSnapshot:
         """Return the totals at this instant."""
         parts = tuple(
-            PartSnapshot(name, part.samples, part.handled_bytes, part.busy_s)
+            PartSnapshot(name, part.samples, part.handled_bytes, part.busy_s, part.wait_s)
             for name, part in list(self._parts.items())
         )
-        return MetersSnapshot(self.batches, self.samples, self.wait_s, self.user_s, self.ready, parts)
+        return MetersSnapshot(
+            self.batches,
+            self.samples,
+            self.wait_s,
+            self.user_s,
+            self.ready,
+            parts,
+            self.queued,
+            self.queue_room,
+            self.retries,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +253,11 @@ def subscribe(listener: Listener) -> Callable[[], None]:
             _listeners.remove(listener)
 
     return unsubscribe
+
+
+def is_heard() -> bool:
+    """Return whether anybody listens; where events are many, none need be made else."""
+    return bool(_listeners)
 
 
 def publish(event: Event) -> None:

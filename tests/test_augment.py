@@ -82,7 +82,13 @@ def test_a_dtype_that_cannot_hold_the_result_is_refused(dtype):
 
 
 def test_its_text_names_what_it_does():
-    assert repr(Normalize([0.5], [0.25])).startswith("Normalize(scale=[0.0156")
+    assert repr(Normalize([0.5], [0.25], torch.float16)) == "Normalize(mean=(0.5,), std=(0.25,), dtype=torch.float16)"
+    assert Normalize([0.5], [0.25]) == Normalize((0.5,), (0.25,)) != Normalize([0.5], [0.25], torch.float16)
+
+
+def test_labels_pass_untouched():
+    labels = torch.arange(2)
+    assert Normalize()(images(), labels)[1] is labels
 
 
 @pytest.mark.gpu

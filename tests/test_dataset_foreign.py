@@ -100,15 +100,13 @@ def test_threads_may_read_and_fork_at_the_same_time(tmp_path):
     assert [child.exitcode for child in children] == [3] * 10
 
 
-def test_the_loader_gathers_what_is_mapped_and_refuses_the_rest(tmp_path):
-    mapped = open_pack(write(tmp_path / "m.h5"))["train"]
-    images, labels = zip(*Loader(mapped, 7, shuffle=True), strict=True)
+@pytest.mark.parametrize("options", [{}, STORED["chunked"], STORED["gzip"]], ids=["mapped", "chunked", "gzip"])
+def test_the_loader_gathers_what_is_mapped_and_reads_the_rest_through_hdf5(tmp_path, options):
+    data = open_pack(write(tmp_path / "m.h5", **options))["train"]
+    images, labels = zip(*Loader(data, 7, shuffle=True), strict=True)
     order = [int((image.permute(1, 2, 0).numpy() == IMAGES).all((1, 2, 3)).argmax()) for image in torch.cat(images)]
     assert sorted(order) == list(range(30))
     assert torch.cat(labels).tolist() == LABELS[order].tolist()
-    for stored in ("chunked", "gzip"):
-        with pytest.raises(InvalidOption, match=r"through HDF5.*DataLoader"):
-            Loader(open_pack(write(tmp_path / "c.h5", **STORED[stored]))["train"], 7)
 
 
 @pytest.mark.parametrize(

@@ -102,15 +102,15 @@ def test_labels_keep_their_shape_and_dtype(tmp_path, kind, labels):
     assert found.dtype == torch.from_numpy(labels).dtype
 
 
-def test_what_has_to_be_decoded_and_what_has_no_labels_is_refused_with_what_to_do(tmp_path):
-    images = np.zeros((4, 3, 3, 3), "|u1")
+def test_image_files_of_one_size_and_samples_without_labels_are_loaded(tmp_path):
+    images = np.random.default_rng(1).integers(0, 256, (4, 3, 5, 3)).astype("|u1")
     blobs = {"X": {"train": [png(image) for image in images]}, "Y": {"train": np.arange(4)}}
     encoded = open_pack(seal_fields(tmp_path / "e.h5", blobs, {"X": "image"}, "class"))["train"]
-    with pytest.raises(InvalidOption, match=r"'source'.*encoding='raw' and a size, or use torch's DataLoader"):
-        Loader(encoded, 2)
+    found, labels = epoch(Loader(encoded, 3))
+    assert torch.equal(found, torch.from_numpy(images).permute(0, 3, 1, 2))
+    assert labels.tolist() == [0, 1, 2, 3]
     bare = open_pack(seal_fields(tmp_path / "u.h5", {"X": {"train": images}}, {"X": "image"}, "none"))["train"]
-    with pytest.raises(InvalidOption, match=r"without labels.*DataLoader"):
-        Loader(bare, 2)
+    assert torch.equal(torch.cat([*Loader(bare, 3)]), found)
 
 
 def test_a_missing_shard_is_named_before_training_starts(tmp_path):

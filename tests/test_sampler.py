@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colabkit import sampler
 from colabkit.errors import InvalidOption
 from colabkit.sampler import epoch_order
+from colabkit.sampler.randoms import key_of, round_keys
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(1000, 1100), st.integers(1025, 6000))
 SEEDS = st.integers(-(2**70), 2**70)
@@ -90,7 +90,7 @@ def test_epochs_and_seeds_differ(n):
 
 
 def test_epochs_share_no_round_keys():
-    keys = [key for epoch in range(200) for key in sampler._keys(5, epoch)]
+    keys = [key for epoch in range(200) for key in round_keys(key_of(5, epoch), 8)]
     assert len(set(keys)) == len(keys)
 
 

@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name == "colabkit-loader"] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")] == []
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ Opening reads a few kilobytes, whatever the size. Samples are read from a memory
 number of threads and of forked or spawned workers may read one pack.
 """
 
+from colabkit.dataset.files import FileDataset
 from colabkit.dataset.pack import Pack, open_pack
-from colabkit.dataset.packed import PackedDataset
+from colabkit.dataset.packed import PackedDataset, stacked
+from colabkit.dataset.samples import ImageFiles
 
-__all__ = ["Pack", "PackedDataset", "open_pack"]
+__all__ = ["FileDataset", "ImageFiles", "Pack", "PackedDataset", "open_pack", "stacked"]

@@ -6,6 +6,7 @@ import hashlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colabkit._units import format_count
-from colabkit.dataset.samples import Batch, Numbers
+from colabkit.dataset.indices import chosen_numbers, no_index
+from colabkit.dataset.samples import Batch, ImageFiles, Numbers
 from colabkit.dataset.sealed import OpenSplit
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.labels import fold_numbers, split_shares, strata_of
-from colabkit.pack_format import LABELS
+from colabkit.pack_format import LABELS, SAMPLES
 
-__all__ = ["PackedDataset"]
+__all__ = ["PackedDataset", "stacked"]
 
 
 class PackedDataset(Dataset[Any]):
@@ -77,20 +79,56 @@ class PackedDataset(Dataset[Any]):
         Raises:
             InvalidOption: if there is no such map: a view, a pack of shards, files that have to be decoded.
         """
-        maps = self._opened.samples.maps()
+        maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
             what = "a view" if self._numbers is not None else "samples that lie in shards or are decoded"
             next_step = "Index the data set, as in dataset[:100]"
             raise InvalidOption(cannot("give all rows as one tensor", what, "one raw file", next_step))
         return _over_map(maps[0])
 
-    def maps(self) -> tuple[Tensor, ...] | None:
-        """Return the rows of X of the whole split as stored, `[N, ...]`, a tensor over each file's read-only map.
+    def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
+        """Return a field's rows of the whole split as stored, `[N, ...]`, a tensor over each file's read-only map.
 
         None if samples have to be decoded, or be read through HDF5.
         """
-        maps = self._opened.samples.maps()
+        maps = self._opened.samples.maps(name)
         return None if maps is None else tuple(map(_over_map, maps))
+
+    def mapped_files(self, name: str = SAMPLES) -> tuple[tuple[Path, int], ...] | None:
+        """Return for each map of a field its file and where in it the rows begin; None if one is no map of a file."""
+        found: list[tuple[Path, int]] = []
+        for array in self._opened.samples.maps(name) or ():
+            mapped = array if isinstance(array, np.memmap) else array.base
+            if not isinstance(mapped, np.memmap) or not mapped.filename:
+                return None
+            found.append((Path(mapped.filename), mapped.offset))
+        return tuple(found) or None
+
+    def column(self, name: str, numbers: Numbers) -> Tensor | list[Any]:
+        """Return one field of some samples: a tensor, or a list if samples may differ in shape; see `stacked`.
+
+        Args:
+            name: one of `fields`, but not the labels.
+            numbers: samples, `int64 [B]`, from 0.
+        """
+        return self._opened.samples.column(name, self._rows_of(numbers))
+
+    def image_files(self) -> ImageFiles | None:
+        """Return what X is if it holds the bytes of image files, which have to be decoded; else None."""
+        return self._opened.samples.about_images()
+
+    def encoded(self, number: int) -> bytes:
+        """Return the bytes of a sample's image file, checked; empty for one that was bad when it was packed.
+
+        Raises:
+            Corrupt: if they are not the sealed ones.
+        """
+        return self._opened.samples.encoded(number if self._numbers is None else self._numbers.item(number))
+
+    def name_of(self, number: int) -> str:
+        """Return what to call a sample in a message."""
+        row = number if self._numbers is None else self._numbers.item(number)
+        return f"{self.split_name}[{row}] of {str(self.info.path)!r}"
 
     def __len__(self) -> int:
         return self._count
@@ -98,15 +136,15 @@ class PackedDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice | Sequence) and getattr(index, "ndim", 0) == 0:
             return self._sample(index)
-        chosen = self._chosen(index)
-        fields = [_stacked(field) for field in self._opened.samples.many(self._rows_of(chosen))]
+        chosen = chosen_numbers(index, len(self))
+        fields = [stacked(field) for field in self._opened.samples.many(self._rows_of(chosen))]
         if self.labels is not None:
             fields.insert(self._place, self.labels[torch.from_numpy(chosen)])
         return tuple(fields) if len(fields) > 1 else fields[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples at once, as `DataLoader` asks for them: rows are gathered in one pass."""
-        chosen = self._chosen(indices)
+        chosen = chosen_numbers(indices, len(self))
         fields: list[Iterable[Any]] = list(self._opened.samples.many(self._rows_of(chosen)))
         if self.labels is not None:
             labels = self.labels[torch.from_numpy(chosen)]
@@ -123,7 +161,7 @@ class PackedDataset(Dataset[Any]):
             InvalidOption: if they are something else.
             IndexError: if one of them is no sample.
         """
-        return PackedDataset(self._opened, self._rows_of(self._chosen(indices)))
+        return PackedDataset(self._opened, self._rows_of(chosen_numbers(indices, len(self))))
 
     @overload
     def split(
@@ -208,7 +246,7 @@ class PackedDataset(Dataset[Any]):
         try:
             place = operator.index(index)
         except TypeError:
-            raise self._no_index(index) from None
+            raise no_index(index, len(self)) from None
         if not -self._count <= place < self._count:
             raise IndexError(f"sample {place} of {self._count}")
         place %= self._count
@@ -219,31 +257,9 @@ class PackedDataset(Dataset[Any]):
         label = self.labels[place].item() if self._is_class else self.labels[place].clone()
         return *fields[: self._place], label, *fields[self._place :]
 
-    def _chosen(self, indices: Any) -> Numbers:
-        """Return indices of any kind as numbers of samples from 0."""
-        if isinstance(indices, slice):
-            return np.arange(*indices.indices(len(self)), dtype=np.int64)
-        found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-        if found.dtype == bool and found.shape == (len(self),):
-            return np.flatnonzero(found)
-        if found.ndim == 1 and not len(found):
-            return np.empty(0, np.int64)
-        if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise self._no_index(indices)
-        beyond = (found < -len(self)) | (found >= len(self))
-        if beyond.any():
-            raise IndexError(f"sample {found[beyond.argmax()]} of {len(self)}")
-        numbers = found.astype(np.int64)
-        return np.where(numbers < 0, numbers + len(self), numbers)
-
     def _rows_of(self, chosen: Numbers) -> Numbers:
         """Return the rows of the split that samples of this view lie in."""
         return chosen if self._numbers is None else self._numbers[chosen]
-
-    def _no_index(self, index: object) -> InvalidOption:
-        found = f"an index of type {type(index).__name__}"
-        needed = f"integers, {len(self)} bools or a slice"
-        return InvalidOption(cannot("take samples", found, needed, "Use data[0], data[:10] or data[[0, 5]], say"))
 
     def _strata(self, shares: Mapping[str, float]) -> Numbers | None:
         return strata_of(self.info.meta["label_kind"], None if self.labels is None else self.labels.numpy(), shares)
@@ -258,8 +274,8 @@ class PackedDataset(Dataset[Any]):
         return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
 
 
-def _stacked(field: Batch) -> Batch:
-    """Return a field of a batch as one tensor, where its samples are tensors of one shape."""
+def stacked(field: Batch) -> Batch:
+    """Return a field of a batch as one tensor, where its samples are tensors of one shape; else as it is."""
     if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
         return torch.stack(field) if len({value.shape for value in field}) == 1 else field
     return field

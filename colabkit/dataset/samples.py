@@ -20,7 +20,17 @@ from zlib_ng.zlib_ng import crc32
 from colabkit.decode import decode_image
 from colabkit.errors import BadImage, Corrupt, cannot
 
-__all__ = ["ArrayColumn", "Batch", "Column", "FileSamples", "Numbers", "RaggedColumn", "Samples", "values_of"]
+__all__ = [
+    "ArrayColumn",
+    "Batch",
+    "Column",
+    "FileSamples",
+    "ImageFiles",
+    "Numbers",
+    "RaggedColumn",
+    "Samples",
+    "values_of",
+]
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 """Rows of a split, or samples of a view."""
@@ -61,8 +71,31 @@ class Samples(Protocol):
     def column(self, name: str, rows: Numbers) -> Batch:
         """Return one field of several samples."""
 
-    def maps(self) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return the rows of X as stored, `[N, ...]`, of each file; None if they have to be decoded or converted."""
+    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
+        """Return a field's rows as stored, `[N, ...]`, of each file; None if they have to be decoded or converted."""
+
+    def encoded(self, row: int) -> bytes:
+        """Return the bytes of X of one sample as stored, checked.
+
+        Raises:
+            Corrupt: if its bytes are not the sealed ones.
+        """
+
+    def about_images(self) -> ImageFiles | None:
+        """Return what X is if it holds the bytes of image files, else None."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """What images that are stored as files become.
+
+    Attributes:
+        channels: of decoded images.
+        blank: height and width of an image without bytes; None where such a one is broken.
+    """
+
+    channels: int
+    blank: tuple[int, int] | None
 
 
 def values_of(array: npt.NDArray[Any], content: str) -> Batch:
@@ -180,8 +213,22 @@ class FileSamples:
 
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample, checked."""
-        columns = self._in_order
-        stored = [column.stored(row) for column in columns]
+        stored = self._stored(row)
+        try:
+            return tuple([column.value(some) for column, some in zip(self._in_order, stored, strict=True)])
+        except BadImage as error:
+            next_step = "Pack it again with on_bad='skip' or 'blank'"
+            raise BadImage(cannot(self._act("decode", row), str(error), "an image", next_step)) from error
+
+    def encoded(self, row: int) -> bytes:
+        """Return the bytes of X of one sample as stored, checked."""
+        stored = self._stored(row)[0]
+        assert isinstance(stored, bytes)
+        return stored
+
+    def _stored(self, row: int) -> list[Stored]:
+        """Return what is stored of one sample, checked against its CRC."""
+        stored = [column.stored(row) for column in self._in_order]
         if self._crcs is not None:
             crc = 0
             for number in self._checked:
@@ -190,11 +237,7 @@ class FileSamples:
                 found, needed = "its bytes are not the sealed ones", "the sample as it was packed"
                 next_step = "Stage or pack it again; colabkit.verify() names every damaged sample"
                 raise Corrupt(cannot(self._act("read", row), found, needed, next_step))
-        try:
-            return tuple([column.value(some) for column, some in zip(columns, stored, strict=True)])
-        except BadImage as error:
-            next_step = "Pack it again with on_bad='skip' or 'blank'"
-            raise BadImage(cannot(self._act("decode", row), str(error), "an image", next_step)) from error
+        return stored
 
     def many(self, rows: Numbers) -> tuple[Batch, ...]:
         """Return the fields of several samples: gathered, or one by one and checked if there are ragged ones."""
@@ -206,10 +249,18 @@ class FileSamples:
         """Return one field of several samples."""
         return self._columns[name].many(rows)
 
-    def maps(self) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return the rows of X as stored; None if they have to be decoded or converted."""
-        column = self._columns[self.names[0]]
-        return (column.array,) if isinstance(column, ArrayColumn) and column.array.dtype.isnative else None
+    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
+        """Return a field's rows as stored; None if they have to be decoded or converted."""
+        column = self._columns[name]
+        is_plain = isinstance(column, ArrayColumn) and column.array.dtype.isnative and column.array.dtype.kind != "S"
+        return (column.array,) if isinstance(column, ArrayColumn) and is_plain else None
+
+    def about_images(self) -> ImageFiles | None:
+        """Return what X is if it holds the bytes of image files, else None."""
+        column = self._in_order[0]
+        if isinstance(column, RaggedColumn) and column.content == "image":
+            return ImageFiles(column.channels, column.blank)
+        return None
 
     def _act(self, verb: str, row: int) -> str:
         return f"{verb} {self.split}[{self.first + row}] of {str(self.path)!r}"

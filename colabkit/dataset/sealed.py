@@ -14,7 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.dataset.samples import ArrayColumn, Batch, Column, FileSamples, Numbers, RaggedColumn, Samples
+from colabkit.dataset.samples import (
+    ArrayColumn,
+    Batch,
+    Column,
+    FileSamples,
+    ImageFiles,
+    Numbers,
+    RaggedColumn,
+    Samples,
+)
 from colabkit.decode.reasons import MAX_PIXELS
 from colabkit.errors import Corrupt, InvalidOption, SourceMissing, cannot
 from colabkit.pack_format import CRC, LABELS, Field, PackInfo, Shard, corrupt, read_pack
@@ -126,17 +135,26 @@ class ShardedSamples:
         columns, place = self._by_shard(rows, lambda shard, some: shard.column(name, some))
         return _placed(columns, place)
 
-    def maps(self) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return the rows of X as stored, shard by shard; None if they have to be decoded."""
+    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
+        """Return a field's rows as stored, shard by shard; None if they have to be decoded."""
         found: list[npt.NDArray[Any]] = []
         for number in range(len(self._shards)):
-            maps = self._shard(number).maps()
+            maps = self._shard(number).maps(name)
             if maps is None:
                 return None
             if found and (maps[0].shape[1:], maps[0].dtype) != (found[0].shape[1:], found[0].dtype):
                 raise corrupt(self._shard(number).path, f"samples {maps[0].shape[1:]} unlike those of its index")
             found.extend(maps)
         return tuple(found)
+
+    def encoded(self, row: int) -> bytes:
+        """Return the bytes of X of one sample as stored, checked."""
+        number = bisect_right(self._starts, row) - 1
+        return self._shard(number).encoded(row - self._starts[number])
+
+    def about_images(self) -> ImageFiles | None:
+        """Return what X is if it holds the bytes of image files, else None."""
+        return self._shard(0).about_images() if self._shards else None
 
     def _by_shard(self, rows: Numbers, read: Callable[[FileSamples, Numbers], Any]) -> tuple[list[Any], Numbers]:
         """Return what was read of each shard, and for each of `rows` its place among all that."""

@@ -36,15 +36,18 @@ from colabkit.decode.jpeg_header import read_header
 from colabkit.decode.jpeg_writing import encode_jpeg
 from colabkit.decode.pillow_images import check_with_pillow, decode_with_pillow, pixels_of, size_by_pillow
 from colabkit.decode.reasons import check_pixels, other_size
+from colabkit.decode.regions import Region, decode_region
 from colabkit.errors import InvalidOption, cannot
 
 __all__ = [
     "Pixels",
+    "Region",
     "check_image",
     "decode_array",
     "decode_image",
     "decode_into",
     "decode_pillow",
+    "decode_region",
     "encode_jpeg",
     "image_size",
     "row_decoder",

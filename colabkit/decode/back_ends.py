@@ -26,6 +26,8 @@ TRIAL = bytes.fromhex(
 )
 """A picture of 8 by 16 pixels of value 100, by Pillow."""
 
+_ROWS_LEFT = "extraneous bytes before marker"  # libjpeg's words for data behind the last row
+
 
 @dataclass(frozen=True)
 class BackEnd:
@@ -37,6 +39,7 @@ class BackEnd:
         decode_scaled: takes also a height and a width, and returns the smallest picture that libjpeg makes of at least
             these; None if the package cannot.
         decode_into: takes the file's bytes and a C-contiguous array of the picture's shape to fill; None if it cannot.
+        decode_top: as `decode_into`, for a file that holds more rows than it says, which is no flaw; None if it cannot.
         turns: whether it turns the picture, by rules of its own, so that it can be given upright ones only.
     """
 
@@ -44,6 +47,7 @@ class BackEnd:
     decode: Callable[[Data, int], Pixels]
     decode_scaled: Callable[[Data, int, Size], Pixels] | None = None
     decode_into: Callable[[Data, Pixels], object] | None = None
+    decode_top: Callable[[Data, Pixels], object] | None = None
     turns: bool = False
 
 
@@ -77,7 +81,14 @@ def _simplejpeg() -> BackEnd:
     def decode_into(data: Data, out: Pixels) -> None:
         decode_jpeg(data, names[out.shape[2]], buffer=out)
 
-    return BackEnd("simplejpeg", decode, decode_scaled, decode_into)
+    def decode_top(data: Data, out: Pixels) -> None:
+        try:
+            decode_into(data, out)
+        except ValueError as error:  # it tells of the first flaw, after all rows are there
+            if _ROWS_LEFT not in str(error):
+                raise
+
+    return BackEnd("simplejpeg", decode, decode_scaled, decode_into, decode_top)
 
 
 def _torchcodec() -> BackEnd:

@@ -2,25 +2,86 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["PinnedSlots", "RecycledSlots"]
+__all__ = ["Memory", "PinnedFields", "PinnedSlots", "RecycledFields", "RecycledSlots", "aligned"]
+
+logger = logging.getLogger("colabkit")
+
+_ALIGNED = 64
+_LARGE = 1 << 20
+
+
+class Memory(Protocol):
+    """Lends host memory for the fields of a group of batches; may be asked from any thread."""
+
+    def lend(self, sizes: Sequence[int]) -> tuple[list[Tensor], Tensor | None]:
+        """Return so many bytes for each field, `uint8`, and the buffer that they lie in, if it is to be given back."""
+
+
+class RecycledFields:
+    """Pageable memory, a buffer for each field: users keep labels longer than images, whose buffer they would hold.
+
+    Args:
+        slot_bytes: of each field's buffer.
+        keep: how many idle buffers of each to keep.
+    """
+
+    def __init__(self, slot_bytes: Sequence[int], keep: int) -> None:
+        self._slots = [
+            RecycledSlots(size, keep) if place == 0 or size >= _LARGE else None for place, size in enumerate(slot_bytes)
+        ]
+
+    def lend(self, sizes: Sequence[int]) -> tuple[list[Tensor], None]:
+        """Return so many bytes for each field; small ones are not worth keeping."""
+        lent = [
+            torch.empty(size, dtype=torch.uint8) if slots is None else slots.lend(size)
+            for slots, size in zip(self._slots, sizes, strict=True)
+        ]
+        return lent, None
+
+
+class PinnedFields:
+    """Page-locked memory, one buffer for all fields.
+
+    Args:
+        slots: of such buffers.
+    """
+
+    def __init__(self, slots: PinnedSlots) -> None:
+        self._slots = slots
+
+    def lend(self, sizes: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Return so many bytes for each field, each beginning aligned, and the buffer."""
+        stops = [*itertools.accumulate(map(aligned, sizes))]
+        buffer = self._slots.lend(stops[-1])
+        return [buffer[start : start + size] for start, size in zip([0, *stops], sizes, strict=False)], buffer
+
+
+def aligned(size: int) -> int:
+    """Return a size in bytes after which the next field may begin."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class RecycledSlots:
-    """Pageable buffers of one size, for batches that the user receives without a copy.
+    """Pageable buffers, for batches that the user receives without a copy.
 
     A buffer comes back by itself when the last tensor that shares its memory is gone: torch keeps the NumPy view that
-    it was made from alive exactly that long. Fresh memory would cost a page fault for every 4 KiB of every batch.
+    it was made from alive exactly that long. Fresh memory would cost a page fault for every 4 KiB of every batch; NumPy
+    asks for huge pages for large arrays.
 
     Args:
-        slot_bytes: bytes of a buffer.
+        slot_bytes: bytes of a buffer; it grows with what is asked for.
         keep: how many idle buffers to keep.
     """
 
@@ -30,20 +91,23 @@ class RecycledSlots:
 
     def lend(self, size: int) -> Tensor:
         """Return `size` bytes as a `uint8` tensor; they are the caller's until all tensors over them are gone."""
-        try:
-            buffer = self._idle.pop()
-        except IndexError:
-            buffer = np.empty(self._slot_bytes, np.uint8)
+        self._slot_bytes = max(size, self._slot_bytes)
+        buffer = None
+        while buffer is None or buffer.nbytes < size:  # those that are too small now are let go of
+            try:
+                buffer = self._idle.pop()
+            except IndexError:
+                buffer = np.empty(self._slot_bytes, np.uint8)
         view = buffer[:size]
         weakref.finalize(view, self._idle.append, buffer).atexit = False
         return torch.from_numpy(view)
 
 
 class PinnedSlots:
-    """Page-locked buffers of one size, from which a GPU copies while the host goes on.
+    """Page-locked buffers, from which a GPU copies while the host goes on; pageable ones where the pages stay unlocked.
 
     Args:
-        slot_bytes: bytes of a buffer.
+        slot_bytes: bytes of a buffer; one that has to be larger is made for once.
         device: the GPU, whose driver locks the pages.
     """
 
@@ -51,18 +115,31 @@ class PinnedSlots:
         self._slot_bytes = slot_bytes
         self._device = device
         self._idle: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._pins = True
 
     def lend(self, size: int) -> Tensor:
-        """Return a buffer of at least `size` bytes as a `uint8` tensor, waiting until the copy out of it has ended."""
-        assert size <= self._slot_bytes
+        """Return at least `size` bytes as a `uint8` tensor, waiting until the copy out of them has ended."""
+        if size > self._slot_bytes:
+            return self._made(size)
         try:
             buffer, copied = self._idle.popleft()
         except IndexError:
-            with torch.cuda.device(self._device):
-                return torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=True)
+            return self._made(self._slot_bytes)
         copied.synchronize()
         return buffer
 
     def give_back(self, buffer: Tensor, copied: torch.cuda.Event) -> None:
         """Take a buffer back, to be used again once `copied` has happened. One that is never given back is freed."""
-        self._idle.append((buffer, copied))
+        if buffer.nbytes == self._slot_bytes:
+            self._idle.append((buffer, copied))
+
+    def _made(self, size: int) -> Tensor:
+        if self._pins:
+            try:
+                with torch.cuda.device(self._device):
+                    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                reason = str(error).partition("\n")[0]
+                logger.warning("memory for copies to the GPU cannot be pinned (%s); they will be slower", reason)
+        return torch.empty(size, dtype=torch.uint8)

@@ -9,13 +9,15 @@ every new one would keep memory of its own.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from colabkit.loader.gather import Group, Transform
 from colabkit.loader.slots import PinnedSlots
+from colabkit.loader.structures import count_bytes, mapped
 from colabkit.meters import LoaderMeters
 
 __all__ = ["DeviceTransfer"]
@@ -32,53 +34,78 @@ class DeviceTransfer:
     Args:
         device: the GPU.
         slots: where the host batches lie; they get their buffers back.
-        transform: applied on the GPU, in the user's stream, or None.
         meters: counts the part `transfer`.
     """
 
-    def __init__(
-        self, device: torch.device, slots: PinnedSlots, transform: Transform | None, meters: LoaderMeters
-    ) -> None:
+    def __init__(self, device: torch.device, slots: PinnedSlots, meters: LoaderMeters) -> None:
         self._device = device
         self._slots = slots
-        self._transform = transform
         self._meters = meters
         self._stream = _copy_stream(device)
-        self._in_flight: deque[tuple[Tensor, Tensor, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._in_flight: deque[tuple[Any, torch.cuda.Event, torch.cuda.Stream]] = deque()
+        self._timed: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __len__(self) -> int:
         """Return how many batches are under way or waiting on the device."""
         return len(self._in_flight)
 
-    def submit(self, group: Group) -> None:
-        """Start copying all batches of a group; returns at once."""
+    def submit(self, batches: Sequence[tuple[Any, int]], buffer: Tensor | None) -> None:
+        """Start copying batches; returns at once.
+
+        Args:
+            batches: tensors of any structure, and how many samples each holds.
+            buffer: of the slots, that they lie in; None for memory of torch's own, which it keeps
+                until it is copied.
+        """
         copied = torch.cuda.Event(blocking=True)  # waiting for it must not spin one of few cores
-        for images, labels in group.batches:
+        for batch, samples in batches:
             current = torch.cuda.current_stream(self._device)
-            on_device = torch.empty_like(images, device=self._device)
-            labels_on_device = torch.empty_like(labels, device=self._device)
+            on_device = mapped(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
+            places = _tensors(on_device)
             started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 started.record(self._stream)
-                on_device.copy_(images, non_blocking=True)
-                labels_on_device.copy_(labels, non_blocking=True)
+                for place, tensor in zip(places, _tensors(batch), strict=True):
+                    place.copy_(tensor, non_blocking=True)
                 ended.record(self._stream)
-            self._in_flight.append((on_device, labels_on_device, started, ended))
+            self._in_flight.append((on_device, ended, current))
+            self._timed.append((samples, count_bytes(batch), started, ended))
         copied.record(self._stream)
-        self._slots.give_back(group.buffer, copied)
+        if buffer is not None:
+            self._slots.give_back(buffer, copied)
 
     def close(self) -> None:
         """Let batches go that were never taken: their memory may be handed out again only after their copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._in_flight.clear()
+        self._count_ended()
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def take(self) -> Any:
         """Return the oldest batch; the current stream waits for its copy, the host does not."""
-        images, labels, started, ended = self._in_flight.popleft()
-        torch.cuda.current_stream(self._device).wait_event(ended)
-        if ended.query():
-            self._meters.add("transfer", len(images), images.nbytes, started.elapsed_time(ended) / 1000)
-        if self._transform is not None:
-            images = self._transform(images)
-        return images, labels
+        batch, ended, made_on = self._in_flight.popleft()
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(ended)
+        if current != made_on:  # the allocator has to know of a stream that it did not give the memory to
+            for tensor in _tensors(batch):
+                tensor.record_stream(current)
+        self._count_ended()
+        return batch
+
+    def _count_ended(self) -> None:
+        """Count the copies that have ended by now, without waiting for any."""
+        while self._timed and self._timed[0][3].query():
+            samples, size, started, ended = self._timed.popleft()
+            self._meters.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """Return all tensors of a batch, in its order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(batch, note)
+    return found

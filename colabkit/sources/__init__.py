@@ -19,7 +19,7 @@ from colabkit.fetching.addresses import FSSPEC, address_of
 from colabkit.mounts import mounts, user_path
 from colabkit.sources.answering import answer_of
 from colabkit.sources.bucket import BucketSource
-from colabkit.sources.concurrency import STALLED_S, Threads, check_threads, concurrently
+from colabkit.sources.concurrency import STALLED_S, Calls, Threads, check_threads, concurrently
 from colabkit.sources.engine import (
     BLOCK_BYTES,
     Block,
@@ -33,6 +33,7 @@ from colabkit.sources.engine import (
 )
 from colabkit.sources.folder import FolderSource
 from colabkit.sources.items import STAGE_SEAL, Item, Listing, Source
+from colabkit.sources.level import Level
 from colabkit.sources.lmdb_records import LmdbSource
 from colabkit.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_manifest
 from colabkit.sources.one_file import FileSource
@@ -49,9 +50,11 @@ __all__ = [
     "AnySource",
     "Block",
     "BucketSource",
+    "Calls",
     "FileSource",
     "FolderSource",
     "Item",
+    "Level",
     "Listing",
     "LmdbSource",
     "ManifestSource",

@@ -117,6 +117,11 @@ class Calls(Generic[T, R]):
         """Whether memory allows one more call."""
         return self._held_bytes < _HELD_BYTES and self.under_way < _HELD_CALLS
 
+    @property
+    def room(self) -> float:
+        """How much more work, in requests, to make now so that each thread finds a next call when it ends one."""
+        return 2 * self._level.now - self._unended_weight
+
     def make(self, task: T, size: int = 0) -> None:
         """Make a call as soon as a thread is free; `size` is how many bytes its result has."""
         self._make(_Call(task, size, self._weight(size)))
@@ -240,7 +245,7 @@ class Calls(Generic[T, R]):
         """
         remaining = iter(tasks)
         while True:
-            room = 2 * self._level.now - self._unended_weight
+            room = self.room
             while room > 0 and self.may_begin and (task := next(remaining, _END)) is not _END:
                 size = size_of(task)  # type: ignore[arg-type]
                 self.make(task, size)  # type: ignore[arg-type]

@@ -1,18 +1,21 @@
-"""Transforms of whole batches, on any device."""
+"""Bytes brought to the scale that models expect."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from colabkit.augment.draws import Draws
+from colabkit.augment.transform import Transform
 from colabkit.errors import InvalidOption, cannot
 
 __all__ = ["Normalize"]
 
 
-class Normalize:
+class Normalize(Transform):
     """Turns `uint8 [B, C, H, W]` into `(x / 255 - mean) / std` of a floating dtype, keeping the memory format.
 
     Args:
@@ -36,19 +39,25 @@ class Normalize:
             raise InvalidOption(cannot("normalize", found, needed, "Give one of each for every channel"))
         if not dtype.is_floating_point:
             raise InvalidOption(cannot("normalize", f"dtype={dtype}", "a floating dtype", "Use torch.float32, say"))
-        self.dtype = dtype
+        self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
         # (x / 255 - mean) / std is one multiplication and one addition.
         self._scale = torch.tensor([1 / (255 * s) for s in std]).view(1, -1, 1, 1)
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the normalised images, on the device they are on."""
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        """Return the normalised images, on the device they are on, and the labels untouched.
+
+        Args:
+            images: `[B, C, H, W]`.
+            labels: anything.
+            draws: not used.
+        """
         if images.device not in self._constants:  # moving them makes the host wait for the device, so once is enough
             moved = self._scale.to(images.device, self.dtype), self._shift.to(images.device, self.dtype)
             self._constants[images.device] = moved
         scale, shift = self._constants[images.device]
-        return images.to(self.dtype, copy=True).mul_(scale).add_(shift)
+        return images.to(self.dtype, copy=True).mul_(scale).add_(shift), labels
 
     def __repr__(self) -> str:
-        return f"Normalize(scale={self._scale.flatten().tolist()}, shift={self._shift.flatten().tolist()})"
+        return f"Normalize(mean={self.mean}, std={self.std}, dtype={self.dtype})"

@@ -1,0 +1,142 @@
+"""What makes the batches of epochs: rows in the memory of a device, or worker processes; `threaded` is the third."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from colabkit import meters
+from colabkit.errors import ColabkitError, LoaderFailed, cannot
+from colabkit.loader.portions import Portion
+from colabkit.loader.processes import SampleWorkers
+from colabkit.loader.resident import Resident
+from colabkit.loader.slots import PinnedSlots
+from colabkit.loader.transfer import DeviceTransfer
+from colabkit.loader.workers import Batch
+
+__all__ = ["Engine", "InProcesses", "OnDevice", "failed"]
+
+
+class Engine(Protocol):
+    """Makes the batches of epochs.
+
+    Attributes:
+        group_batches: how many batches it makes together at most.
+    """
+
+    group_batches: int
+
+    def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch; closing the generator ends all that works for it."""
+
+
+class OnDevice:
+    """Batches are gathered from rows that are all in the memory of a device.
+
+    Args:
+        resident: the rows.
+        counts: the loader's meters.
+        group_batches: batches that are gathered together.
+    """
+
+    def __init__(self, resident: Resident, counts: meters.LoaderMeters, group_batches: int) -> None:
+        self.group_batches = group_batches
+        self._resident = resident
+        self._counts = counts
+
+    def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch."""
+        began = time.perf_counter()
+        for portion in portions:
+            for batch in self._resident.batches(portion):
+                taken_s = time.perf_counter() - began
+                self._counts.add("gather", len(batch.positions), 0, taken_s)
+                batch.wait_s = taken_s
+                yield batch
+                began = time.perf_counter()
+
+
+class InProcesses:
+    """Batches are made sample by sample in worker processes.
+
+    Args:
+        workers: make them.
+        device: where batches go.
+        counts: the loader's meters.
+    """
+
+    def __init__(self, workers: SampleWorkers, device: torch.device, counts: meters.LoaderMeters) -> None:
+        self.group_batches = 1
+        self._workers = workers
+        self._device = device
+        self._counts = counts
+        self._slots = PinnedSlots(0, device) if device.type == "cuda" else None
+
+    def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch."""
+        made = self._made(seed, epoch, portions)
+        if self._slots is None:
+            yield from made
+            return
+        transfer = DeviceTransfer(self._device, self._slots, self._counts)
+        waiting: deque[Batch] = deque()
+        failure: Exception | None = None
+        try:
+            while True:
+                taken = None
+                try:
+                    taken = next(made, None)
+                except Exception as error:  # it comes after the batches that are on their way
+                    failure = error
+                if taken is None:
+                    break
+                transfer.submit([(taken.values, len(taken.positions))], None)
+                waiting.append(taken)
+                if len(waiting) > 1:
+                    yield _arrived(waiting.popleft(), transfer)
+            while waiting:
+                yield _arrived(waiting.popleft(), transfer)
+            if failure is not None:
+                raise failure
+        finally:
+            transfer.close()
+
+    def _made(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
+        began = time.perf_counter()
+        try:
+            for made, reached, position in self._workers.batches(seed, epoch, portions):
+                wait_s = time.perf_counter() - began
+                if isinstance(made.error, ColabkitError):
+                    raise made.error
+                if made.error is not None:
+                    raise failed(made.error)
+                self._counts.add("samples", made.samples, 0, made.busy_s)
+                positions = np.arange(position, position + made.samples)
+                yield Batch(made.batch, positions, reached, wait_s, wait_s < 1e-3)
+                began = time.perf_counter()
+        except ColabkitError:
+            raise
+        except RuntimeError as error:  # of `DataLoader`: a worker that is gone
+            found = str(error).partition("\n")[0].rstrip(" .")
+            next_step = "Use fewer num_workers if memory is short, or num_workers=0 to see what happens"
+            raise LoaderFailed(cannot("make a batch", found, "worker processes that live", next_step)) from error
+        except Exception as error:
+            raise failed(error) from error
+
+
+def failed(error: Exception | str) -> LoaderFailed:
+    """Return the error for what other people's code raised."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    found = " ".join(text.split())  # which may be a traceback of many lines
+    needed = "a data set and transforms without errors"
+    return LoaderFailed(cannot("make a batch", found, needed, "Check them with one sample"))
+
+
+def _arrived(taken: Batch, transfer: DeviceTransfer) -> Batch:
+    taken.values = transfer.take()
+    return taken

@@ -1,0 +1,231 @@
+"""What batches consist of: the columns of a packed split, of files, or of arrays and tensors in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import StackDataset
+
+from colabkit.dataset import FileDataset, ImageFiles, PackedDataset
+from colabkit.errors import InvalidOption, cannot
+from colabkit.loader.gather import RowGather
+from colabkit.loader.portions import Numbers
+from colabkit.pack_format import LABELS, SAMPLES
+
+__all__ = ["Column", "Feed", "ImageSet", "Structure", "as_samples", "feed_of", "wrapped"]
+
+Structure: TypeAlias = Literal["alone", "tuple", "dict"]
+
+
+class ImageSet(Protocol):
+    """Image files that have to be decoded."""
+
+    def image_files(self) -> ImageFiles | None:
+        """Return what they become."""
+
+    def encoded(self, number: int) -> bytes:
+        """Return the bytes of one."""
+
+    def name_of(self, number: int) -> str:
+        """Return what to call one in a message."""
+
+
+Read: TypeAlias = Callable[[Numbers], Any]
+Column: TypeAlias = RowGather | ImageSet | Read
+"""A field: rows to gather, image files to decode, or a function that reads some samples."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The columns of a data set.
+
+    Attributes:
+        columns: by name; the first one is what transforms are applied to.
+        structure: how batches hold them: one alone, a tuple, a dict.
+        labels: name of the column with the labels, None if there is none.
+        count: samples.
+        fingerprint: tells the data from other data.
+        about: the data set as a text.
+        is_on_disk: whether rows lie in files that are mapped, not in memory.
+    """
+
+    columns: Mapping[str, Column]
+    structure: Structure
+    labels: str | None
+    count: int
+    fingerprint: str
+    about: str
+    is_on_disk: bool = False
+
+    @property
+    def samples(self) -> Column:
+        """The column that transforms are applied to."""
+        return next(iter(self.columns.values()))
+
+    @property
+    def label_place(self) -> int | None:
+        """Place of the labels among the columns, None if there are none."""
+        return None if self.labels is None else [*self.columns].index(self.labels)
+
+    def batch(self, values: Sequence[Any]) -> Any:
+        """Return a batch as the user gets it."""
+        if self.structure == "dict":
+            return dict(zip(self.columns, values, strict=True))
+        return tuple(values) if self.structure == "tuple" else values[0]
+
+
+def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool) -> Feed | None:
+    """Return the columns of a data set, None for one that can only be asked sample by sample.
+
+    Args:
+        act: for messages.
+        dataset: a `PackedDataset`, a `FileDataset`, a tensor, an array, a tuple, list or dict of them, or a
+            `TensorDataset`.
+        fields: the fields that are wanted, by name; None for all.
+        as_dict: batches are dicts.
+
+    Raises:
+        InvalidOption: if fields are named that are not there, or arrays do not fit together.
+    """
+    if isinstance(dataset, PackedDataset | FileDataset):
+        columns = _stored(dataset)
+        structure: Structure = "tuple" if len(columns) > 1 else "alone"
+        about, fingerprint, count = repr(dataset), dataset.fingerprint, len(dataset)
+        labels = None if dataset.labels is None else LABELS
+    else:
+        found = _arrays(act, dataset)
+        if found is None:
+            return None
+        arrays, structure = found
+        rows = {name: RowGather(*_rows(act, name, value)) for name, value in arrays.items()}
+        columns = dict(rows)
+        count = _length(act, arrays)
+        about = f"arrays of {count:,} samples"
+        fingerprint = _digest(rows)
+        labels = [*arrays][1] if len(arrays) > 1 else None
+    if fields is not None:
+        columns = _chosen(act, columns, fields)
+        structure = "tuple" if len(columns) > 1 else "alone"
+        labels = labels if labels in columns else None
+    is_on_disk = isinstance(dataset, PackedDataset)
+    return Feed(columns, "dict" if as_dict else structure, labels, count, fingerprint, about, is_on_disk)
+
+
+def wrapped(dataset: Any) -> Any:
+    """Return the view of a pack that torch's `Subset` of one means; all else as it is."""
+    if isinstance(dataset, torch.utils.data.Subset):
+        whole = wrapped(dataset.dataset)
+        if isinstance(whole, PackedDataset | FileDataset):
+            return whole.subset(dataset.indices)
+    return dataset
+
+
+def as_samples(act: str, dataset: Any) -> Any:
+    """Return a tuple or dict of arrays as a data set that can be asked sample by sample; all else as it is.
+
+    Raises:
+        InvalidOption: if arrays do not fit together.
+    """
+    found = _arrays(act, dataset) if isinstance(dataset, tuple | Mapping) else None
+    if found is None:
+        return dataset
+    arrays, structure = found
+    _length(act, arrays)
+    return StackDataset(**arrays) if structure == "dict" else StackDataset(*arrays.values())
+
+
+def _stored(dataset: PackedDataset | FileDataset) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    for name in dataset.fields:
+        if name == LABELS and dataset.labels is not None:
+            columns[name] = RowGather((dataset.labels.contiguous(),), None, are_images=False)
+        elif name == SAMPLES and dataset.image_files() is not None:
+            columns[name] = dataset
+        else:
+            assert isinstance(dataset, PackedDataset)
+            maps = dataset.maps(name)
+            if maps:
+                are_images = dataset.info.fields[name].content == "image"
+                columns[name] = RowGather(maps, dataset.numbers, are_images)
+            else:
+                columns[name] = _reader(dataset, name)
+    return columns
+
+
+def _reader(dataset: PackedDataset, name: str) -> Read:
+    return lambda numbers: dataset.column(name, numbers)
+
+
+def _length(act: str, arrays: Mapping[str, Any]) -> int:
+    counts = {name: len(value) if value.ndim else 0 for name, value in arrays.items()}
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{name} of {count}" for name, count in counts.items())
+        raise InvalidOption(cannot(act, shown, "arrays of equal length", "Check the arrays"))
+    return next(iter(counts.values()))
+
+
+def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> dict[str, Column]:
+    if isinstance(fields, str) or not fields or [name for name in columns if name in fields] != list(fields):
+        needed = f"some of {', '.join(columns)} in this order"
+        raise InvalidOption(cannot(act, f"fields={fields!r}", needed, "Name fields of the data set, each once"))
+    return {name: columns[name] for name in fields}
+
+
+def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
+    """Return arrays by name, and how batches hold them; None if it is something else."""
+    if isinstance(dataset, torch.utils.data.TensorDataset):
+        return {str(number): tensor for number, tensor in enumerate(dataset.tensors)}, "tuple"
+    if isinstance(dataset, Tensor | np.ndarray):
+        return {"0": dataset}, "alone"
+    if isinstance(dataset, Mapping):
+        named, structure = {str(name): value for name, value in dataset.items()}, "dict"
+    elif isinstance(dataset, tuple):
+        named, structure = {str(number): value for number, value in enumerate(dataset)}, "tuple"
+    else:
+        return None
+    if not named or not all(isinstance(value, Tensor | np.ndarray) for value in named.values()):
+        found = f"a {type(dataset).__name__} that holds something else"
+        raise InvalidOption(cannot(act, found, "tensors and arrays in it", "Pass a data set, or arrays"))
+    return named, "dict" if structure == "dict" else "tuple"
+
+
+def _rows(act: str, name: str, value: Any) -> tuple[tuple[Tensor, ...], None, bool]:
+    """Return an array as the rows to gather, and whether they are images with their channels last in memory."""
+    if isinstance(value, np.ndarray):
+        try:
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                # torch has no negative strides.
+                value = torch.from_numpy(native if min(native.strides, default=0) >= 0 else native.copy())
+        except (TypeError, ValueError) as error:
+            found = f"an array {name!r} of dtype {value.dtype}"
+            raise InvalidOption(cannot(act, found, "numbers that torch knows", "Convert it first")) from error
+    if not value.ndim or value.layout != torch.strided or 0 in value.shape[1:]:
+        found = f"a tensor {name!r} of shape {list(value.shape)}, {value.layout}"
+        raise InvalidOption(cannot(act, found, "a dense tensor [N, ...]", "Pass the samples in one tensor"))
+    if value.device.type != "cpu":
+        found = f"a tensor {name!r} on {value.device}"
+        raise InvalidOption(cannot(act, found, "one on the CPU", "Pass it so, with device= and keep='gpu'"))
+    value = value.detach()
+    if value.ndim == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
+        return (value.permute(0, 2, 3, 1),), None, True
+    return (value.contiguous(),), None, False
+
+
+def _digest(columns: Mapping[str, RowGather]) -> str:
+    """Return a digest of shapes, dtypes and some rows: enough to tell one data set from another."""
+    digest = hashlib.sha256()
+    for name, column in columns.items():
+        rows = column.maps[0]
+        digest.update(f"{name} {rows.dtype} {tuple(rows.shape)} {column.are_images}".encode())
+        for row in sorted({0, len(rows) // 2, len(rows) - 1}) if len(rows) else ():
+            digest.update(rows[row].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return f"arrays/{digest.hexdigest()[:32]}"

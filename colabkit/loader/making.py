@@ -1,0 +1,215 @@
+"""Batches are made from a feed: rows gathered, images decoded, crops cut, transforms applied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colabkit.augment import Draws
+from colabkit.dataset import stacked
+from colabkit.loader.decoding import ImageDecoding, cut_rows
+from colabkit.loader.feeds import Feed
+from colabkit.loader.gather import RowGather
+from colabkit.loader.portions import Portion
+from colabkit.loader.slots import Memory, RecycledSlots
+from colabkit.loader.stages import Stages
+from colabkit.loader.workers import Batch, Group
+from colabkit.meters import LoaderMeters
+
+__all__ = ["BatchMaker"]
+
+_PIECES_A_THREAD = 4  # so that no thread has nothing to do while another makes the rest of a batch
+_LEAST_PIECE = 4
+
+
+class BatchMaker:
+    """Makes the batches of one epoch.
+
+    Args:
+        feed: what they consist of.
+        stages: what is done to the samples in worker threads.
+        decoding: decodes the samples, if they are image files.
+        memory: lends memory for the fields that are rows.
+        results: lend memory for what transforms make.
+        draws_of: gives the random numbers of positions.
+        threads: how many work at it.
+        meters: count the parts `gather`, `decode`, `augment` and `read`.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        stages: Stages,
+        decoding: ImageDecoding | None,
+        memory: Memory,
+        results: RecycledSlots,
+        draws_of: Callable[[Portion], Draws],
+        threads: int,
+        meters: LoaderMeters,
+    ) -> None:
+        self._feed = feed
+        self._stages = stages
+        self._decoding = decoding
+        self._memory = memory
+        self._results = results
+        self._draws_of = draws_of
+        self._threads = max(1, threads)
+        self._meters = meters
+        self._label = feed.label_place
+        self._columns = [*feed.columns.values()]
+        self._row_bytes = [self._bytes_of(place, column) for place, column in enumerate(self._columns)]
+        # What only has to be gathered: the first field, unless it is decoded or cut, and the others.
+        first = int(decoding is not None or stages.geometry is not None)
+        self._gathered_bytes = sum(self._row_bytes[first:])
+
+    def begin(self, portion: Portion) -> Group:
+        """Return a group with all fields gathered that only have to be, and the pieces that are left to do."""
+        count = len(portion.numbers)
+        memories, buffer = self._memory.lend([count * row_bytes for row_bytes in self._row_bytes])
+        group = Group(portion, buffer)
+        numbers = torch.from_numpy(portion.numbers)
+        started, read_s = time.perf_counter(), 0.0
+        for place, (column, memory) in enumerate(zip(self._columns, memories, strict=True)):
+            if place == 0 and self._decoding is not None:
+                group.values.append(self._decoding.begin(portion, memory))
+            elif place == 0 and self._stages.geometry is not None:
+                group.values.append(_images(memory, count, self._cut_shape()))
+            elif isinstance(column, RowGather):
+                group.values.append(column.gather(numbers, memory))
+            else:
+                assert callable(column)
+                began = time.perf_counter()
+                group.values.append(column(portion.numbers))
+                read_s += time.perf_counter() - began
+                self._meters.add("read", count if place == 0 else 0, 0, time.perf_counter() - began)
+        if self._gathered_bytes:
+            gather_s = time.perf_counter() - started - read_s
+            self._meters.add("gather", count, count * self._gathered_bytes, gather_s)
+        if self._decoding is not None or self._stages.works_in_threads:
+            group.draws = self._draws_of(portion)
+        if self._decoding is not None or self._stages.geometry or self._stages.by_slice:
+            size = max(_LEAST_PIECE, -(-max(portion.sizes, default=1) // (_PIECES_A_THREAD * self._threads)))
+            group.pieces = [(start, min(start + size, count)) for start in range(0, count, size)]
+        return group
+
+    def fill(self, group: Group, start: int, stop: int) -> None:
+        """Make the samples from `start` to `stop`."""
+        draws = group.draws.part(start, stop)
+        if self._decoding is not None:
+            self._decoding.fill(group, start, stop, draws)
+        elif self._stages.geometry is not None:
+            self._cut(group, start, stop, draws)
+        if self._stages.by_slice is not None:
+            images = group.values[0][start:stop]
+            with self._meters.busy("augment", stop - start, images.nbytes):
+                made, _ = self._stages.by_slice.apply(images, None, draws)
+                self._result(group, made)[start:stop] = made
+
+    def finish(self, group: Group, samples: int) -> Iterator[Batch]:
+        """Yield the batches that end within the first `samples` samples."""
+        if group.result is not None:
+            group.values[0] = group.result
+        portion, start = group.portion, 0
+        if samples == len(portion.numbers) and not group.bad and self._stages.by_batch is None:
+            yield from _parted(group)
+            return
+        for size, reached in zip(portion.sizes, portion.reached, strict=True):
+            stop = start + size
+            if stop > samples:
+                break
+            batch = Batch(
+                [stacked(value[start:stop]) for value in group.values], portion.positions[start:stop], reached
+            )
+            if bad := [number - start for number in group.bad if start <= number < stop]:
+                _leave_out(batch, bad)
+            start = stop
+            if not len(batch.positions):
+                continue  # all of it is bad
+            if self._stages.by_batch is not None:
+                self._apply_by_batch(batch.values, replace(group.draws, positions=batch.positions))
+            yield batch
+        group.values, group.result = [], None  # or a buffer could not be used again while one of its batches is held
+
+    def _apply_by_batch(self, values: list[Any], draws: Draws) -> None:
+        assert self._stages.by_batch is not None
+        labels = None if self._label is None else values[self._label]
+        with self._meters.busy("augment", len(values[0]), 0):
+            values[0], labels = self._stages.by_batch.apply(values[0], labels, draws)
+        if self._label is not None:
+            values[self._label] = labels
+
+    def _bytes_of(self, place: int, column: Any) -> int:
+        """Return the bytes that a sample takes in the group's memory."""
+        if place == 0 and self._decoding is not None:
+            return self._decoding.out_bytes
+        if place == 0 and self._stages.geometry is not None:
+            return int(np.prod(self._cut_shape()))
+        return column.row_bytes if isinstance(column, RowGather) else 0
+
+    def _cut_shape(self) -> tuple[int, int, int]:
+        rows, geometry = self._feed.samples, self._stages.geometry
+        assert isinstance(rows, RowGather)
+        assert geometry is not None
+        height, width = geometry.size or rows.shape[:2]
+        return height, width, rows.shape[2]
+
+    def _cut(self, group: Group, start: int, stop: int, draws: Draws) -> None:
+        """Cut the samples' boxes out of their rows as they lie in the map."""
+        rows, geometry = self._feed.samples, self._stages.geometry
+        assert isinstance(rows, RowGather)
+        assert geometry is not None
+        out = group.values[0].permute(0, 2, 3, 1).numpy()
+        began = time.perf_counter()
+        cut_rows(rows.pixels(group.portion.numbers[start:stop]), geometry, draws, out[start:stop])
+        self._meters.add("augment", stop - start, out[start:stop].nbytes, time.perf_counter() - began)
+
+    def _result(self, group: Group, made: Tensor) -> Tensor:
+        """Return memory for what transforms make of the whole group, like what they made of a piece."""
+        with group.lock:
+            if group.result is None:
+                count = len(group.portion.numbers)
+                memory = self._results.lend(count * made[0].nbytes)
+                if made.ndim == 4 and made.is_contiguous(memory_format=torch.channels_last):
+                    _, channels, height, width = made.shape
+                    group.result = memory.view(made.dtype).view(count, height, width, channels).permute(0, 3, 1, 2)
+                else:
+                    group.result = memory.view(made.dtype).view(count, *made.shape[1:])
+            return group.result
+
+
+def _parted(group: Group) -> Iterator[Batch]:
+    """Yield the batches of a group with nothing left to do."""
+    portion, sizes, start = group.portion, group.portion.sizes, 0
+    parts = [value.split(sizes) if isinstance(value, Tensor) else list(_slices(value, sizes)) for value in group.values]
+    group.values, group.result = [], None  # or a buffer could not be used again while one of its batches is held
+    for size, reached, *values in zip(sizes, portion.reached, *parts, strict=True):
+        yield Batch(values, portion.positions[start : start + size], reached)
+        start += size
+
+
+def _slices(values: list[Any], sizes: Sequence[int]) -> Iterator[Any]:
+    start = 0
+    for size in sizes:
+        yield stacked(values[start : start + size])
+        start += size
+
+
+def _images(memory: Tensor, count: int, shape: tuple[int, int, int]) -> Tensor:
+    """Return memory as images `[B, C, H, W]`, channels last."""
+    return memory.view(count, *shape).permute(0, 3, 1, 2)
+
+
+def _leave_out(batch: Batch, bad: list[int]) -> None:
+    """Take some samples out of a batch."""
+    good = np.setdiff1d(np.arange(len(batch.positions)), bad)
+    batch.values = [
+        value[torch.from_numpy(good)] if isinstance(value, Tensor) else [value[place] for place in good.tolist()]
+        for value in batch.values
+    ]
+    batch.positions = batch.positions[good]

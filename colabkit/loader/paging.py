@@ -1,0 +1,146 @@
+"""The pages of mapped rows come into memory before they are needed: all in order, or those of the coming batches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from colabkit.dataset import PackedDataset
+from colabkit.loader.gather import RowGather
+from colabkit.loader.portions import Numbers, Portion, told_early
+
+__all__ = ["MappedRows", "Populating", "looked_ahead", "mapped_rows"]
+
+_STEP_BYTES = 32 << 20
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap does not have it
+
+
+@dataclass(frozen=True)
+class MappedRows:
+    """Rows of a file that is mapped.
+
+    Attributes:
+        path: the file.
+        offset: of the first row in it.
+        rows: how many.
+        row_bytes: of each.
+    """
+
+    path: Path
+    offset: int
+    rows: int
+    row_bytes: int
+
+
+def mapped_rows(dataset: PackedDataset, rows: RowGather) -> tuple[MappedRows, ...] | None:
+    """Return where the rows of a packed split lie; None if that is not known."""
+    files = dataset.mapped_files()
+    if files is None or len(files) != len(rows.maps):
+        return None
+    return tuple(
+        MappedRows(path, offset, len(some), rows.row_bytes)
+        for (path, offset), some in zip(files, rows.maps, strict=True)
+    )
+
+
+def looked_ahead(
+    portions: Iterator[Portion], files: Sequence[MappedRows], rows_of: Numbers | None, depth: int
+) -> Iterator[Portion]:
+    """Yield portions, after asking the kernel to read the rows of the next ones from disk.
+
+    Args:
+        portions: of the epoch.
+        files: where rows lie, counted through all of them.
+        rows_of: row of each sample; None for the samples' own numbers.
+        depth: samples that are asked for before they are needed.
+    """
+    if not hasattr(os, "posix_fadvise"):  # as on macOS
+        yield from portions
+        return
+    stops = np.cumsum([file.rows for file in files])
+    opened: list[int] = []
+
+    def ask(portion: Portion) -> None:
+        rows = np.sort(portion.numbers if rows_of is None else rows_of[portion.numbers])
+        owners = np.searchsorted(stops, rows, side="right")
+        for owner, row in zip(owners.tolist(), rows.tolist(), strict=True):
+            file = files[owner]
+            first = row - (int(stops[owner]) - file.rows)
+            place = file.offset + first * file.row_bytes
+            os.posix_fadvise(opened[owner], place, file.row_bytes, os.POSIX_FADV_WILLNEED)
+
+    try:
+        with contextlib.suppress(OSError):  # a file whose name is gone can be read through its map, unasked for
+            opened.extend(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files)
+        yield from told_early(portions, ask, depth) if len(opened) == len(files) else portions
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+class Populating:
+    """Brings the pages of maps into memory, in order, in a thread of its own, while there is nothing better to do.
+
+    Without it the first epoch would fetch them one page fault at a time, in random order. The kernel is asked through
+    `madvise`, which leaves the interpreter's lock alone when called by ctypes; where it is too old, nothing happens.
+
+    Args:
+        maps: tensors over memory maps.
+    """
+
+    def __init__(self, maps: Sequence[Tensor]) -> None:
+        self._maps = maps
+        self._reached = (0, 0)
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Go on where it stopped, unless it is at work."""
+        if self._thread is None and self._reached[0] < len(self._maps) and (madvise := _madvise()) is not None:
+            self._is_over = threading.Event()  # of this thread alone: an earlier one may still wait for a slow disk
+            self._thread = threading.Thread(
+                target=self._run, args=(madvise, self._is_over), name="colabkit-loader-populating", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; one that waits for the disk ends a step later."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+            self._thread = None
+
+    def _run(self, madvise: Callable[[int, int, int], int], is_over: threading.Event) -> None:
+        number, place = self._reached
+        while number < len(self._maps):
+            rows = self._maps[number]
+            first = rows.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            size = rows.data_ptr() + rows.nbytes - first
+            while place < size:
+                if is_over.is_set() or madvise(first + place, min(_STEP_BYTES, size - place), _POPULATE_READ):
+                    self._reached = (number, place) if is_over.is_set() else (len(self._maps), 0)
+                    return
+                place += _STEP_BYTES
+            number, place = number + 1, 0
+        self._reached = (number, 0)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    try:
+        found = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    found.restype = ctypes.c_int
+    return found

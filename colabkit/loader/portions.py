@@ -1,0 +1,248 @@
+"""Which samples make which batch: an epoch as portions of some batches each, for one rank of several.
+
+A global batch is what all ranks take in one step: `batch_size` consecutive positions of the epoch's order for each of
+them, so a position counted in samples means the same whatever the batch size and the number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.sampler import Order
+
+__all__ = ["Numbers", "OrderedPlan", "Pass", "Plan", "Portion", "Portions", "Share", "told_early"]
+
+Numbers = npt.NDArray[np.int64]
+
+_FIRST_CHUNK = 1024  # so that the first batch comes at once
+_CHUNK = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of several processes this is.
+
+    Attributes:
+        rank: from 0.
+        world_size: how many there are.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Some consecutive batches of one rank.
+
+    Attributes:
+        numbers: which samples, `int64 [S]`.
+        positions: their places in the epoch's global order, `int64 [S]`.
+        sizes: samples of each batch.
+        reached: for each batch, how many samples of the epoch all ranks have received after it.
+    """
+
+    numbers: Numbers
+    positions: Numbers
+    sizes: tuple[int, ...]
+    reached: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The global batches of one epoch, from a position to its end.
+
+    The last one holds what is left. Where that is less than one sample for each rank, the one before it takes it too,
+    so that all ranks get equally many batches and every sample comes once. (If there is none before it, since the epoch
+    is resumed so near its end with more ranks than before, these few samples are left out.)
+
+    Attributes:
+        start: samples of the epoch that have been received before.
+        stop: samples at which it ends.
+        batch_size: of one rank.
+        share: which rank this is.
+    """
+
+    start: int
+    stop: int
+    batch_size: int
+    share: Share
+
+    @classmethod
+    def of(cls, n: int, start: int, batch_size: int, share: Share, drop_last: bool) -> Pass:
+        """Return the pass over `n` samples from `start` on; with `drop_last` it ends with the last full batch."""
+        rest = (n - start) % (batch_size * share.world_size) if drop_last else 0
+        return cls(start, max(start, n - rest), batch_size, share)
+
+    def __len__(self) -> int:
+        """Return how many batches each rank gets."""
+        full, rest = divmod(self.stop - self.start, self._step)
+        return full + (rest >= self.share.world_size)
+
+    @property
+    def _step(self) -> int:
+        return self.batch_size * self.share.world_size
+
+    def portion(self, order: Order | _InChunks, epoch: int, first: int, count: int) -> Portion:
+        """Return `count` batches from the batch `first` on."""
+        last = len(self) - 1
+        step, (rank, world) = self._step, (self.share.rank, self.share.world_size)
+        begins = [self.start + step * number for number in range(first, first + count + 1)]
+        if first + count > last:
+            begins[-1] = self.stop
+        if world == 1:
+            numbers, positions = order.indices(epoch, begins[0], begins[-1]), np.arange(begins[0], begins[-1])
+            sizes = tuple(end - begin for begin, end in itertools.pairwise(begins))
+            return Portion(numbers, positions, sizes, tuple(begins[1:]))
+        mine = [
+            (begin + (end - begin) * rank // world, begin + (end - begin) * (rank + 1) // world)
+            for begin, end in itertools.pairwise(begins)
+        ]
+        numbers = np.concatenate([order.indices(epoch, *span) for span in mine])
+        positions = np.concatenate([np.arange(*span) for span in mine])
+        return Portion(numbers, positions, tuple(end - begin for begin, end in mine), tuple(begins[1:]))
+
+
+class _InChunks:
+    """An order that is asked for in chunks: a call costs as much as some thousands of positions.
+
+    Args:
+        order: of the samples.
+        stop: position after the last that will be wanted.
+    """
+
+    def __init__(self, order: Order, stop: int) -> None:
+        self._order = order
+        self._stop = stop
+        self._from = 0
+        self._chunk: Numbers = np.empty(0, np.int64)
+        self._size = _FIRST_CHUNK
+
+    def indices(self, epoch: int, start: int, stop: int) -> Numbers:
+        """Return the samples at positions `start` to `stop` of an epoch, always the same one."""
+        if not self._from <= start <= stop <= self._from + len(self._chunk):
+            self._chunk = self._order.indices(epoch, start, min(max(stop, start + self._size), self._stop))
+            self._from, self._size = start, _CHUNK
+        return self._chunk[start - self._from : stop - self._from]
+
+
+class Plan(Protocol):
+    """The batches of one process, epoch by epoch."""
+
+    def batches(self, start: int) -> int:
+        """Return how many batches an epoch has after so many samples of it."""
+
+    def samples(self, start: int) -> int:
+        """Return how many samples these batches hold."""
+
+    def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
+        """Yield these batches: one at first, so that training starts at once, then twice as many, up to a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPlan:
+    """Batches in an order of `colabkit.sampler`.
+
+    Attributes:
+        order: of the samples.
+        batch_size: of one process.
+        drop_last: leave out a last global batch that is not full.
+        share: which process this is.
+    """
+
+    order: Order
+    batch_size: int
+    drop_last: bool
+    share: Share
+
+    def batches(self, start: int) -> int:
+        """Return how many batches an epoch has after so many samples of it."""
+        return len(self._pass(start))
+
+    def samples(self, start: int) -> int:
+        """Return how many samples these batches hold."""
+        found = self._pass(start)
+        if not len(found):
+            return 0
+        last = found.portion(self.order, 0, len(found) - 1, 1)
+        return (len(found) - 1) * self.batch_size + len(last.numbers)
+
+    def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
+        """Yield these batches."""
+        found = self._pass(start)
+        order = _InChunks(self.order, found.stop)
+        first, count, batches = 0, 1, len(found)
+        while first < batches:
+            count = min(count, batches - first)
+            yield found.portion(order, epoch, first, count)
+            first, count = first + count, min(2 * count, most_batches)
+
+    def _pass(self, start: int) -> Pass:
+        return Pass.of(len(self.order), start, self.batch_size, self.share, self.drop_last)
+
+
+class Portions:
+    """The portions of an epoch, one looked ahead, so that the last batch is known when it comes.
+
+    Args:
+        portions: to be given out; an error comes in its turn.
+
+    Attributes:
+        stop: how many samples of the epoch all ranks have received after its last batch; None while not known.
+    """
+
+    def __init__(self, portions: Iterator[Portion]) -> None:
+        self.stop: int | None = None
+        self._portions = portions
+
+    def __iter__(self) -> Iterator[Portion]:
+        portion = next(self._portions, None)
+        while portion is not None:
+            following, failure = None, None
+            try:
+                following = next(self._portions, None)
+            except Exception as error:
+                failure = error
+            if following is None and failure is None:
+                self.stop = portion.reached[-1]
+            yield portion
+            if failure is not None:
+                raise failure
+            portion = following
+
+
+def told_early(portions: Iterator[Portion], tell: Callable[[Portion], None], depth: int) -> Iterator[Portion]:
+    """Yield portions, after telling of those that come next; an error among them comes in its turn.
+
+    Args:
+        portions: of the epoch.
+        tell: told each portion once.
+        depth: samples that are told of before they are needed.
+    """
+    waiting: deque[Portion] = deque()
+    ahead = 0
+    failure: Exception | None = None
+    while True:
+        try:
+            portion = next(portions, None)
+        except Exception as error:
+            portion, failure = None, error
+        if portion is None:
+            break
+        tell(portion)
+        waiting.append(portion)
+        ahead += len(portion.numbers)
+        while ahead > depth and len(waiting) > 1:
+            ahead -= len(waiting[0].numbers)
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()
+    if failure is not None:
+        raise failure

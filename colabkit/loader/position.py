@@ -1,0 +1,144 @@
+"""Where in which epoch the user is, and the state that says so in a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.loader.sampled import seed_of
+from colabkit.sampler import BlockShuffled, Order, Sequential, Shuffled
+
+__all__ = ["Position"]
+
+_VERSION = 2
+_BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
+
+
+class Position:
+    """The next position of a stream of epochs.
+
+    Samples are counted when the user receives them, not when they are made. A position at the end of an epoch is the
+    start of the next one.
+
+    Args:
+        order: of the epochs.
+        seed: of the loader.
+        fingerprint: of the data.
+    """
+
+    def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
+        self.order = order
+        self.seed = seed
+        self._fingerprint = fingerprint
+        self._next = (0, 0)  # epoch and samples at which the next iteration begins
+        self._reached = (0, 0)
+
+    @property
+    def policy(self) -> str:
+        """What tells this order from others."""
+        return self.order.policy if isinstance(self.order, Order) else f"sampler {type(self.order).__qualname__}"
+
+    @property
+    def _order_seed(self) -> int:
+        return self.order.seed if isinstance(self.order, Order) else seed_of(self.order)
+
+    @property
+    def shuffle(self) -> bool | str:
+        """What the argument `shuffle` would have to be."""
+        return "block" if isinstance(self.order, BlockShuffled) else isinstance(self.order, Shuffled)
+
+    @property
+    def order_text(self) -> str:
+        """How samples follow each other, for the loader's text."""
+        if isinstance(self.order, Sequential):
+            return "in order"
+        if isinstance(self.order, Shuffled | BlockShuffled):
+            what = "shuffled" if isinstance(self.order, Shuffled) else "shuffled by blocks"
+            return f"{what} with seed {self.order.seed}"
+        return f"by {self.policy.partition(' ')[0]}"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
+        check_whole_number("set the epoch", "epoch", epoch, 0)
+        if epoch != self._next[0]:
+            self._next = (epoch, 0)
+        self._reached = self._next
+
+    def begin(self) -> tuple[int, int]:
+        """Return the epoch and the samples at which an iteration begins; the next one will be the epoch after it."""
+        begun = self._next
+        self._next = (begun[0] + 1, 0)
+        self._reached = begun
+        return begun
+
+    def reached(self, epoch: int, samples: int, *, is_over: bool) -> None:
+        """Note that the user has received so many samples of an epoch."""
+        self._reached = (epoch + 1, 0) if is_over else (epoch, samples)
+
+    def state_dict(self, global_batch: int) -> dict[str, Any]:
+        """Return the position as plain values.
+
+        Args:
+            global_batch: samples of a step, of all processes together; told, not needed.
+        """
+        epoch, samples = self._reached
+        return {
+            "version": _VERSION,
+            "fingerprint": self._fingerprint,
+            "order": self.policy,
+            "order_seed": self._order_seed,
+            "seed": self.seed,
+            "epoch": epoch,
+            "samples": samples,
+            "global_batch": global_batch,
+        }
+
+    def load(self, state: dict[str, Any], is_end: Callable[[int], bool]) -> None:
+        """Take the position of a state, with its order.
+
+        Args:
+            state: of `state_dict`.
+            is_end: tells whether an epoch has no batch after so many samples.
+
+        Raises:
+            InvalidOption: if the state is of other data, of another order, of an unknown version, or not whole.
+        """
+        act = "resume the Loader"
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != _VERSION:
+            found = f"a state of version {version!r}"
+            raise InvalidOption(cannot(act, found, f"version {_VERSION}", "Start the epoch anew"))
+        if missing := [name for name in self.state_dict(0) if name not in state]:
+            found = f"a state without {', '.join(missing)}"
+            raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch anew"))
+        if state["fingerprint"] != self._fingerprint:
+            raise InvalidOption(
+                cannot(act, "a state of another data set", "the state of this one", "Open the pack it was taken with")
+            )
+        numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples")]
+        if not all(type(number) is int for number in numbers) or min(numbers[1:]) < 0:
+            found = f"a state with order_seed, seed, epoch and samples {', '.join(map(repr, numbers))}"
+            raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch anew"))
+        order_seed, seed, epoch, samples = numbers
+        self.order = self._order_of(act, str(state["order"]), order_seed)
+        self.seed = seed
+        self._next = self._reached = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
+
+    def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
+        """Return the order that a state tells of: one that needs no data, else the one that is here."""
+        if policy == self.policy and seed == self._order_seed:
+            return self.order
+        if isinstance(self.order, Sequential | Shuffled | BlockShuffled):
+            n = len(self.order)
+            if policy == "sequential":
+                return Sequential(n)
+            if policy == "shuffle":
+                return Shuffled(n, seed)
+            if found := _BLOCKS.fullmatch(policy):
+                block, window = map(int, found.groups())
+                return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
+        other = f"a state of the order {policy.partition(' ')[0]!r} with seed {seed}"
+        needed = f"this loader's {self.policy.partition(' ')[0]!r}"
+        raise InvalidOption(cannot(act, other, needed, "Make the Loader as it was, with the same sampler and seed"))

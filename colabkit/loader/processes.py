@@ -1,0 +1,216 @@
+"""What can only be asked sample by sample, in Python, is asked in worker processes, by torch's own `DataLoader`.
+
+Every sample is made with the generators of Python, NumPy and torch seeded by its position, so it comes out the same
+with any number of workers, and after a resume.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate, get_worker_info
+
+from colabkit.augment import Draws, PerSample
+from colabkit.dataset import FileDataset, PackedDataset
+from colabkit.errors import ColabkitError
+from colabkit.loader.portions import Portion
+from colabkit.loader.seeding import generators_kept, seed_all
+from colabkit.loader.structures import mapped
+
+__all__ = ["Made", "SampleWorkers", "is_per_sample"]
+
+logger = logging.getLogger("colabkit")
+
+Key = tuple[int, int, int, int]  # seed, epoch, position, number
+
+
+def is_per_sample(transform: Any) -> bool:
+    """Return whether a transform is for one sample: so marked, or torchvision's, which give a batch one draw."""
+    return isinstance(transform, PerSample) or type(transform).__module__.startswith("torchvision.transforms")
+
+
+@dataclass
+class Made:
+    """A batch from a worker, or why there is none.
+
+    Attributes:
+        batch: what `collate_fn` made of the samples.
+        samples: how many.
+        busy_s: seconds it took the worker.
+        error: what went wrong: an error of this package, or the text of another one.
+    """
+
+    batch: Any
+    samples: int
+    busy_s: float
+    error: ColabkitError | str | None = None
+
+    def pin_memory(self) -> Made:
+        """Put the batch in page-locked memory; `DataLoader` asks for it."""
+        try:
+            self.batch = mapped(self.batch, lambda tensor: tensor.pin_memory())
+        except RuntimeError as error:
+            logger.warning("memory for copies to the GPU cannot be pinned (%s)", str(error).partition("\n")[0])
+        return self
+
+
+class _Sampled(Dataset[Any]):
+    """A map-style data set that is asked for a whole batch by keys, each with a seed of its own."""
+
+    def __init__(self, dataset: Any, sample_transform: Callable[[Any], Any] | None, collate: Any) -> None:
+        self._dataset = dataset
+        self._transform = sample_transform
+        self._collate = collate
+
+    def __getitems__(self, keys: Sequence[Key]) -> Made:
+        with nullcontext() if get_worker_info() else generators_kept():
+            return self._made(keys)
+
+    def _made(self, keys: Sequence[Key]) -> Made:
+        began = time.perf_counter()
+        number = -1
+        try:
+            samples = []
+            for seed, epoch, position, number in keys:
+                seed_all(Draws(seed, epoch, np.array([position])))
+                sample = self._dataset[number]
+                if self._transform is not None:
+                    sample = _transformed(sample, self._transform)
+                samples.append(sample)
+            number = -1
+            batch = self._collate(samples)
+        except ColabkitError as error:
+            return Made(None, len(keys), 0.0, error)
+        except Exception as error:
+            where = f"sample {number}: " if number >= 0 else "collate_fn: "
+            path = _name_of(self._dataset, number) if number >= 0 else ""
+            return Made(None, len(keys), 0.0, f"{path}{where}{type(error).__name__}: {error}")
+        return Made(batch, len(keys), time.perf_counter() - began)
+
+
+class SampleWorkers:
+    """Makes the batches of one epoch in worker processes, in order.
+
+    Args:
+        dataset: map-style.
+        sample_transform: applied to each sample's first field, or None.
+        collate_fn: makes a batch of samples; None for torch's.
+        num_workers: processes; with 0 samples are made where the batch is asked for.
+        prefetch_batches: batches that each process makes ahead; None for torch's default.
+        pin_memory: whether a thread puts batches in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sample_transform: Callable[[Any], Any] | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        prefetch_batches: int | None,
+        pin_memory: bool,
+    ) -> None:
+        self._dataset = _Sampled(dataset, sample_transform, collate_fn or default_collate)
+        self._num_workers = num_workers
+        self._prefetch = None
+        if num_workers:
+            self._prefetch = max(1, -(-(prefetch_batches or 2 * num_workers) // num_workers))
+        self._pin_memory = pin_memory
+
+    def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Iterator[tuple[Made, int, int]]:
+        """Yield the batches of an epoch, each with how many samples have been received after it, and its position."""
+        plan = _Plan(seed, epoch, portions)
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=plan,
+            num_workers=self._num_workers,
+            collate_fn=_as_made,
+            prefetch_factor=self._prefetch,
+            pin_memory=self._pin_memory,
+            generator=torch.Generator(),  # or each epoch would draw from the caller's
+        )
+        ready = iter(loader)
+        try:
+            for made in ready:
+                yield made, *plan.taken()
+        except (OSError, EOFError) as error:  # of the pipes between processes
+            raise RuntimeError(f"a worker process is gone ({type(error).__name__}: {error})") from error
+        finally:
+            # Else processes would live as long as an error whose traceback holds them.
+            getattr(ready, "_shutdown_workers", lambda: None)()
+        if plan.error is not None:
+            raise plan.error
+
+
+class _Plan:
+    """The keys of an epoch's batches, as a batch sampler; remembers those that are not taken yet.
+
+    Attributes:
+        error: at which the batches end, since it shall come after those before it; None if they are whole.
+    """
+
+    def __init__(self, seed: int, epoch: int, portions: Iterator[Portion]) -> None:
+        self.error: Exception | None = None
+        self._epoch = seed, epoch
+        self._portions = portions
+        self._waiting: list[tuple[int, int]] = []
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        try:
+            yield from self._keys()
+        except Exception as error:
+            self.error = error
+
+    def _keys(self) -> Iterator[list[Key]]:
+        for portion in self._portions:
+            start = 0
+            for size, reached in zip(portion.sizes, portion.reached, strict=True):
+                stop = start + size
+                positions, numbers = portion.positions[start:stop].tolist(), portion.numbers[start:stop].tolist()
+                self._waiting.append((reached, positions[0] if positions else 0))
+                yield [(*self._epoch, *key) for key in zip(positions, numbers, strict=True)]
+                start = stop
+
+    def taken(self) -> tuple[int, int]:
+        """Return how many samples have been received after the oldest batch not taken yet, and its first position."""
+        return self._waiting.pop(0)
+
+
+def _as_made(made: Any) -> Any:
+    return made
+
+
+def _transformed(sample: Any, transform: Callable[[Any], Any]) -> Any:
+    if isinstance(sample, tuple):
+        return (transform(sample[0]), *sample[1:])
+    if isinstance(sample, list):
+        return [transform(sample[0]), *sample[1:]]
+    if isinstance(sample, dict):
+        first = next(iter(sample))
+        return {**sample, first: transform(sample[first])}
+    return transform(sample)
+
+
+def _name_of(dataset: Any, number: int) -> str:
+    """Return what a data set calls a sample, or its path, as torchvision's tell it; with a comma, for a message."""
+    if isinstance(dataset, Subset):
+        return _name_of(dataset.dataset, int(dataset.indices[number]))
+    if isinstance(dataset, ConcatDataset):
+        place = bisect.bisect_right(dataset.cumulative_sizes, number)
+        return _name_of(dataset.datasets[place], number - (dataset.cumulative_sizes[place - 1] if place else 0))
+    if isinstance(dataset, PackedDataset | FileDataset):
+        return f"{dataset.name_of(number)}, "
+    samples = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None)
+    try:
+        path = samples[number]  # type: ignore[index]
+        path = path[0] if isinstance(path, tuple | list) else path
+    except (TypeError, IndexError, KeyError):
+        return ""
+    return f"{path!r}, " if isinstance(path, str) else ""

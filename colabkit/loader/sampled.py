@@ -1,0 +1,168 @@
+"""Batches in the order of a sampler of the user's own: torch's, a batch sampler, any iterable with a length."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from colabkit.errors import InvalidOption, cannot
+from colabkit.loader.portions import Pass, Portion, Share
+from colabkit.loader.seeding import generators_kept
+from colabkit.sampler.randoms import key_of
+
+__all__ = ["SampledPlan", "gives_batches", "seed_of"]
+
+_OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPlan:
+    """Batches as a sampler of the user's own gives them; which process this is, is its own business.
+
+    Attributes:
+        sampler: gives numbers of samples, or a list of them for each batch, as a batch sampler does; with a length.
+        gives_batches: whether it gives lists.
+        seed: of the loader: where the sampler draws from a generator, as torch's do, each epoch has one of its own.
+        n: samples in the data set.
+        batch_size: where the sampler gives single samples.
+        drop_last: leave out a last batch that is not full.
+    """
+
+    sampler: Any
+    gives_batches: bool
+    seed: int
+    n: int
+    batch_size: int
+    drop_last: bool
+
+    def batches(self, start: int) -> int:
+        """Return how many batches an epoch has after so many samples of it; of a batch sampler at most."""
+        if not self.gives_batches:
+            return len(self._pass(start))
+        if isinstance(self.sampler, Sequence):
+            return sum(stop > start for stop in itertools.accumulate(map(_size, self.sampler)))
+        return max(0, len(self.sampler) - start // self._size_of_batches)
+
+    def samples(self, start: int) -> int:
+        """Return how many samples these batches hold; of a batch sampler at most."""
+        if not self.gives_batches:
+            return self._pass(start).stop - start
+        if isinstance(self.sampler, Sequence):
+            return max(0, sum(map(_size, self.sampler)) - start)
+        return max(0, len(self.sampler) * self._size_of_batches - start)
+
+    def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
+        """Yield these batches, passing over the samples before them.
+
+        Raises:
+            InvalidOption: if the sampler gives something else than numbers of samples.
+        """
+        position, count = start, 1
+        waiting: list[Sequence[Any]] = []
+        for batch in self._batches(epoch, start):
+            position += len(batch)
+            waiting.append(batch)
+            if len(waiting) == count:
+                yield _portion(waiting, position, self.n)
+                waiting, count = [], min(2 * count, most_batches)
+        if waiting:
+            yield _portion(waiting, position, self.n)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Sequence[Any]]:
+        given = _given(self.sampler, self.seed, epoch)
+        if not self.gives_batches:
+            numbers = itertools.islice(given, start, None)
+            while batch := list(itertools.islice(numbers, self.batch_size)):
+                if len(batch) == self.batch_size or not self.drop_last:
+                    yield batch
+            return
+        position = 0
+        for some in given:
+            batch = list(some) if isinstance(some, Collection) else [None]
+            position += len(batch)
+            if position > start:
+                yield batch[max(0, len(batch) - (position - start)) :]
+
+    def _pass(self, start: int) -> Pass:
+        return Pass.of(len(self.sampler), start, self.batch_size, Share(), self.drop_last)
+
+    @property
+    def _size_of_batches(self) -> int:
+        return int(getattr(self.sampler, "batch_size", 0) or self.batch_size)
+
+
+def gives_batches(sampler: Iterable[Any]) -> bool:
+    """Return whether a sampler of the user's own gives lists of samples, which are batches; asks it for the first."""
+    if type(sampler) in _OF_SINGLE_SAMPLES:  # the first would take as long as all of them
+        return False
+    with generators_kept():
+        first = next(iter(sampler), None)
+    return getattr(first, "ndim", 0) > 0 or (isinstance(first, Sequence) and not isinstance(first, str | bytes))
+
+
+def seed_of(sampler: Any) -> int:
+    """Return the seed that a sampler of the user's own draws from, 0 if it tells of none."""
+    for each in _nested(sampler):
+        seed, generator = getattr(each, "seed", None), getattr(each, "generator", None)
+        if isinstance(seed, int):
+            return seed
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return 0
+
+
+def _given(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
+    """Return what a sampler gives in an epoch, the same whenever it is asked for that epoch, where that can be.
+
+    A sampler is told the epoch if it wants to know. Those of torch read their generator when they are asked for the
+    first sample: until then they have one that depends on the epoch, else a resumed epoch would have another order.
+    """
+    kept = []
+    for each in _nested(sampler):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+        draws = isinstance(each, Sampler) and hasattr(each, "generator")
+        if draws and isinstance(each.generator, torch.Generator | None):
+            kept.append((each, each.generator))
+            own = 0 if each.generator is None else each.generator.initial_seed()
+            each.generator = torch.Generator().manual_seed(key_of(own, seed, epoch))
+    try:
+        given = iter(sampler)
+        first = list(itertools.islice(given, 1))
+    finally:
+        for each, generator in kept:
+            each.generator = generator
+    return itertools.chain(first, given)
+
+
+def _size(batch: Any) -> int:
+    return len(batch) if isinstance(batch, Collection) else 1
+
+
+def _nested(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler and those that it takes samples from."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _portion(batches: list[Sequence[Any]], stop: int, n: int) -> Portion:
+    sizes = tuple(map(len, batches))
+    reached = np.cumsum([stop - sum(sizes), *sizes])[1:]
+    try:
+        numbers = np.fromiter(map(operator.index, itertools.chain.from_iterable(batches)), np.int64, sum(sizes))
+    except (TypeError, OverflowError):
+        numbers = np.array([-1])
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < n:
+        found = "a sampler that gives something else"
+        next_step = "Check the sampler"
+        raise InvalidOption(cannot("make a batch", found, f"numbers of samples from 0 to {n - 1}", next_step))
+    return Portion(numbers, np.arange(stop - len(numbers), stop), sizes, tuple(reached.tolist()))

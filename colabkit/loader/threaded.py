@@ -1,0 +1,302 @@
+"""Batches are gathered, decoded, cut and transformed in this process: by threads, or where they are asked for.
+
+Rows that lie in memory are gathered faster than a thread can hand them over. So the first ones are made where they are
+asked for, and a thread takes over when it can work while the user does: when both take longer than a hand-over.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from colabkit import meters
+from colabkit.augment import Draws
+from colabkit.dataset import FileDataset
+from colabkit.errors import ColabkitError
+from colabkit.loader.decoding import BadSamples, ImageDecoding
+from colabkit.loader.engines import failed
+from colabkit.loader.feeds import Feed
+from colabkit.loader.gather import RowGather
+from colabkit.loader.kept import KeptRows
+from colabkit.loader.making import BatchMaker
+from colabkit.loader.paging import MappedRows, Populating, looked_ahead
+from colabkit.loader.portions import Portion, told_early
+from colabkit.loader.reading import ReadingAhead
+from colabkit.loader.slots import Memory, PinnedFields, PinnedSlots, RecycledFields, RecycledSlots, aligned
+from colabkit.loader.stages import Stages
+from colabkit.loader.transfer import DeviceTransfer
+from colabkit.loader.workers import Batch, Group, Workers, made_here
+
+__all__ = ["Depth", "Images", "InThreads"]
+
+_TICK_S = 0.25  # how often a waiting user is told of
+_FILES_AHEAD = 512
+_HAND_OVER_S = 2e-4
+_CONVINCED = 2  # groups in a row that would have paid for a thread
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How much is made ahead.
+
+    Attributes:
+        group_batches: batches that are made together at most.
+        groups: such groups under way or waiting.
+        threads: that make them; with 0 batches are made where they are asked for.
+        begins_here: whether the first batches are, too.
+    """
+
+    group_batches: int
+    groups: int
+    threads: int
+    begins_here: bool
+
+
+@dataclass(frozen=True)
+class Images:
+    """Samples that have to be decoded: what `ImageDecoding` needs, for every epoch."""
+
+    row_shape: tuple[int, int, int] | None
+    fit: bool
+    kept: KeptRows | None
+    bad: BadSamples
+
+
+class InThreads:
+    """Batches are gathered, decoded, cut and transformed by threads of this process.
+
+    Args:
+        feed: what batches consist of.
+        stages: what is done to the samples in threads.
+        images: how samples are decoded, if they are image files.
+        depth: how much is made ahead.
+        batch_size: samples of a batch.
+        device: where batches go.
+        counts: the loader's meters.
+        populating: brings a map's pages into memory meanwhile; None for none.
+        on_disk: where rows lie that are fetched from disk just ahead of their use; None where the kernel keeps them.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        stages: Stages,
+        images: Images | None,
+        depth: Depth,
+        batch_size: int,
+        device: torch.device,
+        counts: meters.LoaderMeters,
+        populating: Populating | None,
+        on_disk: tuple[MappedRows, ...] | None,
+    ) -> None:
+        self.group_batches = depth.group_batches
+        self._feed = feed
+        self._stages = stages
+        self._images = images
+        self._depth = depth
+        self._batch_size = batch_size
+        self._device = device
+        self._counts = counts
+        self._populating = populating
+        self._on_disk = on_disk
+        samples = depth.group_batches * (batch_size + 1)
+        sizes = [samples * row_bytes for row_bytes in self._row_bytes()]
+        self._pinned = PinnedSlots(sum(map(aligned, sizes)), device) if device.type == "cuda" else None
+        keep = depth.groups + 2
+        self._memory: Memory = RecycledFields(sizes, keep) if self._pinned is None else PinnedFields(self._pinned)
+        self._results = RecycledSlots(0, keep)
+
+    def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch."""
+        ahead = self._ahead()
+        try:
+            if ahead is not None:
+                portions = told_early(portions, ahead.coming, max(_FILES_AHEAD, 4 * self._batch_size))
+            elif self._on_disk is not None and isinstance(self._feed.samples, RowGather):
+                numbers = self._feed.samples.numbers
+                depth = 2 * self._depth.group_batches * self._batch_size
+                portions = looked_ahead(portions, self._on_disk, None if numbers is None else numbers.numpy(), depth)
+            maker = BatchMaker(
+                self._feed,
+                self._stages,
+                self._decoding(ahead),
+                self._memory,
+                self._results,
+                lambda portion: Draws(seed, epoch, portion.positions),
+                self._depth.threads,
+                self._counts,
+            )
+            if self._populating is not None:
+                self._populating.start()
+            pays = True
+            if self._depth.begins_here or not self._depth.threads:
+                pays = yield from self._made_here(maker, portions)
+            if pays:
+                yield from self._made_ahead(maker, portions, ahead)
+        finally:
+            if ahead is not None:
+                ahead.close()
+            if self._populating is not None:
+                self._populating.stop()
+
+    def _made_here(self, maker: BatchMaker, portions: Iterator[Portion]) -> Generator[Batch, None, bool]:
+        """Yield batches made in the caller's thread; return True when a thread would pay, False when all are made."""
+        convinced = 0
+        while (portion := _next_of(portions)) is not None:
+            began = time.perf_counter()
+            group = made_here(maker, portion)
+            made_s = time.perf_counter() - began
+            if group.batches:
+                group.batches[0].wait_s, group.batches[0].was_ready = made_s, False
+            left = time.perf_counter()
+            yield from _taken_from(group)
+            user_s = time.perf_counter() - left
+            if group.error is not None:
+                _raise(group.error)
+            convinced = convinced + 1 if min(made_s, user_s) > _HAND_OVER_S else 0
+            if convinced == _CONVINCED and self._depth.threads:
+                return True
+        return False
+
+    def _made_ahead(
+        self, maker: BatchMaker, portions: Iterator[Portion], ahead: ReadingAhead | None
+    ) -> Generator[Batch, None, None]:
+        """Yield batches that threads make."""
+        part = "decode" if self._images else "augment" if self._stages.works_in_threads else "gather"
+        workers = Workers(
+            portions, maker, self._depth.threads, self._depth.groups, lambda s: self._counts.add(part, 0, 0, 0.0, s)
+        )
+        try:
+            pinned = self._pinned
+            with closing(self._host_batches(workers) if pinned is None else self._sent(workers, pinned)) as ready:
+                yield from ready
+        finally:
+            if ahead is not None:
+                ahead.close()  # first, or a worker would wait for a file that does not come
+            workers.close()
+
+    def _row_bytes(self) -> list[int]:
+        """Return the bytes of a sample in each field, as far as they are known."""
+        sizes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in self._feed.columns.values()]
+        if (decoding := self._decoding(None)) is not None:
+            sizes[0] = decoding.out_bytes
+        elif (geometry := self._stages.geometry) is not None and geometry.size is not None:
+            rows = self._feed.samples
+            assert isinstance(rows, RowGather)
+            sizes[0] = int(np.prod(geometry.size)) * rows.shape[2]
+        return sizes
+
+    def _ahead(self) -> ReadingAhead | None:
+        files = self._feed.samples
+        if self._images is None or not isinstance(files, FileDataset) or not files.source.can_hang:
+            return None
+        kept = self._images.kept
+        if kept is not None and kept.is_whole:
+            return None
+        return ReadingAhead(files, lambda number: kept is not None and kept.row(number) is not None, self._counts)
+
+    def _decoding(self, ahead: ReadingAhead | None) -> ImageDecoding | None:
+        if self._images is None:
+            return None
+        images, files = self._images, self._feed.samples
+        return ImageDecoding(
+            files,  # type: ignore[arg-type]
+            images.row_shape,
+            images.fit,
+            self._stages.geometry,
+            images.kept,
+            ahead,
+            images.bad,
+            self._counts,
+        )
+
+    def _host_batches(self, workers: Workers) -> Generator[Batch, None, None]:
+        while True:
+            group, wait_s, was_ready = self._take(workers)
+            if group is None:
+                return
+            group.batches[0].wait_s, group.batches[0].was_ready = wait_s, was_ready
+            yield from _taken_from(group, workers.make_room)
+
+    def _sent(self, workers: Workers, pinned: PinnedSlots) -> Generator[Batch, None, None]:
+        """Yield batches that were sent to a GPU."""
+        transfer = DeviceTransfer(self._device, pinned, self._counts)
+        waiting: deque[Batch] = deque()
+        is_over, failure = False, None
+        try:
+            while True:
+                wait_s, was_ready = 0.0, True
+                few = self._depth.group_batches
+                while not is_over and len(transfer) <= few and (workers.ready() or not len(transfer)):
+                    try:
+                        group, waited_s, at_once = self._take(workers)
+                    except Exception as error:  # it comes after the batches that are on their way
+                        group, waited_s, at_once, failure = None, 0.0, False, error
+                    wait_s, was_ready = wait_s + waited_s, was_ready and at_once
+                    if group is None:
+                        is_over = True
+                    else:
+                        transfer.submit([(batch.values, len(batch.positions)) for batch in group.batches], group.buffer)
+                        waiting.extend(group.batches)
+                        workers.make_room()
+                if not len(transfer) and failure is not None:
+                    raise failure
+                if not len(transfer):
+                    return
+                batch = waiting.popleft()
+                batch.values, batch.wait_s, batch.was_ready = transfer.take(), wait_s, was_ready
+                yield batch
+        finally:
+            transfer.close()
+
+    def _take(self, workers: Workers) -> tuple[Group | None, float, bool]:
+        """Return the next group, the seconds waited for it, and whether it was ready; tell listeners while waiting."""
+        ready = workers.ready()
+        self._counts.queued += ready
+        self._counts.queue_room += self._depth.groups
+        started = time.perf_counter()
+        while True:
+            try:
+                return workers.take(_TICK_S), time.perf_counter() - started, bool(ready)
+            except queue.Empty:
+                meters.publish(meters.Waiting(self._counts, time.perf_counter() - started))
+            except Exception as error:
+                _raise(error)
+
+
+def _taken_from(group: Group, at_last: Callable[[], None] | None = None) -> Iterator[Batch]:
+    """Yield the batches of a group, and let go of each: its memory is to be used again when the user lets go of it.
+
+    Args:
+        group: whose.
+        at_last: called before the last one.
+    """
+    batches = group.batches[::-1]
+    group.batches = []
+    while batches:
+        if at_last is not None and len(batches) == 1:
+            at_last()
+        yield batches.pop()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raise an error as the user gets it: our own and interrupts as they are, others as one of ours."""
+    if isinstance(error, ColabkitError) or not isinstance(error, Exception):
+        raise error
+    raise failed(error) from error
+
+
+def _next_of(portions: Iterator[Portion]) -> Portion | None:
+    """Return the next portion, None after the last; the user's sampler may fail here."""
+    try:
+        return next(portions, None)
+    except Exception as error:
+        _raise(error)

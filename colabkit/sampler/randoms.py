@@ -1,0 +1,78 @@
+"""Random numbers by counter: a word is a pure function of a key and a number, so any of them comes at once.
+
+Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014): SplitMix64.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Stream", "Words64", "hashed", "key_of", "round_keys", "uniforms"]
+
+Words64: TypeAlias = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+class Stream(enum.IntEnum):
+    """What words are for, mixed into their key, so that no two uses share words."""
+
+    BLOCKS = 1
+    SHORT_BLOCK = 2
+    WINDOWS = 3
+    DRAWS = 4
+    PRIORITIES = 5
+    RUNS = 6
+    PASSES = 7
+
+
+def key_of(seed: int, *numbers: int) -> int:
+    """Return one 64-bit key for a seed and further integers, as of an epoch; their order counts."""
+    key = _splitmix(operator.index(seed) & _MASK)
+    for number in numbers:
+        key = _splitmix((key + operator.index(number) * _GAMMA) & _MASK)
+    return key
+
+
+def round_keys(key: int, count: int) -> list[int]:
+    """Return 32-bit keys: the upper halves of the first words of SplitMix64 started at `key`."""
+    return [_splitmix((key + (place + 1) * _GAMMA) & _MASK) >> 32 for place in range(count)]
+
+
+def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
+    """Return a random word for each number, of the shape of both arguments; words of one key and two numbers differ.
+
+    Args:
+        keys: one for all numbers, or one for each.
+        numbers: not negative.
+    """
+    words = numbers.astype(np.uint64) * np.uint64(_GAMMA)
+    words = words + (np.uint64(keys) if isinstance(keys, int) else keys)
+    shifted = words >> np.uint64(30)
+    words ^= shifted
+    words *= np.uint64(_FIRST)
+    np.right_shift(words, np.uint64(27), out=shifted)
+    words ^= shifted
+    words *= np.uint64(_SECOND)
+    np.right_shift(words, np.uint64(31), out=shifted)
+    words ^= shifted
+    return words
+
+
+def uniforms(words: Words64) -> npt.NDArray[np.float64]:
+    """Return words as numbers evenly spread over 0 <= u < 1, `float64 [N]`: multiples of 2**-53."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,388 @@
+"""Loaders of other packages, and the data that they read; run by `loader_systems.py`, where colabkit may be missing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CROP", "PEERS", "WRITERS", "Again", "Make"]
+
+Make = Callable[[int], Iterable[Any]]
+"""Makes a loader of batches of this size; the last thing in a batch has the length of its samples."""
+
+WORKERS = 2
+CROP = 224
+
+
+class Again:
+    """A loader made of a function that starts an epoch."""
+
+    def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epoch()
+
+
+def tensors(source: str) -> Make:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    images, labels = arrays(source)
+    dataset = TensorDataset(torch.tensor(images).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels))
+    return lambda size: DataLoader(dataset, size, shuffle=True)
+
+
+def arrays(source: str) -> tuple[Any, Any]:
+    """Return images, as a map, and labels of a raw pack's training split."""
+    import h5py
+    import numpy as np
+
+    with h5py.File(source) as file:
+        images = file["X_train"]
+        place = images.id.get_offset()
+        return np.memmap(source, images.dtype, "r", place, images.shape), file["Y_train"][:]
+
+
+class OneByOne:
+    """The usual recipe: each worker opens the file and reads sample by sample."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._file = path, None
+        self._count = len(arrays(path)[1])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        import h5py
+        import torch
+
+        if self._file is None:
+            self._file = h5py.File(self._path)
+        return torch.from_numpy(self._file["X_train"][index]).permute(2, 0, 1), int(self._file["Y_train"][index])
+
+
+def h5py_samples(source: str) -> Make:
+    from torch.utils.data import DataLoader
+
+    return lambda size: DataLoader(OneByOne(source), size, shuffle=True, num_workers=WORKERS, persistent_workers=True)
+
+
+def image_folder(source: str) -> Make:
+    from torchvision.transforms import PILToTensor
+
+    return folder_of(source, PILToTensor())
+
+
+def image_folder_crops(source: str) -> Make:
+    from torchvision.transforms import Compose, PILToTensor, RandomHorizontalFlip, RandomResizedCrop
+
+    return folder_of(source, Compose([RandomResizedCrop(CROP), RandomHorizontalFlip(), PILToTensor()]))
+
+
+def folder_of(source: str, transform: Any) -> Make:
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+
+    dataset = ImageFolder(source, transform=transform)
+    return lambda size: DataLoader(dataset, size, shuffle=True, num_workers=WORKERS, persistent_workers=True)
+
+
+def ffcv(source: str) -> Make:
+    from ffcv.fields.decoders import SimpleRGBImageDecoder
+    from ffcv.transforms import ToTensor
+
+    return ffcv_of(source, lambda: [SimpleRGBImageDecoder(), ToTensor()])
+
+
+def ffcv_crops(source: str) -> Make:
+    from ffcv.fields.decoders import RandomResizedCropRGBImageDecoder
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor
+
+    return ffcv_of(source, lambda: [RandomResizedCropRGBImageDecoder((CROP, CROP)), RandomHorizontalFlip(), ToTensor()])
+
+
+def ffcv_of(source: str, operations: Callable[[], list[Any]]) -> Make:
+    from ffcv.fields.decoders import IntDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import Squeeze, ToTensor
+
+    def make(size: int) -> Iterable[Any]:
+        return Loader(
+            source,
+            batch_size=size,
+            num_workers=WORKERS,
+            order=OrderOption.RANDOM,
+            os_cache=True,
+            drop_last=False,
+            pipelines={"image": operations(), "label": [IntDecoder(), ToTensor(), Squeeze()]},
+        )
+
+    return make
+
+
+def webdataset(source: str) -> Make:
+    import webdataset as wds
+    from torchvision.transforms.functional import pil_to_tensor
+
+    shards = sorted(map(str, Path(source).glob("*.tar")))
+
+    def make(size: int) -> Iterable[Any]:
+        dataset = (
+            wds.WebDataset(shards, shardshuffle=len(shards))
+            .shuffle(1000)
+            .decode("pil")
+            .to_tuple("jpg", "cls")
+            .map_tuple(pil_to_tensor)
+            .batched(size)
+        )
+        return wds.WebLoader(dataset, batch_size=None, num_workers=WORKERS, persistent_workers=True)
+
+    return make
+
+
+def streaming(source: str) -> Make:
+    from io import BytesIO
+
+    from PIL import Image
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+    from torch.utils.data import DataLoader
+    from torchvision.transforms.functional import pil_to_tensor
+
+    class Images(StreamingDataset):
+        def __getitem__(self, index: Any) -> Any:
+            sample = super().__getitem__(index)
+            return pil_to_tensor(Image.open(BytesIO(sample["image"]))), sample["label"]
+
+    clean_stale_shared_memory()
+
+    def make(size: int) -> Iterable[Any]:
+        dataset = Images(local=source, shuffle=True, batch_size=size)
+        return DataLoader(dataset, size, num_workers=WORKERS, persistent_workers=True)
+
+    return make
+
+
+def litdata(source: str) -> Make:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    class Images(StreamingDataset):
+        def __getitem__(self, index: Any) -> Any:
+            sample = super().__getitem__(index)
+            return sample["image"], sample["label"]
+
+    return lambda size: StreamingDataLoader(
+        Images(source, shuffle=True), batch_size=size, num_workers=WORKERS, persistent_workers=True
+    )
+
+
+def hf_datasets(source: str) -> Make:
+    from datasets import load_from_disk
+    from torch.utils.data import DataLoader
+
+    dataset = load_from_disk(source).with_format("torch")
+
+    def make(size: int) -> Iterable[Any]:
+        loader = DataLoader(dataset, size, shuffle=True, num_workers=WORKERS, persistent_workers=True)
+        return Again(lambda: ((batch["image"], batch["label"]) for batch in loader))
+
+    return make
+
+
+def spdl(source: str) -> Make:
+    """Batches of rows by indexing an array, in two threads."""
+    import numpy as np
+    import torch
+
+    images, labels = arrays(source)
+
+    def load(numbers: Any) -> tuple[Any, Any]:
+        return torch.from_numpy(images[numbers]).permute(0, 3, 1, 2), torch.from_numpy(labels[numbers])
+
+    def make(size: int) -> Iterable[Any]:
+        def epoch() -> Iterator[Any]:
+            numbers = np.random.default_rng().permutation(len(labels))
+            batches = (numbers[start : start + size] for start in range(0, len(numbers), size))
+            return spdl_epoch(batches, lambda builder: builder.pipe(load, concurrency=WORKERS))
+
+        return Again(epoch)
+
+    return make
+
+
+def shuffled(count: int) -> list[int]:
+    return random.sample(range(count), count)
+
+
+def spdl_epoch(source: Iterable[Any], parts: Callable[[Any], Any]) -> Iterator[Any]:
+    from spdl.pipeline import PipelineBuilder
+
+    pipeline = parts(PipelineBuilder().add_source(source)).add_sink(4).build(num_threads=WORKERS)
+    with pipeline.auto_stop():
+        yield from pipeline
+
+
+def spdl_crops(source: str) -> Make:
+    """Photos decoded by simplejpeg, cropped and flipped in two threads; a batch is a stack of them."""
+    import torch
+    from simplejpeg import decode_jpeg
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import RandomResizedCrop
+    from torchvision.transforms.functional import resized_crop
+
+    files = ImageFolder(source).samples
+    torch.set_num_threads(1)  # or each of the two threads would start two of its own for every photo
+
+    def load(file: tuple[str, int]) -> tuple[Any, int]:
+        image = torch.from_numpy(decode_jpeg(Path(file[0]).read_bytes(), fastdct=True, fastupsample=True))
+        image = image.permute(2, 0, 1)
+        box = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+        image = resized_crop(image, *box, [CROP, CROP], antialias=True)
+        return image.flip(-1) if random.random() < 0.5 else image, file[1]
+
+    def stack(samples: list[Any]) -> tuple[Any, Any]:
+        images, labels = zip(*samples, strict=True)
+        return torch.stack(images), torch.tensor(labels)
+
+    def make(size: int) -> Iterable[Any]:
+        def epoch() -> Iterator[Any]:
+            chosen = [files[number] for number in shuffled(len(files))]
+            return spdl_epoch(
+                chosen, lambda builder: builder.pipe(load, concurrency=WORKERS).aggregate(size).pipe(stack)
+            )
+
+        return Again(epoch)
+
+    return make
+
+
+def dali(source: str) -> Make:
+    from nvidia.dali import fn
+
+    return dali_of(source, lambda files: fn.decoders.image(files, device="cpu"))
+
+
+def dali_crops(source: str) -> Make:
+    from nvidia.dali import fn
+
+    def crops(files: Any) -> Any:
+        area, ratio = (0.08, 1.0), (3 / 4, 4 / 3)
+        images = fn.decoders.image_random_crop(files, device="cpu", random_area=area, random_aspect_ratio=ratio)
+        images = fn.resize(images, size=(CROP, CROP))
+        return fn.flip(images, horizontal=fn.random.coin_flip())
+
+    return dali_of(source, crops)
+
+
+def dali_of(source: str, decoded: Callable[[Any], Any]) -> Make:
+    """A pipeline without a GPU, its batches as torch tensors."""
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    @pipeline_def
+    def described() -> Any:
+        files, labels = fn.readers.file(file_root=source, random_shuffle=True, name="reader")
+        return decoded(files), labels
+
+    def make(size: int) -> Iterable[Any]:
+        built = described(batch_size=size, num_threads=WORKERS, device_id=None)
+        loader = DALIGenericIterator(
+            [built],
+            ["image", "label"],
+            reader_name="reader",
+            last_batch_policy=LastBatchPolicy.PARTIAL,
+            auto_reset=True,
+        )
+        return Again(lambda: ((batch["image"], batch["label"]) for [batch] in loader))
+
+    return make
+
+
+class Rows:
+    """Rows of a raw pack as FFCV's writer takes them."""
+
+    def __init__(self, path: str) -> None:
+        self._images, self._labels = arrays(path)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._images[index], int(self._labels[index])
+
+
+def write_beton_rows(source: str, target: str) -> int:
+    return write_beton(Rows(source), target, "raw")
+
+
+def write_beton_jpg(source: str, target: str) -> int:
+    """FFCV stores no file's own bytes: it encodes anew, by its default of quality 90, at the photo's own size."""
+    from torchvision.datasets import ImageFolder
+
+    return write_beton(ImageFolder(source), target, "jpg")
+
+
+def write_beton(dataset: Any, target: str, mode: str) -> int:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    fields = {"image": RGBImageField(write_mode=mode), "label": IntField()}
+    DatasetWriter(target, fields, num_workers=WORKERS).from_indexed_dataset(dataset)
+    return len(dataset)
+
+
+def write_shards(source: str, target: str) -> int:
+    """The files' own bytes, in shards of 1,000: as many for each of two workers."""
+    from torchvision.datasets import ImageFolder
+    from webdataset import ShardWriter
+
+    files = ImageFolder(source).samples
+    Path(target).mkdir()
+    with ShardWriter(f"{target}/%06d.tar", maxcount=1000, verbose=0) as writer:
+        for number in shuffled(len(files)):
+            path, label = files[number]
+            writer.write({"__key__": f"{number:08d}", "jpg": Path(path).read_bytes(), "cls": label})
+    return len(files)
+
+
+def write_arrow(source: str, target: str) -> int:
+    from datasets import Array3D, Dataset, Features, Value
+
+    images, labels = arrays(source)
+    features = Features({"image": Array3D(images.shape[1:], "uint8"), "label": Value("int64")})
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from ({"image": image, "label": label} for image, label in zip(images, labels, strict=True))
+
+    Dataset.from_generator(rows, features=features).save_to_disk(target)
+    return len(labels)
+
+
+PEERS: dict[str, Callable[[str], Make]] = {
+    "tensors": tensors,
+    "h5py": h5py_samples,
+    "ImageFolder": image_folder,
+    "ImageFolder crops": image_folder_crops,
+    "FFCV": ffcv,
+    "FFCV crops": ffcv_crops,
+    "WebDataset": webdataset,
+    "Streaming": streaming,
+    "litdata": litdata,
+    "HF datasets": hf_datasets,
+    "SPDL": spdl,
+    "SPDL crops": spdl_crops,
+    "DALI": dali,
+    "DALI crops": dali_crops,
+}
+
+WRITERS: dict[str, Callable[[str, str], int]] = {
+    "beton rows": write_beton_rows,
+    "beton jpg": write_beton_jpg,
+    "shards": write_shards,
+    "arrow": write_arrow,
+}

@@ -1,0 +1,264 @@
+"""One way to load batches, run in a process of its own: `python loader_systems.py ACTION SYSTEM SOURCE [MORE]`.
+
+- `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for a second at least; samples and seconds.
+- `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a process that made none before.
+- `write SYSTEM SOURCE TARGET`: the data that a system reads.
+- `worker`, `order`, `meters` `colabkit SOURCE BATCH`: what colabkit's loader costs besides.
+
+Prints one line of JSON, or that the system is not installed. Imports and the opening of data are not timed. The
+consumer only takes batches and counts their labels. This file runs where colabkit is not installed; colabkit is one of
+the systems.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from loader_peers import CROP, PEERS, WRITERS, Again, Make
+
+LEAST_S = 1.0
+PACE = 1000
+"""Images a second that the consumer takes in the action `worker`."""
+
+ORDER_SAMPLES = 10**9
+ORDER_ROW_BYTES = 8
+
+
+def main() -> None:
+    action, system, source, *more = sys.argv[1:]
+    with tempfile.TemporaryDirectory(prefix="own-", dir=Path(source).absolute().parent) as own:
+        # litdata deletes the folders `data` and `chunks` of the temporary folder, whoever made them.
+        os.environ["TMPDIR"] = tempfile.tempdir = own
+        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = f"{own}/litdata/chunks"
+        os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = f"{own}/litdata/data"
+        os.environ["HF_HOME"] = f"{own}/hf"
+        try:
+            found = ACTIONS[action](system, source, *more)
+        except ModuleNotFoundError as error:
+            found = {"missing": f"not installed: {type(error).__name__}: {error}"}
+        print("\n" + json.dumps(found), flush=True)
+
+
+def epochs(system: str, source: str, batch_size: str) -> dict[str, float]:
+    loader = SYSTEMS[system](source)(int(batch_size))
+    one_epoch(loader)
+    return timed(loader)
+
+
+def timed(loader: Iterable[Any]) -> dict[str, float]:
+    """Take whole epochs until a second is over."""
+    samples = rounds = 0
+    started = time.perf_counter()
+    while (seconds := time.perf_counter() - started) < LEAST_S:
+        samples += one_epoch(loader)
+        rounds += 1
+    return {"samples": samples, "seconds": seconds, "epochs": rounds}
+
+
+def one_epoch(loader: Iterable[Any]) -> int:
+    return sum(len(batch[-1]) for batch in loader)
+
+
+def first(system: str, source: str, batch_size: str) -> dict[str, float]:
+    make = SYSTEMS[system](source)
+    started = time.perf_counter()
+    batches = iter(make(int(batch_size)))
+    samples = len(next(batches)[-1])
+    return {"seconds": time.perf_counter() - started, "samples": samples}
+
+
+def write(system: str, source: str, target: str) -> dict[str, float]:
+    return {"samples": WRITERS[system](source, target)}
+
+
+def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
+    """CPU of all threads but the consumer's, which takes batches at `PACE` and sleeps between."""
+    loader = colabkit_pack(source)(int(batch_size))
+    one_epoch(loader)
+    taken = 0
+    cpu_s, own_s, started = time.process_time(), time.thread_time(), time.perf_counter()
+    for _, labels in chain(loader, loader):
+        taken += len(labels)
+        time.sleep(max(0.0, started + taken / PACE - time.perf_counter()))
+    seconds = time.perf_counter() - started
+    own_s, cpu_s = time.thread_time() - own_s, time.process_time() - cpu_s
+    return {"samples": taken, "seconds": seconds, "cpu_share": (cpu_s - own_s) / seconds, "own_share": own_s / seconds}
+
+
+def order(_: str, __: str, batch_size: str) -> dict[str, float]:
+    """Seconds from making a loader of 10^9 samples to its first batch, and from resuming another to the middle's."""
+    import numpy as np
+
+    import colabkit
+
+    rows = np.zeros((ORDER_SAMPLES, ORDER_ROW_BYTES), np.uint8)  # never written to, so it takes no memory
+    next(iter(colabkit.Loader(rows[:1000], 10)))  # imports
+    size, middle = int(batch_size), ORDER_SAMPLES // 2
+    started = time.perf_counter()
+    loader = colabkit.Loader(rows, size, shuffle=True)
+    batches = iter(loader)
+    next(batches)
+    first_s = time.perf_counter() - started
+    state = loader.state_dict() | {"samples": middle}
+    del batches
+    resumed = colabkit.Loader(rows, size, shuffle=True)
+    started = time.perf_counter()
+    resumed.load_state_dict(state)
+    batches = iter(resumed)
+    next(batches)
+    middle_s = time.perf_counter() - started
+    assert resumed.state_dict()["samples"] == middle + size, "this is not the middle"
+    return {"first_s": first_s, "middle_s": middle_s}
+
+
+def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
+    """Share of an epoch that the meters take: how often each is called in it, times what one call costs."""
+    from colabkit import meters as watched
+
+    loader = colabkit_pack(source)(int(batch_size))
+    one_epoch(loader)
+    found = timed(loader)
+    calls: dict[str, int] = {}
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return call(*args, **kwargs)
+
+        return run
+
+    kind, publish = watched.LoaderMeters, watched.publish
+    originals = {name: getattr(kind, name) for name in ("busy", "add")}
+    try:
+        watched.publish = counted("publish", publish)
+        for name, call in originals.items():
+            setattr(kind, name, counted(name, call))
+        batches = sum(1 for _ in loader)
+    finally:
+        watched.publish = publish
+        for name, call in originals.items():
+            setattr(kind, name, call)
+    mine = kind()
+
+    def busy() -> None:
+        with mine.busy("gather", 1, 1):
+            pass
+
+    costs = {
+        "busy": cost_s(busy),
+        "add": cost_s(lambda: mine.add("gather", 1, 1, 0.0)),
+        "publish": cost_s(lambda: publish(watched.BatchTaken(mine))),
+    }
+    calls["add"] = calls.get("add", 0) - calls.get("busy", 0)  # those inside `busy` are in its cost
+    total_s = sum(calls.get(name, 0) * cost for name, cost in costs.items())
+    total_s += batches * cost_s(lambda: counted_batch(mine))
+    epoch_s = found["seconds"] / found["epochs"]
+    return {"share": total_s / epoch_s, "epoch_s": epoch_s, "calls": sum(calls.values()), "batches": batches}
+
+
+def counted_batch(mine: Any) -> None:
+    """What the loader counts by itself for every batch."""
+    started = time.perf_counter()
+    mine.batches += 1
+    mine.samples += 1
+    mine.wait_s += 0.0
+    mine.ready += True
+    mine.user_s += time.perf_counter() - started
+
+
+def cost_s(call: Callable[[], object], times: int = 20_000) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
+
+
+def colabkit_pack(source: str) -> Make:
+    import colabkit
+
+    dataset = colabkit.open_pack(source)["train"]
+    return lambda size: colabkit.Loader(dataset, size, shuffle=True)
+
+
+def colabkit_crops(source: str) -> Make:
+    return colabkit_cropping(source)
+
+
+def colabkit_decoded(source: str) -> Make:
+    return colabkit_cropping(source, size=256)
+
+
+def colabkit_cropping(source: str, **options: Any) -> Make:
+    import colabkit
+    from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
+
+    dataset = colabkit.open_pack(source)["train"]
+    transform = Compose([RandomResizedCrop(CROP), RandomHorizontalFlip()])
+    return lambda size: colabkit.Loader(dataset, size, shuffle=True, transform=transform, **options)
+
+
+def bare(source: str) -> Make:
+    """The limit: random rows by `index_select` into one reused buffer, with no thread and no labels."""
+    import torch
+
+    import colabkit
+
+    rows = colabkit.open_pack(source)["train"].rows
+    flat = rows.view(len(rows), -1)
+    wide = flat.view(torch.int64) if flat.shape[1] % 8 == 0 else flat
+
+    def make(size: int) -> Iterable[Any]:
+        buffer = torch.empty(size, wide.shape[1], dtype=wide.dtype)
+
+        def epoch() -> Iterator[Any]:
+            for some in torch.randperm(len(wide)).split(size):
+                yield (torch.index_select(wide, 0, some, out=buffer[: len(some)]),)
+
+        return Again(epoch)
+
+    return make
+
+
+def plain_copy(source: str) -> Make:
+    """The same bytes in the order they lie in: blocks of rows copied into one reused buffer."""
+    import torch
+
+    import colabkit
+
+    rows = colabkit.open_pack(source)["train"].rows
+
+    def make(size: int) -> Iterable[Any]:
+        buffer = torch.empty(size, *rows.shape[1:], dtype=rows.dtype)
+        return Again(lambda: ((buffer[: len(some)].copy_(some),) for some in rows.split(size)))
+
+    return make
+
+
+ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "epochs": epochs,
+    "first": first,
+    "write": write,
+    "worker": worker,
+    "order": order,
+    "meters": meters,
+}
+
+SYSTEMS: dict[str, Callable[[str], Make]] = {
+    "colabkit": colabkit_pack,
+    "colabkit crops": colabkit_crops,
+    "colabkit decoded": colabkit_decoded,
+    "bare": bare,
+    "copy": plain_copy,
+    **PEERS,
+}
+
+if __name__ == "__main__":
+    main()

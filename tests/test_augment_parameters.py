@@ -1,0 +1,116 @@
+"""Where crops, flips and squares fall: the distributions of torchvision, and nothing but a sample's own numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import RandomCrop as TorchvisionCrop
+from torchvision.transforms import RandomResizedCrop as TorchvisionResizedCrop
+
+from colabkit.augment import CenterCrop, Cutout, Draws, Geometry, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+
+COUNT = 4000
+
+
+def boxes(transform: Geometry, size: tuple[int, int], count: int = COUNT, seed: int = 3) -> np.ndarray:
+    """Return top, left, height and width of each sample, `[count, 4]`."""
+    found = transform.boxes(np.tile(np.array(size), (count, 1)), Draws(seed, 0, np.arange(count)))
+    return np.stack([found.top, found.left, found.height, found.width], 1)
+
+
+def assert_same_distribution(first: np.ndarray, second: np.ndarray) -> None:
+    """Compare two samples by Kolmogorov and Smirnov: equal ones fail with a probability below 1e-4 (c = 2.23)."""
+    values = np.union1d(first, second)
+    shares = [np.searchsorted(np.sort(sample), values, side="right") / len(sample) for sample in (first, second)]
+    bound = 2.23 * math.sqrt(1 / len(first) + 1 / len(second))
+    assert np.abs(shares[0] - shares[1]).max() < bound
+
+
+@pytest.mark.parametrize("size", [(256, 256), (100, 300), (37, 20), (4, 400), (400, 4)])
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": (0.5, 0.9), "ratio": (1.5, 2.0)}, {"scale": (1, 1), "ratio": (1, 1)}]
+)
+def test_resized_crops_lie_where_those_of_torchvision_lie(size, options):
+    got = boxes(RandomResizedCrop(224, **options), size)
+    torch.manual_seed(1)
+    image = torch.empty(3, *size, dtype=torch.uint8)
+    scale, ratio = options.get("scale", (0.08, 1.0)), options.get("ratio", (3 / 4, 4 / 3))
+    other = np.array([TorchvisionResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(COUNT)])
+    assert (got[:, :2] >= 0).all()
+    assert (got[:, :2] + got[:, 2:] <= size).all()
+    assert (got[:, 2:] > 0).all()
+    for column in range(4):
+        assert_same_distribution(got[:, column], other[:, column])
+    assert_same_distribution(got[:, 2] * got[:, 3], other[:, 2] * other[:, 3])
+    assert_same_distribution(got[:, 3] / got[:, 2], other[:, 3] / other[:, 2])
+    assert_same_distribution(got[:, 0] + 2 * got[:, 1], other[:, 0] + 2 * other[:, 1])
+
+
+@pytest.mark.parametrize(("padding", "size"), [(4, (32, 32)), (0, (40, 33)), ((0, 7), (32, 32))])
+def test_random_crops_lie_evenly_as_those_of_torchvision(padding, size):
+    transform = RandomCrop(32, padding=padding)
+    got = boxes(transform, size)
+    left, top, right, bottom = transform.padding
+    rows, columns = size[0] + top + bottom - 32 + 1, size[1] + left + right - 32 + 1
+    counts = np.bincount((got[:, 0] + top) * columns + got[:, 1] + left, minlength=rows * columns)
+    cells, expected = rows * columns, COUNT / (rows * columns)
+    assert len(counts) == cells, "a crop lies beyond the border"
+    # Chi-square has mean cells - 1 and variance 2 (cells - 1): 5 standard deviations.
+    assert ((counts - expected) ** 2 / expected).sum() <= cells - 1 + 5 * math.sqrt(2 * (cells - 1))
+    torch.manual_seed(1)
+    image = torch.empty(3, size[0] + top + bottom, size[1] + left + right)
+    other = np.array([TorchvisionCrop.get_params(image, (32, 32)) for _ in range(COUNT)]) - [top, left, 0, 0]
+    for column in range(4):
+        assert_same_distribution(got[:, column], other[:, column])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+def test_images_are_mirrored_as_often_as_asked(p):
+    sizes = np.tile([8, 8], (COUNT, 1))
+    mirrored = RandomHorizontalFlip(p).boxes(sizes, Draws(0, 0, np.arange(COUNT))).mirrored
+    assert abs(mirrored.mean() - p) <= 5 * math.sqrt(p * (1 - p) / COUNT)
+
+
+def test_images_of_one_batch_may_differ_in_size():
+    sizes = np.array([[256, 256], [100, 300], [37, 20], [4, 400], [64, 64]])
+    draws = Draws(9, 2, np.array([5, 77, 3, 10**10, 6]))
+    for transform in (RandomResizedCrop(24), CenterCrop(30), RandomHorizontalFlip(), RandomCrop(4)):
+        together = list(transform.boxes(sizes, draws).rows())
+        alone = [
+            next(transform.boxes(sizes[index : index + 1], draws.part(index, index + 1)).rows()) for index in range(5)
+        ]
+        assert together == alone
+
+
+def test_boxes_never_change():
+    sizes = np.tile([256, 256], (3, 1))
+    got = RandomResizedCrop(224).boxes(sizes, Draws(42, 3, np.array([0, 1, 10**9])))
+    assert list(got.rows()) == [(1, 12, 254, 224, False), (8, 11, 164, 217, False), (124, 91, 132, 112, False)]
+
+
+def test_an_extreme_image_gives_the_largest_central_box_of_an_allowed_shape():
+    assert (boxes(RandomResizedCrop(8, scale=(1, 1)), (10, 1000), 50) == [0, 493, 10, 13]).all()
+    assert (boxes(RandomResizedCrop(8, scale=(1, 1)), (1000, 10), 50) == [493, 0, 13, 10]).all()
+    assert (boxes(RandomResizedCrop(8, ratio=(5, 6)), (1, 1), 50) == [0, 0, 1, 1]).all()
+
+
+@pytest.mark.parametrize("size", [(8, 8), (3, 6), (100, 2), (5, 5)])
+def test_squares_are_where_cutout_puts_them(size):
+    height, width = 20, 24
+    rng = np.random.default_rng(4)
+    batch = torch.full((2000, 1, height, width), 9, dtype=torch.uint8)
+    got = Cutout(size).apply(batch, None, Draws(1, 0, np.arange(2000)))[0][:, 0].numpy() == 0
+    expected = np.zeros((2000, height, width), bool)  # the authors' own code
+    for mask in expected:
+        y, x = rng.integers(height), rng.integers(width)
+        y1, y2 = np.clip([y - size[0] // 2, y - size[0] // 2 + size[0]], 0, height)
+        x1, x2 = np.clip([x - size[1] // 2, x - size[1] // 2 + size[1]], 0, width)
+        mask[y1:y2, x1:x2] = True
+    assert_same_distribution(got.sum((1, 2)), expected.sum((1, 2)))
+    for axis in (1, 2):
+        assert_same_distribution(got.any(axis).argmax(1), expected.any(axis).argmax(1))
+        assert_same_distribution(got.any(axis).sum(1), expected.any(axis).sum(1))
+    assert (got.any(2).sum(1) * got.any(1).sum(1) == got.sum((1, 2))).all(), "not a rectangle"

@@ -1,0 +1,336 @@
+"""`Loader` over data sets that are asked sample by sample, in worker processes: any of torch's, any `collate_fn`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import make_tree
+from contract import StreamContract, make_pack
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    default_collate,
+    get_worker_info,
+    random_split,
+)
+from torchvision.datasets import FakeData, ImageFolder
+from torchvision.transforms import v2
+
+from colabkit.augment import PerSample
+from colabkit.dataset import FileDataset, open_pack
+from colabkit.errors import BadImage, InvalidOption, LoaderFailed
+from colabkit.loader import Loader
+from colabkit.sampler import epoch_order
+
+WORKERS = [0, 1, 2]
+DEADLINE_S = 30.0
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Squares(Dataset):
+    """Gives `make(i)` for sample i."""
+
+    def __init__(
+        self, count: int = 23, make: Callable[[int], Any] = lambda i: (torch.tensor([i, i * i]), i % 3)
+    ) -> None:
+        self.count = count
+        self.make = make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    _, left = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], 10)
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return class folders with 24 PNG images of one size."""
+    return make_tree(tmp_path_factory.mktemp("images") / "tree", 8)
+
+
+def to_tensor() -> v2.Compose:
+    return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two batches have the same structure and content."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def assert_loads(dataset: Any, num_workers: int, collate: Any = None, **options: Any) -> None:
+    """Assert that batches are what `collate` makes of the samples in the epoch's order."""
+    count = len(dataset)
+    loader = Loader(dataset, 5, shuffle=True, seed=4, num_workers=num_workers, collate_fn=collate, **options)
+    assert len(loader) == -(-count // 5)
+    for epoch in range(2):
+        order = epoch_order(count, 4, epoch, 0, count).tolist()
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        for number, batch in enumerate(batches):
+            samples = [dataset[index] for index in order[5 * number : 5 * number + 5]]
+            assert same(batch, (collate or default_collate)(samples))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+class TestLoaderStream(StreamContract):
+    @pytest.fixture(autouse=True)
+    def _with(self, num_workers):
+        self.num_workers = num_workers
+
+    def batches(self):
+        return 3
+
+    def make(self, fail_at=None):
+        samples = Squares(10)
+        if fail_at is not None:
+            bad = epoch_order(10, 2, 0, 0, 10)[4 * fail_at]
+            samples.make = lambda i: (torch.tensor([i, i * i]), i % 3 if i != bad else int("planned"))
+        return Loader(samples, 4, shuffle=True, seed=2, num_workers=self.num_workers)
+
+    def samples(self, batch):
+        return [(*value.tolist(), int(label)) for value, label in zip(*batch, strict=True)]
+
+    def everything(self):
+        return [(i, i * i, i % 3) for i in range(10)]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_any_map_style_data_set_gives_what_the_default_collate_makes_of_its_samples(num_workers):
+    assert_loads(Squares(), num_workers)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        float,
+        str,
+        lambda i: torch.full((2, 3), i),
+        lambda i: np.full(3, i, np.float32),
+        lambda i: {"x": torch.tensor(i), "name": f"sample {i}", "y": i % 2},
+        lambda i: Point(torch.tensor([i]), i),
+        lambda i: (torch.tensor(i), {"boxes": torch.full((2, 4), i), "more": [i, str(i)]}, (float(i), None or i)),
+        lambda i: [torch.tensor(i), torch.tensor(-i)],
+    ],
+    ids=["number", "text", "tensor", "array", "dict", "namedtuple", "nested", "list"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_may_be_of_any_structure(make, num_workers):
+    assert_loads(Squares(12, make), num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchvisions_data_sets_load_with_their_own_transforms(tree, num_workers):
+    assert_loads(FakeData(13, (3, 8, 8), 4, transform=to_tensor()), num_workers)
+    folder = ImageFolder(tree, transform=to_tensor())
+    assert_loads(folder, num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_parts_and_joins_of_data_sets_load_like_any(tree, num_workers):
+    folder = ImageFolder(tree, transform=to_tensor())
+    first, second = random_split(Squares(), [15, 8], torch.Generator().manual_seed(3))
+    for dataset in (Subset(folder, [3, 3, 20, 7]), ConcatDataset([Squares(6), Squares(7)]), first, second):
+        assert_loads(dataset, num_workers)
+    assert_loads(StackDataset(a=Squares(9), b=Squares(9, float)), num_workers)
+
+
+def test_parts_of_a_pack_are_views_of_it_and_load_as_rows(tmp_path):
+    data = open_pack(make_pack(tmp_path / "p.h5", train=20))["train"]
+    part, rest = random_split(data, [13, 7], torch.Generator().manual_seed(3))
+    for subset in (part, rest, Subset(data, range(4, 9)), Subset(Subset(data, [9, 8, 7, 6]), [3, 1])):
+        images, labels = (torch.cat(field) for field in zip(*Loader(subset, 3), strict=True))
+        expected = [subset[i] for i in range(len(subset))]
+        assert torch.equal(images, torch.stack([image for image, _ in expected]))
+        assert labels.tolist() == [label for _, label in expected]
+        assert "PackedDataset" in repr(Loader(subset, 3))
+
+
+def test_a_join_of_packs_loads_sample_by_sample(tmp_path):
+    one, other = (open_pack(make_pack(tmp_path / f"{n}.h5", seed=n, train=6 + n))["train"] for n in range(2))
+    assert_loads(ConcatDataset([one, other]), 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda samples: {"x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]},
+        lambda samples: Point(torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])),
+        lambda samples: [{"deep": (default_collate(samples), len(samples))}],
+        len,
+        default_collate,
+    ],
+    ids=["dict", "namedtuple", "nested", "number", "torch's"],
+)
+def test_collate_fn_makes_the_batch(collate, num_workers):
+    assert_loads(Squares(12), num_workers, collate)
+
+
+def test_collate_fn_gets_the_samples_of_a_pack_and_of_arrays(tmp_path):
+    data = open_pack(make_pack(tmp_path / "p.h5", train=12))["train"]
+    assert_loads(data, 2, lambda samples: {"x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]})
+    assert_loads(torch.arange(24).view(12, 2), 0, torch.stack)
+
+
+def test_only_collate_fn_may_say_what_a_batch_of_single_samples_is():
+    for options in ({"fields": ["X"]}, {"as_dict": True}, {"size": 8}, {"on_bad": "skip"}):
+        with pytest.raises(InvalidOption, match="made one by one"):
+            Loader(Squares(), 4, **options)
+
+
+def test_what_is_no_map_style_data_set_is_refused():
+    for dataset in (iter([1, 2]), 5, "text", {1, 2}, None):
+        with pytest.raises(InvalidOption, match="a data set with a length and an index"):
+            Loader(dataset, 2)
+
+
+def broken(index: int) -> torch.Tensor:
+    if index == 7:
+        raise ValueError("planned, and\nsaid in two lines")
+    return torch.tensor(index)
+
+
+def fails_on_seven(batch: Any) -> Any:
+    if 7 in [int(x) for x in batch]:
+        raise KeyError("planned")
+    return batch
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_an_error_of_a_data_set_names_the_sample_and_the_cause_in_one_line(num_workers):
+    got = []
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 7: ValueError: planned, and") as caught:
+        got.extend(Loader(Squares(12, broken), 3, num_workers=num_workers))
+    assert [batch.tolist() for batch in got] == [[0, 1, 2], [3, 4, 5]]
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_an_error_of_a_collate_fn_is_one_line_too(num_workers):
+    loader = Loader(Squares(12, torch.tensor), 3, collate_fn=fails_on_seven, num_workers=num_workers)
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: collate_fn: KeyError: 'planned'") as caught:
+        list(loader)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_do_not_stack_are_one_line_that_says_so(num_workers):
+    with pytest.raises(LoaderFailed, match="stack expects each tensor to be equal size") as caught:
+        list(Loader(Squares(4, torch.zeros), 2, num_workers=num_workers))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("around", ["alone", "subset", "concat", "both"])
+def test_a_broken_file_of_an_image_folder_is_named_with_its_path(tmp_path, around, num_workers):
+    tree = make_tree(tmp_path / "tree", 3)
+    path = tree / "bees" / "001.png"
+    path.write_bytes(path.read_bytes()[:60])
+    folder = ImageFolder(tree, transform=to_tensor())
+    dataset = {
+        "alone": folder,
+        "subset": Subset(folder, range(8, 1, -1)),
+        "concat": ConcatDataset([FakeData(4, transform=to_tensor()), folder]),
+        "both": Subset(ConcatDataset([folder, folder]), [0, 13, 2]),
+    }[around]
+    with pytest.raises(LoaderFailed, match=r"bees/001\.png") as caught:
+        list(Loader(dataset, 1, num_workers=num_workers))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_a_transform_names_the_sample_of_a_pack_or_the_file(tmp_path, tree, num_workers):
+    data = open_pack(make_pack(tmp_path / "p.h5", train=20))["train"]
+    with pytest.raises(LoaderFailed, match=r"train\[0\] of .*p\.h5.*ZeroDivisionError"):
+        list(Loader(data, 4, transform=PerSample(lambda image: 1 / 0), num_workers=num_workers))
+    with pytest.raises(LoaderFailed, match=r"ants/000\.png.*ZeroDivisionError"):
+        list(Loader(FileDataset(tree), 4, transform=PerSample(lambda image: 1 / 0), num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_errors_of_this_package_keep_their_type_and_line(tmp_path, num_workers):
+    tree = make_tree(tmp_path / "tree", 3)
+    (tree / "bees" / "001.png").write_bytes(b"no image")
+    with pytest.raises((BadImage, LoaderFailed), match=r"Cannot decode 'bees/001\.png'") as caught:
+        list(Loader(FileDataset(tree), 4, transform=PerSample(lambda image: image), num_workers=num_workers))
+    assert str(caught.value).count("Cannot") == 1
+
+
+@pytest.mark.parametrize("when", [0, 9])
+def test_a_worker_process_that_is_killed_is_one_error_and_no_hang(when):
+    def dies(index: int) -> torch.Tensor:
+        if index == when and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+    began = time.monotonic()
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*worker.*(killed|exited|gone)") as caught:
+        list(Loader(Squares(12, dies), 2, num_workers=2))
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < DEADLINE_S
+
+
+def test_a_worker_that_leaves_by_itself_is_one_error_too():
+    def leaves(index: int) -> torch.Tensor:
+        if index == 3 and get_worker_info() is not None:
+            os._exit(3)
+        return torch.tensor(index)
+
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*worker"):
+        list(Loader(Squares(12, leaves), 2, num_workers=1))
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_an_error_of_a_sampler_is_one_error_of_the_loader(num_workers):
+    class Fails(list):
+        def __iter__(self) -> Iterator[int]:
+            yield from (0, 1)
+            raise ValueError("planned")
+
+    for dataset in (Squares(), torch.arange(23)):
+        with pytest.raises(LoaderFailed, match="ValueError: planned"):
+            list(Loader(dataset, 2, sampler=Fails(range(4)), num_workers=num_workers))
+    with pytest.raises(InvalidOption, match="numbers of samples from 0 to 22"):
+        list(Loader(Squares(), 2, sampler=[0, 23], num_workers=num_workers))
+
+
+def test_a_loader_that_failed_may_be_used_again():
+    samples = Squares(12, broken)
+    loader = Loader(samples, 3, num_workers=2)
+    with pytest.raises(LoaderFailed):
+        list(loader)
+    samples.make = torch.tensor
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
