@@ -186,7 +186,10 @@ class BatchMaker:
 def _parted(group: Group) -> Iterator[Batch]:
     """Yield the batches of a group with nothing left to do."""
     portion, sizes, start = group.portion, group.portion.sizes, 0
-    parts = [value.split(sizes) if isinstance(value, Tensor) else list(_slices(value, sizes)) for value in group.values]
+    parts = [
+        torch.split_with_sizes(value, sizes) if isinstance(value, Tensor) else list(_slices(value, sizes))
+        for value in group.values
+    ]
     group.values, group.result = [], None  # or a buffer could not be used again while one of its batches is held
     for size, reached, *values in zip(sizes, portion.reached, *parts, strict=True):
         yield Batch(values, portion.positions[start : start + size], reached)

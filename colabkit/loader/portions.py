@@ -22,7 +22,7 @@ __all__ = ["Numbers", "OrderedPlan", "Pass", "Plan", "Portion", "Portions", "Sha
 Numbers = npt.NDArray[np.int64]
 
 _FIRST_CHUNK = 1024  # so that the first batch comes at once
-_CHUNK = 16384
+_CHUNK = 65536
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def bare_copy() -> Callable[[], float]:
 
 
 def epoch_bytes(loader: colabkit.Loader) -> Callable[[], float]:
-    """Return a run that gives the copies' own rate: bytes by the seconds that the copy stream was busy."""
+    """Return a run that gives the copies' own rate: bytes of all batches by the seconds that they were copied."""
 
     def run() -> float:
         before = loader.meters.snapshot()
