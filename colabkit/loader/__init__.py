@@ -387,10 +387,10 @@ class Loader:
 
     def _plan(self) -> Plan:
         """Return the batches of this process, as many as there are now."""
-        order = self._position.order
-        if isinstance(order, Order):
-            return OrderedPlan(order, self.batch_size, self.drop_last, self._share())
-        return SampledPlan(order, self._gives_batches, self.seed, self._count, self.batch_size, self.drop_last)
+        position = self._position
+        if position.pure_order is not None:
+            return OrderedPlan(position.pure_order, self.batch_size, self.drop_last, self._share())
+        return SampledPlan(position.order, self._gives_batches, self.seed, self._count, self.batch_size, self.drop_last)
 
     def _fingerprint(self) -> str:
         if self._feed is not None:
@@ -399,8 +399,8 @@ class Loader:
 
     def _check_counts(self, act: str, share: Share) -> None:
         """Refuse a loader that would give no batch."""
-        order = self._position.order
-        if isinstance(order, Order) and not len(self):
+        order = self._position.pure_order
+        if order is not None and not len(self):
             found = f"{len(order)} samples"
             if self.drop_last and len(order):
                 found = f"batch_size={self.batch_size} with drop_last, and {found}"

@@ -94,9 +94,16 @@ class BatchMaker:
         if self._decoding is not None or self._stages.works_in_threads:
             group.draws = self._draws_of(portion)
         if self._decoding is not None or self._stages.geometry or self._stages.by_slice:
-            size = max(_LEAST_PIECE, -(-max(portion.sizes, default=1) // (_PIECES_A_THREAD * self._threads)))
-            group.pieces = [(start, min(start + size, count)) for start in range(0, count, size)]
+            group.pieces = [*self._pieces(portion)]
         return group
+
+    def _pieces(self, portion: Portion) -> Iterator[tuple[int, int]]:
+        """Yield samples from which to which are made apart; none lies in two batches, or an error would spoil both."""
+        start = 0
+        for size in portion.sizes:
+            step = max(_LEAST_PIECE, -(-size // (_PIECES_A_THREAD * self._threads)))
+            yield from ((place, min(place + step, start + size)) for place in range(start, start + size, step))
+            start += size
 
     def fill(self, group: Group, start: int, stop: int) -> None:
         """Make the samples from `start` to `stop`."""

@@ -90,24 +90,39 @@ class Pass:
     def _step(self) -> int:
         return self.batch_size * self.share.world_size
 
+    def samples(self) -> int:
+        """Return how many samples these batches hold."""
+        batches = len(self)
+        if not batches:
+            return 0
+        ((begin, end),) = self._mine(self._begins(batches - 1, 1))
+        return (batches - 1) * self.batch_size + end - begin
+
     def portion(self, order: Order | _InChunks, epoch: int, first: int, count: int) -> Portion:
         """Return `count` batches from the batch `first` on."""
-        last = len(self) - 1
-        step, (rank, world) = self._step, (self.share.rank, self.share.world_size)
-        begins = [self.start + step * number for number in range(first, first + count + 1)]
-        if first + count > last:
+        begins = self._begins(first, count)
+        mine = self._mine(begins)
+        sizes, reached = tuple([end - begin for begin, end in mine]), tuple(begins[1:])
+        if self.share.world_size == 1:
+            whole = begins[0], begins[-1]
+            return Portion(order.indices(epoch, *whole), np.arange(*whole), sizes, reached)
+        numbers = np.concatenate([order.indices(epoch, *span) for span in mine])
+        return Portion(numbers, np.concatenate([np.arange(*span) for span in mine]), sizes, reached)
+
+    def _begins(self, first: int, count: int) -> list[int]:
+        """Return where some global batches begin, and where the last of them ends."""
+        begins = [self.start + self._step * number for number in range(first, first + count + 1)]
+        if first + count >= len(self):
             begins[-1] = self.stop
-        if world == 1:
-            numbers, positions = order.indices(epoch, begins[0], begins[-1]), np.arange(begins[0], begins[-1])
-            sizes = tuple(end - begin for begin, end in itertools.pairwise(begins))
-            return Portion(numbers, positions, sizes, tuple(begins[1:]))
-        mine = [
+        return begins
+
+    def _mine(self, begins: list[int]) -> list[tuple[int, int]]:
+        """Return the positions of each global batch that are this rank's."""
+        rank, world = self.share.rank, self.share.world_size
+        return [
             (begin + (end - begin) * rank // world, begin + (end - begin) * (rank + 1) // world)
             for begin, end in itertools.pairwise(begins)
         ]
-        numbers = np.concatenate([order.indices(epoch, *span) for span in mine])
-        positions = np.concatenate([np.arange(*span) for span in mine])
-        return Portion(numbers, positions, tuple(end - begin for begin, end in mine), tuple(begins[1:]))
 
 
 class _InChunks:
@@ -168,11 +183,7 @@ class OrderedPlan:
 
     def samples(self, start: int) -> int:
         """Return how many samples these batches hold."""
-        found = self._pass(start)
-        if not len(found):
-            return 0
-        last = found.portion(self.order, 0, len(found) - 1, 1)
-        return (len(found) - 1) * self.batch_size + len(last.numbers)
+        return self._pass(start).samples()
 
     def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
         """Yield these batches."""

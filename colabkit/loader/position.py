@@ -26,23 +26,32 @@ class Position:
         order: of the epochs.
         seed: of the loader.
         fingerprint: of the data.
+
+    Attributes:
+        order: as given, or as a state says.
+        pure_order: the same, if it is one of `colabkit.sampler`; None for a sampler of the user's own.
+        seed: of the loader.
     """
 
     def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
-        self.order = order
+        self._take(order)
         self.seed = seed
         self._fingerprint = fingerprint
         self._next = (0, 0)  # epoch and samples at which the next iteration begins
         self._reached = (0, 0)
 
+    def _take(self, order: Order | Iterable[Any]) -> None:
+        self.order = order
+        self.pure_order = order if isinstance(order, Order) else None
+
     @property
     def policy(self) -> str:
         """What tells this order from others."""
-        return self.order.policy if isinstance(self.order, Order) else f"sampler {type(self.order).__qualname__}"
+        return self.pure_order.policy if self.pure_order is not None else f"sampler {type(self.order).__qualname__}"
 
     @property
     def _order_seed(self) -> int:
-        return self.order.seed if isinstance(self.order, Order) else seed_of(self.order)
+        return self.pure_order.seed if self.pure_order is not None else seed_of(self.order)
 
     @property
     def shuffle(self) -> bool | str:
@@ -122,7 +131,7 @@ class Position:
             found = f"a state with order_seed, seed, epoch and samples {', '.join(map(repr, numbers))}"
             raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch anew"))
         order_seed, seed, epoch, samples = numbers
-        self.order = self._order_of(act, str(state["order"]), order_seed)
+        self._take(self._order_of(act, str(state["order"]), order_seed))
         self.seed = seed
         self._next = self._reached = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
 
