@@ -375,7 +375,7 @@ def test_the_report_is_true_short_and_safe_to_show(tmp_path, data):
     assert [(record.epoch, record.steps, record.samples) for record in report.epochs] == [(0, 6, 22), (1, 6, 22)]
     assert report.samples_per_s > 0
     assert 0 <= report.wait_share <= 1
-    assert set(report.parts) == {"gather", "transform"}
+    assert set(report.parts) == {"gather", "augment"}
     assert report.checkpoint == folder / "checkpoint-00000012.pt"
     assert repr(report).startswith("Trained 2 epochs in ")
     assert "\n" not in repr(report)
