@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from colabkit._units import format_count
 from colabkit.dataset.indices import chosen_numbers
-from colabkit.dataset.samples import ImageFiles
+from colabkit.dataset.samples import ImageFiles, image_of
 from colabkit.decode import decode_image
 from colabkit.errors import BadImage, BadSource, InvalidOption, MissingSplit, cannot
 from colabkit.labels import label_samples
@@ -104,7 +104,7 @@ class FileDataset(Dataset[Any]):
         except BadImage as error:
             next_step = "Remove or repair this file"
             raise BadImage(cannot(f"decode {self.name_of(place)}", str(error), "an image", next_step)) from error
-        image = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
+        image = image_of(pixels)
         if self.labels is None:
             return image
         return image, self.labels[place].item() if self._is_class else self.labels[place].clone()

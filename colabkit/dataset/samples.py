@@ -29,6 +29,7 @@ __all__ = [
     "Numbers",
     "RaggedColumn",
     "Samples",
+    "image_of",
     "values_of",
 ]
 
@@ -111,6 +112,11 @@ def values_of(array: npt.NDArray[Any], content: str) -> Batch:
     return tensor.permute(2, 0, 1) if array.ndim == 3 else tensor.permute(0, 3, 1, 2)
 
 
+def image_of(pixels: npt.NDArray[np.uint8]) -> Tensor:
+    """Return decoded pixels `[H, W, C]`, perhaps read-only, as an image `[C, H, W]` that may be written to."""
+    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayColumn:
     """A field whose samples are rows of one array, `[N, ...]`, in memory or in a map."""
@@ -167,7 +173,7 @@ class RaggedColumn:
                 return torch.zeros((self.channels, *self.blank), dtype=torch.uint8)
             case "image":
                 pixels = decode_image(stored, self.channels)
-                return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
+                return image_of(pixels)
             case "text":
                 return stored.decode()
             case "bytes":

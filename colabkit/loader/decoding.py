@@ -6,18 +6,17 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from colabkit.augment import Draws, Geometry, cut
 from colabkit.decode import Region, decode_image, decode_region, image_size, row_decoder
 from colabkit.errors import BadImage, cannot
 from colabkit.loader.feeds import ImageSet
 from colabkit.loader.kept import KeptRows
-from colabkit.loader.portions import Portion
 from colabkit.loader.reading import ReadingAhead
 from colabkit.loader.workers import Group
 from colabkit.meters import LoaderMeters
@@ -73,7 +72,7 @@ class ImageDecoding:
         meters: count the parts `read`, `decode` and `augment`.
 
     Attributes:
-        out_bytes: of a sample as it comes out.
+        out_shape: `[h, w, C]` of a sample as it comes out.
     """
 
     def __init__(
@@ -103,12 +102,7 @@ class ImageDecoding:
             self._next_step = "Give size= if images differ in size, else remove or repair it, or use on_bad='skip'"
         self._decode = None if row_shape is None else row_decoder(row_shape, fit)
         size = row_shape[:2] if geometry is None or geometry.size is None else geometry.size  # type: ignore[index]
-        self._out_shape = (*size, self._channels)
-        self.out_bytes = int(np.prod(self._out_shape))
-
-    def begin(self, portion: Portion, memory: Tensor) -> Tensor:
-        """Return where the portion's images will be, `uint8 [B, C, H, W]`, channels last."""
-        return memory.view(len(portion.numbers), *self._out_shape).permute(0, 3, 1, 2)
+        self.out_shape: tuple[int, int, int] = (size[0], size[1], self._channels)
 
     def fill(self, group: Group, start: int, stop: int, draws: Draws) -> None:
         """Fill in the samples from `start` to `stop` of a group.
@@ -124,7 +118,7 @@ class ImageDecoding:
         if self._ahead is None:
             self._meters.add("read", work.read, work.read_bytes, work.read_s)
         waited_s = 0.0 if self._ahead is None else work.read_s
-        self._meters.add("decode", work.read, work.read * self.out_bytes, work.decode_s, waited_s)
+        self._meters.add("decode", work.read, work.read * prod(self.out_shape), work.decode_s, waited_s)
         if self._geometry is not None:
             self._meters.add("augment", stop - start, work.out.nbytes, work.augment_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from colabkit.loader.stages import Stages
 from colabkit.loader.workers import Batch, Group
 from colabkit.meters import LoaderMeters
 
-__all__ = ["BatchMaker"]
+__all__ = ["BatchMaker", "row_bytes_of"]
 
 _PIECES_A_THREAD = 4  # so that no thread has nothing to do while another makes the rest of a batch
 _LEAST_PIECE = 4
@@ -63,10 +64,10 @@ class BatchMaker:
         self._meters = meters
         self._label = feed.label_place
         self._columns = [*feed.columns.values()]
-        self._row_bytes = [self._bytes_of(place, column) for place, column in enumerate(self._columns)]
-        # What only has to be gathered: the first field, unless it is decoded or cut, and the others.
-        first = int(decoding is not None or stages.geometry is not None)
-        self._gathered_bytes = sum(self._row_bytes[first:])
+        self._made_shape = _made_shape(feed, stages, decoding)
+        self._row_bytes = row_bytes_of(feed, stages, decoding)
+        # What only has to be gathered: the first field, unless it is made here, and the others.
+        self._gathered_bytes = sum(self._row_bytes[int(self._made_shape is not None) :])
 
     def begin(self, portion: Portion) -> Group:
         """Return a group with all fields gathered that only have to be, and the pieces that are left to do."""
@@ -76,10 +77,8 @@ class BatchMaker:
         numbers = torch.from_numpy(portion.numbers)
         started, read_s = time.perf_counter(), 0.0
         for place, (column, memory) in enumerate(zip(self._columns, memories, strict=True)):
-            if place == 0 and self._decoding is not None:
-                group.values.append(self._decoding.begin(portion, memory))
-            elif place == 0 and self._stages.geometry is not None:
-                group.values.append(_images(memory, count, self._cut_shape()))
+            if place == 0 and self._made_shape is not None:
+                group.values.append(memory.view(count, *self._made_shape).permute(0, 3, 1, 2))
             elif isinstance(column, RowGather):
                 group.values.append(column.gather(numbers, memory))
             else:
@@ -151,21 +150,6 @@ class BatchMaker:
         if self._label is not None:
             values[self._label] = labels
 
-    def _bytes_of(self, place: int, column: Any) -> int:
-        """Return the bytes that a sample takes in the group's memory."""
-        if place == 0 and self._decoding is not None:
-            return self._decoding.out_bytes
-        if place == 0 and self._stages.geometry is not None:
-            return int(np.prod(self._cut_shape()))
-        return column.row_bytes if isinstance(column, RowGather) else 0
-
-    def _cut_shape(self) -> tuple[int, int, int]:
-        rows, geometry = self._feed.samples, self._stages.geometry
-        assert isinstance(rows, RowGather)
-        assert geometry is not None
-        height, width = geometry.size or rows.shape[:2]
-        return height, width, rows.shape[2]
-
     def _cut(self, group: Group, start: int, stop: int, draws: Draws) -> None:
         """Cut the samples' boxes out of their rows as they lie in the map."""
         rows, geometry = self._feed.samples, self._stages.geometry
@@ -190,6 +174,26 @@ class BatchMaker:
             return group.result
 
 
+def row_bytes_of(feed: Feed, stages: Stages, decoding: ImageDecoding | None) -> list[int]:
+    """Return the bytes that a sample takes in a group's memory, for each field; 0 for what is no row."""
+    sizes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in feed.columns.values()]
+    if (shape := _made_shape(feed, stages, decoding)) is not None:
+        sizes[0] = prod(shape)
+    return sizes
+
+
+def _made_shape(feed: Feed, stages: Stages, decoding: ImageDecoding | None) -> tuple[int, int, int] | None:
+    """Return `[h, w, C]` of a sample that is decoded or cut piece by piece; None if it is gathered as it lies."""
+    if decoding is not None:
+        return decoding.out_shape
+    if stages.geometry is None:
+        return None
+    rows = feed.samples
+    assert isinstance(rows, RowGather)
+    height, width = stages.geometry.size or rows.shape[:2]
+    return height, width, rows.shape[2]
+
+
 def _parted(group: Group) -> Iterator[Batch]:
     """Yield the batches of a group with nothing left to do."""
     portion, sizes, start = group.portion, group.portion.sizes, 0
@@ -208,11 +212,6 @@ def _slices(values: list[Any], sizes: Sequence[int]) -> Iterator[Any]:
     for size in sizes:
         yield stacked(values[start : start + size])
         start += size
-
-
-def _images(memory: Tensor, count: int, shape: tuple[int, int, int]) -> Tensor:
-    """Return memory as images `[B, C, H, W]`, channels last."""
-    return memory.view(count, *shape).permute(0, 3, 1, 2)
 
 
 def _leave_out(batch: Batch, bad: list[int]) -> None:

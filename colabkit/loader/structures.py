@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["count_bytes", "fields_of", "mapped"]
+__all__ = ["fields_of", "mapped", "tensors_in"]
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -39,13 +39,13 @@ def fields_of(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return [batch], lambda values: values[0]
 
 
-def count_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors in a batch."""
-    found: list[int] = []
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return all tensors of a batch, in its order."""
+    found: list[Tensor] = []
 
-    def count(tensor: Tensor) -> Tensor:
-        found.append(tensor.nbytes)
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
         return tensor
 
-    mapped(batch, count)
-    return sum(found)
+    mapped(batch, note)
+    return found

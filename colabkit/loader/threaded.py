@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
 import torch
 
 from colabkit import meters
@@ -26,7 +25,7 @@ from colabkit.loader.engines import failed
 from colabkit.loader.feeds import Feed
 from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
-from colabkit.loader.making import BatchMaker
+from colabkit.loader.making import BatchMaker, row_bytes_of
 from colabkit.loader.paging import MappedRows, Populating, looked_ahead
 from colabkit.loader.portions import Portion, told_early
 from colabkit.loader.reading import ReadingAhead
@@ -108,7 +107,7 @@ class InThreads:
         self._populating = populating
         self._on_disk = on_disk
         samples = depth.group_batches * (batch_size + 1)
-        sizes = [samples * row_bytes for row_bytes in self._row_bytes()]
+        sizes = [samples * row_bytes for row_bytes in row_bytes_of(feed, stages, self._decoding(None))]
         self._pinned = PinnedSlots(sum(map(aligned, sizes)), device) if device.type == "cuda" else None
         keep = depth.groups + 2
         self._memory: Memory = RecycledFields(sizes, keep) if self._pinned is None else PinnedFields(self._pinned)
@@ -182,17 +181,6 @@ class InThreads:
             if ahead is not None:
                 ahead.close()  # first, or a worker would wait for a file that does not come
             workers.close()
-
-    def _row_bytes(self) -> list[int]:
-        """Return the bytes of a sample in each field, as far as they are known."""
-        sizes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in self._feed.columns.values()]
-        if (decoding := self._decoding(None)) is not None:
-            sizes[0] = decoding.out_bytes
-        elif (geometry := self._stages.geometry) is not None and geometry.size is not None:
-            rows = self._feed.samples
-            assert isinstance(rows, RowGather)
-            sizes[0] = int(np.prod(geometry.size)) * rows.shape[2]
-        return sizes
 
     def _ahead(self) -> ReadingAhead | None:
         files = self._feed.samples

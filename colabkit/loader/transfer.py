@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from colabkit.loader.slots import PinnedSlots
-from colabkit.loader.structures import count_bytes, mapped
+from colabkit.loader.structures import mapped, tensors_in
 from colabkit.meters import LoaderMeters
 
 __all__ = ["DeviceTransfer"]
@@ -61,16 +61,16 @@ class DeviceTransfer:
         for batch, samples in batches:
             current = torch.cuda.current_stream(self._device)
             on_device = mapped(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
-            places = _tensors(on_device)
+            tensors = tensors_in(batch)
             started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 started.record(self._stream)
-                for place, tensor in zip(places, _tensors(batch), strict=True):
+                for place, tensor in zip(tensors_in(on_device), tensors, strict=True):
                     place.copy_(tensor, non_blocking=True)
                 ended.record(self._stream)
             self._in_flight.append((on_device, ended, current))
-            self._timed.append((samples, count_bytes(batch), started, ended))
+            self._timed.append((samples, sum(tensor.nbytes for tensor in tensors), started, ended))
         copied.record(self._stream)
         if buffer is not None:
             self._slots.give_back(buffer, copied)
@@ -87,7 +87,7 @@ class DeviceTransfer:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(ended)
         if current != made_on:  # the allocator has to know of a stream that it did not give the memory to
-            for tensor in _tensors(batch):
+            for tensor in tensors_in(batch):
                 tensor.record_stream(current)
         self._count_ended()
         return batch
@@ -97,15 +97,3 @@ class DeviceTransfer:
         while self._timed and self._timed[0][3].query():
             samples, size, started, ended = self._timed.popleft()
             self._meters.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """Return all tensors of a batch, in its order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(batch, note)
-    return found

@@ -12,12 +12,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Stream", "Words64", "hashed", "key_of", "round_keys", "uniforms"]
+__all__ = ["GAMMA", "MASK", "Stream", "Words64", "hashed", "key_of", "mixed", "round_keys", "uniforms"]
 
 Words64: TypeAlias = npt.NDArray[np.uint64]
 
-_MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
+GAMMA = 0x9E3779B97F4A7C15
+"""What SplitMix64 adds to its state before each number."""
+
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
@@ -36,15 +38,15 @@ class Stream(enum.IntEnum):
 
 def key_of(seed: int, *numbers: int) -> int:
     """Return one 64-bit key for a seed and further integers, as of an epoch; their order counts."""
-    key = _splitmix(operator.index(seed) & _MASK)
+    key = mixed(operator.index(seed) & MASK)
     for number in numbers:
-        key = _splitmix((key + operator.index(number) * _GAMMA) & _MASK)
+        key = mixed((key + operator.index(number) * GAMMA) & MASK)
     return key
 
 
 def round_keys(key: int, count: int) -> list[int]:
     """Return 32-bit keys: the upper halves of the first words of SplitMix64 started at `key`."""
-    return [_splitmix((key + (place + 1) * _GAMMA) & _MASK) >> 32 for place in range(count)]
+    return [mixed((key + (place + 1) * GAMMA) & MASK) >> 32 for place in range(count)]
 
 
 def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
@@ -54,7 +56,7 @@ def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
         keys: one for all numbers, or one for each.
         numbers: not negative.
     """
-    words = numbers.astype(np.uint64) * np.uint64(_GAMMA)
+    words = numbers.astype(np.uint64) * np.uint64(GAMMA)
     words = words + (np.uint64(keys) if isinstance(keys, int) else keys)
     shifted = words >> np.uint64(30)
     words ^= shifted
@@ -72,7 +74,8 @@ def uniforms(words: Words64) -> npt.NDArray[np.float64]:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _splitmix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
-    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+def mixed(value: int) -> int:
+    """Return a number of 64 bits put through the finaliser of SplitMix64."""
+    value = ((value ^ (value >> 30)) * _FIRST) & MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & MASK
     return value ^ (value >> 31)

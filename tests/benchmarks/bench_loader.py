@@ -32,7 +32,7 @@ from typing import Any
 
 from bench_packing import extract, one_class, table, warm
 from loader_systems import ORDER_SAMPLES, PACE
-from rounds import machine
+from rounds import machine, verdict
 
 import colabkit
 
@@ -176,12 +176,7 @@ class Bench:
 
     def need(self, what: str, found: float | None, needed: float, form: str, at_most: bool = False) -> None:
         """Note something that is needed, and whether it holds; None is not measured."""
-        bound = f"{'at most' if at_most else 'at least'} {form.format(needed)}"
-        if found is None:
-            self.verdicts.append((what, "not measured", bound, ""))
-            return
-        holds = found <= needed if at_most else found >= needed
-        self.verdicts.append((what, form.format(found), bound, "holds" if holds else "FALLS SHORT"))
+        self.verdicts.append(verdict(what, found, needed, form, at_most))
 
     def need_ratio(self, title: str, middle: Mapping[str, float], name: str, other: str | None, needed: float) -> None:
         """Note how many times as fast as another a row has to be."""

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rounds import machine
+from rounds import machine, verdict
 
 import colabkit
 
@@ -116,9 +116,7 @@ class Place:
 
     def need(self, what: str, found: float, needed: float, form: str, at_most: bool = False) -> None:
         """Note something that is needed, and whether it holds."""
-        holds = found <= needed if at_most else found >= needed
-        bound = f"{'at most' if at_most else 'at least'} {form.format(needed)}"
-        self.verdicts.append((what, form.format(found), bound, "holds" if holds else "FALLS SHORT"))
+        self.verdicts.append(verdict(what, found, needed, form, at_most))
 
 
 def extract(archive: str, folder: Path) -> None:

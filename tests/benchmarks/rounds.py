@@ -39,6 +39,15 @@ def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: 
         Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
 
 
+def verdict(what: str, found: float | None, needed: float, form: str, at_most: bool) -> tuple[str, str, str, str]:
+    """Return a row that tells whether what is needed holds; a figure of None was not measured."""
+    bound = f"{'at most' if at_most else 'at least'} {form.format(needed)}"
+    if found is None:
+        return what, "not measured", bound, ""
+    holds = found <= needed if at_most else found >= needed
+    return what, form.format(found), bound, "holds" if holds else "FALLS SHORT"
+
+
 def machine() -> str:
     """Return processor, cores and versions in a line."""
     cores = len(os.sched_getaffinity(0))
