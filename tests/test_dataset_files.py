@@ -224,13 +224,10 @@ def test_pickled_and_copied_it_is_the_same(tree, tmp_path, kind):
         assert (again.fingerprint, again.classes, repr(again)) == (data.fingerprint, data.classes, repr(data))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn")])
 def test_it_works_in_a_plain_data_loader(tree, workers, start):
-    if start == "spawn" and not workers:
-        pytest.skip("no process is started")
     data = FileDataset(tree)
-    loader = DataLoader(data, 5, num_workers=workers, multiprocessing_context=start if workers else None)
+    loader = DataLoader(data, 5, num_workers=workers, multiprocessing_context=start)
     images, labels = (torch.cat(values) for values in zip(*loader, strict=True))
     assert torch.equal(images, torch.stack([image for image, _ in data]))
     assert torch.equal(labels, data.labels)
