@@ -40,7 +40,7 @@ def test_a_file_cut_short_is_refused_or_still_whole(kind):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"exif": exif(6)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"exif": exif(6)}], ids=["baseline", "progressive", "exif"])
 def test_a_jpeg_cut_at_every_100_bytes_is_refused_by_every_decoder(package, options, monkeypatch):
     take(package, monkeypatch)
     data = saved(noise(60, 80), "JPEG", quality=90, **options)
