@@ -21,7 +21,8 @@ ColabkitError
 ├── FetchFailed (OSError)               a download that failed, with the cause
 ├── MissingPackage (ImportError)        an optional package is not installed
 ├── PackingFailed (RuntimeError)        a process that packs died, here or on a cluster
-└── LoaderFailed (RuntimeError)         the loader's background work failed
+├── LoaderFailed (RuntimeError)         the loader's background work failed
+└── LaunchFailed (RuntimeError)         one of several training processes failed
 ```
 
 Every message has one form, made by `cannot`: *Cannot <verb> <object>: <found>, <needed>. <Next step>.*
@@ -43,6 +44,7 @@ __all__ = [
     "FetchFailed",
     "FileFailed",
     "InvalidOption",
+    "LaunchFailed",
     "LoaderFailed",
     "MissingPackage",
     "MissingSplit",
@@ -158,6 +160,10 @@ class LoaderFailed(ColabkitError, RuntimeError):
     """The loader's background work failed; the cause is in the message."""
 
 
+class LaunchFailed(ColabkitError, RuntimeError):
+    """One of several training processes failed; its own output says more."""
+
+
 def cannot(act: str, found: str, needed: str, next_step: str) -> str:
     """Return the one form of every error message.
 
@@ -181,10 +187,19 @@ def check_whole_number(act: str, name: str, value: object, least: int) -> None:
     """
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least:  # type: ignore[operator]
-        found = f"{name}={value!r}"
-        raise InvalidOption(
-            cannot(act, found, f"a whole number of {least} or more", f"Use {name}={max(least, 1)}, say")
-        )
+        next_step = f"Use {name}={max(least, 1)}, say"
+        if isinstance(value, float | str) and (meant := _whole(value)) is not None and least <= meant < 1 << 53:
+            next_step = f"Use {name}={meant}"
+        raise InvalidOption(cannot(act, f"{name}={value!r}", f"a whole number of {least} or more", next_step))
+
+
+def _whole(value: float | str) -> int | None:
+    """Return the whole number that a number or text is meant as, None if it is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else None
 
 
 def check_seconds(act: str, name: str, value: object) -> None:

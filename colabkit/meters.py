@@ -141,8 +141,8 @@ class LoaderMeters:
     queued: int = 0
     queue_room: int = 0
     retries: int = 0
-    _parts: dict[str, _Part] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _parts: dict[str, _Part] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @contextmanager
     def busy(self, part: str, samples: int, handled_bytes: int) -> Iterator[None]:

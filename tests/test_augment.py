@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torchvision.transforms import v2
 
 from colabkit.augment import Normalize
 from colabkit.errors import InvalidOption
@@ -36,6 +37,23 @@ def test_every_byte_value_is_normalised(dtype, tolerance):
 def test_the_default_brings_bytes_to_minus_one_to_one():
     got = Normalize()(images())
     assert (got.dtype, got.min().item(), got.max().item()) == (torch.float32, -1.0, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-6), (torch.float16, 4e-3)])
+def test_floating_images_are_taken_as_they_are_as_by_torchvision(dtype, tolerance):
+    batch = (images().double() / 255).to(dtype)
+    normalize = Normalize(MEAN, STD)
+    expected = v2.Normalize(MEAN, STD)(batch.double())
+    for _ in range(2):
+        assert torch.allclose(normalize(batch).double(), expected, atol=tolerance, rtol=tolerance)
+        bytes_too = normalize(images())  # both kinds through one transform
+        assert torch.allclose(bytes_too.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("batch", [images().int(), images()[0], images().bool(), images().numpy()])
+def test_what_is_no_batch_of_images_is_refused(batch):
+    with pytest.raises(InvalidOption, match=r"Cannot normalize: .*uint8 or floating tensor \[B, C, H, W\]"):
+        Normalize()(batch)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

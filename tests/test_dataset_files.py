@@ -269,3 +269,10 @@ def test_a_folder_without_images_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadSource, match="Cannot"):
         FileDataset(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("option", ["labels", "splits"])
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(tree, option):
+    frame = table_of(tree, kind=["a", "b"] * 6, note=range(12))
+    with pytest.raises(InvalidOption, match="no column 'wrong', one of kind, note"):
+        FileDataset(frame, **{"labels": "kind", option: "wrong"})

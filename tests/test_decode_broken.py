@@ -11,6 +11,7 @@ from pictures import PACKAGES, exif, noise, photo, saved, take
 from PIL import Image, features
 
 from colabkit.decode import back_ends, check_image, decode_image, decode_into, image_size, reasons
+from colabkit.decode.reasons import OtherSize
 from colabkit.errors import BadImage, InvalidOption
 
 KINDS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM"]
@@ -40,7 +41,9 @@ def test_a_file_cut_short_is_refused_or_still_whole(kind):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"exif": exif(6)}], ids=["baseline", "progressive", "exif"])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"exif": exif(6)}], ids=["baseline", "progressive", "exif"]
+)
 def test_a_jpeg_cut_at_every_100_bytes_is_refused_by_every_decoder(package, options, monkeypatch):
     take(package, monkeypatch)
     data = saved(noise(60, 80), "JPEG", quality=90, **options)
@@ -169,7 +172,7 @@ def test_an_image_of_another_size_does_not_fill_a_row(kind):
         data = saved(photo(), kind, exif=exif(orientation))
         for shape in ((45, 60, 3), (61 * 45, 1, 3), (61, 45, 3) if orientation == 1 else (45, 61, 3)):
             row = np.full(shape, 77, np.uint8)
-            with pytest.raises(BadImage, match=f"^{size} pixels, where {shape[1]}x{shape[0]} are needed$"):
+            with pytest.raises(OtherSize, match=f"^{size} pixels, where {shape[1]}x{shape[0]} are needed$"):
                 decode_into(data, row)
             assert (row == 77).all()
 

@@ -39,6 +39,7 @@ BUILTINS = {
     "MissingPackage": ImportError,
     "PackingFailed": RuntimeError,
     "LoaderFailed": RuntimeError,
+    "LaunchFailed": RuntimeError,
 }
 REASON_ONLY = {("reasons.py", "BadImage")}
 """`decode` knows no file name: its message is the reason, and its caller builds the whole message."""

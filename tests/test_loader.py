@@ -494,3 +494,19 @@ def test_closing_waits_for_one_transform_at_most(data):
 def test_options_of_the_wrong_kind_are_refused_at_once(data, options):
     with pytest.raises(InvalidOption, match=next(iter(options))):
         Loader(data, **{"batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_batches_that_come_may_be_looked_at_without_moving_on(taken):
+    loader, reference = (Loader(torch.arange(20), 4, shuffle=True, transform=torch.neg) for _ in range(2))
+    expected = [batch.tolist() for _ in range(2) for batch in reference]
+    running = iter(loader)
+    received = [next(running).tolist() for _ in range(taken)]
+    position = loader.state_dict()
+    assert [batch.tolist() for batch in loader.peek(2)] == expected[taken : min(taken + 2, 5)]
+    assert [batch.tolist() for batch in loader.peek(9)] == expected[taken:5]
+    assert loader.state_dict() == position
+    received += [batch.tolist() for batch in running]
+    assert received + [batch.tolist() for batch in loader] == expected
+    with pytest.raises(InvalidOption, match="batches=0"):
+        loader.peek(0)

@@ -13,6 +13,7 @@ import torch
 from contract import StreamContract, seal_fields
 from torch.utils.data import TensorDataset
 
+from colabkit.augment import Compose, PerBatch, RandomHorizontalFlip
 from colabkit.dataset import PackedDataset, open_pack
 from colabkit.errors import InvalidOption
 from colabkit.loader import Loader
@@ -173,10 +174,10 @@ def test_fields_chooses_arrays_and_as_dict_names_them():
     [
         (lambda: (IMAGES, LABELS[:-1]), "0 of 23, 1 of 22"),
         (lambda: {"x": IMAGES[:5], "y": LABELS}, "x of 5, y of 23"),
-        (lambda: (IMAGES, [1, 2]), "something else"),
-        (lambda: {"x": IMAGES, "y": "text"}, "something else"),
-        (lambda: (), "something else"),
-        (dict, "something else"),
+        (lambda: (IMAGES, [1, 2]), "item 1 of a tuple is a list"),
+        (lambda: {"x": IMAGES, "y": "text"}, "'y' of a dict is a str"),
+        (lambda: (), "a tuple without arrays"),
+        (dict, "a dict without arrays"),
         (lambda: np.array(3), "dense tensor"),
         (lambda: torch.tensor(3.0), "dense tensor"),
         (lambda: torch.eye(5).to_sparse(), "sparse"),
@@ -249,10 +250,24 @@ def test_fields_of_a_pack_are_chosen_by_name(everything):
     assert list(loaded(everything, fields=("Y", "age"), as_dict=True)[0]) == ["Y", "age"]
 
 
-@pytest.mark.parametrize("fields", [["nothing"], [], "X", ["X", "X"], ["X", "y"], ["Y", "X"]])
+@pytest.mark.parametrize("fields", [["nothing"], [], "X", ["X", "X"], ["X", "y"], ["X", 1], 3])
 def test_fields_that_are_not_there_are_refused_with_those_that_are(everything, fields):
     with pytest.raises(InvalidOption, match="some of X, Y, Z, caption, raw, age, code"):
         Loader(everything, 4, fields=fields)
+
+
+def test_fields_come_in_the_order_in_which_they_are_named(everything):
+    expected = loaded(everything, as_dict=True, transform=lambda images: images.float())
+    for fields in (["caption", "X"], ["Y", "age", "X"], ["age", "Y"]):
+        transform = None if "X" not in fields else lambda images: images.float()
+        tuples = loaded(everything, fields=fields, transform=transform)
+        dicts = loaded(everything, fields=fields, transform=transform, as_dict=True)
+        for whole, some, named in zip(expected, tuples, dicts, strict=True):
+            assert list(named) == fields
+            for name, value in zip(fields, some, strict=True):
+                for found in (value, named[name]):
+                    is_text = isinstance(found, list)
+                    assert found == whole[name] if is_text else torch.equal(found, whole[name])
 
 
 def test_a_pack_without_labels_gives_the_images_alone(tmp_path):
@@ -286,3 +301,27 @@ def test_hdf5_files_of_others_load_mapped_or_through_hdf5(tmp_path, stored, is_v
         assert torch.equal(joined(batches, 1), data.labels[order_of(epoch)])
     batches = loaded(data, transform=lambda images: images.float() / 255)
     assert torch.equal(joined(batches, 0), expected[order_of()].float() / 255)
+
+
+def test_a_list_of_arrays_is_no_tuple_of_fields():
+    with pytest.raises(InvalidOption, match=r"a list of 2 arrays.*\. Pass a tuple: \(images, labels\)"):
+        Loader([torch.rand(100, 5), torch.arange(100)], 16)
+
+
+def halves(images: torch.Tensor) -> torch.Tensor:
+    return images / 2
+
+
+def test_images_with_their_channels_last_are_refused_where_a_transform_would_mistake_them(tmp_path):
+    images = np.zeros((4, 8, 6, 3), np.uint8)
+    with pytest.raises(InvalidOption, match=r"channels come last.*torch\.as_tensor\(images\)\.permute\(0, 3, 1"):
+        Loader(images, 2, transform=RandomHorizontalFlip())
+    stored = open_pack(seal_fields(tmp_path / "p.h5", {"X": {"train": images}}, {"X": "array"}, "none"))["train"]
+    with pytest.raises(InvalidOption, match=r"channels come last.*Begin it with PerBatch"):
+        Loader(stored, 2, transform=RandomHorizontalFlip())
+    turned = torch.from_numpy(images).permute(0, 3, 1, 2)
+    assert next(iter(Loader(turned, 2, transform=RandomHorizontalFlip()))).shape == (2, 3, 8, 6)
+    assert next(iter(Loader(images, 2))).shape == (2, 8, 6, 3)
+    assert next(iter(Loader(images, 2, transform=halves))).shape == (2, 8, 6, 3)
+    turns = Compose([PerBatch(lambda batch: batch.permute(0, 3, 1, 2)), RandomHorizontalFlip()])
+    assert next(iter(Loader(images, 2, transform=turns))).shape == (2, 3, 8, 6)

@@ -167,15 +167,32 @@ def test_a_bad_first_image_is_an_error_that_names_it(tmp_path):
         list(Loader(data, 4))
 
 
-@pytest.mark.parametrize("on_bad", ["skip", "blank"])
-def test_images_of_another_size_count_as_bad(tmp_path, on_bad):
+@pytest.mark.parametrize("on_bad", ["raise", "skip", "blank"])
+def test_good_images_of_another_size_are_an_error_whatever_is_done_about_bad_ones(tmp_path, on_bad):
     photos(tmp_path / "f", 2)
     photos(tmp_path / "other", 2, (30, 30))
     files_of(tmp_path / "f")[3].write_bytes(files_of(tmp_path / "other")[3].read_bytes())
     loader = Loader(FileDataset(tmp_path / "f"), 6, on_bad=on_bad)
-    images, labels = next(iter(loader))
-    assert len(images) == len(labels) == (5 if on_bad == "skip" else 6)
-    assert "30x30" in next(iter(loader.bad_samples.values()))
+    with pytest.raises(BadImage, match=r"30x30 pixels, where .* images of one size\. Give size=, or a transform"):
+        next(iter(loader))
+
+
+def test_an_epoch_without_a_good_image_is_an_error(tmp_path):
+    photos(tmp_path / "f", 2)
+    for path in files_of(tmp_path / "f"):
+        path.write_bytes(b"no image at all")
+    loader = Loader(FileDataset(tmp_path / "f"), 2, on_bad="skip", size=8)
+    with pytest.raises(BadImage, match=r"6 image files of which none can be decoded.*loader\.bad_samples"):
+        list(loader)
+
+
+def test_a_resumed_epoch_may_end_with_bad_images_only(bad):
+    first = Loader(bad, 9, on_bad="skip", sampler=[0, 1, 2, 3, 5, 6, 7, 8, 11, *BAD, CUT])
+    assert len(next(iter(first))[0]) == 9
+    resumed = Loader(bad, 9, on_bad="skip", sampler=[0, 1, 2, 3, 5, 6, 7, 8, 11, *BAD, CUT])
+    resumed.load_state_dict(first.state_dict())
+    assert list(resumed) == []
+    assert resumed.state_dict()["epoch"] == 1
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)

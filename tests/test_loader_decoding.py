@@ -206,7 +206,7 @@ def test_images_of_several_sizes_without_a_size_are_one_clear_error(tmp_path):
     photos(tmp_path / "f", 2)
     (tmp_path / "f" / "bees" / "001.jpg").write_bytes(saved(photo(30, 37), "JPEG"))
     loader = Loader(FileDataset(tmp_path / "f"), 2)
-    with pytest.raises(BadImage, match=r"Cannot decode 'bees/001\.jpg' of .*37x30.*32x24.*Give size= if images differ"):
+    with pytest.raises(BadImage, match=r"Cannot decode 'bees/001\.jpg' of .*37x30.*32x24.*Give size=, or"):
         list(loader)
     data = open_pack(packed(tmp_path / "f", tmp_path / "p.h5", encoding="source"))["train"]
     with pytest.raises(BadImage, match=r"Cannot decode train\[3\] of .*p\.h5.*Give size="):
@@ -215,5 +215,5 @@ def test_images_of_several_sizes_without_a_size_are_one_clear_error(tmp_path):
 
 @pytest.mark.parametrize("option", [{"size": 8}, {"on_bad": "skip"}])
 def test_options_of_decoding_are_refused_where_nothing_is_decoded(sized, option):
-    with pytest.raises(InvalidOption, match="size= or on_bad= for samples that need no decoding"):
+    with pytest.raises(InvalidOption, match=r"(size|on_bad)=.* for (images|samples) that .*Leave (size|on_bad)= out"):
         Loader(sized["raw"], 2, **option)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +26,11 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
+from torchvision import transforms as v1
 from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import v2
 
-from colabkit.augment import PerSample
+from colabkit.augment import Compose, Normalize, PerSample
 from colabkit.dataset import FileDataset, open_pack
 from colabkit.errors import BadImage, InvalidOption, LoaderFailed
 from colabkit.loader import Loader
@@ -206,8 +209,15 @@ def test_collate_fn_gets_the_samples_of_a_pack_and_of_arrays(tmp_path):
 
 def test_only_collate_fn_may_say_what_a_batch_of_single_samples_is():
     for options in ({"fields": ["X"]}, {"as_dict": True}, {"size": 8}, {"on_bad": "skip"}):
-        with pytest.raises(InvalidOption, match="made one by one"):
-            Loader(Squares(), 4, **options)
+        name = next(iter(options))
+        for why, more in (
+            ("a Squares", {}),
+            ("collate_fn=", {"collate_fn": default_collate}),
+            ("PerSample", {"transform": PerSample(torch.neg)}),
+            ("a transform of torchvision", {"transform": v2.RandomHorizontalFlip()}),
+        ):
+            with pytest.raises(InvalidOption, match=rf"{name}= beside {why}, .*made one by one.*Leave {name}= out, or"):
+                Loader(Squares(), 4, **options, **more)
 
 
 def test_what_is_no_map_style_data_set_is_refused():
@@ -236,6 +246,42 @@ def test_an_error_of_a_data_set_names_the_sample_and_the_cause_in_one_line(num_w
     assert [batch.tolist() for batch in got] == [[0, 1, 2], [3, 4, 5]]
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
+    assert str(caught.value).endswith("Run dataset[7] to see it.")
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert str(caught.value.__cause__) == "planned, and\nsaid in two lines"
+    told = "".join(traceback.format_exception(caught.value))
+    assert 'raise ValueError("planned, and\\nsaid in two lines")' in told  # the user's line, of a worker too
+    assert f'{__file__}", line {broken.__code__.co_firstlineno + 2}, in broken' in told
+
+
+class Unpicklable(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+@pytest.mark.parametrize("kind", ["made with other arguments", "made in a function", "holding a lock"])
+def test_an_error_that_cannot_leave_its_process_is_told_all_the_same(kind):
+    class Inner(Exception):
+        pass
+
+    def fails(index: int) -> torch.Tensor:
+        if index < 7:
+            return torch.tensor(index)
+        error = {"made with other arguments": Unpicklable(code=5), "made in a function": Inner("code 5")}.get(kind)
+        raise error or ValueError("code 5", threading.Lock())
+
+    with pytest.raises(LoaderFailed, match=r"sample 7: \w+: .*code 5.*Run dataset\[7\] to see it") as caught:
+        list(Loader(Squares(12, fails), 3, num_workers=2))
+    assert "code 5" in str(caught.value.__cause__)
+    assert 'raise error or ValueError("code 5", threading.Lock())' in caught.value.__cause__.__notes__[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("transform", [v1.ToTensor(), v1.Compose([v1.ToTensor()]), PerSample(v1.ToTensor())])
+def test_the_older_to_tensor_on_tensors_is_an_error_that_says_what_to_use(transform, num_workers):
+    images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
+    with pytest.raises(LoaderFailed, match=r"use v2\.ToDtype\(torch\.float32, scale=True\), or Normalize of colab"):
+        list(Loader(images, 2, transform=transform, num_workers=num_workers))
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
@@ -248,7 +294,9 @@ def test_an_error_of_a_collate_fn_is_one_line_too(num_workers):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samples_that_do_not_stack_are_one_line_that_says_so(num_workers):
-    with pytest.raises(LoaderFailed, match="stack expects each tensor to be equal size") as caught:
+    with pytest.raises(
+        LoaderFailed, match=r"stack expects each tensor to be equal size.*or pass collate_fn="
+    ) as caught:
         list(Loader(Squares(4, torch.zeros), 2, num_workers=num_workers))
     assert "\n" not in str(caught.value)
 
@@ -334,3 +382,14 @@ def test_a_loader_that_failed_may_be_used_again():
         list(loader)
     samples.make = torch.tensor
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    "of_one", [PerSample(torch.neg), v2.RandomHorizontalFlip(0.5), torch.nn.Sequential(v2.RandomCrop(2))]
+)
+def test_what_is_for_one_sample_is_refused_among_transforms_of_a_batch(of_one):
+    with pytest.raises(
+        InvalidOption, match=r"which is for one sample, transforms of a batch\. Put all into one PerSample"
+    ) as caught:
+        Compose([of_one, Normalize()])
+    assert "\n" not in str(caught.value)

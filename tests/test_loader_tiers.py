@@ -83,15 +83,14 @@ def test_samples_live_where_there_is_room(keep, room, gigabytes, kind, name, row
 @pytest.mark.parametrize(
     ("keep", "room", "gigabytes", "kind", "message"),
     [
-        ("gpu", ROOMY, 1, FILE, "keep='gpu' with batches on the CPU, a GPU. Use device='cuda'"),
-        ("gpu", ROOMY, None, DECODED, "keep='gpu' with batches on the CPU"),
         ("gpu", WITH_GPU, 41, FILE, "no more than 40.0 GiB for them on the GPU"),
         ("gpu", WITH_GPU, 41, DECODED, "no more than 40.0 GiB for them on the GPU"),
         ("gpu", Room(100 * GIB, 10 * GIB, 0), 35, DECODED, "no more than 7.0 GiB for them in RAM"),
         ("ram", ROOMY, 71, FILE, "71.0 GiB of samples, no more than 70.0 GiB for them in RAM. Use keep='auto'"),
         ("ram", ROOMY, 71, DECODED, "71.0 GiB of samples, no more than 70.0 GiB for them in RAM. Use keep='auto'"),
         ("ram", ROOMY, None, DECODED, "cannot be kept .*differ in size.*rows of one size.*give size="),
-        ("disk", ROOMY, None, ARRAY, "cannot be kept .*made one by one"),
+        ("disk", ROOMY, None, ARRAY, "cannot be kept .*made one by one.*Leave keep out"),
+        ("disk", ROOMY, 1, ARRAY, r"keep='disk' for arrays, which are in memory already.*pack\(\) them first"),
         ("gpu", WITH_GPU, None, DECODED, "cannot be kept"),
     ],
 )

@@ -200,6 +200,7 @@ def test_functions_of_a_batch_give_the_same_with_any_workers_and_after_a_resume(
 
 
 SINGLE = {
+    "torchvision's in a row": nn.Sequential(v2.RandomResizedCrop(8), v2.ColorJitter(0.5)),
     "torchvision": v2.Compose([v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), v2.ColorJitter(0.5), v2.ToImage()]),
     "marked": PerSample(noisy),
     "marked module": PerSample(nn.Sequential(v2.ToDtype(torch.float32), nn.Dropout(0.5))),

@@ -17,7 +17,7 @@ from colabkit.augment.geometry import Geometry
 from colabkit.augment.mixup import MixUp
 from colabkit.augment.normalize import Normalize
 from colabkit.augment.per_batch import PerBatch
-from colabkit.augment.per_sample import PerSample
+from colabkit.augment.per_sample import PerSample, is_per_sample
 from colabkit.augment.transform import Transform
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Transform",
     "cut",
     "geometry_of",
+    "is_per_sample",
     "parted",
     "steps_of",
 ]

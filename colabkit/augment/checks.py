@@ -8,7 +8,12 @@ from typing import Any
 
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 
-__all__ = ["checked_number", "checked_range", "checked_size"]
+__all__ = ["checked_number", "checked_range", "checked_size", "shown"]
+
+
+def shown(value: Any) -> str:
+    """Return the text of what was given, for a message: one line of 80 characters at most."""
+    return f"{' '.join(repr(value).split()):.80}"
 
 
 def checked_size(act: str, size: Any) -> tuple[int, int]:

@@ -11,8 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from colabkit.augment.boxes import Boxes
+from colabkit.augment.checks import shown
 from colabkit.augment.draws import Draws
 from colabkit.augment.geometry import Geometry
+from colabkit.augment.per_sample import is_per_sample
 from colabkit.augment.transform import Transform
 from colabkit.errors import InvalidOption, cannot
 
@@ -58,25 +60,36 @@ class Compose(_Steps):
     them; their random numbers are their own business.
 
     Args:
-        transforms: in the order in which they apply.
+        transforms: a list, in the order in which they apply.
+        others: refused: a list is one argument.
 
     Raises:
-        InvalidOption: if there are none, or one cannot be called.
+        InvalidOption: if there are none, one cannot be called, or one is for single samples.
     """
 
-    def __init__(self, transforms: Iterable[Callable[..., Any]]) -> None:
-        if not isinstance(transforms, Iterable):
-            found = f"a {type(transforms).__name__}"
-            raise InvalidOption(cannot("compose transforms", found, "a list of them", "Put it in brackets"))
+    def __init__(self, transforms: Iterable[Callable[..., Any]], *others: Any) -> None:
+        act = "compose transforms"
+        if others or not isinstance(transforms, Iterable):
+            found = f"{1 + len(others)} arguments" if others else f"a {type(transforms).__name__}"
+            raise InvalidOption(cannot(act, found, "a list of them", "Put them in brackets: Compose([...])"))
         flat: list[Callable[..., Any]] = []
         for transform in transforms:
             flat += transform.transforms if isinstance(transform, Compose) else [transform]
         for transform in flat:
-            if not callable(transform) or isinstance(transform, type):
-                found = f"{transform!r} among them"
-                raise InvalidOption(cannot("compose transforms", found, "something to call", "Pass made transforms"))
+            if isinstance(transform, type):
+                found = f"the class {transform.__name__} among them"
+                raise InvalidOption(cannot(act, found, "made transforms", f"Make one of it: {transform.__name__}(...)"))
+            if not callable(transform):
+                found = f"{shown(transform)} among them"
+                raise InvalidOption(cannot(act, found, "something to call", "Pass made transforms"))
+            if is_per_sample(transform):
+                found = f"{shown(transform)}, which is for one sample"
+                next_step = (
+                    "Put all into one PerSample or torchvision's v2.Compose, or mark what draws nothing by PerBatch"
+                )
+                raise InvalidOption(cannot(act, found, "transforms of a batch", next_step))
         if not flat:
-            raise InvalidOption(cannot("compose transforms", "none", "at least one", "Leave the transform out"))
+            raise InvalidOption(cannot(act, "none", "at least one", "Leave the transform out"))
         super().__init__(tuple(enumerate(flat)))
 
     @property

@@ -20,6 +20,7 @@ __all__ = ["MixUp"]
 class MixUp(Transform):
     """Mixes each image and its label with those of the sample before it in the batch; the first one with the last.
 
+    Labels, `int64 [B]`, become shares of the classes, `float32 [B, classes]`, which `cross_entropy` takes as they are.
     Each sample has its own share from Beta(alpha, alpha). Images keep their dtype; `uint8` ones are mixed in float32
     and rounded. Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
 

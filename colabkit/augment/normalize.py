@@ -1,4 +1,4 @@
-"""Bytes brought to the scale that models expect."""
+"""Images brought to the scale that models expect."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from colabkit.augment.draws import Draws
-from colabkit.augment.transform import Transform
+from colabkit.augment.transform import Transform, check_images
 from colabkit.errors import InvalidOption, cannot
 
 __all__ = ["Normalize"]
 
 
 class Normalize(Transform):
-    """Turns `uint8 [B, C, H, W]` into `(x / 255 - mean) / std` of a floating dtype, keeping the memory format.
+    """Turns images `[B, C, H, W]` into `(x - mean) / std` of a floating dtype, keeping the memory format.
+
+    `uint8` images are divided by 255 before; floating ones are taken as they are, in [0, 1], as torchvision's are.
 
     Args:
         mean: one value a channel, on the scale [0, 1].
@@ -40,23 +42,29 @@ class Normalize(Transform):
         if not dtype.is_floating_point:
             raise InvalidOption(cannot("normalize", f"dtype={dtype}", "a floating dtype", "Use torch.float32, say"))
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        # (x / 255 - mean) / std is one multiplication and one addition.
-        self._scale = torch.tensor([1 / (255 * s) for s in std]).view(1, -1, 1, 1)
+        self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
+        # (x - mean) / std is one multiplication and one addition, also of x / 255.
+        self._scale = torch.tensor([1 / s for s in std]).view(1, -1, 1, 1)
+        self._scale_of_bytes = torch.tensor([1 / (255 * s) for s in std]).view(1, -1, 1, 1)
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
         """Return the normalised images, on the device they are on, and the labels untouched.
 
         Args:
-            images: `[B, C, H, W]`.
+            images: `uint8` from 0 to 255, or floating from 0 to 1, `[B, C, H, W]`.
             labels: anything.
             draws: not used.
+
+        Raises:
+            InvalidOption: if these are no such images.
         """
-        if images.device not in self._constants:  # moving them makes the host wait for the device, so once is enough
-            moved = self._scale.to(images.device, self.dtype), self._shift.to(images.device, self.dtype)
-            self._constants[images.device] = moved
-        scale, shift = self._constants[images.device]
+        check_images("normalize", images)
+        key = images.device, images.dtype == torch.uint8
+        if key not in self._constants:  # moving them makes the host wait for the device, so once is enough
+            scale = self._scale_of_bytes if key[1] else self._scale
+            self._constants[key] = scale.to(images.device, self.dtype), self._shift.to(images.device, self.dtype)
+        scale, shift = self._constants[key]
         return images.to(self.dtype, copy=True).mul_(scale).add_(shift), labels
 
     def __repr__(self) -> str:

@@ -1,13 +1,15 @@
-"""Marks a function of one sample, which a loader runs in worker processes."""
+"""Functions of one sample, which a loader runs in worker processes: those so marked, and torchvision's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from colabkit.errors import InvalidOption, cannot
 
-__all__ = ["PerSample"]
+__all__ = ["PerSample", "is_per_sample"]
 
 
 class PerSample:
@@ -35,3 +37,13 @@ class PerSample:
 
     def __repr__(self) -> str:
         return f"PerSample({self.function!r})"
+
+
+def is_per_sample(transform: Any) -> bool:
+    """Return whether a transform is for one sample: so marked, or torchvision's, which give a whole batch one draw.
+
+    An `nn.Sequential` is if all in it are; others may well be made for batches, such as those of kornia.
+    """
+    if isinstance(transform, nn.Sequential):
+        return len(transform) > 0 and all(map(is_per_sample, transform))
+    return isinstance(transform, PerSample) or type(transform).__module__.startswith("torchvision.transforms")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from colabkit.errors import BadImage
 
-__all__ = ["MAX_PIXELS", "bad", "check_pixels", "other_size", "unknown"]
+__all__ = ["MAX_PIXELS", "OtherSize", "bad", "check_pixels", "other_size", "unknown"]
 
 MAX_PIXELS = 89_478_485
 """Pillow's bound on decompression bombs, which is a warning there."""
+
+
+class OtherSize(BadImage):
+    """An image of another size than needed, which is nothing bad in itself; the message is the reason alone."""
 
 
 def bad(reason: str) -> BadImage:
@@ -23,7 +27,7 @@ def check_pixels(height: int, width: int) -> None:
 
 def other_size(found: tuple[int, int], needed: tuple[int, int]) -> BadImage:
     """Return the error for a picture that does not fill its row; both are height and width."""
-    return bad(f"{found[1]}x{found[0]} pixels, where {needed[1]}x{needed[0]} are needed")
+    return OtherSize(f"{found[1]}x{found[0]} pixels, where {needed[1]}x{needed[0]} are needed")
 
 
 def unknown(head: bytes) -> BadImage:

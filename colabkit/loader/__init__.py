@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 import torch
 
 from colabkit import meters
 from colabkit.augment import Draws, Transform
-from colabkit.environment import near_folder, usable_cpus
-from colabkit.errors import ColabkitError, InvalidOption, cannot, check_whole_number
-from colabkit.loader.decoding import BadSamples, OnBad, row_shape_of
-from colabkit.loader.engines import Engine, InProcesses, OnDevice, failed
-from colabkit.loader.feeds import Column, Feed, as_samples, feed_of, wrapped
-from colabkit.loader.gather import RowGather
-from colabkit.loader.kept import KeptRows
+from colabkit.augment.checks import checked_size, shown
+from colabkit.errors import BadImage, ColabkitError, cannot, check_whole_number
+from colabkit.loader.building import Asked, built_by_sample, built_of_feed
+from colabkit.loader.decoding import BadSamples, OnBad
+from colabkit.loader.engines import failed
+from colabkit.loader.feeds import as_samples, feed_of, wrapped
 from colabkit.loader.options import (
+    check_beside,
     check_callable,
     check_choice,
-    checked_size,
+    check_counts,
+    check_skipping,
+    check_transform,
     order_of,
     share_of,
     usable_device,
+    why_one_by_one,
 )
-from colabkit.loader.paging import Populating, mapped_rows
 from colabkit.loader.portions import OrderedPlan, Plan, Portions, Share
 from colabkit.loader.position import Position
-from colabkit.loader.processes import SampleWorkers, is_per_sample
-from colabkit.loader.resident import Resident
 from colabkit.loader.sampled import SampledPlan, gives_batches
 from colabkit.loader.seeding import generators_kept, seed_all
-from colabkit.loader.stages import Stages, stages_of
-from colabkit.loader.structures import fields_of
-from colabkit.loader.threaded import Depth, Images, InThreads
-from colabkit.loader.tiers import Keep, Room, Tier, choose_tier, fits_on
+from colabkit.loader.structures import fields_of, mapped
+from colabkit.loader.tiers import Keep, Tier
 from colabkit.loader.workers import Batch
 from colabkit.sampler import Order
 
 __all__ = ["Loader", "Tier"]
-
-_GROUP_BYTES = 8 << 20  # made together: two of them stay in a processor's cache
-_DEVICE_GROUP_BYTES = 64 << 20
-_GROUP_BATCHES = 32
-_LEAST_AHEAD = 4
-_AHEAD_BYTES = 512 << 20
 
 
 class Loader:
@@ -78,17 +70,21 @@ class Loader:
         seed: of the orders and of the transforms.
         drop_last: leave out a last batch that is not full.
         device: where batches go; None leaves them on the CPU.
-        transform: applied to the images of each batch: of `colabkit.augment`, of torchvision, or any callable.
+        transform: applied to the images of each batch: of `colabkit.augment`, of torchvision, or any callable. Several
+            are one by `Compose([...])`: of `colabkit.augment` for batches, of torchvision for single samples.
         sampler: the order, instead of `shuffle`: one of `colabkit.sampler`, such as `Balanced(labels)`, or any iterable
             of numbers of samples, or of lists of them that are batches, with a length. What torch's draw depends on the
             seed of their generator, on `seed` and the epoch; `set_epoch` is called on those that have it.
         collate_fn: makes a batch of a list of samples, as of `DataLoader`.
-        fields: names of the fields that batches have, in the data set's order; None for all.
-        as_dict: batches are dicts by the fields' names.
+        fields: names of the fields that batches have, in this order; None for all. Packs and files call their samples
+            `X` and their labels `Y`, arrays of a tuple are `0`, `1` and so on. What is transformed is the one that
+            comes first in the data set.
+        as_dict: batches are dicts by the fields' names, as in `batch["X"]`.
         size: of decoded image files: one side, or height and width; scaled and cut as `pack()` does it. What is decoded
-            to one size is kept, so that later epochs run at the speed of rows.
+            to one size is kept, so that later epochs run at the speed of rows. Rows may have this size already.
         keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` by what is free; `tier` says what was chosen.
-        on_bad: what to do about image files that cannot be decoded: `"raise"`, `"skip"`, or a `"blank"` image.
+        on_bad: what to do about image files that cannot be decoded: `"raise"`, `"skip"` in a single process, or a
+            `"blank"` image. Good images that differ in size, where one size is needed, are an error always.
         num_workers: threads that decode and transform, or processes; None for as many as CPUs may be used; with 0 all
             is done where a batch is asked for, but for what is sent to a GPU.
         prefetch_batches: how many batches are made ahead; None chooses by their size.
@@ -97,10 +93,14 @@ class Loader:
 
     Raises:
         InvalidOption: if an argument cannot be meant.
+        BadImage: while it is iterated, if an image cannot be decoded, or none in an epoch.
+        LoaderFailed: while it is iterated, if a data set, a transform or `collate_fn` fails; its cause is the error.
 
     Attributes:
         meters: counts and seconds of each part, and of the user's waiting.
-        tier: where samples live, and why.
+        tier: where samples live, and why: `tier.name` is `"gpu"`; `"ram"`; `"disk"`, from where the kernel or the
+            loader fetches them; or `"source"`, if each epoch decodes them, or asks the data set for them, anew.
+            `tier.reason` has the bytes that decided, and `tier.rows` tells how many decoded samples are kept.
         bad_samples: names and reasons of image files that could not be decoded.
     """
 
@@ -132,43 +132,36 @@ class Loader:
         for name, value, least in (("prefetch_batches", prefetch_batches, 1), ("num_workers", num_workers, 0)):
             if value is not None:
                 check_whole_number(act, name, value, least)
-        check_callable(act, "transform", transform, "a batch of images")
-        check_callable(act, "collate_fn", collate_fn, "a list of samples")
-        check_choice(act, keep, on_bad)
-        self.dataset = wrapped(dataset)
+        check_transform(act, transform)
+        check_callable(act, "collate_fn", collate_fn, "Pass a function of a list of samples")
+        self.dataset = wrapped(act, dataset)
         self.batch_size = batch_size
         self.seed = seed
         self.drop_last = drop_last
         self.device = usable_device(act, device)
+        check_choice(act, keep, on_bad, self.device)
         self.transform = transform
         self.meters = meters.LoaderMeters()
         self._said = rank, world_size
         self._bad = BadSamples(on_bad)
-        self._size = checked_size(act, size)
-        self._keep: Keep = keep
-        self._prefetch_batches = prefetch_batches
-        self._num_workers = num_workers
+        sides = None if size is None else checked_size(act, size)
         share = share_of(act, rank, world_size)
-        by_sample = collate_fn is not None or is_per_sample(transform)
-        self._feed = None if by_sample else feed_of(act, self.dataset, fields, as_dict)
-        self._stages = Stages()
-        self._kept: KeptRows | None = None
-        self._engine: Engine
+        asked = Asked(
+            batch_size, self.device, transform, sides, keep, num_workers, prefetch_batches, self._bad, self.meters
+        )
+        why = why_one_by_one(transform, collate_fn)
+        self._feed = None if why else feed_of(act, self.dataset, fields, as_dict)
         if self._feed is None:
-            if fields is not None or as_dict or self._size is not None or on_bad != "raise":
-                found = "fields=, as_dict=, size= or on_bad= for samples that are made one by one"
-                raise InvalidOption(cannot(act, found, "none of these", "Leave them out; collate_fn= makes the batch"))
             self.dataset = as_samples(act, self.dataset)
-            self._count = _length(act, self.dataset)
-            self.tier = choose_tier(
-                act, keep, Room(None, 0, 0), row_bytes=None, count=0, is_decoded=False, is_on_disk=False
-            )
-            self._engine = self._in_processes(collate_fn)
-            row_bytes = None
+            given = {"fields": fields is not None, "as_dict": as_dict, "size": size is not None}
+            why = why or (f"a {type(self.dataset).__name__}", "load a pack, image files or arrays")
+            check_beside(act, {**given, "on_bad": on_bad != "raise"}, why)
+            self._count = len(self.dataset)
+            self._built = built_by_sample(act, asked, self.dataset, collate_fn)
         else:
             self._count = self._feed.count
-            self.tier, self._engine, row_bytes = self._in_threads(act, self._feed, share)
-        order = order_of(act, shuffle, seed, self._count, sampler, row_bytes)
+            self._built = built_of_feed(act, asked, self._feed, self.dataset, share.world_size)
+        order = order_of(act, shuffle, seed, self._count, sampler, self._built.row_bytes)
         self._gives_batches = not isinstance(order, Order) and gives_batches(order)
         self._position = Position(order, seed, self._fingerprint())
         self._check_counts(act, share)
@@ -178,10 +171,22 @@ class Loader:
         return self._plan().batches(0)
 
     def __repr__(self) -> str:
-        order = self._position.order_text
-        what = repr(self.dataset) if self._feed is None else self._feed.about
-        batches = f"{len(self)} batches of {self.batch_size}, {order}, on {self.device}"
-        return f"Loader of {what}: {batches}, samples in {self.tier}"
+        share = self._share()
+        about = [
+            f"{len(self)} batches of {self.batch_size}",
+            self._position.order_text,
+            f"on {self.device}",
+            *([f"rank {share.rank} of {share.world_size}"] if share.world_size > 1 else []),
+            *([f"transform {_name_of(self.transform)}"] if self.transform is not None else []),
+            f"samples in {self.tier}",
+        ]
+        what = f"{type(self.dataset).__name__} of {self._count:,} samples" if self._feed is None else self._feed.about
+        return f"Loader of {what}: {', '.join(about)}"
+
+    @property
+    def tier(self) -> Tier:
+        """Where samples live, and why."""
+        return self._built.tier
 
     @property
     def shuffle(self) -> bool | str:
@@ -216,18 +221,30 @@ class Loader:
         self._position.load(state, lambda samples: not self._plan().batches(samples))
         self.seed = self._position.seed
 
+    def peek(self, batches: int = 1) -> list[Any]:
+        """Return copies of the batches that follow those received, without moving on.
+
+        It may be called in the middle of an iteration. Fewer come where the epoch ends before.
+
+        Args:
+            batches: how many.
+        """
+        check_whole_number("look at the next batches", "batches", batches, 1)
+        with self._position.aside(), closing(self._batches()) as coming:
+            return [mapped(batch, torch.Tensor.clone) for batch in itertools.islice(coming, batches)]
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch, which begins when the first one is asked for."""
         self._check_counts("load batches", self._share())
         return self._batches()
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any]:
         epoch, start = self._position.begin()
-        plan, engine, counts = self._plan(), self._now(), self.meters
+        plan, engine, counts = self._plan(), self._built.engine_now(), self.meters
         meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
         portions = Portions(plan.portions(epoch, start, engine.group_batches))
         ready = engine.batches(self.seed, epoch, iter(portions))
-        at_last = self._stages.at_last
+        at_last, received = self._built.stages.at_last, counts.batches
         as_structured = _as_it_is if self._feed is None else self._feed.batch
         try:
             for taken in ready:
@@ -244,6 +261,9 @@ class Loader:
                 yield batch
                 del batch
                 counts.user_s += time.perf_counter() - left
+            if not start and counts.batches == received and self._bad.found:
+                found = f"{plan.samples(0)} image files of which none can be decoded"
+                raise BadImage(cannot("load an epoch", found, "a good one at least", "See loader.bad_samples"))
             self._position.reached(epoch, 0, is_over=True)  # also if the last batches held bad samples only
         finally:
             ready.close()
@@ -258,7 +278,7 @@ class Loader:
             label_place = 1 if len(values) > 1 else None
         if len(taken.positions):
             draws = Draws(self.seed, epoch, taken.positions)
-            if self._stages.draws_globally:
+            if self._built.stages.draws_globally:
                 with generators_kept(self.device):
                     seed_all(draws, self.device)
                     self._apply_at_last(values, label_place, draws)
@@ -267,7 +287,7 @@ class Loader:
         return whole(values)
 
     def _apply_at_last(self, values: list[Any], place: int | None, draws: Draws) -> None:
-        transform = self._stages.at_last
+        transform = self._built.stages.at_last
         assert transform is not None
         try:
             if not isinstance(transform, Transform):
@@ -280,107 +300,6 @@ class Loader:
             raise
         except Exception as error:
             raise failed(error) from error
-
-    def _in_threads(self, act: str, feed: Feed, share: Share) -> tuple[Tier, Engine, int | None]:
-        """Return where samples live, what makes batches of them, and the bytes of a sample."""
-        samples = feed.samples
-        is_decoded = not (isinstance(samples, RowGather) or _is_reader(samples))
-        if not is_decoded and (self._size is not None or self._bad.on_bad != "raise"):
-            found = "size= or on_bad= for samples that need no decoding"
-            raise InvalidOption(cannot(act, found, "none of these", "Leave them out; a transform can crop"))
-        on_device = self.device.type == "cuda"
-        row_shape, by_sample = None, False
-        if is_decoded:
-            crops = stages_of(self.transform, on_device=on_device, by_sample=True, resized=True).geometry
-            by_sample = self._size is None and crops is not None and crops.size is not None
-            if not by_sample:
-                row_shape = row_shape_of(samples, feed.count, self._size, self._bad)  # type: ignore[arg-type]
-            by_sample = by_sample or row_shape is None
-        resized = row_shape is not None or (isinstance(samples, RowGather) and samples.are_images_of_bytes)
-        self._stages = stages_of(self.transform, on_device=on_device, by_sample=by_sample, resized=resized)
-        row_bytes = samples.row_bytes if isinstance(samples, RowGather) else None
-        if row_shape is not None:
-            row_bytes = row_shape[0] * row_shape[1] * row_shape[2]
-        room = Room.here(self.device, near_folder(os.environ), share.world_size)
-        is_mapped = feed.is_on_disk
-        tier = choose_tier(
-            act, self._keep, room, row_bytes=row_bytes, count=feed.count, is_decoded=is_decoded, is_on_disk=is_mapped
-        )
-        if tier.name == "gpu" and not is_decoded:
-            return tier, self._on_device(feed.columns, row_bytes), row_bytes
-        images = None
-        if is_decoded:
-            if row_shape is not None and tier.rows:
-                where: Literal["ram", "disk"] = "disk" if tier.name == "disk" else "ram"
-                self._kept = KeptRows(feed.count, row_shape, tier.rows, where, near_folder(os.environ))
-            images = Images(row_shape, self._size is not None, self._kept, self._bad)
-        mapped = mapped_rows(self.dataset, samples) if is_mapped and isinstance(samples, RowGather) else None
-        populating = None
-        if mapped is not None and tier.name == "ram" and isinstance(samples, RowGather):
-            populating = Populating(samples.maps)
-        engine = InThreads(
-            feed,
-            self._stages,
-            images,
-            self._depth(feed, is_decoded, row_bytes),
-            self.batch_size,
-            self.device,
-            self.meters,
-            populating,
-            mapped if tier.name == "disk" else None,
-        )
-        return tier, engine, row_bytes
-
-    def _in_processes(self, collate_fn: Callable[[list[Any]], Any] | None) -> Engine:
-        """Return what makes batches sample by sample."""
-        of_sample = self.transform if is_per_sample(self.transform) else None
-        self._stages = Stages() if of_sample is not None else Stages(at_last=self.transform)
-        workers = SampleWorkers(
-            self.dataset,
-            of_sample,
-            collate_fn,
-            _cpus() if self._num_workers is None else self._num_workers,
-            self._prefetch_batches,
-            self.device.type == "cuda",
-        )
-        return InProcesses(workers, self.device, self.meters)
-
-    def _depth(self, feed: Feed, is_decoded: bool, row_bytes: int | None) -> Depth:
-        """Return how much is made ahead: many small batches, a few large ones."""
-        works = is_decoded or self._stages.works_in_threads
-        threads = (_cpus() if works else 1) if self._num_workers is None else self._num_workers
-        threads = threads if works else min(1, threads)  # rows are gathered faster than two threads take turns
-        threads = max(1, threads) if self.device.type == "cuda" else threads
-        batch_bytes = max(1, self.batch_size * (row_bytes or 1 << 18))
-        fitting = 1 if is_decoded else max(1, min(_GROUP_BATCHES, _GROUP_BYTES // batch_bytes))
-        most = max(2, _AHEAD_BYTES // (4 * batch_bytes) if works else 2 * fitting)  # floats are four times as large
-        ahead = self._prefetch_batches or max(min(_LEAST_AHEAD, most), 2 * fitting)
-        group = max(1, min(fitting, ahead // 2))
-        begins_here = not works and self.device.type == "cpu" and self._prefetch_batches is None
-        return Depth(group, max(1, ahead // group), threads, begins_here)
-
-    def _now(self) -> Engine:
-        """Return what makes the batches of the next epoch: when all is decoded and the GPU has room, rows there."""
-        if self.tier.name == "gpu" and self._kept is not None and self._kept.is_whole:
-            assert self._feed is not None
-            columns = dict(self._feed.columns)
-            columns[next(iter(columns))] = self._kept.gather()
-            row_bytes = prod(self._kept.shape)
-            try:
-                if fits_on(self.device, row_bytes * self._count):
-                    self._engine = self._on_device(columns, row_bytes)
-                    self._kept = None
-                    return self._engine
-            except torch.cuda.OutOfMemoryError:
-                pass
-            self.tier = Tier("ram", "the GPU has no room any more for what is decoded", self.tier.rows)
-        return self._engine
-
-    def _on_device(self, columns: Mapping[str, Column], row_bytes: int | None) -> Engine:
-        """Return what gathers batches on the device; small ones several at a time."""
-        fitting = _DEVICE_GROUP_BYTES // max(1, self.batch_size * (row_bytes or 1))
-        group_batches = max(1, min(_GROUP_BATCHES, fitting))
-        return OnDevice(Resident(columns, self.device), self.meters, group_batches)
 
     def _share(self) -> Share:
         return share_of("load batches", *self._said)
@@ -398,33 +317,16 @@ class Loader:
         return getattr(self.dataset, "fingerprint", f"{type(self.dataset).__qualname__} of {self._count}")
 
     def _check_counts(self, act: str, share: Share) -> None:
-        """Refuse a loader that would give no batch."""
-        order = self._position.pure_order
-        if order is not None and not len(self):
-            found = f"{len(order)} samples"
-            if self.drop_last and len(order):
-                found = f"batch_size={self.batch_size} with drop_last, and {found}"
-                raise InvalidOption(cannot(act, found, "at least one full batch", "Use a smaller batch_size"))
-            needed = "at least one sample" if share.world_size == 1 else f"one for each of {share.world_size} processes"
-            raise InvalidOption(cannot(act, found, needed, "Check the data set"))
-
-
-def _cpus() -> int:
-    return max(1, round(usable_cpus()))
+        """Refuse a loader that would give no batch, or not as many on each rank."""
+        check_skipping(act, self._bad.on_bad, share)
+        if self._position.pure_order is not None:
+            check_counts(act, self._position.pure_order, self.batch_size, self.drop_last, share)
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _is_reader(column: Any) -> bool:
-    return callable(column)
-
-
-def _length(act: str, dataset: Any) -> int:
-    """Return the samples of a map-style data set."""
-    if hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__") and not isinstance(dataset, str):
-        return len(dataset)
-    found = f"a {type(dataset).__name__}"
-    needed = "a data set with a length and an index, or arrays"
-    raise InvalidOption(cannot(act, found, needed, "Pass open_pack(path)['train'], say"))
+def _name_of(transform: Callable[..., Any]) -> str:
+    """Return a function's name, or what a transform says of itself, in one line."""
+    return str(getattr(transform, "__name__", None) or shown(transform))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from colabkit.augment import Draws, Geometry, cut
 from colabkit.decode import Region, decode_image, decode_region, image_size, row_decoder
+from colabkit.decode.reasons import OtherSize
 from colabkit.errors import BadImage, cannot
 from colabkit.loader.feeds import ImageSet
 from colabkit.loader.kept import KeptRows
@@ -48,8 +49,11 @@ class BadSamples:
         """Raise the error of a bad sample, or note it.
 
         Raises:
-            BadImage: naming the sample, if bad ones are errors.
+            BadImage: naming the sample, if bad ones are errors; always if it is a good image of another size.
         """
+        if isinstance(error, OtherSize):
+            next_step = "Give size=, or a transform that cuts to one size"
+            raise BadImage(cannot(f"decode {name}", str(error), "images of one size", next_step)) from error
         if self.on_bad == "raise":
             raise BadImage(cannot(f"decode {name}", str(error), "an image", next_step)) from error
         if name not in self.found and len(self.found) < _LISTED:
@@ -97,9 +101,6 @@ class ImageDecoding:
         self._ahead = ahead
         self._bad = bad
         self._meters = meters
-        self._next_step = _NEXT_STEP
-        if row_shape is not None and not fit:
-            self._next_step = "Give size= if images differ in size, else remove or repair it, or use on_bad='skip'"
         self._decode = None if row_shape is None else row_decoder(row_shape, fit)
         size = row_shape[:2] if geometry is None or geometry.size is None else geometry.size  # type: ignore[index]
         self.out_shape: tuple[int, int, int] = (size[0], size[1], self._channels)
@@ -239,7 +240,7 @@ class ImageDecoding:
         return not data and self._has_blanks
 
     def _note(self, work: _Work, index: int, error: BadImage) -> None:
-        self._bad.note(self._files.name_of(work.number(index)), error, self._next_step)
+        self._bad.note(self._files.name_of(work.number(index)), error, _NEXT_STEP)
         if self._bad.on_bad == "skip":
             with work.group.lock:
                 work.group.bad.append(work.start + index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Protocol
 
@@ -16,10 +15,12 @@ from colabkit.loader.portions import Portion
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
 from colabkit.loader.slots import PinnedSlots
-from colabkit.loader.transfer import DeviceTransfer
+from colabkit.loader.transfer import DeviceTransfer, Taken, sent
 from colabkit.loader.workers import Batch
 
 __all__ = ["Engine", "InProcesses", "OnDevice", "failed"]
+
+_SENT_AHEAD = 2
 
 
 class Engine(Protocol):
@@ -83,28 +84,13 @@ class InProcesses:
         if self._slots is None:
             yield from made
             return
+
+        def take() -> Taken:
+            batch = next(made, None)
+            return Taken() if batch is None else Taken([batch], None, batch.wait_s, batch.was_ready)
+
         transfer = DeviceTransfer(self._device, self._slots, self._counts)
-        waiting: deque[Batch] = deque()
-        failure: Exception | None = None
-        try:
-            while True:
-                taken = None
-                try:
-                    taken = next(made, None)
-                except Exception as error:  # it comes after the batches that are on their way
-                    failure = error
-                if taken is None:
-                    break
-                transfer.submit([(taken.values, len(taken.positions))], None)
-                waiting.append(taken)
-                if len(waiting) > 1:
-                    yield _arrived(waiting.popleft(), transfer)
-            while waiting:
-                yield _arrived(waiting.popleft(), transfer)
-            if failure is not None:
-                raise failure
-        finally:
-            transfer.close()
+        yield from sent(transfer, take, lambda under_way: under_way < _SENT_AHEAD)
 
     def _made(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
         began = time.perf_counter()
@@ -114,7 +100,7 @@ class InProcesses:
                 if isinstance(made.error, ColabkitError):
                     raise made.error
                 if made.error is not None:
-                    raise failed(made.error)
+                    raise failed(made.error.text, made.error.next_step) from made.error.cause()
                 self._counts.add("samples", made.samples, 0, made.busy_s)
                 positions = np.arange(position, position + made.samples)
                 yield Batch(made.batch, positions, reached, wait_s, wait_s < 1e-3)
@@ -129,14 +115,10 @@ class InProcesses:
             raise failed(error) from error
 
 
-def failed(error: Exception | str) -> LoaderFailed:
+def failed(error: Exception | str, next_step: str = "Check them with one sample") -> LoaderFailed:
     """Return the error for what other people's code raised."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     found = " ".join(text.split())  # which may be a traceback of many lines
-    needed = "a data set and transforms without errors"
-    return LoaderFailed(cannot("make a batch", found, needed, "Check them with one sample"))
-
-
-def _arrived(taken: Batch, transfer: DeviceTransfer) -> Batch:
-    taken.values = transfer.take()
-    return taken
+    if "pic should be PIL Image" in found and "torch.Tensor" in found:  # of torchvision's older ToTensor
+        next_step = "Samples are tensors: use v2.ToDtype(torch.float32, scale=True), or Normalize of colabkit.augment"
+    return LoaderFailed(cannot("make a batch", found, "a data set and transforms without errors", next_step))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import StackDataset
 
-from colabkit.dataset import FileDataset, ImageFiles, PackedDataset
+from colabkit.dataset import FileDataset, ImageFiles, Pack, PackedDataset
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader.gather import RowGather
 from colabkit.loader.portions import Numbers
 from colabkit.pack_format import LABELS, SAMPLES
 
-__all__ = ["Column", "Feed", "ImageSet", "Structure", "as_samples", "feed_of", "wrapped"]
+__all__ = ["Column", "Feed", "ImageSet", "Structure", "as_samples", "check_channels", "feed_of", "wrapped"]
+
+_CHANNELS = (1, 3, 4)
+_FEW = 4  # arrays in a list that are fields rather than samples, if each is longer than that
 
 Structure: TypeAlias = Literal["alone", "tuple", "dict"]
 
@@ -54,6 +58,7 @@ class Feed:
         fingerprint: tells the data from other data.
         about: the data set as a text.
         is_on_disk: whether rows lie in files that are mapped, not in memory.
+        order: names of the columns in the order that batches have; None for that of `columns`.
     """
 
     columns: Mapping[str, Column]
@@ -63,6 +68,7 @@ class Feed:
     fingerprint: str
     about: str
     is_on_disk: bool = False
+    order: tuple[str, ...] | None = None
 
     @property
     def samples(self) -> Column:
@@ -75,9 +81,13 @@ class Feed:
         return None if self.labels is None else [*self.columns].index(self.labels)
 
     def batch(self, values: Sequence[Any]) -> Any:
-        """Return a batch as the user gets it."""
+        """Return a batch as the user gets it, of the values of the columns."""
+        names: Iterable[str] = self.columns
+        if self.order is not None:
+            named = dict(zip(names, values, strict=True))
+            names, values = self.order, [named[name] for name in self.order]
         if self.structure == "dict":
-            return dict(zip(self.columns, values, strict=True))
+            return dict(zip(names, values, strict=True))
         return tuple(values) if self.structure == "tuple" else values[0]
 
 
@@ -114,28 +124,60 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
         columns = _chosen(act, columns, fields)
         structure = "tuple" if len(columns) > 1 else "alone"
         labels = labels if labels in columns else None
+    order = None if fields is None or list(columns) == list(fields) else tuple(fields)
     is_on_disk = isinstance(dataset, PackedDataset)
-    return Feed(columns, "dict" if as_dict else structure, labels, count, fingerprint, about, is_on_disk)
+    return Feed(columns, "dict" if as_dict else structure, labels, count, fingerprint, about, is_on_disk, order)
 
 
-def wrapped(dataset: Any) -> Any:
-    """Return the view of a pack that torch's `Subset` of one means; all else as it is."""
+def check_channels(act: str, feed: Feed) -> None:
+    """Refuse arrays `[N, H, W, C]` where a transform takes `[N, C, H, W]`.
+
+    Raises:
+        InvalidOption: saying how to turn them.
+    """
+    rows = feed.samples
+    if not isinstance(rows, RowGather) or rows.are_images or len(rows.shape) != 3:
+        return
+    if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
+        found = f"images {[feed.count, *rows.shape]} whose channels come last"
+        next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which copies nothing"
+        if feed.is_on_disk:
+            next_step = "Begin it with PerBatch(lambda images: images.permute(0, 3, 1, 2))"
+        raise InvalidOption(cannot(act, found, "[N, C, H, W] for this transform", next_step))
+
+
+def wrapped(act: str, dataset: Any) -> Any:
+    """Return the view of a pack that torch's `Subset` of one means; all else as it is.
+
+    Raises:
+        InvalidOption: if it is a whole pack.
+    """
+    if isinstance(dataset, Pack):
+        next_step = f"Pass pack[{next(iter(dataset), 'train')!r}]"
+        raise InvalidOption(cannot(act, "a whole pack", "one of its splits", next_step))
     if isinstance(dataset, torch.utils.data.Subset):
-        whole = wrapped(dataset.dataset)
+        whole = wrapped(act, dataset.dataset)
         if isinstance(whole, PackedDataset | FileDataset):
             return whole.subset(dataset.indices)
     return dataset
 
 
 def as_samples(act: str, dataset: Any) -> Any:
-    """Return a tuple or dict of arrays as a data set that can be asked sample by sample; all else as it is.
+    """Return what can be asked sample by sample: a tuple or dict of arrays as a data set, and all data sets.
 
     Raises:
-        InvalidOption: if arrays do not fit together.
+        InvalidOption: if arrays do not fit together, or it is no data set.
     """
-    found = _arrays(act, dataset) if isinstance(dataset, tuple | Mapping) else None
+    found = _arrays(act, dataset) if isinstance(dataset, tuple | list | Mapping) else None
     if found is None:
-        return dataset
+        kind, is_path = type(dataset), isinstance(dataset, str | os.PathLike)
+        if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_path:
+            return dataset
+        next_step = "Pass open_pack(path)['train'], FileDataset(folder) or arrays"
+        if is_path:
+            next_step = "Pass FileDataset(path) for a folder of images, or open_pack(path)['train'] for a pack"
+        needed = "a data set with a length and an index, or arrays"
+        raise InvalidOption(cannot(act, f"a {kind.__name__}", needed, next_step))
     arrays, structure = found
     _length(act, arrays)
     return StackDataset(**arrays) if structure == "dict" else StackDataset(*arrays.values())
@@ -172,10 +214,11 @@ def _length(act: str, arrays: Mapping[str, Any]) -> int:
 
 
 def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> dict[str, Column]:
-    if isinstance(fields, str) or not fields or [name for name in columns if name in fields] != list(fields):
-        needed = f"some of {', '.join(columns)} in this order"
+    is_list = isinstance(fields, Sequence) and not isinstance(fields, str) and len(fields) > 0
+    if not is_list or sorted(name for name in columns if name in fields) != sorted(fields, key=str):
+        needed = f"a list of some of {', '.join(columns)}"
         raise InvalidOption(cannot(act, f"fields={fields!r}", needed, "Name fields of the data set, each once"))
-    return {name: columns[name] for name in fields}
+    return {name: column for name, column in columns.items() if name in fields}
 
 
 def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
@@ -188,12 +231,29 @@ def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
         named, structure = {str(name): value for name, value in dataset.items()}, "dict"
     elif isinstance(dataset, tuple):
         named, structure = {str(number): value for number, value in enumerate(dataset)}, "tuple"
+    elif isinstance(dataset, list) and _are_columns(dataset):
+        found = f"a list of {len(dataset)} arrays, which would be so many samples"
+        next_step = "Pass a tuple: (images, labels); if they are samples, stack them"
+        raise InvalidOption(cannot(act, found, "a tuple for fields", next_step))
     else:
         return None
-    if not named or not all(isinstance(value, Tensor | np.ndarray) for value in named.values()):
-        found = f"a {type(dataset).__name__} that holds something else"
-        raise InvalidOption(cannot(act, found, "tensors and arrays in it", "Pass a data set, or arrays"))
+    what = f"a {type(dataset).__name__}"
+    if not named:
+        raise InvalidOption(cannot(act, f"{what} without arrays", "tensors and arrays in it", "Pass a data set"))
+    for name, value in named.items():
+        if not isinstance(value, Tensor | np.ndarray):
+            found = f"{f'item {name}' if structure == 'tuple' else repr(name)} of {what} is a {type(value).__name__}"
+            next_step = "Make it one by numpy.asarray, or pass a data set"
+            raise InvalidOption(cannot(act, found, "tensors and arrays", next_step))
     return named, "dict" if structure == "dict" else "tuple"
+
+
+def _are_columns(values: list[Any]) -> bool:
+    """Return whether a short list of long arrays is meant as fields, not as samples."""
+    is_few = 1 < len(values) <= _FEW
+    if not is_few or not all(isinstance(value, Tensor | np.ndarray) and value.ndim for value in values):
+        return False
+    return len(set(map(len, values))) == 1 and len(values[0]) > _FEW
 
 
 def _rows(act: str, name: str, value: Any) -> tuple[tuple[Tensor, ...], None, bool]:

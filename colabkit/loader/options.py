@@ -2,47 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
 
+from colabkit.augment import PerSample, is_per_sample
+from colabkit.augment.checks import shown
 from colabkit.errors import InvalidOption, cannot, check_whole_number
-from colabkit.loader.portions import Share
+from colabkit.loader.portions import Pass, Share
 from colabkit.loader.tiers import KEEPS
 from colabkit.sampler import BlockShuffled, Order, Sequential, Shuffled
 
-__all__ = ["check_callable", "check_choice", "checked_size", "order_of", "share_of", "usable_device"]
+__all__ = [
+    "check_beside",
+    "check_callable",
+    "check_choice",
+    "check_counts",
+    "check_skipping",
+    "check_transform",
+    "order_of",
+    "share_of",
+    "usable_device",
+    "why_one_by_one",
+]
 
 _BLOCK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20
 _MOST_BLOCK = 1024
 
 
-def check_choice(act: str, keep: Any, on_bad: Any) -> None:
-    """Raise `InvalidOption` for words that are no choice."""
+def check_choice(act: str, keep: Any, on_bad: Any, device: torch.device) -> None:
+    """Raise `InvalidOption` for words that are no choice, or not for this device."""
     for name, value, known in (("keep", keep, KEEPS), ("on_bad", on_bad, ("raise", "skip", "blank"))):
         if value not in known:
             needed = f"one of {', '.join(map(repr, known))}"
             raise InvalidOption(cannot(act, f"{name}={value!r}", needed, "Use one of these"))
+    if keep == "gpu" and device.type != "cuda":
+        found, next_step = "keep='gpu' with batches on the CPU", "Pass device='cuda' too"
+        if not torch.cuda.device_count():
+            found = "keep='gpu', and no usable GPU here"
+            next_step = "Choose a GPU runtime and pass device='cuda', or leave keep out"
+        raise InvalidOption(cannot(act, found, "a GPU to which batches go", next_step))
 
 
-def check_callable(act: str, name: str, value: Any, what: str) -> None:
+def check_callable(act: str, name: str, value: Any, next_step: str) -> None:
     """Raise `InvalidOption` unless a value is None or can be called."""
-    if value is not None and (not callable(value) or isinstance(value, type)):
-        raise InvalidOption(cannot(act, f"{name}={value!r}", "a callable or None", f"Pass a function of {what}"))
+    if isinstance(value, type):
+        found, next_step = f"{name}={value.__name__}, a class", f"Make one of it: {name}={value.__name__}(...)"
+        raise InvalidOption(cannot(act, found, "a callable or None", next_step))
+    if value is not None and not callable(value):
+        raise InvalidOption(cannot(act, f"{name}={shown(value)}", "a callable or None", next_step))
 
 
-def checked_size(act: str, size: Any) -> tuple[int, int] | None:
-    """Return height and width: one number for both, or two."""
-    if size is None:
-        return None
-    sides = (size, size) if not isinstance(size, tuple | list) else tuple(size)
-    if len(sides) != 2:
-        raise InvalidOption(cannot(act, f"size={size!r}", "one side, or height and width", "Use size=256, say"))
-    for side in sides:
-        check_whole_number(act, "size", side, 1)
-    return int(sides[0]), int(sides[1])
+def check_transform(act: str, transform: Any) -> None:
+    """Raise `InvalidOption` unless a transform is None or can be called."""
+    next_step = "Pass a function of a batch of images"
+    if isinstance(transform, list | tuple):
+        whose = "torchvision's v2" if any(map(is_per_sample, transform)) else "colabkit.augment"
+        next_step = f"Put them into one, by Compose([...]) of {whose}"
+    check_callable(act, "transform", transform, next_step)
+
+
+def why_one_by_one(transform: Any, collate_fn: Any) -> tuple[str, str] | None:
+    """Return which argument asks for samples one by one, and what to do without it; None if none does."""
+    if collate_fn is not None:
+        return "collate_fn=", "leave collate_fn= out"
+    if isinstance(transform, PerSample):
+        return "PerSample", "use a transform of batches"
+    if is_per_sample(transform):
+        return "a transform of torchvision", "use those of colabkit.augment"
+    return None
+
+
+def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> None:
+    """Raise `InvalidOption` for arguments that have no meaning for samples that are made one by one.
+
+    Args:
+        act: for messages.
+        given: whether each of these arguments is given, by name.
+        why: what asks for samples one by one, and what to do without it.
+    """
+    if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
+        found = f"{names} beside {why[0]}, for which samples are made one by one"
+        raise InvalidOption(cannot(act, found, "one of the two", f"Leave {names} out, or {why[1]}"))
+
+
+def check_skipping(act: str, on_bad: str, share: Share) -> None:
+    """Raise `InvalidOption` for several processes that leave out samples: one may lose a whole batch of bad ones."""
+    if on_bad == "skip" and share.world_size > 1:
+        found, needed = f"on_bad='skip' in {share.world_size} processes", "equally many batches in each"
+        raise InvalidOption(cannot(act, found, needed, "Use on_bad='blank', which leaves none out"))
+
+
+def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share: Share) -> None:
+    """Raise `InvalidOption` for an order that gives no batch.
+
+    Args:
+        act: for messages.
+        order: of the samples.
+        batch_size: of one process.
+        drop_last: whether a last batch that is not full is left out.
+        share: which process this is.
+    """
+    if len(Pass.of(len(order), 0, batch_size, share, drop_last)):
+        return
+    world = share.world_size
+    among = "" if world == 1 else f" for {world} processes"
+    if drop_last and len(order) >= world:
+        found = f"batch_size={batch_size} with drop_last, and {len(order)} samples{among}"
+        needed = "at least one full batch" if world == 1 else f"a full batch for each, {batch_size * world} samples"
+        next_step = f"Use batch_size={len(order) // world} or less, or drop_last=False"
+        raise InvalidOption(cannot(act, found, needed, next_step))
+    needed = "at least one sample" if world == 1 else f"one for each of {world} processes"
+    next_step = "Check the data set" if world == 1 or not len(order) else "Use fewer processes"
+    raise InvalidOption(cannot(act, f"{len(order)} samples", needed, next_step))
 
 
 def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:
@@ -65,7 +139,7 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
             raise InvalidOption(cannot(act, found, "one of the two", "Leave shuffle out: the sampler says the order"))
         if not isinstance(sampler, Iterable | Order) or not isinstance(sampler, Sized):
             needed = "an order of colabkit.sampler, or an iterable of numbers with a length"
-            raise InvalidOption(cannot(act, f"sampler={sampler!r:.80}", needed, "Use colabkit.sampler.Balanced, say"))
+            raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", needed, "Use colabkit.sampler.Balanced, say"))
         if isinstance(sampler, Order) and sampler.n != n:
             found = f"an order of {sampler.n} samples"
             raise InvalidOption(cannot(act, found, f"one of the data set's {n}", "Make it for this data set"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from colabkit.errors import InvalidOption, cannot, check_whole_number
@@ -81,6 +82,16 @@ class Position:
         self._next = (begun[0] + 1, 0)
         self._reached = begun
         return begun
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Begin within the block after what the user received, and be after it as before."""
+        before = self._next, self._reached
+        self._next = self._reached
+        try:
+            yield
+        finally:
+            self._next, self._reached = before
 
     def reached(self, epoch: int, samples: int, *, is_over: bool) -> None:
         """Note that the user has received so many samples of an epoch."""

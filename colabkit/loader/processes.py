@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import logging
+import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,23 +20,43 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate, get_worker_info
 
-from colabkit.augment import Draws, PerSample
+from colabkit.augment import Draws
 from colabkit.dataset import FileDataset, PackedDataset
 from colabkit.errors import ColabkitError
 from colabkit.loader.portions import Portion
 from colabkit.loader.seeding import generators_kept, seed_all
 from colabkit.loader.structures import mapped
 
-__all__ = ["Made", "SampleWorkers", "is_per_sample"]
+__all__ = ["Failure", "Made", "SampleWorkers"]
 
 logger = logging.getLogger("colabkit")
 
 Key = tuple[int, int, int, int]  # seed, epoch, position, number
 
 
-def is_per_sample(transform: Any) -> bool:
-    """Return whether a transform is for one sample: so marked, or torchvision's, which give a batch one draw."""
-    return isinstance(transform, PerSample) or type(transform).__module__.startswith("torchvision.transforms")
+@dataclass(frozen=True)
+class Failure:
+    """What other people's code raised, as it goes from a worker to the user.
+
+    Attributes:
+        text: where it happened, and what it says.
+        next_step: how to see it happen.
+        error: itself; pickled where it comes from another process.
+        told: its traceback there, as a text.
+    """
+
+    text: str
+    next_step: str
+    error: Exception | bytes
+    told: str = ""
+
+    def cause(self) -> Exception:
+        """Return the error, with the worker's traceback as a note."""
+        if isinstance(self.error, Exception):
+            return self.error
+        error: Exception = pickle.loads(self.error)  # noqa: S301 - of our own process
+        error.add_note(f"In a worker process:\n{self.told}")
+        return error
 
 
 @dataclass
@@ -45,13 +67,13 @@ class Made:
         batch: what `collate_fn` made of the samples.
         samples: how many.
         busy_s: seconds it took the worker.
-        error: what went wrong: an error of this package, or the text of another one.
+        error: what went wrong: an error of this package, or of other people's code.
     """
 
     batch: Any
     samples: int
     busy_s: float
-    error: ColabkitError | str | None = None
+    error: ColabkitError | Failure | None = None
 
     def pin_memory(self) -> Made:
         """Put the batch in page-locked memory; `DataLoader` asks for it."""
@@ -76,23 +98,27 @@ class _Sampled(Dataset[Any]):
 
     def _made(self, keys: Sequence[Key]) -> Made:
         began = time.perf_counter()
-        number = -1
+        number, next_step = -1, ""
         try:
             samples = []
             for seed, epoch, position, number in keys:
+                next_step = f"Run dataset[{number}] to see it"
                 seed_all(Draws(seed, epoch, np.array([position])))
                 sample = self._dataset[number]
                 if self._transform is not None:
+                    next_step = f"Run transform on the first field of dataset[{number}] to see it"
                     sample = _transformed(sample, self._transform)
                 samples.append(sample)
-            number = -1
+            next_step, number = f"Run collate_fn on a list of dataset[{number}] and others to see it", -1
+            if self._collate is default_collate:
+                next_step = "Give samples one shape, in a transform of the data set, or pass collate_fn="
             batch = self._collate(samples)
         except ColabkitError as error:
             return Made(None, len(keys), 0.0, error)
         except Exception as error:
             where = f"sample {number}: " if number >= 0 else "collate_fn: "
             path = _name_of(self._dataset, number) if number >= 0 else ""
-            return Made(None, len(keys), 0.0, f"{path}{where}{type(error).__name__}: {error}")
+            return Made(None, len(keys), 0.0, _failure(error, f"{path}{where}", next_step))
         return Made(batch, len(keys), time.perf_counter() - began)
 
 
@@ -181,6 +207,20 @@ class _Plan:
     def taken(self) -> tuple[int, int]:
         """Return how many samples have been received after the oldest batch not taken yet, and its first position."""
         return self._waiting.pop(0)
+
+
+def _failure(error: Exception, where: str, next_step: str) -> Failure:
+    """Return what was raised here; one that cannot be pickled in a worker goes as a `RuntimeError` of its text."""
+    text = f"{type(error).__name__}: {error}"
+    if get_worker_info() is None:
+        return Failure(f"{where}{text}", next_step, error)
+    told = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)  # noqa: S301 - which fails for errors whose making takes other arguments than they keep
+    except Exception:
+        pickled = pickle.dumps(RuntimeError(text))
+    return Failure(f"{where}{text}", next_step, pickled, told)
 
 
 def _as_made(made: Any) -> Any:

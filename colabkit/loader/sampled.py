@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from colabkit.augment.checks import shown
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader.portions import Pass, Portion, Share
 from colabkit.loader.seeding import generators_kept
@@ -86,7 +87,9 @@ class SampledPlan:
             return
         position = 0
         for some in given:
-            batch = list(some) if isinstance(some, Collection) else [None]
+            if not isinstance(some, Collection):
+                raise _no_sample(some, self.n)
+            batch = list(some)
             position += len(batch)
             if position > start:
                 yield batch[max(0, len(batch) - (position - start)) :]
@@ -159,10 +162,22 @@ def _portion(batches: list[Sequence[Any]], stop: int, n: int) -> Portion:
     reached = np.cumsum([stop - sum(sizes), *sizes])[1:]
     try:
         numbers = np.fromiter(map(operator.index, itertools.chain.from_iterable(batches)), np.int64, sum(sizes))
+        is_good = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
     except (TypeError, OverflowError):
-        numbers = np.array([-1])
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < n:
-        found = "a sampler that gives something else"
-        next_step = "Check the sampler"
-        raise InvalidOption(cannot("make a batch", found, f"numbers of samples from 0 to {n - 1}", next_step))
+        is_good = False
+    if not is_good:
+        raise next(_no_sample(some, n) for some in itertools.chain.from_iterable(batches) if not _is_sample(some, n))
     return Portion(numbers, np.arange(stop - len(numbers), stop), sizes, tuple(reached.tolist()))
+
+
+def _is_sample(number: Any, n: int) -> bool:
+    try:
+        return 0 <= operator.index(number) < n
+    except TypeError:
+        return False
+
+
+def _no_sample(found: Any, n: int) -> InvalidOption:
+    """Return the error for what a sampler gives."""
+    needed = f"numbers of samples from 0 to {n - 1}"
+    return InvalidOption(cannot("make a batch", f"a sampler that gives {shown(found)}", needed, "Check the sampler"))

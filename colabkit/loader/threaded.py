@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from colabkit.loader.portions import Portion, told_early
 from colabkit.loader.reading import ReadingAhead
 from colabkit.loader.slots import Memory, PinnedFields, PinnedSlots, RecycledFields, RecycledSlots, aligned
 from colabkit.loader.stages import Stages
-from colabkit.loader.transfer import DeviceTransfer
+from colabkit.loader.transfer import DeviceTransfer, Taken, sent
 from colabkit.loader.workers import Batch, Group, Workers, made_here
 
 __all__ = ["Depth", "Images", "InThreads"]
@@ -216,34 +215,17 @@ class InThreads:
 
     def _sent(self, workers: Workers, pinned: PinnedSlots) -> Generator[Batch, None, None]:
         """Yield batches that were sent to a GPU."""
+
+        def take() -> Taken:
+            group, wait_s, was_ready = self._take(workers)
+            if group is None:
+                return Taken((), None, wait_s, was_ready)
+            workers.make_room()
+            return Taken(group.batches, group.buffer, wait_s, was_ready)
+
+        few = self._depth.group_batches
         transfer = DeviceTransfer(self._device, pinned, self._counts)
-        waiting: deque[Batch] = deque()
-        is_over, failure = False, None
-        try:
-            while True:
-                wait_s, was_ready = 0.0, True
-                few = self._depth.group_batches
-                while not is_over and len(transfer) <= few and (workers.ready() or not len(transfer)):
-                    try:
-                        group, waited_s, at_once = self._take(workers)
-                    except Exception as error:  # it comes after the batches that are on their way
-                        group, waited_s, at_once, failure = None, 0.0, False, error
-                    wait_s, was_ready = wait_s + waited_s, was_ready and at_once
-                    if group is None:
-                        is_over = True
-                    else:
-                        transfer.submit([(batch.values, len(batch.positions)) for batch in group.batches], group.buffer)
-                        waiting.extend(group.batches)
-                        workers.make_room()
-                if not len(transfer) and failure is not None:
-                    raise failure
-                if not len(transfer):
-                    return
-                batch = waiting.popleft()
-                batch.values, batch.wait_s, batch.was_ready = transfer.take(), wait_s, was_ready
-                yield batch
-        finally:
-            transfer.close()
+        yield from sent(transfer, take, lambda count: count <= few and bool(workers.ready() or not count))
 
     def _take(self, workers: Workers) -> tuple[Group | None, float, bool]:
         """Return the next group, the seconds waited for it, and whether it was ready; tell listeners while waiting."""

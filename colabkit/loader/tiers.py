@@ -84,7 +84,7 @@ def choose_tier(
 
     Args:
         act: for messages.
-        keep: what was asked for.
+        keep: what was asked for; `"gpu"` only where there is one.
         room: what is free.
         row_bytes: of a sample that is ready to use; None if they differ, or nobody knows.
         count: samples.
@@ -94,13 +94,12 @@ def choose_tier(
     Raises:
         InvalidOption: if what was asked for cannot be.
     """
-    if keep == "gpu" and room.gpu_bytes is None:
-        raise InvalidOption(cannot(act, "keep='gpu' with batches on the CPU", "a GPU", "Use device='cuda'"))
     if row_bytes is None:
         why = "samples differ in size; size= would make them rows that can be kept" if is_decoded else "made one by one"
         if keep != "auto":
             found = f"keep={keep!r}, and samples that cannot be kept ({why})"
-            raise InvalidOption(cannot(act, found, "rows of one size", "Use keep='auto', or give size="))
+            next_step = "Use keep='auto', or give size=" if is_decoded else "Leave keep out"
+            raise InvalidOption(cannot(act, found, "rows of one size", next_step))
         return Tier("source", why)
     needed = row_bytes * count
     shown = format_bytes(needed)
@@ -125,6 +124,9 @@ def choose_tier(
 def _of_rows(act: str, keep: Keep, shown: str, needed: int, ram: int, is_on_disk: bool) -> Tier:
     """Return where rows that need no decoding live."""
     if not is_on_disk:
+        if keep == "disk":
+            found = "keep='disk' for arrays, which are in memory already"
+            raise InvalidOption(cannot(act, found, "a pack or image files", "Leave keep out, or pack() them first"))
         return Tier("ram", f"{shown} that are in memory already")
     if keep == "disk":
         return Tier("disk", "as asked for")

@@ -9,7 +9,8 @@ every new one would keep memory of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from colabkit.loader.slots import PinnedSlots
 from colabkit.loader.structures import mapped, tensors_in
+from colabkit.loader.workers import Batch
 from colabkit.meters import LoaderMeters
 
-__all__ = ["DeviceTransfer"]
+__all__ = ["DeviceTransfer", "Taken", "sent"]
 
 
 @cache
@@ -97,3 +99,57 @@ class DeviceTransfer:
         while self._timed and self._timed[0][3].query():
             samples, size, started, ended = self._timed.popleft()
             self._meters.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
+
+
+@dataclass(slots=True)
+class Taken:
+    """Host batches to be sent, and what it took to get them.
+
+    Attributes:
+        batches: of one buffer; none after the last.
+        buffer: of the slots, that they lie in; None for memory of torch's own.
+        wait_s: seconds that the user waited for them.
+        was_ready: whether they were ready when they were asked for.
+    """
+
+    batches: Sequence[Batch] = ()
+    buffer: Tensor | None = None
+    wait_s: float = 0.0
+    was_ready: bool = True
+
+
+def sent(
+    transfer: DeviceTransfer, take: Callable[[], Taken], is_wanted: Callable[[int], bool]
+) -> Generator[Batch, None, None]:
+    """Yield batches on the device; an error comes after those that are on their way.
+
+    Args:
+        transfer: sends them; it is closed at the end.
+        take: returns the next host batches.
+        is_wanted: told how many batches are under way, whether more shall be sent now.
+    """
+    waiting: deque[Batch] = deque()
+    is_over, failure = False, None
+    try:
+        while True:
+            wait_s, was_ready = 0.0, True
+            while not is_over and is_wanted(len(waiting)):
+                try:
+                    taken = take()
+                except Exception as error:
+                    taken, failure = Taken(was_ready=False), error
+                wait_s, was_ready = wait_s + taken.wait_s, was_ready and taken.was_ready
+                is_over = not taken.batches
+                if not is_over:
+                    transfer.submit([(batch.values, len(batch.positions)) for batch in taken.batches], taken.buffer)
+                    waiting.extend(taken.batches)
+                del taken
+            if not waiting and failure is not None:
+                raise failure
+            if not waiting:
+                return
+            batch = waiting.popleft()
+            batch.values, batch.wait_s, batch.was_ready = transfer.take(), wait_s, was_ready
+            yield batch
+    finally:
+        transfer.close()
