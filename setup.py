@@ -45,6 +45,7 @@ setup(
             "kornia>=0.7",
             "lightning>=2.4",
             "lmdb>=1.4",
+            "matplotlib>=3.7",
             "mfusepy>=3.1",
             "mypy==2.4.1",  # tools are pinned: a new version finds new faults
             "nbclient>=0.7",
@@ -69,6 +70,7 @@ setup(
         "cluster": ["distributed>=2024.1"],
         "fetch": ["fsspec>=2024.2", "gdown>=5.2"],
         "manifest": ["pandas>=2.1", "pyarrow>=14"],
+        "plot": ["matplotlib>=3.7"],
         "records": ["google-crc32c>=1.5", "protobuf>=4.25"],
     },
     entry_points={"console_scripts": ["colabkit = colabkit.cli:main"]},

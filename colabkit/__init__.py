@@ -43,7 +43,17 @@ if TYPE_CHECKING:
     from colabkit.preparing import PreparedPack, PrepareReport, prepare
     from colabkit.probing import ProbeReport, read_probe
     from colabkit.staging import PublishReport, StagePlan, StageReport, UnstageReport, publish, stage, unstage
-    from colabkit.training import TrainReport, supervised_step, train
+    from colabkit.training import (
+        HeadspaceReport,
+        KFoldReport,
+        TrainingInterrupted,
+        TrainReport,
+        headspace,
+        k_fold,
+        notebook_launch,
+        supervised_step,
+        train,
+    )
 
 __version__ = "0.1.0"
 
@@ -53,6 +63,8 @@ _HOMES = {
     "FetchReport": "fetching",
     "FileDataset": "dataset",
     "FlushReport": "drive",
+    "HeadspaceReport": "training",
+    "KFoldReport": "training",
     "Loader": "loader",
     "MountReport": "drive",
     "Pack": "dataset",
@@ -66,6 +78,7 @@ _HOMES = {
     "StagePlan": "staging",
     "StageReport": "staging",
     "TrainReport": "training",
+    "TrainingInterrupted": "training",
     "UnmountReport": "drive",
     "UnstageReport": "staging",
     "VerifyReport": "packing",
@@ -74,7 +87,10 @@ _HOMES = {
     "demo": "demonstration",
     "fetch": "fetching",
     "flush": "drive",
+    "headspace": "training",
+    "k_fold": "training",
     "mount": "drive",
+    "notebook_launch": "training",
     "open_pack": "dataset",
     "pack": "packing",
     "prepare": "preparing",
@@ -95,6 +111,8 @@ __all__ = [
     "FetchReport",
     "FileDataset",
     "FlushReport",
+    "HeadspaceReport",
+    "KFoldReport",
     "Loader",
     "MountReport",
     "Pack",
@@ -108,6 +126,7 @@ __all__ = [
     "StagePlan",
     "StageReport",
     "TrainReport",
+    "TrainingInterrupted",
     "UnmountReport",
     "UnstageReport",
     "VerifyReport",
@@ -118,7 +137,10 @@ __all__ = [
     "errors",
     "fetch",
     "flush",
+    "headspace",
+    "k_fold",
     "mount",
+    "notebook_launch",
     "open_pack",
     "pack",
     "prepare",

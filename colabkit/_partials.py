@@ -18,7 +18,7 @@ from typing import Any, Self
 from colabkit import _files
 from colabkit.errors import TargetExists, cannot
 
-__all__ = ["KeptPartial", "Partial", "discard", "discard_kept"]
+__all__ = ["KeptPartial", "Partial", "discard", "discard_kept", "has_ended", "owner"]
 
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
@@ -59,17 +59,21 @@ class Partial:
     `with Partial(final) as partial:` gives the path to fill, a file or a folder that does not exist yet; `publish()`
     renames it. Leaving the block without `publish()`, by an error or by Ctrl-C, removes it. What a killed process left
     behind for the same `final` is removed when the next one starts.
+
+    Args:
+        final: the path it becomes.
+        kind: a text that several final paths of a folder share: then what was left behind for any of them is removed.
     """
 
-    def __init__(self, final: Path) -> None:
+    def __init__(self, final: Path, kind: str | None = None) -> None:
         self.final = final
-        self._key = hashlib.sha256(os.fsencode(final.name)).hexdigest()[:12]  # however the folder is spelt
+        # The folder does not count, however it is spelt.
+        self._key = hashlib.sha256(os.fsencode(final.name if kind is None else kind)).hexdigest()[:12]
 
     def __enter__(self) -> Self:
         _files.make_folder(self.final.parent)
         self._reclaim()
-        owner = f"{_boot_id()}-{os.getpid()}-{_start_time(os.getpid())}"
-        self.path = self.final.parent / f".colabkit-{self._key}-{owner}-{time.monotonic_ns()}.partial"
+        self.path = self.final.parent / f".colabkit-{self._key}-{owner()}-{time.monotonic_ns()}.partial"
         self._old = self.path.with_name(self.path.name.replace(".partial", "-old.partial"))
         _in_use.update((self.path.name, self._old.name))
         return self
@@ -322,10 +326,26 @@ _in_use: set[str] = set()
 
 
 def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
-    if name["boot"] == _boot_id():
-        if int(name["pid"]) == os.getpid():
-            return path.name not in _in_use
-        return _start_time(int(name["pid"])) != name["start"]
+    if name["boot"] == _boot_id() and int(name["pid"]) == os.getpid():
+        return path.name not in _in_use
+    return has_ended(f"{name['boot']}-{name['pid']}-{name['start']}", path)
+
+
+def owner() -> str:
+    """Return what names this process among all that were and will be, on any machine: `boot-number-start`."""
+    return f"{_boot_id()}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def has_ended(maker: str, path: Path) -> bool:
+    """Return whether the process that made a file has ended; one of another machine has when the file is a day old.
+
+    Args:
+        maker: what `owner()` returned in that process.
+        path: the file.
+    """
+    boot, pid, start = maker.split("-")
+    if boot == _boot_id():
+        return _start_time(int(pid)) != start
     try:
         return time.time() - path.lstat().st_mtime > _FOREIGN_PARTIAL_S
     except FileNotFoundError:

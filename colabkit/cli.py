@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ColabkitError as error:
         print(f"colabkit: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("colabkit: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"colabkit: {interrupt or 'interrupted'}", file=sys.stderr)
         return 130
     print(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
     return 0 if report.is_good else 1

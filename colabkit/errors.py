@@ -61,14 +61,18 @@ __all__ = [
 ]
 
 
-class ColabkitError(Exception):
-    """Anything that colabkit refuses or fails to do; the message names the next step."""
+class ShownInOneLine(BaseException):
+    """What IPython shows in one line."""
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython prints for this error: one line, or all of it under COLABKIT_DEBUG=1."""
         if os.environ.get("COLABKIT_DEBUG") == "1":
             return traceback.format_exception(self)
         return [f"{type(self).__name__}: {self}"]
+
+
+class ColabkitError(ShownInOneLine, Exception):
+    """Anything that colabkit refuses or fails to do; the message names the next step."""
 
 
 class InvalidOption(ColabkitError, ValueError):

@@ -26,8 +26,8 @@ class Option:
         name: the function's parameter.
         help: one line, for `--help` and `?`.
         default: the function's default; without one it has to be given.
-        kind: `text`, `number`, `amount`, `bytes`, `seconds`, `flag`, `threads`, `size`, `folder`, `labels`, `splits`,
-            `fields`, `object` or `objects`.
+        kind: `text`, `number`, `amount`, `bytes`, `seconds`, `flag`, `threads`, `steps`, `size`, `folder`, `labels`,
+            `splits`, `fields`, `object` or `objects`.
         is_positional: whether it is given by its place instead of its name; what has to be given always is.
     """
 
@@ -217,10 +217,21 @@ VERBS: tuple[Verb, ...] = (
             Option("step", "takes a batch, returns a loss: a variable, in a terminal FILE.py:NAME", kind="object"),
             Option("loader", "the Loader: a variable, in a terminal FILE.py:NAME", kind="object"),
             Option("epochs", "how many in all", 1, "number"),
-            Option("state", "what checkpoints hold, as in: model optimizer", None, "objects"),
-            Option("save_to", "folder of the checkpoints", None),
+            Option(
+                "state",
+                "what checkpoints hold, as in: model optimizer; else what the usual step trains",
+                None,
+                "objects",
+            ),
+            Option("save_to", "folder of the checkpoints, on Drive as well", None),
+            Option("save_every", "steps between two checkpoints, a duration as 5min, or epoch", "epoch", "steps"),
+            Option("keep_last", "how many of the newest checkpoints stay, beside the best", 2, "number"),
             Option("resume", "go on after the newest checkpoint", True, "flag"),
-            Option("validate", "called after each epoch, returns a dict of numbers", None, "object"),
+            Option("validate", "returns a dict of numbers, or a Loader that the usual step evaluates", None, "object"),
+            Option("validate_every", "steps between two validations, or epoch", "epoch", "steps"),
+            Option("monitor", "which number says what checkpoint is best; else the loss", None),
+            Option("mode", "whether the lowest or the highest is best: min or max", "min"),
+            Option("deadline", "when the runtime ends, from now, as in 11h30min", None),
             Option("on_step", "called after each step with its record", None, "object"),
         ),
     ),
@@ -263,6 +274,7 @@ def parser_of(verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser
         "number": _kind(int, "a whole number"),
         "seconds": _kind(float, "a number of seconds"),
         "threads": _kind(lambda text: text if text == "auto" else int(text), "auto or a whole number"),
+        "steps": lambda text: int(text) if text.lstrip("-").isdecimal() else text,
         "size": _kind(_size, "one number, or height x width as in 240x320"),
         "folder": _kind(lambda text: None if text.lower() == "none" else text, "a folder or none"),
         "labels": _kind(_labels, "a column, or several as in a,b,c"),

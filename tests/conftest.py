@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from killing import Killing
 from PIL import Image
 
 from colabkit import _files
 from colabkit._reports import Report
 
+NUMBERS = itertools.count()
 ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
 
 
@@ -37,12 +43,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.line(f"{'':42}{line}", yellow=True)
 
 
+def pytest_collection_finish() -> None:
+    """Take the modules out of what is collected as garbage, or each collection and each fork would touch them all."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep near copies of `to="auto"` and `to="disk"` inside the test's own folder."""
-    folder = tmp_path_factory.mktemp("near")
+def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Keep near copies of `to="auto"` and `to="disk"` inside a folder of the test's own."""
+    # mktemp() would look through the folders of all tests before.
+    folder = tmp_path_factory.getbasetemp() / f"near-{next(NUMBERS)}"
+    folder.mkdir()
     monkeypatch.setenv("COLABKIT_NEAR", str(folder))
-    return folder
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -72,6 +87,13 @@ def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]
 
     yield set_hook
     _files.hook = None
+
+
+@pytest.fixture(scope="module")
+def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
+    """Return a function that runs work until it is killed at its `number`-th change; it says whether it came so far."""
+    with Killing() as killing:
+        yield killing.at
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -6,9 +6,9 @@ import errno
 import json
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from zlib_ng.zlib_ng import crc32
 
-from colabkit import _files
 from colabkit.errors import ColabkitError
 from colabkit.pack_format import DataSet, create_pack, read_pack, seal_pack
 
@@ -149,22 +148,7 @@ def fill_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def killed_at(number: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a forked process that is killed at its `number`-th change; return whether it came so far."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _files.hook = AtChange(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    assert status in (0, signal.SIGKILL), f"the child ended with status {status}"
-    return status == signal.SIGKILL
-
-
-def kills(work: Callable[[], object]) -> Iterator[int]:
+def kills(killed_at: Callable[[int, Any], bool], work: partial[object]) -> Iterator[int]:
     """Yield after each kill of `work` at its 1st, 2nd, … change, until it runs to its end untouched."""
     number = 1
     while killed_at(number, work):

@@ -107,7 +107,7 @@ def test_data_sets_that_are_gone_hold_no_descriptors(packed):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
 def test_a_data_loader_gives_the_same_samples(packed, train, workers, context):
     loader = DataLoader(train, batch_size=6, num_workers=workers, multiprocessing_context=context)
     batches = list(loader)

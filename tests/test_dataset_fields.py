@@ -254,7 +254,7 @@ def test_an_index_that_points_beyond_its_bytes_is_refused(encoded, entry):
         open_pack(encoded)["train"]
 
 
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
 def test_image_files_come_through_a_data_loader(tmp_path, workers, context):
     fields = {"X": {"train": [png(image) for image in IMAGES]}, "Y": {"train": np.arange(10) % 3}}
     data = open_pack(seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class"))["train"]

@@ -63,14 +63,6 @@ def test_a_foreign_file_is_a_data_set_like_any(theirs):
 
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
 def test_a_data_loader_reads_it_also_when_this_process_did_before(theirs, workers, context):
-    read_through(theirs, workers, context)
-
-
-def test_a_data_loader_reads_it_in_spawned_workers(tmp_path):
-    read_through(write(tmp_path / "p.h5", **STORED["gzip"]), 1, "spawn")
-
-
-def read_through(theirs: Path, workers: int, context: str | None) -> None:
     data = open_pack(theirs)["train"]
     assert data[29][1] == 1
     batches = list(DataLoader(data, batch_size=8, num_workers=workers, multiprocessing_context=context))

@@ -50,7 +50,7 @@ def test_batches_over_several_shards_keep_the_order_asked_for(index, numbers):
     assert [label for _, label in data.__getitems__(numbers)] == data.labels[numbers].tolist()
 
 
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
 def test_shards_go_through_a_data_loader(index, workers, context):
     data = open_pack(index)["train"]
     batches = list(DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context))

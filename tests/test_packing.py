@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -253,10 +254,10 @@ def test_a_disk_that_fills_up_while_overwriting_keeps_the_old_pack(
     assert np.array_equal(samples(out)[0], decoded(small_tree))
 
 
-def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_succeeds(tmp_path, small_tree):
+def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_succeeds(tmp_path, small_tree, killed_at):
     out = tmp_path / "made" / "p.h5"
     expected = whole_content(packed(small_tree, tmp_path / "reference.h5"))
-    for number in kills(lambda: packed(small_tree, out, threads=1)):
+    for number in kills(killed_at, partial(pack, small_tree, out, progress=False, threads=1)):
         assert not out.exists()
         for path in map(Path, leftovers(tmp_path)):
             try:
@@ -273,10 +274,11 @@ def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_succ
     assert leftovers(tmp_path) == []
 
 
-def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, small_tree, image_tree):
+def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, small_tree, image_tree, killed_at):
     out = packed(image_tree, tmp_path / "p.h5")
     old = out.read_bytes()
-    for _ in kills(lambda: packed(small_tree, out, threads=1, overwrite=True)):
+    work = partial(pack, small_tree, out, progress=False, threads=1, overwrite=True)
+    for _ in kills(killed_at, work):
         assert out.read_bytes() == old
     assert np.array_equal(samples(out)[0], decoded(small_tree))
     assert leftovers(tmp_path) == []

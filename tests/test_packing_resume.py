@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import leftovers
-from contract import AtChange, fill_disk, killed_at
+from conftest import leftovers, make_tree
+from contract import AtChange, fill_disk
 from record_files import example, framed, image
 from test_packing_shards import ROW, Noise, assert_same, content, identity, packed, shards_beside, small_tree, tree
 
@@ -20,12 +20,18 @@ from colabkit import _files
 from colabkit.dataset import open_pack
 from colabkit.errors import BadImage, NotEnoughSpace, TargetExists
 from colabkit.pack_format import read_pack
-from colabkit.packing import shards, verify
+from colabkit.packing import pack, shards, verify
 from colabkit.packing.filling import Filling
 from colabkit.packing.plan import Plan
 from colabkit.progress import ProgressBar
 
 __all__ = ["small_tree", "tree"]  # fixtures
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """Return a folder of 3 images, or kills at every operation would be many."""
+    return make_tree(tmp_path / "three", 1)
 
 
 @pytest.fixture
@@ -130,16 +136,16 @@ def assert_absent_or_whole(path: Path, *wanted: dict[str, list[tuple[bytes, ...]
     return str(wanted.index(found))
 
 
-def test_a_kill_at_any_operation_is_gone_on_with(tmp_path, small_tree):
-    expected = content(packed(small_tree, tmp_path / "whole.h5", None).path)
+def test_a_kill_at_any_operation_is_gone_on_with(tmp_path, three, killed_at):
+    expected = content(packed(three, tmp_path / "whole.h5", None).path)
     number, most, states = 1, 0, set()
     out = tmp_path / "1" / "p.h5"
-    while killed_at(number, partial(packed, small_tree, out, 2 * ROW)):
+    while killed_at(number, partial(pack, three, out, shard_bytes=ROW, threads=1, progress=False)):
         states.add(assert_absent_or_whole(out, expected))
         whole = {path.name: identity(path) for path in out.parent.rglob("p-*.h5")}
         most = max(most, len(whole))
         if number % 3 == 0 or len(whole) == 3:
-            assert packed(small_tree, out, 2 * ROW).reused == (states == {"absent", "0"})
+            assert packed(three, out, ROW).reused == (states == {"absent", "0"})
             assert content(out) == expected
             assert {name: identity(out.with_name(name)) for name in whole} == whole
             assert sorted(path.name for path in out.parent.iterdir()) == [*(f"p-0000{n}.h5" for n in range(3)), "p.h5"]
@@ -168,30 +174,27 @@ def test_a_disk_that_fills_up_at_any_operation_leaves_what_can_be_gone_on_with(t
     assert number > 30
 
 
-def overwritten(folder: Path, old: Path, number: int, source: Path, shard_bytes: int | None) -> bool:
-    """Overwrite a copy of an old pack in a process that is killed at an operation; return whether it came so far."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(old, folder)
-    return killed_at(number, lambda: packed(source, folder / "p.h5", shard_bytes, overwrite=True))
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
-    [(None, 2 * ROW), (2 * ROW, None), (ROW, 3 * ROW), (3 * ROW, ROW), (2 * ROW, 2 * ROW)],
+    [(None, 2 * ROW), (ROW, None), (ROW, 3 * ROW - 1), (2 * ROW, ROW), (2 * ROW, 2 * ROW)],
     ids=["one file by shards", "shards by one file", "by fewer shards", "by more shards", "by as many"],
 )
-def test_a_kill_while_overwriting_leaves_old_or_new_or_nothing(tmp_path, small_tree, old, new):
-    before = content(packed(small_tree, tmp_path / "old" / "p.h5", old, channels=1).path)
-    expected = content(packed(small_tree, tmp_path / "whole.h5", None).path)
+def test_a_kill_while_overwriting_leaves_old_or_new_or_nothing(tmp_path, three, killed_at, old, new):
+    before = content(packed(three, tmp_path / "old" / "p.h5", old, channels=1).path)
+    expected = content(packed(three, tmp_path / "whole.h5", None).path)
     out, states = tmp_path / "new" / "p.h5", []
-    while overwritten(out.parent, tmp_path / "old", len(states) + 1, small_tree, new):
+    work = partial(pack, three, out, shard_bytes=new, threads=1, progress=False, overwrite=True)
+    shutil.copytree(tmp_path / "old", out.parent)
+    while killed_at(len(states) + 1, work):
         states.append(assert_absent_or_whole(out, before, expected))
         if len(states) % 9 == 0 or (states[-1] == "absent" and len(states) % 2):
             options = {"size": 4} if len(states) % 3 else {}  # another pack reclaims all, too
-            last = packed(small_tree, out, 3 * ROW, overwrite=states[-1] != "absent", **options)
+            last = packed(three, out, 2 * ROW, overwrite=states[-1] != "absent", **options)
             assert verify(out, progress=False).is_good
             names = [f"p-{number:05d}.h5" for number in range(last.shards)]
             assert sorted(path.name for path in out.parent.iterdir()) == [*names, "p.h5"]
+        shutil.rmtree(out.parent)
+        shutil.copytree(tmp_path / "old", out.parent)
     order = [state for number, state in enumerate(states) if not number or states[number - 1] != state]
     assert order == ["0", "absent", "1"] if old and new else ["0", "1"]
     assert assert_absent_or_whole(out, expected) == "0"

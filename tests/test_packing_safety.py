@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "jpeg": {"encoding": "jpeg"},
     "raw, one left out": {"encoding": "raw", "on_bad": "skip"},
     "source, one left out": {"encoding": "source", "on_bad": "skip"},
-    "jpeg, one black": {"encoding": "jpeg", "on_bad": "blank", "fields": {"name": lambda path: path}},
+    "jpeg, one black": {"encoding": "jpeg", "on_bad": "blank", "fields": {"name": os.fspath}},
 }
 
 
@@ -54,10 +56,12 @@ def check_leftovers(folder: Path, expected: tuple[object, ...]) -> None:
 
 
 @every
-def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_cleans_up(tmp_path, tree, options):
+def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_cleans_up(
+    tmp_path, tree, options, killed_at
+):
     out = tmp_path / "made" / "p.h5"
     expected = whole_content(packed(tree, tmp_path / "reference.h5", threads=1, **options))
-    for number in kills(lambda: packed(tree, out, threads=1, **options)):
+    for number in kills(killed_at, partial(pack, tree, out, progress=False, threads=1, **options)):
         assert not out.exists()
         if out.parent.exists():
             check_leftovers(out.parent, expected)
@@ -72,11 +76,12 @@ def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_clea
 
 
 @every
-def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, tree, options):
+def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, tree, options, killed_at):
     out = packed(photos(tmp_path / "other", per_class=1), tmp_path / "p.h5")
     old = out.read_bytes()
     expected = whole_content(packed(tree, tmp_path / "reference.h5", threads=1, **options))
-    for _ in kills(lambda: packed(tree, out, threads=1, overwrite=True, **options)):
+    work = partial(pack, tree, out, progress=False, threads=1, overwrite=True, **options)
+    for _ in kills(killed_at, work):
         assert out.read_bytes() == old
     assert whole_content(out) == expected
     assert leftovers(tmp_path) == []

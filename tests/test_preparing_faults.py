@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +18,7 @@ import pytest
 from conftest import leftovers, needs
 from far_mounts import FuseMount, has_fuse, wait_for
 from test_preparing import begin_anew, left_near, ready, samples
-from test_staging_faults import killed, reader_threads
+from test_staging_faults import reader_threads
 
 from colabkit import preparing
 from colabkit.dataset import open_pack
@@ -185,14 +186,14 @@ def test_processes_at_once_all_end_right(image_tree, drive, near_storage, is_sav
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_killed_at_any_operation_the_next_run_ends_right(image_tree, near_storage, drive, is_saved):
+def test_killed_at_any_operation_the_next_run_ends_right(image_tree, near_storage, drive, killed_at, is_saved):
     shutil.rmtree(image_tree / "bees")
     kept = ready(image_tree).report.saved_path.read_bytes()
     for number in itertools.count(1):
         begin_anew(near_storage)
         if not is_saved:
             shutil.rmtree(drive / "colabkit")
-        is_killed = killed(number, lambda: prepare(image_tree, progress=False))
+        is_killed = killed_at(number, partial(prepare, image_tree, progress=False))
         prepared = ready(image_tree)
         assert prepared.path.read_bytes() == kept, f"after a kill at operation {number}"
         assert prepared.report.saved_path.read_bytes() == kept

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import threading
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import leftovers
 from near_copies import kept_partials
 
-from colabkit import _files
 from colabkit.errors import ColabkitError, NotEnoughSpace
 from colabkit.sources import STAGE_SEAL
 from colabkit.staging import stage, unstage
@@ -107,26 +106,6 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def kill() -> None:
-    """End the process at once."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed(number: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a process that is killed at its `number`-th operation; say whether it came so far."""
-    pid = os.fork()
-    if pid == 0:
-        _files.hook = Strike(number, kill)
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    assert status in (0, signal.SIGKILL), "the work failed before it was killed"
-    return status == signal.SIGKILL
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fills_at_any_operation_leaves_nothing_and_the_next_run_succeeds(
@@ -178,11 +157,13 @@ def test_a_disk_that_fills_at_any_operation_of_a_refresh_leaves_the_old_or_the_n
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_at_any_operation_shows_nothing_or_the_whole_and_the_next_run_completes(source, tmp_path, kind):
+def test_a_kill_at_any_operation_shows_nothing_or_the_whole_and_the_next_run_completes(
+    source, tmp_path, killed_at, kind
+):
     far, near = source(kind), tmp_path / "near"
     left_something = False
     for number in range(1, 1000):
-        if not killed(number, lambda: copy(far, near, kind)):
+        if not killed_at(number, partial(copy, far, near, kind)):
             break
         assert content(near) in (None, whole(far, kind)), f"at operation {number}"
         left_something |= bool(leftovers(tmp_path))
@@ -193,12 +174,12 @@ def test_a_kill_at_any_operation_shows_nothing_or_the_whole_and_the_next_run_com
     assert left_something
 
 
-def test_a_kill_at_any_operation_of_a_refresh_shows_nothing_the_old_or_the_new(source, tmp_path):
+def test_a_kill_at_any_operation_of_a_refresh_shows_nothing_the_old_or_the_new(source, tmp_path, killed_at):
     far, near = source("folder"), tmp_path / "near"
     for number in range(1, 1000):
         copy(far, near, "folder")
         os.utime(far / "5.txt", ns=(number, number))  # something has changed
-        if not killed(number, lambda: copy(far, near, "folder", refresh=True)):
+        if not killed_at(number, partial(copy, far, near, "folder", refresh=True)):
             break
         assert content(near) in (None, FILES), f"at operation {number}"
         copy(far, near, "folder", refresh=True)
@@ -206,11 +187,11 @@ def test_a_kill_at_any_operation_of_a_refresh_shows_nothing_the_old_or_the_new(s
     assert number > 15
 
 
-def test_a_kill_at_any_operation_of_unstage_shows_nothing_or_the_whole(source, tmp_path):
+def test_a_kill_at_any_operation_of_unstage_shows_nothing_or_the_whole(source, tmp_path, killed_at):
     far, near = source("folder"), tmp_path / "near"
     for number in range(1, 100):
         copy(far, near, "folder")
-        if not killed(number, lambda: unstage(near)):
+        if not killed_at(number, partial(unstage, near)):
             break
         assert content(near) in (None, FILES)
     assert number > 1

@@ -9,13 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import leftovers, needs
 from far_mounts import FuseMount, has_fuse, wait_for
-from test_staging_faults import Strike, full, interrupt, killed, reader_threads
+from test_staging_faults import Strike, full, interrupt, reader_threads
 
 from colabkit import _files
 from colabkit.errors import (
@@ -222,12 +223,12 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new_and_nothing_beside
     assert content(final) == new
 
 
-def test_a_kill_at_any_operation_shows_the_old_or_the_new_file_and_the_next_run_cleans_up(near, tmp_path):
+def test_a_kill_at_any_operation_shows_the_old_or_the_new_file_and_the_next_run_cleans_up(near, tmp_path, killed_at):
     final = tmp_path / "far" / "birds.h5"
     left = 0
     for number in itertools.count(1):
         write(final, OLD)
-        if not killed(number, lambda: bring(near, final)):
+        if not killed_at(number, partial(publish, near, final, progress=False)):
             break
         assert content(final) in (OLD, NEW), f"at operation {number}"
         left += len(leftovers(tmp_path))
@@ -238,13 +239,13 @@ def test_a_kill_at_any_operation_shows_the_old_or_the_new_file_and_the_next_run_
     assert left
 
 
-def test_a_kill_at_any_operation_shows_the_old_or_the_new_folder_except_between_its_two_renames(tmp_path):
+def test_a_kill_at_any_operation_shows_the_old_or_the_new_folder_except_between_its_two_renames(tmp_path, killed_at):
     source, final = write(tmp_path / "near" / "run", NEW_FOLDER), tmp_path / "far" / "run"
     between = 0
     for number in itertools.count(1):
         _files.remove(final)
         write(final, OLD_FOLDER)
-        if not killed(number, lambda: bring(source, final)):
+        if not killed_at(number, partial(publish, source, final, progress=False)):
             break
         assert content(final) in (None, OLD_FOLDER, NEW_FOLDER), f"at operation {number}"
         if content(final) is None:

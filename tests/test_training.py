@@ -163,7 +163,8 @@ def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_
     report = resumed.train(4, save_to=tmp_path)
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
-    assert report.resumed_from.name == f"checkpoint-{(at_step - 1) // 6 * 6:08d}.pt"
+    saved = (at_step - 1) // 6 * 6  # in the background: the kill may come before it is sealed
+    assert report.resumed_from.name in {f"checkpoint-{step:08d}.pt" for step in (saved, max(0, saved - 6))}
 
 
 def test_a_damaged_checkpoint_costs_an_epoch_and_is_said(tmp_path, data):

@@ -1,0 +1,13 @@
+"""Checkpoints on disk: written whole or not at all, sealed, and loaded from the newest that is still good.
+
+A checkpoint is two files: `checkpoint-00000120.pt`, which is what `torch.save` writes, and `checkpoint-00000120.json`,
+its seal, with the name, length and SHA-256 of the first, written last. Without a matching seal a checkpoint counts as
+absent. The number is the step after which it was taken.
+"""
+
+from __future__ import annotations
+
+from colabkit.checkpoint.checkpoints import Checkpoint, Checkpoints
+from colabkit.checkpoint.randoms import random_state, restore_random_state
+
+__all__ = ["Checkpoint", "Checkpoints", "random_state", "restore_random_state"]

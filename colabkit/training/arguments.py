@@ -1,0 +1,64 @@
+"""The arguments of `train()`, checked: what cannot be meant is one line of error at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.loader import Loader
+from colabkit.training.saving import Stateful
+from colabkit.training.steps import SupervisedStep
+
+__all__ = ["check_step", "state_of", "validate_of", "validation_steps"]
+
+_ACT = "train"
+_JUDGES = "a function that returns a dict of numbers"
+
+
+def check_step(act: str, step: Any, loader: Any) -> None:
+    """Raise `InvalidOption` unless a step can be called and a loader is one."""
+    if not callable(step) or not isinstance(loader, Loader):
+        found = f"a {type(step).__name__} and a {type(loader).__name__}"
+        next_step = f"Pass {act.split(maxsplit=1)[0]}(step, loader)"
+        raise InvalidOption(cannot(act, found, "a callable step and a colabkit.Loader", next_step))
+    if isinstance(step, nn.Module):
+        needed, hint = "a function of a batch that also updates it", "Use supervised_step(model, optimizer)"
+        raise InvalidOption(cannot(act, "the step is a model", needed, hint))
+
+
+def state_of(act: str, state: Any, step: Any) -> dict[str, Stateful]:
+    """Return the objects whose state counts, by name: those given, else what the usual step trains."""
+    if state is None:
+        return dict(step.parts) if isinstance(step, SupervisedStep) else {}
+    if not isinstance(state, Mapping):
+        found = f"state is a {type(state).__name__}"
+        raise InvalidOption(cannot(act, found, "a dict of names and objects", "Use state={'model': model}"))
+    for name, part in state.items():
+        if not isinstance(part, Stateful):
+            found = f"state has {name!r}, a {type(part).__name__}"
+            raise InvalidOption(cannot(act, found, "objects with state_dict and load_state_dict", "Leave it out"))
+    return dict(state)
+
+
+def validate_of(validate: Any, step: Any) -> Any:
+    """Return what to call for a validation: a function as it is, a loader as the usual step evaluates it."""
+    if isinstance(validate, Loader):
+        if not isinstance(step, SupervisedStep):
+            found = "validate is a Loader beside a step of your own"
+            raise InvalidOption(cannot(_ACT, found, _JUDGES, "Evaluate the model in a function"))
+        return lambda: step.evaluate(validate)
+    if validate is not None and not callable(validate):
+        found = f"validate is a {type(validate).__name__}"
+        raise InvalidOption(cannot(_ACT, found, f"a Loader or {_JUDGES}", "Pass one of these"))
+    return validate
+
+
+def validation_steps(validate_every: Any) -> int | None:
+    """Return after how many steps a validation is due; None for the ends of epochs."""
+    if validate_every == "epoch":
+        return None
+    check_whole_number(_ACT, "validate_every", validate_every, 1)
+    return int(validate_every)

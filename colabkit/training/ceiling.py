@@ -1,0 +1,141 @@
+"""`headspace()`: how fast training would be if it never waited for data."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from colabkit._reports import Report
+from colabkit._units import format_rate, format_seconds
+from colabkit.checkpoint import random_state, restore_random_state
+from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.loader import Loader
+from colabkit.training.arguments import check_step, state_of
+from colabkit.training.durations import duration_s
+from colabkit.training.saving import Stateful, plain
+from colabkit.training.steps import SupervisedStep
+from colabkit.training.values import samples_of
+
+__all__ = ["HeadspaceReport", "headspace"]
+
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, repr=False)
+class HeadspaceReport(Report):
+    """The speed of a step with batches that are there already.
+
+    Attributes:
+        samples_per_s: samples a second, the ceiling that no loader can raise.
+        step_s: median seconds of a step.
+        steps: steps timed.
+        batch_size: samples of a step.
+        batches: how many batches were cached.
+        loading_samples_per_s: samples a second at which the loader gave these batches, while nothing else ran.
+    """
+
+    samples_per_s: float
+    step_s: float
+    steps: int
+    batch_size: int
+    batches: int
+    loading_samples_per_s: float
+
+    def _summary(self) -> str:
+        a_batch = f"{format_seconds(self.step_s)} for a batch of {self.batch_size}"
+        return f"The step alone: {format_rate(self.samples_per_s, 'images')}, {a_batch}; no loader can raise this"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            ("step alone", format_rate(self.samples_per_s, "images"), f"{self.steps} steps on {self.batches} batches"),
+            ("loader alone", format_rate(self.loading_samples_per_s, "images"), "the batches that were cached"),
+        ]
+
+
+def headspace(
+    step: Callable[[Any], object],
+    loader: Loader,
+    *,
+    state: Mapping[str, Stateful] | None = None,
+    batches: int = 4,
+    seconds: float | str = 3.0,
+) -> HeadspaceReport:
+    """Return how fast `step` runs on a few batches again and again: the speed if data were always there.
+
+    Weights, optimizer, random generators, gradients and the loader's position are afterwards what they were before.
+
+    Args:
+        step: as for `train()`.
+        loader: gives the batches.
+        state: what the step changes, by name; None for what `supervised_step` trains.
+        batches: how many are cached.
+        seconds: how long to measure.
+
+    Raises:
+        InvalidOption: if it is not known what the step changes, or the loader is empty.
+    """
+    act = "headspace"
+    check_step(act, step, loader)
+    check_whole_number(act, "batches", batches, 1)
+    duration = duration_s(act, "seconds", seconds)
+    if state is None and not isinstance(step, SupervisedStep):
+        found, needed = "a step of your own without state=", "what it changes, to put it back"
+        raise InvalidOption(
+            cannot("measure the headspace", found, needed, "Pass state={'model': model, 'optimizer': optimizer}")
+        )
+    parts = state_of(act, state, step)
+    if isinstance(step, Stateful):
+        parts["the step"] = step
+    with _as_it_was(parts):
+        began = time.perf_counter()
+        cached = loader.peek(batches)
+        loading_s = time.perf_counter() - began
+        if not cached:
+            raise InvalidOption(cannot("measure the headspace", "a loader without batches", "one", "Give it samples"))
+        sizes = [samples_of(batch) for batch in cached]
+        taken: list[float] = []
+        counted = 0
+        began = time.perf_counter()
+        for number, (batch, size) in enumerate(cycle(zip(cached, sizes, strict=True))):
+            before = time.perf_counter()
+            step(batch)
+            if loader.device.type == "cuda":
+                torch.cuda.synchronize(loader.device)
+            after = time.perf_counter()
+            if number >= _WARM_UP:
+                taken.append(after - before)
+                counted += size
+            if number > _WARM_UP and after - began >= duration:
+                break
+    return HeadspaceReport(
+        counted / sum(taken), median(taken), len(taken), max(sizes), len(cached), sum(sizes) / max(loading_s, 1e-9)
+    )
+
+
+@contextmanager
+def _as_it_was(parts: Mapping[str, Stateful]) -> Iterator[None]:
+    """Put everything back at the end of the block."""
+    states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    modules = [part for part in map(plain, parts.values()) if isinstance(part, nn.Module)]
+    modes = [(module, module.training) for root in modules for module in root.modules()]
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for root in modules for p in root.parameters()]
+    random = random_state()
+    try:
+        yield
+    finally:
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        restore_random_state(random)

@@ -1,0 +1,53 @@
+"""Durations and moments as users write them: `"5min"`, `300`, a `timedelta`, a `datetime`."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+from colabkit.errors import InvalidOption, cannot
+
+__all__ = ["Moment", "duration_s", "moment"]
+
+Moment: TypeAlias = float | str | timedelta | datetime
+
+_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "hours": 3600.0, "hour": 3600.0}
+_PARTS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
+
+
+def duration_s(act: str, name: str, value: float | str | timedelta) -> float:
+    """Return a duration in seconds: of a number of them, a `timedelta`, or text such as `"5min"` or `"1h 30min"`.
+
+    Raises:
+        InvalidOption: if it is none, or not longer than 0.
+    """
+    seconds = math.nan
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str):
+        parts = _PARTS.findall(value.lower())
+        if parts and not _PARTS.sub("", value.lower()).strip() and all(unit in _UNITS for _, unit in parts):
+            seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    if not (math.isfinite(seconds) and seconds > 0):
+        needed = "a duration"
+        raise InvalidOption(cannot(act, f"{name}={value!r}", needed, f"Use {name}='30min', say: s, min or h"))
+    return seconds
+
+
+def moment(act: str, name: str, value: Moment) -> float:
+    """Return a moment by the clock of `time.monotonic`: a `datetime`, or a duration from now.
+
+    Raises:
+        InvalidOption: if it is neither, or over.
+    """
+    if not isinstance(value, datetime):
+        return time.monotonic() + duration_s(act, name, value)
+    left = value.timestamp() - time.time()
+    if left <= 0:
+        raise InvalidOption(cannot(act, f"{name}={value}", "a moment to come", "Give a later one"))
+    return time.monotonic() + left

@@ -1,0 +1,105 @@
+"""`k_fold()`: train on all folds but one, in turn, over one pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit._reports import Report
+from colabkit.dataset import PackedDataset
+from colabkit.errors import InvalidOption, cannot
+from colabkit.training.report import TrainReport
+
+__all__ = ["KFoldReport", "k_fold"]
+
+RunFold = Callable[[PackedDataset, PackedDataset, int], TrainReport | Mapping[str, float]]
+
+
+@dataclass(frozen=True, repr=False)
+class KFoldReport(Report):
+    """What came of each fold.
+
+    Attributes:
+        folds: for each fold what was returned for it: the report of `train()`, or numbers.
+        values: for each fold its numbers: the last of the training and of the validation, which win.
+        mean: of each number over the folds that have it.
+        spread: standard deviation of each number over these folds (of a sample); 0 for a single one.
+    """
+
+    folds: tuple[TrainReport | Mapping[str, float], ...]
+    values: tuple[Mapping[str, float], ...]
+    mean: Mapping[str, float]
+    spread: Mapping[str, float]
+
+    def _summary(self) -> str:
+        found = ", ".join(f"{name} {value:.4g} ± {self.spread[name]:.2g}" for name, value in self.mean.items())
+        return f"{len(self.folds)} folds: {found or 'no numbers'}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [
+            (f"fold {number + 1}", *(f"{name} {value:.4g}" for name, value in values.items()))
+            for number, values in enumerate(self.values)
+        ]
+        rows.append(("mean", *(f"{name} {value:.4g}" for name, value in self.mean.items())))
+        return rows
+
+
+def k_fold(
+    run: RunFold,
+    dataset: PackedDataset,
+    *,
+    folds: int = 5,
+    stratify: bool = True,
+    groups: str | Sequence[Any] | npt.NDArray[Any] | None = None,
+    seed: int = 0,
+) -> KFoldReport:
+    """Call `run(train, held_out, fold)` for each fold and return the numbers with mean and spread.
+
+    `run` makes a new model and calls `train()`, with a `save_to` of its own for each fold, if any: a call that is
+    interrupted then goes on in the fold and at the step where it was. All folds are views of one pack, which is neither
+    copied nor opened again.
+
+    Args:
+        run: takes the views for training and for testing and the number of the fold, from 0; returns the report of
+            `train()`, or a dict of numbers.
+        dataset: a split of a pack.
+        folds: how many.
+        stratify: keep the shares of the labels in each fold.
+        groups: which samples are never parted, as in `PackedDataset.fold`.
+        seed: of the order in which samples are dealt.
+
+    Raises:
+        InvalidOption: if there are fewer samples or groups than folds, or `run` returns something else.
+    """
+    if not isinstance(dataset, PackedDataset):
+        found = f"a {type(dataset).__name__}"
+        raise InvalidOption(cannot("part the folds", found, "a split of a pack", "Pass open_pack(path)['train']"))
+    done: list[TrainReport | Mapping[str, float]] = []
+    values: list[Mapping[str, float]] = []
+    for fold in range(folds if isinstance(folds, int) else 1):
+        train, held_out = dataset.fold(fold, folds, stratify=stratify, groups=groups, seed=seed)
+        report = run(train, held_out, fold)
+        values.append(_numbers(report))
+        done.append(report)
+    names = dict.fromkeys(name for found in values for name in found)
+    columns = {name: [found[name] for found in values if name in found] for name in names}
+    return KFoldReport(
+        tuple(done),
+        tuple(values),
+        {name: mean(column) for name, column in columns.items()},
+        {name: stdev(column) if len(column) > 1 else 0.0 for name, column in columns.items()},
+    )
+
+
+def _numbers(report: Any) -> Mapping[str, float]:
+    if isinstance(report, TrainReport):
+        return {**report.epochs[-1].values, **report.epochs[-1].validation} if report.epochs else {}
+    if isinstance(report, Mapping) and all(np.isscalar(value) for value in report.values()):
+        return {str(name): float(value) for name, value in report.items()}
+    found = f"run returned a {type(report).__name__}"
+    raise InvalidOption(cannot("compare the folds", found, "the report of train(), or a dict of numbers", "Return one"))

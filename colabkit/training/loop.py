@@ -1,0 +1,446 @@
+"""`train()`: the loop around a loader, with validation, checkpoints, resume, and a clean end whatever ends it.
+
+The loop publishes what happens to `meters` and knows nothing of who listens. It reads no value from the device between
+two checkpoints, so it never makes the host wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, cast
+
+from colabkit import meters
+from colabkit.checkpoint import random_state
+from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.loader import Loader
+from colabkit.mounts import user_path
+from colabkit.training.arguments import check_step, state_of, validate_of, validation_steps
+from colabkit.training.durations import Moment, moment
+from colabkit.training.processes import Processes
+from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainReport, Validation
+from colabkit.training.saving import Saving, Schedule, Stateful
+from colabkit.training.stops import REASONS, StopNow, Stops
+from colabkit.training.values import Curve, Means, Recorder, Values, numbers_of, samples_of, values_of
+
+__all__ = ["train"]
+
+Step: TypeAlias = Callable[[Any], object]
+OnStep: TypeAlias = Callable[[meters.StepDone], None]
+
+_RESERVE = 2.0  # a checkpoint before a deadline may take so many times as long as the slowest so far
+
+
+def train(
+    step: Step,
+    loader: Loader,
+    *,
+    epochs: int = 1,
+    state: Mapping[str, Stateful] | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+    save_every: int | str = "epoch",
+    keep_last: int = 2,
+    resume: bool = True,
+    validate: Callable[[], Values] | Loader | None = None,
+    validate_every: int | Literal["epoch"] = "epoch",
+    monitor: str | None = None,
+    mode: Literal["min", "max"] = "min",
+    deadline: Moment | None = None,
+    on_step: OnStep | None = None,
+) -> TrainReport:
+    """Call `step` on every batch of some epochs and return what came of it.
+
+    With `save_to`, checkpoints hold `state`, the step's own state, the loader's position, the random generators of each
+    process, and the history; the same call goes on after the newest good one when it is made again, in the middle of
+    an epoch if need be. They are copied between two steps and written in the background. Ctrl-C ends the training
+    after the step that runs, with a last checkpoint; so does SIGTERM, which is then sent on.
+
+    Under `torch.distributed` every process calls this; the first one writes, and its numbers of `validate` count.
+
+    Args:
+        step: takes a batch; returns a loss, a dict of numbers, or None. With `state_dict` and `load_state_dict`, it is
+            saved as well. One that accumulates gradients tells by `is_whole` when none wait to be applied, which
+            checkpoints do not hold, and applies them in `flush()`, at the end of an epoch.
+        loader: gives the batches.
+        epochs: how many in all, those of earlier calls included.
+        state: what a checkpoint holds, by name, as in `{"model": model, "optimizer": optimizer}`; None for what
+            `supervised_step` trains.
+        save_to: folder of the checkpoints, on Drive as well.
+        save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
+        keep_last: how many of the newest checkpoints stay, beside the best.
+        resume: false insists on beginning anew, in a folder without checkpoints.
+        validate: called for numbers to judge by, or a loader that `supervised_step` evaluates.
+        validate_every: steps between two validations, or `"epoch"`.
+        monitor: which number says what checkpoint is best: of `validate` where there is one, else of the step; None
+            for the loss, if there is one.
+        mode: whether the lowest or the highest is best.
+        deadline: when the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. The last
+            checkpoint is begun early enough to be at its place by then.
+        on_step: called after each step with its record.
+
+    Raises:
+        TrainingInterrupted: a `KeyboardInterrupt`, after Ctrl-C and a last checkpoint; it holds the report.
+        InvalidOption: if an argument cannot be meant, or the checkpoints are of other data or another `state`.
+        TargetExists: if `resume` is false and there are checkpoints.
+        Corrupt: if all checkpoints are damaged.
+        NotEnoughSpace, FileFailed: if the first or the last checkpoint cannot be written.
+    """
+    act = "train"
+    check_whole_number(act, "epochs", epochs, 0)
+    check_whole_number(act, "keep_last", keep_last, 1)
+    check_step(act, step, loader)
+    if mode not in ("min", "max"):
+        raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use one of these"))
+    parts = state_of(act, state, step)
+    folder = None if save_to is None else user_path(save_to, "train").absolute()
+    schedule = Schedule(save_every)
+    validation = _Validating(validate_of(validate, step), validation_steps(validate_every), monitor)
+    ends_at = None if deadline is None else moment(act, "deadline", deadline)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        processes = stack.enter_context(Processes())
+        saving = Saving(folder, keep_last, mode, parts, step, loader, processes)
+        stack.callback(saving.close)
+        stops = stack.enter_context(Stops(ends_at, processes.count > 1))
+        run = _Run(step, loader, saving, schedule, validation, processes, stops, on_step, mode)
+        run.resume(resume)
+        report = run.through(epochs, started)
+        if stops.reason == "SIGTERM":
+            stops.let_go()
+            signal.raise_signal(signal.SIGTERM)
+    if stops.reason == "Ctrl-C":
+        raise TrainingInterrupted(report)
+    return report
+
+
+@dataclass
+class _Validating:
+    """What is called to judge the training, after how many steps, and by which number.
+
+    Attributes:
+        validate: returns numbers, or None.
+        every: steps between two, or None for the ends of epochs.
+        monitor: the number that judges, or None for the loss.
+    """
+
+    validate: Callable[[], Values] | None
+    every: int | None
+    monitor: str | None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a validation follows a step, not counting the end of an epoch."""
+        return self.validate is not None and self.every is not None and step % self.every == 0
+
+
+@dataclass
+class _Begun:
+    """The epoch that is under way.
+
+    Attributes:
+        epoch: its number in the training.
+        loader_epoch: its number in the loader, which may have been used before.
+        steps: steps in it so far.
+        samples: of this process in it so far.
+        seconds: spent in it, validation apart.
+        wait_s: of these, waiting for data.
+        validation: what was returned last in it.
+    """
+
+    epoch: int
+    loader_epoch: int
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    validation: dict[str, float] = field(default_factory=dict)
+
+
+class _Run:
+    """What changes while `train()` goes on."""
+
+    def __init__(
+        self,
+        step: Step,
+        loader: Loader,
+        saving: Saving,
+        schedule: Schedule,
+        validating: _Validating,
+        processes: Processes,
+        stops: Stops,
+        on_step: OnStep | None,
+        mode: Literal["min", "max"],
+    ) -> None:
+        self._step = step
+        self._loader = loader
+        self._saving = saving
+        self._schedule = schedule
+        self._validating = validating
+        self._processes = processes
+        self._stops = stops
+        self._on_step = on_step
+        self._mode = mode
+        self._epochs: list[EpochRecord] = []
+        self._validations: list[Validation] = []
+        self._curve = Curve()
+        self._recorder = Recorder(self._curve, Means())
+        self._best: float | None = None
+        self._score: float | None = None  # of the state as it is, if it was judged
+        self._is_best = False
+        self._begun: _Begun | None = None
+        self._steps = 0
+        self._step_s = 0.0
+        self._is_saved = False
+        self._position = loader.state_dict()
+
+    def resume(self, resume: bool) -> None:
+        """Go on from the newest checkpoint, or write the first."""
+        saved = self._saving.resume(resume)
+        self._position = self._loader.state_dict()
+        if saved is None:  # shows that saving works before hours are spent, and where to begin again
+            self._save(wait=True)
+            return
+        self._steps = saved["steps"]
+        self._is_saved = True
+        self._schedule.saved(self._steps)
+        self._epochs = [EpochRecord(**record) for record in saved["epochs"]]
+        self._validations = [Validation(**validation) for validation in saved["validations"]]
+        self._curve = Curve.of(saved["curve"])
+        self._best = saved["best"]
+        self._begun = None if saved["begun"] is None else _Begun(**saved["begun"])
+        first = self._processes.is_first
+        if self._begun is not None and not first:  # sums of all processes are with the first
+            self._begun.samples = 0
+        self._recorder = Recorder(self._curve, Means(saved["means"] if first else None))
+
+    def through(self, epochs: int, started: float) -> TrainReport:
+        """Train what is left of so many epochs and return the report."""
+        before, trained_before, steps_before = self._loader.meters.snapshot(), len(self._epochs), self._steps
+        trained_s = sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
+        error: BaseException | None = None
+        is_left = len(self._epochs) < epochs
+        if is_left:
+            meters.publish(meters.RunStarted(self._loader.meters, epochs, len(self._loader)))
+        try:
+            while len(self._epochs) < epochs and self._epoch():
+                pass
+            reasons = self._processes.from_all(self._stops.reason)
+            self._stops.reason = next((reason for reason in reasons if reason is not None), None)
+            if not self._is_saved:
+                self._save(wait=True)
+            self._stops.let_go(signal.SIGINT)
+            self._saving.finish()
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, Exception):
+                with suppress(Exception):  # what has been handed over comes to its place all the same
+                    self._saving.finish()
+            raise
+        finally:
+            if is_left:
+                name = type(error).__name__ if error else self._stops.reason
+                meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
+        done = self._loader.meters.snapshot() - before
+        now_s = sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
+        seconds = now_s - trained_s
+        samples = sum(self._processes.from_all(done.samples)) if self._steps > steps_before else 0
+        return TrainReport(
+            epochs=tuple(self._epochs),
+            trained=len(self._epochs) - trained_before,
+            steps=self._steps,
+            seconds=time.monotonic() - started,
+            samples_per_s=samples / seconds if seconds > 0 else 0.0,
+            wait_share=min(1.0, done.wait_s / seconds) if seconds > 0 else 0.0,
+            parts={part.name: part.busy_s for part in done.parts},
+            curve=self._curve.points(),
+            validations=tuple(self._validations),
+            stopped=self._stops.reason,
+            checkpoint=self._saving.latest,
+            best=self._saving.best,
+            best_value=self._best,
+            resumed_from=self._saving.resumed_from,
+            passed_over=self._saving.passed_over,
+            not_kept=self._saving.not_kept,
+            failed_saves=self._saving.failures,
+        )
+
+    def _epoch(self) -> bool:
+        """Train an epoch, or what is left of it; return whether to go on."""
+        if self._begun is None:
+            self._begun = _Begun(len(self._epochs), self._position["epoch"])
+            self._recorder = Recorder(self._curve, Means())
+        try:
+            if self._position["epoch"] == self._begun.loader_epoch and not self._batches(self._begun):
+                return False
+            if callable(flush := getattr(self._step, "flush", None)):
+                flush()
+            if self._validating.validate is not None and self._validating.every is None:
+                self._validate(self._begun)
+        except StopNow:
+            return False
+        self._end(self._begun)
+        return self._stops.look() is None or self._processes.count > 1
+
+    def _batches(self, begun: _Begun) -> bool:
+        """Take the batches of an epoch; return false if something ended them before."""
+        former = self._loader.meters.snapshot()
+        seconds, wait_s, samples = begun.seconds, begun.wait_s, begun.samples
+        started, apart_s = time.perf_counter(), 0.0
+
+        def count() -> None:
+            spent = self._loader.meters.snapshot() - former
+            begun.seconds = seconds + time.perf_counter() - started - apart_s
+            begun.wait_s, begun.samples = wait_s + spent.wait_s, samples + spent.samples
+
+        try:
+            with closing(cast(Any, iter(self._loader))) as batches:
+                for batch in self._waited(batches):
+                    began = time.perf_counter()
+                    values = values_of(self._step(batch))
+                    self._after_step(begun, values, samples_of(batch))
+                    del batch
+                    self._step_s = time.perf_counter() - began
+                    if self._validating.is_due(self._steps):
+                        began = time.perf_counter()
+                        count()
+                        self._validate(begun)
+                        apart_s += time.perf_counter() - began
+                    if not self._goes_on(begun, count):
+                        return False
+            self._position = self._loader.state_dict()  # bad samples may have followed the last batch
+        finally:
+            count()
+        return True
+
+    def _waited(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; while one is waited for, Ctrl-C and a deadline end the epoch."""
+        while True:
+            with self._stops.wait(self._is_whole):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    def _after_step(self, begun: _Begun, values: Values, samples: int) -> None:
+        self._steps += 1
+        self._is_saved = self._is_best = False
+        self._score = None
+        begun.steps += 1
+        self._position = self._loader.state_dict()  # what was received and not trained on does not count
+        self._recorder.add(self._steps, samples, values)
+        if self._on_step is not None or meters.is_heard():
+            done = meters.StepDone(begun.epoch, self._steps, begun.steps, values)
+            meters.publish(done)
+            if self._on_step is not None:
+                self._on_step(done)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no gradients wait to be applied, which no checkpoint holds."""
+        return bool(getattr(self._step, "is_whole", True))
+
+    def _goes_on(self, begun: _Begun, count: Callable[[], None]) -> bool:
+        """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
+        if not self._is_whole:
+            return True
+        reason = self._stops.look()
+        self._stops.reserve_s = 5.0 + _RESERVE * (self._saving.save_s + self._step_s)
+        stop = 0 if reason is None else 1 + REASONS.index(reason)
+        late = self._schedule.is_late() and self._saving.is_free
+        due = self._schedule.is_due(self._steps)
+        stop, is_late = self._processes.agreed(self._steps, self._step_s, [stop, int(late)])
+        if not (self._is_saved or self._is_last(begun)) and (is_late or (due and self._free_for_all())):
+            count()
+            self._save()
+        if stop:
+            self._stops.reason = REASONS[stop - 1]
+        return not stop
+
+    def _free_for_all(self) -> bool:
+        return self._processes.from_first(self._saving.is_free)
+
+    def _validate(self, begun: _Begun) -> None:
+        """Judge the training; a state that is the best so far is saved."""
+        assert self._validating.validate is not None
+        random = random_state() if self._saving.folder is not None else None
+        try:
+            with self._stops.wait():
+                found = numbers_of(self._validating.validate())
+        except StopNow:
+            if self._saving.folder is not None:  # it has drawn from the generators, and will again after a resume
+                self._save(wait=True, random=random)
+            raise
+        found = self._processes.from_first(found)
+        begun.validation = found
+        self._validations.append(Validation(self._steps, found))
+        if self._validating.every is not None:
+            self._judge(found)
+            if self._is_best and not self._is_last(begun):
+                self._save()
+
+    def _is_last(self, begun: _Begun) -> bool:
+        """Return whether an epoch has had its last step: the state is saved once, at its end."""
+        return bool(self._position["epoch"] > begun.loader_epoch)
+
+    def _judge(self, values: Mapping[str, float]) -> None:
+        """Note the number that judges this state, and whether it is the best so far."""
+        monitor = self._validating.monitor
+        if monitor is not None and monitor not in values:
+            self._save(wait=True)
+            found = f"monitor={monitor!r} beside {', '.join(map(repr, values)) or 'no values'}"
+            raise InvalidOption(cannot("tell the best checkpoint", found, "one of these", "Correct it and go on"))
+        value = values.get(monitor or "loss", math.nan)
+        if not math.isfinite(value):
+            return
+        self._score = value
+        if self._best is None or (value < self._best if self._mode == "min" else value > self._best):
+            self._best = value
+            self._is_best = True
+
+    def _end(self, begun: _Begun) -> None:
+        """Close an epoch: its record, and its checkpoint."""
+        self._recorder.read()
+        means = self._recorder.means.of_all(self._processes.from_all(self._recorder.means.sums))
+        samples = sum(self._processes.from_all(begun.samples))
+        self._epochs.append(
+            EpochRecord(begun.epoch, begun.steps, samples, begun.seconds, begun.wait_s, means, begun.validation)
+        )
+        self._begun = None
+        self._is_saved = False
+        by_epoch = self._validating.validate is None or self._validating.every is None
+        if by_epoch:
+            self._judge(begun.validation or means)
+        is_late = any(self._processes.from_all(self._schedule.is_late()))
+        if is_late or self._is_best or self._schedule.is_by_epoch or self._schedule.is_due(self._steps):
+            self._save()
+
+    def _save(self, *, random: Mapping[str, Any] | None = None, wait: bool = False) -> None:
+        if self._saving.folder is None:
+            return
+        self._recorder.read()
+        begun = self._begun
+        means = Means()
+        for sums in self._processes.from_all(self._recorder.means.sums):
+            for name, (total, count) in sums.items():
+                former = means.sums.get(name, (0.0, 0))
+                means.sums[name] = former[0] + total, former[1] + count
+        begun_now = None
+        if begun is not None:
+            begun_now = {**asdict(begun), "samples": sum(self._processes.from_all(begun.samples))}
+        run = {
+            "steps": self._steps,
+            "epochs": [asdict(record) for record in self._epochs],
+            "validations": [asdict(validation) for validation in self._validations],
+            "curve": self._curve.state_dict(),
+            "best": self._best,
+            "begun": begun_now,
+            "means": means.sums if begun is not None else {},
+        }
+        self._schedule.saved(self._steps)
+        self._is_saved, self._is_best = True, False
+        self._saving.save(self._steps, self._position, run, score=self._score, random=random, wait=wait)

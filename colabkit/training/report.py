@@ -1,0 +1,161 @@
+"""What `train()` did: one record an epoch, the curve, and where the checkpoints are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from colabkit._reports import Report
+from colabkit._units import format_rate, format_seconds, format_share
+from colabkit.errors import ShownInOneLine
+from colabkit.training.stops import Reason
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["EpochRecord", "TrainReport", "TrainingInterrupted", "Validation"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """One epoch of training.
+
+    Attributes:
+        epoch: its number, from 0.
+        steps: calls of the step.
+        samples: samples seen, by all processes together.
+        seconds: its duration without validation.
+        wait_s: seconds of it spent waiting for data.
+        values: means over samples of what the step returned.
+        validation: what `validate` returned last in it.
+    """
+
+    epoch: int
+    steps: int
+    samples: int
+    seconds: float
+    wait_s: float
+    values: Mapping[str, float]
+    validation: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What `validate` returned after a step, whose number counts from 1 over all epochs."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, repr=False)
+class TrainReport(Report):
+    """What `train()` did.
+
+    Attributes:
+        epochs: one record for each whole epoch, also of those trained before a resume.
+        trained: epochs that this call brought to their end.
+        steps: steps in all, those before a resume included.
+        seconds: duration of this call.
+        samples_per_s: samples a second of this call, of all processes, validation apart; 0 when nothing was left to do.
+        wait_share: share of that time spent waiting for data, in [0, 1].
+        parts: busy seconds of each part of the loader in this call.
+        curve: of each value that the step returned, up to 1,000 pairs of step and mean over the steps up to it.
+        validations: what `validate` returned, each with its step.
+        stopped: what ended the training before its time: `"Ctrl-C"`, `"SIGTERM"`, `"deadline"`; None if nothing did.
+        checkpoint: the newest checkpoint, None without `save_to`.
+        best: the checkpoint with the best value of `monitor`, None if none was measured.
+        best_value: that value.
+        resumed_from: the checkpoint this call went on from, None if it began anew.
+        passed_over: damaged checkpoints that were passed over, with the reason.
+        not_kept: what could not be kept when it was resumed, so that it differs from an uninterrupted run.
+        failed_saves: checkpoints that could not be written or published, with the reason.
+    """
+
+    epochs: tuple[EpochRecord, ...]
+    trained: int
+    steps: int
+    seconds: float
+    samples_per_s: float
+    wait_share: float
+    parts: Mapping[str, float]
+    curve: Mapping[str, list[tuple[int, float]]]
+    validations: tuple[Validation, ...]
+    stopped: Reason | None
+    checkpoint: Path | None
+    best: Path | None
+    best_value: float | None
+    resumed_from: Path | None
+    passed_over: tuple[tuple[str, str], ...]
+    not_kept: tuple[str, ...]
+    failed_saves: tuple[tuple[int, str], ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it came to its end and every checkpoint is where it should be."""
+        return self.stopped is None and not self.failed_saves
+
+    def plot(self) -> Figure:
+        """Return a figure of the values over the steps, and of speed and waiting over the epochs.
+
+        Raises:
+            MissingPackage: without matplotlib.
+            InvalidOption: if nothing was trained yet.
+        """
+        from colabkit.training.plot import plot_run  # matplotlib is heavy, and needed here alone
+
+        return plot_run(self)
+
+    def _summary(self) -> str:
+        count = f"{self.trained} epoch{'s' * (self.trained != 1)}"
+        in_all = f" ({len(self.epochs)} in all)" if self.trained != len(self.epochs) else ""
+        lines = [f"Trained {count}{in_all}"]
+        if self.samples_per_s:
+            rate = format_rate(self.samples_per_s, "images")
+            lines[0] += f" in {format_seconds(self.seconds)}: {rate}, {format_share(self.wait_share)} waiting for data"
+        else:
+            lines[0] += "; nothing was left to do"
+        if self.epochs and (values := {**self.epochs[-1].values, **self.epochs[-1].validation}):
+            lines[0] += "; " + _listed(values)
+        if self.stopped:
+            saved = f"; checkpoint {str(self.checkpoint)!r}" if self.checkpoint else ", without a checkpoint"
+            lines.append(f"Stopped by {self.stopped} after step {self.steps}{saved}")
+        if self.resumed_from:
+            lines.append(f"Resumed from {str(self.resumed_from)!r}")
+        lines += [f"Passed over {name!r}: {reason}" for name, reason in self.passed_over]
+        lines += [f"Not kept: {what}" for what in self.not_kept]
+        lines += [f"Not saved at step {step}: {reason}" for step, reason in self.failed_saves]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for record in self.epochs:
+            rate = format_rate(record.samples / max(record.seconds, 1e-9), "images")
+            rows.append(
+                (
+                    f"epoch {record.epoch + 1}",
+                    format_seconds(record.seconds),
+                    rate,
+                    f"{format_share(record.wait_s / max(record.seconds, 1e-9))} waiting",
+                    _listed({**record.values, **record.validation}),
+                )
+            )
+        if self.checkpoint:
+            rows.append(("checkpoint", "", "", "", str(self.checkpoint)))
+        if self.best and self.best_value is not None:
+            rows.append(("best", "", "", f"{self.best_value:.4g}", str(self.best)))
+        return rows
+
+
+class TrainingInterrupted(ShownInOneLine, KeyboardInterrupt):
+    """Training was stopped by Ctrl-C, at the end of a step; what was trained and saved is in `report`."""
+
+    def __init__(self, report: TrainReport) -> None:
+        self.report = report
+        saved = f"checkpoint {str(report.checkpoint)!r}; the same call goes on" if report.checkpoint else "not saved"
+        super().__init__(f"Training stopped after step {report.steps}: {saved}")
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -1,0 +1,252 @@
+"""When training is saved, what a checkpoint holds, and how training goes on from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import nn
+
+from colabkit.checkpoint import Checkpoint, Checkpoints, random_state, restore_random_state
+from colabkit.errors import InvalidOption, TargetExists, cannot, check_whole_number
+from colabkit.loader import Loader
+from colabkit.training.durations import duration_s
+from colabkit.training.processes import Processes
+
+__all__ = ["Saving", "Schedule", "Stateful", "plain"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A model, optimizer or scheduler: anything whose state can be taken and set."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Set the state."""
+
+
+def plain(part: Any) -> Any:
+    """Return the model inside those that torch wraps around it, so that names in checkpoints are the model's own."""
+    while isinstance(part, nn.Module):
+        inner = getattr(part, "_orig_mod", None)
+        if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = part.module
+        if inner is None:
+            break
+        part = inner
+    return part
+
+
+class Schedule:
+    """Says when a checkpoint is due.
+
+    Args:
+        every: a number of steps, a duration such as `"5min"`, or `"epoch"`.
+
+    Raises:
+        InvalidOption: if it is none of these.
+    """
+
+    def __init__(self, every: int | str) -> None:
+        self._steps: int | None = None
+        self._seconds: float | None = None
+        if isinstance(every, str) and every != "epoch":
+            self._seconds = duration_s("train", "save_every", every)
+        elif not isinstance(every, str):
+            check_whole_number("train", "save_every", every, 1)
+            self._steps = every
+        self.is_by_epoch = every == "epoch"
+        self._saved_step = 0
+        self._saved_at = time.monotonic()
+
+    def saved(self, step: int) -> None:
+        """Note that the state after a step is being saved."""
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def is_late(self) -> bool:
+        """Return whether the clock says so, which may differ between processes."""
+        return self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the number of the step says so, which is equal in all processes."""
+        return self._steps is not None and step // self._steps > self._saved_step // self._steps
+
+
+class Saving:
+    """The checkpoints of a training, of which one process takes care for all.
+
+    Args:
+        save_to: folder of the checkpoints, or None to save nothing.
+        keep_last: how many of the newest stay.
+        mode: whether the lowest or the highest score is best.
+        state: what is saved by the user's wish.
+        step: saved as well if it has a state.
+        loader: whose position is saved.
+        processes: those that train together.
+    """
+
+    def __init__(
+        self,
+        save_to: Path | None,
+        keep_last: int,
+        mode: Literal["min", "max"],
+        state: Mapping[str, Stateful],
+        step: Any,
+        loader: Loader,
+        processes: Processes,
+    ) -> None:
+        self.folder = save_to
+        self.resumed_from: Path | None = None
+        self.passed_over: tuple[tuple[str, str], ...] = ()
+        self.not_kept: tuple[str, ...] = ()
+        self._state = {name: plain(part) for name, part in state.items()}
+        self._step = step if isinstance(step, Stateful) else None
+        self._loader = loader
+        self._processes = processes
+        self._checkpoints: Checkpoints | None = None
+        if save_to is not None and processes.is_first:
+            self._checkpoints = Checkpoints(save_to, keep_last=keep_last, mode=mode)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a checkpoint would be begun at once."""
+        return self._checkpoints is not None and self._checkpoints.is_free
+
+    @property
+    def save_s(self) -> float:
+        """The longest seconds that a checkpoint took to its place so far."""
+        return 0.0 if self._checkpoints is None else self._checkpoints.save_s
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint."""
+        return None if self._checkpoints is None else self._checkpoints.latest
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the best score."""
+        return None if self._checkpoints is None else self._checkpoints.best
+
+    @property
+    def failures(self) -> tuple[tuple[int, str], ...]:
+        """Checkpoints that could not be written or published, with the reason."""
+        return () if self._checkpoints is None else self._checkpoints.failures
+
+    def resume(self, resume: bool) -> Mapping[str, Any] | None:
+        """Bring all to where the newest good checkpoint was taken, and return what the run had saved; None at a start.
+
+        Raises:
+            TargetExists: if there are checkpoints and `resume` is false.
+            InvalidOption: if a checkpoint is of other data or of another state.
+            Corrupt: if all checkpoints are damaged.
+        """
+        found: Checkpoint | None = None
+        trouble: BaseException | None = None
+        if self._checkpoints is not None:
+            try:
+                found = self._found(self._checkpoints, resume)
+            except Exception as error:  # the other processes have to hear of it before it is raised
+                trouble = error
+        found, trouble = self._processes.from_first((found, trouble))
+        if trouble is not None:
+            raise trouble
+        if found is None:
+            return None
+        content = found.content
+        self._load_parts(found)
+        world_size = len(content["random"])
+        if self._processes.rank < world_size:
+            restore_random_state(content["random"][self._processes.rank])
+        not_kept = []
+        if world_size != self._processes.count:
+            not_kept.append(f"random generators of {world_size} processes, now {self._processes.count}")
+        before, now = content["loader"]["global_batch"], self._loader.state_dict()["global_batch"]
+        if before != now:
+            not_kept.append(f"batches of {before} samples, now {now}")
+        self.not_kept = tuple(not_kept)
+        self.resumed_from = found.path
+        self.passed_over = tuple((path.name, reason) for path, reason in found.passed_over)
+        run: Mapping[str, Any] = content["run"]
+        return run
+
+    def _found(self, checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
+        if not resume and (step := checkpoints.newest_step()) is not None:
+            found = f"a checkpoint of step {step}"
+            act = f"begin anew in {str(self.folder)!r}"
+            raise TargetExists(cannot(act, found, "no checkpoints", "Use resume=True or another folder"))
+        return checkpoints.newest()
+
+    def _load_parts(self, found: Checkpoint) -> None:
+        saved = found.content["state"]
+        if set(saved) != set(self._state):
+            names = ", ".join(saved) or "nothing"
+            given = ", ".join(self._state) or "nothing"
+            act = f"resume from {str(found.path)!r}"
+            raise InvalidOption(cannot(act, f"it holds {names}", f"state= of {given}", "Pass the same names as before"))
+        self._loader.load_state_dict(dict(found.content["loader"]))
+        parts: dict[str, tuple[Any, Any]] = {name: (part, saved[name]) for name, part in self._state.items()}
+        if self._step is not None and found.content["step"] is not None:
+            parts["step"] = self._step, found.content["step"]
+        for name, (part, values) in parts.items():
+            try:
+                part.load_state_dict(values)
+            except Exception as error:  # each kind of object says in its own way that a state is not its own
+                act = f"resume {name!r} from {str(found.path)!r}"
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip(':')}"
+                needed, next_step = "the state of an object like this one", "Build it as before or save elsewhere"
+                raise InvalidOption(cannot(act, reason, needed, next_step)) from error
+
+    def save(
+        self,
+        step: int,
+        position: Mapping[str, Any],
+        run: Mapping[str, Any],
+        *,
+        score: float | None = None,
+        random: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Begin to save the state after a step; all processes call it together.
+
+        Args:
+            step: its number.
+            position: of the loader after it.
+            run: what the training itself remembers.
+            score: what tells how good this state is, or None.
+            random: the generators, if they have moved on since; None for where they are.
+            wait: return when the checkpoint is written.
+
+        Raises:
+            NotEnoughSpace, FileFailed, InvalidOption: with `wait`, if it cannot be written.
+        """
+        if self.folder is None:
+            return
+        generators = self._processes.from_all(dict(random or random_state()))
+        if self._checkpoints is None:
+            return
+        content = {
+            "state": {name: part.state_dict() for name, part in self._state.items()},
+            "step": None if self._step is None else self._step.state_dict(),
+            "loader": dict(position),
+            "random": generators,
+            "run": dict(run),
+        }
+        self._checkpoints.save(step, content, score=score, wait=wait)
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are where they should be.
+
+        Raises:
+            NotEnoughSpace, FileFailed: if the last one could not be written.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+
+    def close(self) -> None:
+        """End what saves in the background."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()

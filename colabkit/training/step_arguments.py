@@ -1,0 +1,100 @@
+"""What `supervised_step()` and its step are given, checked: what cannot be meant is one line of error at once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.training.saving import Stateful
+
+__all__ = ["check_objects", "check_options", "check_scheduler", "pair_of"]
+
+_MAKE = "make a supervised step"
+
+
+def check_objects(model: Any, optimizer: Any, loss: Any) -> None:
+    """Raise `InvalidOption` unless these are a model, an optimizer of its parameters, and a function."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        found = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+        next_step = "Pass supervised_step(model, optimizer)"
+        raise InvalidOption(cannot(_MAKE, found, "a torch model and a torch optimizer", next_step))
+    if isinstance(loss, type) or not callable(loss):
+        found = (
+            f"loss is {'the class' if isinstance(loss, type) else 'a'} {getattr(loss, '__name__', type(loss).__name__)}"
+        )
+        next_step = f"Use loss={loss.__name__}()" if isinstance(loss, type) else "Use loss=nn.CrossEntropyLoss()"
+        raise InvalidOption(cannot(_MAKE, found, "a function of scores and labels", next_step))
+    owned = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
+        found, needed = "an optimizer of none of the model's parameters", "one of this model's"
+        raise InvalidOption(cannot(_MAKE, found, needed, "Make the optimizer of model.parameters() of this very model"))
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Raise `InvalidOption` unless a scheduler is None, or counts the updates of this optimizer."""
+    if scheduler is None:
+        return
+    step = getattr(scheduler, "step", None)
+    if not callable(step) or not isinstance(scheduler, Stateful):
+        found, needed = f"scheduler is a {type(scheduler).__name__}", "one of torch.optim.lr_scheduler"
+        raise InvalidOption(cannot(_MAKE, found, needed, "Leave it out, or make it of the optimizer"))
+    taken = inspect.signature(step).parameters.values()
+    if any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in taken):
+        found = f"a {type(scheduler).__name__}, whose step() takes a metric"
+        next_step = "Leave it out and call its step(metric) in the function that you pass as validate="
+        raise InvalidOption(cannot(_MAKE, found, "a scheduler that counts updates", next_step))
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        found, needed = "a scheduler of another optimizer", "one of this optimizer"
+        raise InvalidOption(cannot(_MAKE, found, needed, "Make it of the optimizer that you pass"))
+
+
+def check_options(amp: Any, channels_last: Any, accumulate: Any, clip: Any, compile_: Any) -> None:
+    """Raise `InvalidOption` unless the options of these names can be meant."""
+    for name, value, allowed in (
+        ("amp", amp, ("auto", "bf16", "fp16", False)),
+        ("channels_last", channels_last, (None, True, False)),
+    ):
+        if not any(value is one or (isinstance(one, str) and value == one) for one in allowed):
+            *most, last = map(repr, allowed)
+            needed = f"{', '.join(most)} or {last}"
+            raise InvalidOption(cannot(_MAKE, f"{name}={value!r}", needed, f"Use {name}={allowed[0]!r}"))
+    check_whole_number(_MAKE, "accumulate", accumulate, 1)
+    is_number = isinstance(clip, numbers.Real) and not isinstance(clip, bool)
+    if clip is not None and not (is_number and 0 < float(clip) < math.inf):
+        raise InvalidOption(cannot(_MAKE, f"clip={clip!r}", "a norm above 0", "Use clip=1.0, say, or None"))
+    if not isinstance(compile_, bool | str) or compile_ == "":
+        next_step = "Use compile=True"
+        raise InvalidOption(cannot(_MAKE, f"compile={compile_!r}", "True, False or a mode of torch.compile", next_step))
+
+
+def pair_of(act: str, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return images and labels of a batch.
+
+    Raises:
+        InvalidOption: if it is no pair of tensors, and no dict with `"X"` and `"Y"` or of two tensors.
+    """
+    images = labels = None
+    if isinstance(batch, tuple | list):
+        if len(batch) == 2:
+            images, labels = batch
+    elif isinstance(batch, Mapping):
+        if "X" in batch and "Y" in batch:
+            images, labels = batch["X"], batch["Y"]
+        elif len(batch) == 2:
+            images, labels = batch.values()
+    if isinstance(images, Tensor) and isinstance(labels, Tensor):
+        return images, labels
+    found = f"a {type(batch).__name__}"
+    if isinstance(batch, tuple | list):
+        found += f" of {', '.join(type(one).__name__ for one in batch) or 'nothing'}"
+    elif isinstance(batch, Mapping):
+        found += f" of {', '.join(map(repr, batch)) or 'nothing'}"
+    next_step = "Pass train() a function of the batch that calls this step with (images, labels)"
+    raise InvalidOption(cannot(act, found, "two tensors, images and labels", next_step))

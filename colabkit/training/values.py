@@ -1,0 +1,190 @@
+"""What steps return, kept without making the host wait for the device: means of an epoch, and the curve of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from colabkit.errors import InvalidOption, cannot
+
+__all__ = ["Curve", "Means", "Recorder", "Values", "numbers_of", "samples_of", "values_of"]
+
+Values: TypeAlias = Mapping[str, object]
+
+_STACKED = 1_000
+_POINTS = 1_000
+
+
+def values_of(result: object) -> Values:
+    """Return what a step gave, by name.
+
+    Raises:
+        InvalidOption: if it is no loss, no dict of numbers, and not None.
+    """
+    if result is None:
+        return {}
+    if _is_number(result):
+        return {"loss": result.detach() if isinstance(result, Tensor) else result}
+    return _checked(result, "the step", "a loss, a dict of numbers, or None")
+
+
+def numbers_of(result: object) -> dict[str, float]:
+    """Return what `validate` gave as numbers.
+
+    Raises:
+        InvalidOption: if it is no dict of numbers.
+    """
+    values = _checked(result, "validate", "a dict of numbers")
+    return {name: float(cast(Any, value)) for name, value in values.items()}
+
+
+def _checked(result: object, giver: str, needed: str) -> Values:
+    if not isinstance(result, Mapping):
+        found = f"{giver} returned a {type(result).__name__}"
+        raise InvalidOption(cannot("train", found, needed, "Return one of these"))
+    for name, value in result.items():
+        if not _is_number(value):
+            found = f"{giver} returned {name!r} as a {type(value).__name__}"
+            raise InvalidOption(cannot("train", found, f"{needed}, each a single one", "Return its mean, say"))
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in result.items()}
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return hasattr(value, "__float__") and not getattr(value, "shape", ())
+
+
+def samples_of(batch: Any) -> int:
+    """Return how many samples a batch has: by its last field, which a model that draws several views leaves alone."""
+    if isinstance(batch, Mapping):
+        batch = next(reversed(list(batch.values())), ())
+    elif isinstance(batch, list | tuple) and batch:
+        batch = batch[-1]
+    return len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
+
+
+class Means:
+    """Means over samples, summed one by one, so that a sum taken up again comes to the same bits."""
+
+    def __init__(self, sums: Mapping[str, tuple[float, int]] | None = None) -> None:
+        self.sums: dict[str, tuple[float, int]] = {
+            name: (total, count) for name, (total, count) in (sums or {}).items()
+        }
+
+    def add(self, name: str, value: float, samples: int) -> None:
+        """Count a value of so many samples."""
+        total, count = self.sums.get(name, (0.0, 0))
+        self.sums[name] = total + value * samples, count + samples
+
+    def of_all(self, others: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+        """Return the means over the sums of several processes."""
+        whole: dict[str, tuple[float, int]] = {}
+        for sums in others:
+            for name, (total, count) in sums.items():
+                before = whole.get(name, (0.0, 0))
+                whole[name] = before[0] + total, before[1] + count
+        return {name: total / count for name, (total, count) in whole.items() if count}
+
+
+class Curve:
+    """Means of every value over bins of steps; bins grow so that a run of any length has at most 1,000 of them.
+
+    Attributes:
+        width: steps of a bin.
+        bins: for each name, sum and count of each bin, by its number.
+    """
+
+    def __init__(self, width: int = 1, bins: Mapping[str, Mapping[int, tuple[float, int]]] | None = None) -> None:
+        self.width = width
+        self.bins = {name: dict(points) for name, points in (bins or {}).items()}
+
+    def add(self, name: str, step: int, value: float) -> None:
+        """Count the value of a step, whose number is from 1."""
+        points = self.bins.setdefault(name, {})
+        number = (step - 1) // self.width
+        total, count = points.get(number, (0.0, 0))
+        points[number] = total + value, count + 1
+        if number >= _POINTS:
+            self._widen()
+
+    def _widen(self) -> None:
+        self.width *= 2
+        for name, points in self.bins.items():
+            wider: dict[int, tuple[float, int]] = {}
+            for number, (total, count) in points.items():
+                before = wider.get(number // 2, (0.0, 0))
+                wider[number // 2] = before[0] + total, before[1] + count
+            self.bins[name] = wider
+
+    def points(self) -> dict[str, list[tuple[int, float]]]:
+        """Return for each name the last step of each bin and the mean over it."""
+        return {
+            name: [((number + 1) * self.width, total / count) for number, (total, count) in sorted(points.items())]
+            for name, points in self.bins.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the bins as plain values."""
+        bins = {name: [(number, *sums) for number, sums in points.items()] for name, points in self.bins.items()}
+        return {"width": self.width, "bins": bins}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Curve:
+        """Return the curve of a state."""
+        bins = {name: {point[0]: (point[1], point[2]) for point in points} for name, points in state["bins"].items()}
+        return cls(state["width"], bins)
+
+
+class Recorder:
+    """Keeps what steps return where it is, on the device, until `read` brings it to means and curve.
+
+    Args:
+        curve: of the run.
+        means: of an epoch that was begun before.
+    """
+
+    def __init__(self, curve: Curve, means: Means) -> None:
+        self.means = means
+        self._curve = curve
+        self._steps: list[tuple[int, int, Values]] = []
+        self._stacked: list[tuple[str, list[int], list[int], Tensor]] = []
+
+    def add(self, step: int, samples: int, values: Values) -> None:
+        """Note what a step of so many samples returned."""
+        self._steps.append((step, samples, values))
+        if len(self._steps) == _STACKED:  # thousands of small tensors on a device would be thousands of allocations
+            self._stack()
+
+    def _stack(self) -> None:
+        by_name: dict[str, list[tuple[int, int, object]]] = {}
+        for step, samples, values in self._steps:
+            for name, value in values.items():
+                by_name.setdefault(name, []).append((step, samples, value))
+        self._steps.clear()
+        for name, noted in by_name.items():
+            steps, samples_of, found = zip(*noted, strict=True)
+            self._stacked.append((name, list(steps), list(samples_of), _joined(found)))
+
+    def read(self) -> None:
+        """Bring all to means and curve, which waits for the device."""
+        self._stack()
+        for name, steps, samples_of, values in self._stacked:
+            for step, samples, value in zip(steps, samples_of, values.tolist(), strict=True):
+                self.means.add(name, value, samples)
+                self._curve.add(name, step, value)
+        self._stacked.clear()
+
+
+def _joined(values: tuple[object, ...]) -> Tensor:
+    """Return single values as one tensor, on the device of the first tensor among them."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return torch.tensor([float(cast(Any, value)) for value in values], dtype=torch.float64)
+    tensors = [value if isinstance(value, Tensor) else torch.tensor(float(cast(Any, value))) for value in values]
+    if len({(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors}) > 1:
+        device = next(value.device for value in values if isinstance(value, Tensor))
+        tensors = [tensor.to(device, torch.float64).reshape(()) for tensor in tensors]
+    return torch.stack(tensors).flatten().double()

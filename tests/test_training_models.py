@@ -1,0 +1,72 @@
+"""A transformer on digits and a residual network on photos of leaves: packed, loaded, trained, they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import resnet18, small_vit
+from torch import nn
+
+import colabkit
+
+Arrays = dict[str, dict[str, np.ndarray]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute in one thread, which a loaded machine slows least, and to the same bits everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(shape: tuple[int, int, int], classes: int, train: int, dev: int, spread: float, seed: int = 3) -> Arrays:
+    """Return images `uint8 [N, H, W, C]` and labels by split: for each class a coarse picture under noise."""
+    random = np.random.default_rng(seed)
+    height, width, channels = shape
+    coarse = random.uniform(40, 215, (classes, 7, 7, channels))
+    pictures = coarse.repeat(height // 7, axis=1).repeat(width // 7, axis=2)
+    arrays: Arrays = {}
+    for split, count in (("train", train), ("dev", dev)):
+        labels = np.arange(count) % classes
+        noisy = pictures[labels] + random.normal(0, spread, (count, *shape))
+        arrays[split] = {"X": noisy.clip(0, 255).astype(np.uint8), "Y": labels}
+    return arrays
+
+
+def learned(
+    model: nn.Module, arrays: Arrays, out: Path, batch_size: int, epochs: int, rate: float
+) -> tuple[float, float, colabkit.TrainReport]:
+    """Pack, load and train; return loss and accuracy on `dev` before, and what came of it."""
+    data = colabkit.open_pack(colabkit.pack(arrays, out, progress=False).path)
+    loader = colabkit.Loader(data["train"], batch_size, shuffle=True, transform=colabkit.augment.Normalize())
+    judged = colabkit.Loader(data["dev"], batch_size, transform=colabkit.augment.Normalize())
+    step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=rate))
+    before = step.evaluate(judged)
+    return before["loss"], before["accuracy"], colabkit.train(step, loader, epochs=epochs, validate=judged)
+
+
+@pytest.mark.parametrize(
+    ("model", "arrays", "batch_size", "epochs", "rate"),
+    [
+        (small_vit, ((28, 28, 1), 10, 640, 160, 70.0), 32, 3, 1e-3),
+        (lambda: resnet18(4, width=8), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 3e-3),
+    ],
+    ids=["ViT on digits", "ResNet on leaves"],
+)
+def test_a_model_learns_what_is_in_the_images(tmp_path, model, arrays, batch_size, epochs, rate):
+    made = drawn(*arrays)
+    loss, accuracy, report = learned(model(), made, tmp_path / "data.h5", batch_size, epochs, rate)
+    chance = 1 / arrays[1]
+    last = report.epochs[-1]
+    assert accuracy < 3 * chance
+    assert last.values["loss"] < 0.5 * loss
+    assert last.values["accuracy"] > 0.8
+    assert last.validation["loss"] < 0.5 * loss
+    assert last.validation["accuracy"] > 0.8
+    assert report.steps == epochs * -(-len(made["train"]["Y"]) // batch_size)

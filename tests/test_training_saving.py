@@ -1,0 +1,222 @@
+"""When `train()` saves and judges: by steps, by the clock, by epochs; the best checkpoint stays."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from contract import make_pack
+
+from colabkit import checkpoint, meters
+from colabkit.dataset import PackedDataset, open_pack
+from colabkit.errors import InvalidOption
+from colabkit.loader import Loader
+from colabkit.training import TrainReport, supervised_step, train
+from colabkit.training.saving import Schedule
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    """Return 22 samples: 6 batches of 4, the last of 2."""
+    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
+
+
+def nothing(batch: object) -> None:
+    """Be a step that does nothing."""
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints of a folder."""
+    return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("checkpoint-*.pt"))
+
+
+def judged(data: PackedDataset, folder: Path, losses: list[float], **options: object) -> TrainReport:
+    """Train one epoch for each loss that a validation is to find."""
+    left = iter(losses)
+    options = {"validate": lambda: {"loss": next(left)}, "epochs": len(losses), **options}
+    return train(nothing, Loader(data, 4), save_to=folder, **options)
+
+
+def test_the_last_ones_and_the_best_stay(tmp_path, data):
+    report = judged(data, tmp_path, [3.0, 1.0, 2.0, 2.5, 4.0])
+    assert steps_in(tmp_path) == [12, 24, 30]
+    assert (report.best, report.best_value) == (tmp_path / "checkpoint-00000012.pt", 1.0)
+    assert report.checkpoint == tmp_path / "checkpoint-00000030.pt"
+    assert "best" in report._repr_html_()
+    report = judged(data, tmp_path, [0.5, 6.0], epochs=7, keep_last=1)
+    assert (report.best_value, report.best) == (0.5, tmp_path / "checkpoint-00000036.pt")
+    assert steps_in(tmp_path) == [36, 42]
+
+
+def test_the_highest_may_be_best_and_what_is_no_number_never_is(tmp_path, data):
+    report = judged(data, tmp_path, [0.2, 0.9, float("nan"), 0.5], mode="max", monitor="loss")
+    assert (report.best_value, report.best) == (0.9, tmp_path / "checkpoint-00000012.pt")
+    report = judged(data, tmp_path / "nan", [float("nan")] * 2)
+    assert (report.best_value, report.best) == (None, None)
+
+
+def test_without_a_validation_the_loss_of_the_training_judges(tmp_path, data):
+    losses = iter([3.0, 1.0, 2.0])
+    now = [0.0]
+
+    def step(batch: object) -> float:
+        return now[0]
+
+    def next_loss(done: meters.StepDone) -> None:
+        if done.step_in_epoch == 6:
+            now[0] = next(losses, 9.0)
+
+    now[0] = next(losses)
+    report = train(step, Loader(data, 4), epochs=3, save_to=tmp_path, on_step=next_loss)
+    assert (report.best_value, report.best) == (1.0, tmp_path / "checkpoint-00000012.pt")
+
+
+def test_a_monitor_that_is_not_there_is_said_and_nothing_is_lost(tmp_path, data):
+    with pytest.raises(InvalidOption, match=r"monitor='accuracy' beside 'loss'"):
+        judged(data, tmp_path, [1.0, 2.0], monitor="accuracy")
+    report = judged(data, tmp_path, [1.0, 2.0], epochs=2)
+    assert (report.steps, len(report.epochs)) == (12, 2)
+
+
+def test_validations_come_every_n_steps_and_the_best_of_them_is_saved(tmp_path, data):
+    found = iter([5.0, 4.0, 6.0, 3.0])
+    report = train(
+        nothing,
+        Loader(data, 4),
+        epochs=2,
+        save_to=tmp_path,
+        keep_last=1,
+        validate=lambda: {"loss": next(found)},
+        validate_every=3,
+    )
+    assert [(one.step, one.values["loss"]) for one in report.validations] == [(3, 5.0), (6, 4.0), (9, 6.0), (12, 3.0)]
+    assert [dict(record.validation) for record in report.epochs] == [{"loss": 4.0}, {"loss": 3.0}]
+    assert (report.best_value, report.best) == (3.0, tmp_path / "checkpoint-00000012.pt")
+
+
+def test_a_loader_is_evaluated_by_the_usual_step(data):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    report = train(step, Loader(data, 4, shuffle=True), validate=Loader(data, 5))
+    record = report.epochs[0]
+    assert record.validation["loss"] == pytest.approx(record.values["loss"], rel=1e-4)
+    assert record.validation["accuracy"] == pytest.approx(record.values["accuracy"])
+    with pytest.raises(InvalidOption, match="a Loader beside a step of your own"):
+        train(nothing, Loader(data, 4), validate=Loader(data, 5))
+    with pytest.raises(InvalidOption, match="validate is a str"):
+        train(nothing, Loader(data, 4), validate="often")
+
+
+def test_checkpoints_come_every_n_steps(tmp_path, data):
+    train(nothing, Loader(data, 4), epochs=2, save_to=tmp_path, save_every=4, keep_last=99)
+    found = steps_in(tmp_path)
+    assert found[0] == 0
+    assert found[-1] == 12
+    assert 2 <= len(found) <= 5  # one that is due while another is written comes later
+
+
+def test_checkpoints_come_by_the_clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("colabkit.training.saving.time.monotonic", lambda: now[0])
+    schedule = Schedule("5min")
+    now[0] += 299
+    assert not schedule.is_late()
+    now[0] += 1
+    assert schedule.is_late()
+    schedule.saved(7)
+    assert not schedule.is_late()
+    assert not schedule.is_due(10_000)
+    assert not schedule.is_by_epoch
+
+
+def test_a_schedule_of_steps_counts_from_the_last_checkpoint():
+    schedule = Schedule(4)
+    assert [step for step in range(9) if schedule.is_due(step)] == [4, 5, 6, 7, 8]
+    schedule.saved(5)
+    assert [step for step in range(5, 13) if schedule.is_due(step)] == [8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("every", [0, -1, "often", "epochs", 2.5, True, None])
+def test_a_schedule_that_cannot_be_meant_is_one_line(data, every):
+    with pytest.raises(InvalidOption, match="save_every"):
+        train(nothing, Loader(data, 4), save_every=every)
+
+
+@pytest.mark.parametrize(
+    "options", [{"validate_every": 0}, {"keep_last": 0}, {"mode": "lowest"}, {"validate_every": "x"}]
+)
+def test_other_options_that_cannot_be_meant_are_one_line(data, options):
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        train(nothing, Loader(data, 4), **options)
+
+
+def test_a_full_disk_in_the_middle_costs_no_training(tmp_path, data, monkeypatch):
+    calls = []
+    written = checkpoint.checkpoints.write
+
+    def write(*arguments: object, **options: object) -> object:
+        calls.append(arguments)
+        if len(calls) in (2, 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint.checkpoints, "write", write)
+    report = train(nothing, Loader(data, 4), epochs=4, save_to=tmp_path)
+    assert report.trained == 4
+    assert len(report.failed_saves) == 2
+    assert "Not saved at step" in repr(report)
+    assert not report.is_good
+    assert steps_in(tmp_path)[-1] == 24
+
+
+def test_a_step_with_a_state_of_its_own_is_saved_too(tmp_path, data):
+    class Counts:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __call__(self, batch: object) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    train(Counts(), Loader(data, 4), epochs=1, save_to=tmp_path)
+    again = Counts()
+    train(again, Loader(data, 4), epochs=2, save_to=tmp_path)
+    assert again.count == 12
+
+
+def test_the_usual_step_needs_no_state(tmp_path, data):
+    def run(epochs: int) -> tuple[torch.nn.Module, TrainReport]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = supervised_step(model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+        report = train(step, Loader(data, 4, shuffle=True), epochs=epochs, save_to=tmp_path / str(epochs == 9))
+        return model, report
+
+    run(1)
+    resumed, report = run(3)
+    assert report.trained == 2
+    (tmp_path / "False").rename(tmp_path / "set aside")
+    whole, _ = run(3)
+    assert torch.equal(resumed[1].weight, whole[1].weight)
+
+
+def test_time_is_told_without_validations(data):
+    def validate() -> dict[str, float]:
+        began = time.perf_counter()
+        while time.perf_counter() - began < 0.05:
+            pass
+        return {}
+
+    report = train(nothing, Loader(data, 4), epochs=2, validate=validate)
+    assert report.seconds >= 0.1
+    assert sum(record.seconds for record in report.epochs) < report.seconds - 0.1

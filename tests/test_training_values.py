@@ -1,0 +1,88 @@
+"""What steps return: means over samples, and a curve of a thousand points whatever the length of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from colabkit.training.values import Curve, Means, Recorder, samples_of
+
+
+@pytest.mark.parametrize("parts", [[3_000], [1, 2_999], [999, 1, 1_000, 1_000], [1_500, 1_500]])
+def test_reading_in_any_parts_comes_to_the_same_bits(parts):
+    draws = torch.rand(3_000, generator=torch.Generator().manual_seed(1))
+    curve, means = Curve(), Means()
+    recorder = Recorder(curve, means)
+    step = 0
+    for part in parts:
+        for _ in range(part):
+            step += 1
+            recorder.add(step, step % 7 + 1, {"loss": draws[step - 1], "rate": 0.1 * step})
+        recorder.read()
+        curve = Curve.of(json.loads(json.dumps(curve.state_dict())))
+        means = Means(json.loads(json.dumps(means.sums)))
+        recorder = Recorder(curve, means)
+    weights = [number % 7 + 1 for number in range(1, 3_001)]
+    total = 0.0
+    for value, weight in zip(draws.double().tolist(), weights, strict=True):
+        total += value * weight
+    assert means.sums["loss"] == (total, sum(weights))
+    assert curve.width == 4
+    assert len(curve.points()["loss"]) == 750
+
+
+@pytest.mark.parametrize("steps", [1, 10, 999, 1_000, 1_001, 12_345])
+def test_a_curve_has_at_most_a_thousand_points_which_are_means(steps):
+    curve = Curve()
+    for step in range(1, steps + 1):
+        curve.add("step", step, float(step))
+    points = curve.points()["step"]
+    assert min(steps, 500) <= len(points) <= 1_000
+    last = 0
+    for step, value in points[:-1]:
+        assert value == (last + 1 + step) / 2
+        last = step
+    assert points[-1][1] <= steps
+
+
+def test_values_may_be_of_any_kind_and_come_and_go():
+    curve, means = Curve(), Means()
+    recorder = Recorder(curve, means)
+    recorder.add(1, 2, {"loss": torch.tensor(1.0)})
+    recorder.add(2, 2, {"loss": torch.tensor([2.0], dtype=torch.float64), "odd": 4})
+    recorder.add(3, 4, {"loss": 3.0})
+    recorder.add(4, 4, {})
+    recorder.read()
+    assert means.of_all([means.sums]) == {"loss": (2 + 4 + 12) / 8, "odd": 4.0}
+    assert curve.points()["odd"] == [(2, 4.0)]
+
+
+def test_what_is_no_number_stays_so():
+    curve, means = Curve(), Means()
+    recorder = Recorder(curve, means)
+    recorder.add(1, 1, {"loss": float("nan")})
+    recorder.read()
+    assert math.isnan(means.of_all([means.sums])["loss"])
+
+
+def test_means_of_several_processes_count_samples():
+    assert Means().of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]) == {"a": 3.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ((torch.ones(3, 2), torch.ones(3)), 3),
+        (torch.ones(5, 2), 5),
+        ({"X": torch.ones(4, 2), "Y": torch.ones(4)}, 4),
+        ([torch.ones(2, 2)], 2),
+        (torch.tensor(3.0), 1),
+        (7, 1),
+        ((), 0),
+    ],
+)
+def test_samples_of_a_batch_are_counted(batch, samples):
+    assert samples_of(batch) == samples
