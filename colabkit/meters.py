@@ -7,6 +7,7 @@ raises is taken off the list and named once in the log: watching never stops a r
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -242,6 +243,7 @@ Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone |
 Listener: TypeAlias = Callable[[Event], None]
 
 _listeners: list[Listener] = []
+os.register_at_fork(after_in_child=_listeners.clear)  # a panel is its own process's
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:

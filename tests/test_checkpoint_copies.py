@@ -205,8 +205,10 @@ def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themse
         assert torch.equal(kept.newest().content["weights"], torch.ones(100_000))
     with Checkpoints(tmp_path / "file") as kept:
         (tmp_path / "file").write_text("x")
+        kept.save(1, {"weights": weights})  # as with a copy: what fails in the middle of a training costs none of it
+        assert "Cannot save" in kept.failures[0][1]
         with pytest.raises(OSError, match="Cannot save"):
-            kept.save(1, {"weights": weights})
+            kept.save(2, {"weights": weights}, wait=True)
 
 
 @pytest.mark.gpu

@@ -100,3 +100,19 @@ def test_what_cannot_be_meant_is_one_line(data, options):
     setup = Setup(data)
     with pytest.raises(InvalidOption, match="headspace"):
         colabkit.headspace(setup.step, setup.loader, **options)
+
+
+def test_what_no_state_holds_is_put_back_too_and_half_a_step_is_refused(data):
+    setup = Setup(data)
+    setup.model.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def count(module: nn.Module, arguments: object) -> None:
+        module.count.add_(1)
+
+    setup.model.register_forward_pre_hook(count)
+    colabkit.headspace(setup.step, setup.loader, seconds=0.02)
+    assert setup.model.count == 0
+    half = colabkit.supervised_step(setup.model, torch.optim.SGD(setup.model.parameters(), lr=0.1), accumulate=2)
+    half(next(iter(setup.loader)))
+    with pytest.raises(InvalidOption, match=r"gradients that wait.*step\.flush"):
+        colabkit.headspace(half, setup.loader)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from contract import make_pack
@@ -55,7 +57,9 @@ def test_reports_of_train_are_compared_by_their_last_numbers(tmp_path, data):
     assert again.mean == report.mean
 
 
-@pytest.mark.parametrize(("options", "said"), [({"folds": 1}, "n=1"), ({"folds": 99}, "99"), ({"folds": "3"}, "n='3'")])
+@pytest.mark.parametrize(
+    ("options", "said"), [({"folds": 1}, "folds=1"), ({"folds": 99}, "99"), ({"folds": "3"}, "folds='3'")]
+)
 def test_folds_that_cannot_be_made_are_one_line(data, options, said):
     with pytest.raises(InvalidOption, match=said):
         colabkit.k_fold(lambda train, held_out, fold: {}, data, **options)
@@ -66,3 +70,18 @@ def test_what_returns_no_numbers_and_what_is_no_pack_are_refused(data):
         colabkit.k_fold(lambda train, held_out, fold: "text", data)
     with pytest.raises(InvalidOption, match="a split of a pack"):
         colabkit.k_fold(lambda train, held_out, fold: {}, [1, 2, 3])
+
+
+def test_folds_end_where_training_was_stopped_and_say_so(data):
+    def waits(batch):
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            time.sleep(0)
+
+    def slow(train, held_out, fold):
+        step = waits if fold == 1 else (lambda batch: 1.0)
+        return colabkit.train(step, colabkit.Loader(train, 4), deadline="6s" if fold == 1 else None)
+
+    report = colabkit.k_fold(slow, data, folds=3)
+    assert (len(report.folds), report.stopped, report.is_good) == (1, "deadline", False)
+    assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline, the same call goes on"

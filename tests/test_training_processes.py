@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import training_rank
 from contract import seal_fields
 from torch import distributed
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 import colabkit
-from colabkit import _processes
+from colabkit import _processes, meters
 from colabkit.errors import InvalidOption, LaunchFailed
 from colabkit.training.processes import Processes
 
@@ -32,21 +35,29 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return seal_fields(tmp_path_factory.mktemp("packs") / "numbers.h5", {"X": {"train": rows}}, {"X": "array"}, None)
 
 
-def trained(pack: Path, folder: Path, world_size: int, *, stop_after: int = -1) -> list[dict[str, Any]]:
+def trained(
+    pack: Path, folder: Path, world_size: int, *, stop_after: int = -1, by_torchrun: bool = False
+) -> list[dict[str, Any]]:
     """Train in so many processes, and return what each wrote down."""
     folder.mkdir(exist_ok=True)
-    for old in folder.glob("*-*.json"):
-        if not old.name.startswith("checkpoint"):
-            old.unlink()
-    script = Path(__file__).with_name("training_rank.py")
+    for old in records(folder):
+        old.unlink()
     arguments = [str(pack), str(folder), str(BATCH * (2 // world_size)), "2", str(stop_after)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    command = [sys.executable, *(launcher if world_size > 1 else []), str(script), *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = _processes.run(command, f"train in {world_size} processes", TORCHRUN_S, environ=environ)
-    assert done.status == 0, done.output
-    found = sorted(path for path in folder.glob("*-*.json") if not path.name.startswith("checkpoint"))
-    return [json.loads(path.read_text()) for path in found]
+    if by_torchrun:
+        script = str(Path(training_rank.__file__))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, *launcher, script, *arguments]
+        done = _processes.run(command, f"train in {world_size} processes", TORCHRUN_S, environ=environ)
+        assert done.status == 0, done.output
+    else:
+        colabkit.notebook_launch(training_rank.main, world_size, *arguments)
+    return [json.loads(path.read_text()) for path in records(folder)]
+
+
+def records(folder: Path) -> list[Path]:
+    """Return what the processes wrote down, by rank."""
+    return sorted(path for path in folder.glob("*-*.json") if not path.name.startswith("checkpoint"))
 
 
 def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
@@ -61,7 +72,8 @@ def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, numbers: Path) -> dict[int, list[dict[str, Any]]]:
     """Return what one process and two wrote down of a training that was not interrupted."""
-    return {count: trained(numbers, tmp_path_factory.mktemp("whole"), count) for count in (1, 2)}
+    folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
+    return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
 
 
 def test_two_processes_and_one_see_the_same_samples_and_come_to_the_same_weights(whole):
@@ -134,8 +146,16 @@ def test_a_process_that_fails_is_one_line_that_names_it():
             raise ValueError("planned")
         distributed.barrier()
 
-    with pytest.raises(LaunchFailed, match=r"Cannot train in 2 processes: process 1: .*planned"):
+    with pytest.raises(LaunchFailed, match=r"Cannot train in 2 processes: process 1: ValueError: planned") as caught:
         colabkit.notebook_launch(work, 2)
+    assert 'raise ValueError("planned")' in caught.value.__notes__[0]
+
+
+def test_a_result_that_cannot_come_back_and_a_sudden_end_are_said():
+    with pytest.raises(LaunchFailed, match="process 0: InvalidOption: Cannot bring back what the function returned"):
+        colabkit.notebook_launch(lambda: lambda: 1, 2)
+    with pytest.raises(LaunchFailed, match=r"process \d: exit code"):
+        colabkit.notebook_launch(lambda: os._exit(3), 2)
 
 
 @pytest.mark.parametrize(("function", "processes"), [(3, 2), (print, 0), (print, "two")])
@@ -156,3 +176,29 @@ def test_one_process_alone_asks_nobody():
         assert alone.agreed(5, 0.1, [1, 0]) == [1, 0]
         assert alone.from_all("x") == ["x"]
         assert alone.from_first("x") == "x"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_processes_that_are_told_to_end_leave_a_checkpoint_and_signals_as_they_were(tmp_path, numbers, number):
+    data = colabkit.open_pack(numbers)["train"]
+    former = signal.signal(signal.SIGTERM, lambda *_: heard.append(signal.SIGTERM))
+    heard: list[int] = []
+
+    def work() -> None:
+        def press(done: meters.StepDone) -> None:
+            if done.step == 3 and distributed.get_rank() == 0:
+                os.kill(os.getppid(), number)  # as a terminal or a runtime that ends does to all
+
+        colabkit.train(
+            lambda batch: None, colabkit.Loader(data, 1), epochs=99, state={}, save_to=tmp_path, on_step=press
+        )
+
+    try:
+        with pytest.raises((KeyboardInterrupt, SignalException)):
+            colabkit.notebook_launch(work, 2)
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert heard == ([signal.SIGTERM] if number == signal.SIGTERM else [])
+    assert max(int(path.stem.partition("-")[2]) for path in tmp_path.glob("*.pt")) >= 3

@@ -224,9 +224,9 @@ def test_another_batch_size_goes_on_and_says_what_it_cannot_keep(tmp_path, packs
     data = packs["images"]
     first = Loader(data, 20, shuffle=True)
     with pytest.raises(TrainingInterrupted):
-        train(nothing, first, save_to=tmp_path, on_step=stop_after(9))
+        train(nothing, first, state={}, save_to=tmp_path, on_step=stop_after(9))
     seen: list[int] = []
-    report = train(lambda batch: seen.append(len(batch[1])), Loader(data, 30, shuffle=True), save_to=tmp_path)
+    report = train(lambda batch: seen.append(len(batch[1])), Loader(data, 30, shuffle=True), state={}, save_to=tmp_path)
     assert sum(seen) == len(data) - 180
     assert report.not_kept == ("batches of 20 samples, now 30",)
     assert "Not kept: batches of 20 samples, now 30" in repr(report)

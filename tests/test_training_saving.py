@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import errno
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from contract import make_pack
 
+import colabkit
 from colabkit import checkpoint, meters
 from colabkit.dataset import PackedDataset, open_pack
 from colabkit.errors import InvalidOption
 from colabkit.loader import Loader
-from colabkit.training import TrainReport, supervised_step, train
+from colabkit.training import TrainingInterrupted, TrainReport, supervised_step
 from colabkit.training.saving import Schedule
+
+
+def train(step: Any, loader: Any, **options: Any) -> TrainReport:
+    """Train with a step that changes nothing, unless something else is said."""
+    if not hasattr(step, "state_dict"):
+        options = {"state": {}, **options}
+    return colabkit.train(step, loader, **options)
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +230,153 @@ def test_time_is_told_without_validations(data):
     report = train(nothing, Loader(data, 4), epochs=2, validate=validate)
     assert report.seconds >= 0.1
     assert sum(record.seconds for record in report.epochs) < report.seconds - 0.1
+
+
+def test_a_step_whose_state_is_unknown_is_not_saved_without_a_word(tmp_path, data):
+    with pytest.raises(InvalidOption, match=r"a step of your own without state=, what it changes\. Pass state="):
+        colabkit.train(nothing, Loader(data, 4), save_to=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loader_that_was_looked_into_before_begins_its_epochs_anew(tmp_path, data):
+    loader = Loader(data, 4)
+    next(iter(loader))
+
+    def stop(done: meters.StepDone) -> None:
+        if done.step == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(TrainingInterrupted):
+        train(nothing, loader, save_to=tmp_path, save_every=2, on_step=stop)
+    assert steps_in(tmp_path)[-1] == 5
+    report = train(nothing, Loader(data, 4), save_to=tmp_path)
+    assert [(record.steps, record.samples) for record in report.epochs] == [(6, 22)]
+
+
+def test_the_trainings_loader_is_no_loader_to_validate_on(data):
+    loader = Loader(data, 4)
+    with pytest.raises(InvalidOption, match="validate is the training's Loader"):
+        train(nothing, loader, validate=loader)
+    with pytest.raises(InvalidOption, match="took batches of the training's Loader"):
+        train(nothing, loader, validate=lambda: {"count": sum(1 for _ in loader)})
+
+
+class Accumulating:
+    """A step that sums numbers, and applies every third sum; what is saved must be whole."""
+
+    def __init__(self) -> None:
+        self.sum, self.applied, self.seen = 0.0, 0.0, 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.seen % 3 == 0
+
+    def __call__(self, batch: Any) -> None:
+        self.sum += float(batch[1].sum())
+        self.seen += 1
+        if self.is_whole:
+            self.flush()
+
+    def flush(self) -> None:
+        self.applied, self.sum, self.seen = 2 * self.applied + self.sum, 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.is_whole
+        return {"applied": self.applied}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.applied = state["applied"]
+
+
+@pytest.mark.parametrize("every", [1, 2, 4, 5, 6])
+@pytest.mark.parametrize("stop_in", range(1, 7))
+def test_validations_see_whole_states_and_an_interrupted_one_is_made_good(tmp_path, data, every, stop_in):
+    def run(folder: Path, stop_in: int = 0) -> tuple[Accumulating, TrainReport]:
+        torch.manual_seed(1)
+        step, calls = Accumulating(), []
+
+        def validate() -> dict[str, float]:
+            assert step.is_whole
+            calls.append(1)
+            found = {"loss": -step.applied, "drawn": float(torch.rand(()))}
+            if len(calls) == stop_in:
+                signal.raise_signal(signal.SIGINT)
+            return found
+
+        report = train(step, Loader(data, 4), epochs=2, save_to=folder, validate=validate, validate_every=every)
+        return step, report
+
+    whole, expected = run(tmp_path / "whole")
+    try:
+        resumed, report = run(tmp_path / "run", stop_in)
+    except TrainingInterrupted:
+        resumed, report = run(tmp_path / "run")
+    assert resumed.applied == whole.applied
+    assert report.validations == expected.validations
+    assert report.best_value == expected.best_value
+    assert report.best.stem[:19] == expected.best.stem[:19]  # one that was saved anew has "-2" behind its step
+
+
+def test_an_error_in_a_validation_costs_no_training(tmp_path, data):
+    def fails() -> dict[str, float]:
+        raise ValueError("planned")
+
+    with pytest.raises(ValueError, match="planned"):
+        train(nothing, Loader(data, 4), save_to=tmp_path, validate=fails)
+    report = train(nothing, Loader(data, 4), save_to=tmp_path, validate=lambda: {"loss": 1.0})
+    assert report.resumed_from == tmp_path / "checkpoint-00000006.pt"
+    assert [dict(record.validation) for record in report.epochs] == [{"loss": 1.0}]
+
+
+def test_another_judge_forgets_the_best_of_the_one_before(tmp_path, data):
+    judged(data, tmp_path, [2.0, 3.0])
+    found = iter([0.5, 0.4])
+    report = train(
+        nothing,
+        Loader(data, 4),
+        epochs=4,
+        save_to=tmp_path,
+        validate=lambda: {"accuracy": next(found)},
+        monitor="accuracy",
+        mode="max",
+    )
+    assert (report.best_value, report.best.name) == (0.5, "checkpoint-00000018.pt")
+    assert report.not_kept == ("the best by min loss, now max accuracy",)
+
+
+def test_what_a_checkpoint_overrides_is_said(tmp_path, data):
+    def run(rate: float, **options: Any) -> TrainReport:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+        step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=rate))
+        return train(step, Loader(data, 4, **options), epochs=2, save_to=tmp_path)
+
+    run(0.1, shuffle=True)
+    assert run(0.1, shuffle=True).not_kept == ()
+    said = "\n".join(run(0.5, shuffle=True, seed=3).not_kept)
+    assert "learning rates 0.5 of 'optimizer': 0.1 of before go on" in said
+    assert "seed=3 of the Loader: 0 goes on" in said
+
+
+def test_another_kind_of_object_is_refused(tmp_path, data):
+    def run(kind: Any) -> TrainReport:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+        return train(supervised_step(model, kind(model.parameters(), lr=0.1)), Loader(data, 4), save_to=tmp_path)
+
+    run(torch.optim.AdamW)
+    with pytest.raises(InvalidOption, match="a SGD, an object of the kind that was saved, AdamW"):
+        run(torch.optim.SGD)
+
+
+def test_a_value_that_a_step_adds_to_is_kept_as_it_was(data):
+    total = torch.zeros(())
+
+    def step(batch: object) -> torch.Tensor:
+        return total.add_(1)
+
+    report = train(step, Loader(data, 4))
+    assert report.curve["loss"] == [(step, float(step)) for step in range(1, 7)]
+
+
+def test_steps_between_checkpoints_need_a_folder(data):
+    with pytest.raises(InvalidOption, match="save_every=5 without save_to"):
+        train(nothing, Loader(data, 4), save_every=5)

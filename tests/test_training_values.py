@@ -56,7 +56,7 @@ def test_values_may_be_of_any_kind_and_come_and_go():
     recorder.add(3, 4, {"loss": 3.0})
     recorder.add(4, 4, {})
     recorder.read()
-    assert means.of_all([means.sums]) == {"loss": (2 + 4 + 12) / 8, "odd": 4.0}
+    assert means.read() == {"loss": (2 + 4 + 12) / 8, "odd": 4.0}
     assert curve.points()["odd"] == [(2, 4.0)]
 
 
@@ -65,11 +65,11 @@ def test_what_is_no_number_stays_so():
     recorder = Recorder(curve, means)
     recorder.add(1, 1, {"loss": float("nan")})
     recorder.read()
-    assert math.isnan(means.of_all([means.sums])["loss"])
+    assert math.isnan(means.read()["loss"])
 
 
 def test_means_of_several_processes_count_samples():
-    assert Means().of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]) == {"a": 3.0, "b": 1.0}
+    assert Means.of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]).read() == {"a": 3.0, "b": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
     """Train as told above."""
     signal.alarm(2 * DEADLINE_S)  # a process whose launcher was killed ends too
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
+    is_launched = distributed.is_initialized()
+    if "RANK" in os.environ and not is_launched:
         distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=DEADLINE_S))
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     torch.manual_seed(rank)  # DDP brings the first one's weights to all
@@ -71,7 +72,7 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
         "checkpoint": str(report.checkpoint),
     }
     Path(folder, f"{rank}-{report.steps}.json").write_text(json.dumps(record))
-    if distributed.is_initialized():
+    if distributed.is_initialized() and not is_launched:
         distributed.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ from colabkit.checkpoint.far import Far
 from colabkit.checkpoint.sealed import Damaged, Mode, Sealed, best_of, prune, put, sealed_in, steps_in
 from colabkit.checkpoint.writing import Stopped, load, write
 from colabkit.environment import can_hang, near_folder
-from colabkit.errors import Corrupt, InvalidOption, cannot, check_whole_number
+from colabkit.errors import Corrupt, InvalidOption, NotEnoughSpace, cannot, check_whole_number
 from colabkit.mounts import mounts
 
 __all__ = ["Checkpoint", "Checkpoints"]
@@ -56,6 +56,7 @@ class _Job:
     score: float | None
     started: float
     is_awaited: bool
+    is_raised: bool
     stop: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -75,12 +76,15 @@ class Checkpoints:
         save_to: the folder; made when it is needed.
         keep_last: how many of the newest stay.
         mode: whether the lowest or the highest score is the best.
+        monitor: what is scored; checkpoints with scores of something else are none of the best.
 
     Raises:
         InvalidOption: if an argument cannot be meant.
     """
 
-    def __init__(self, save_to: str | os.PathLike[str], *, keep_last: int = 2, mode: Mode = "min") -> None:
+    def __init__(
+        self, save_to: str | os.PathLike[str], *, keep_last: int = 2, mode: Mode = "min", monitor: str = ""
+    ) -> None:
         act = f"keep checkpoints in {str(save_to)!r}"
         check_whole_number(act, "keep_last", keep_last, 1)
         if mode not in ("min", "max"):
@@ -93,7 +97,7 @@ class Checkpoints:
             self._near = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
             self._far = Far(self.folder)
         self._keep_last = keep_last
-        self._mode = mode
+        self._judge = f"{mode} {monitor}".rstrip()
         self._copies = Copies()
         self._damaged: set[Path] = set()
         self._threads: list[threading.Thread] = []
@@ -111,6 +115,11 @@ class Checkpoints:
         self._began: dict[int, float] = {}
         self._save_s = 0.0
         self._is_over = False
+
+    @property
+    def near_folder(self) -> Path:
+        """Where checkpoints are written first; `save_to` itself, if it is near."""
+        return self._near
 
     @property
     def is_free(self) -> bool:
@@ -133,7 +142,7 @@ class Checkpoints:
     def best(self) -> Path | None:
         """The checkpoint with the best score; None if none was given. A score that is not finite never is."""
         with self._changed:
-            best = best_of([*self._counting(self._far_sealed), *self._counting(self._near_sealed)], self._mode)
+            best = best_of([*self._counting(self._far_sealed), *self._counting(self._near_sealed)], self._judge)
             return None if best is None else self._place_of(best)
 
     @property
@@ -195,7 +204,7 @@ class Checkpoints:
         assert self._far is not None
         if sealed.trouble:
             raise Damaged(sealed.trouble)
-        return self._far.fetch(sealed, self._near, self._mode, act)
+        return self._far.fetch(sealed, self._near, act)
 
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
         """Copy `content` and begin to write it as the checkpoint of `step`; only the copy takes the caller's time.
@@ -211,7 +220,7 @@ class Checkpoints:
 
         Raises:
             InvalidOption: if `content` holds objects that only an unsafe load would bring back.
-            NotEnoughSpace, FileFailed: if it had to wait and the file system refuses; older checkpoints stay.
+            NotEnoughSpace, FileFailed: with `wait`, if the file system refuses; older checkpoints stay.
         """
         act = f"save the checkpoint of step {step}"
         started = time.monotonic()
@@ -222,7 +231,7 @@ class Checkpoints:
                 raise InvalidOption(cannot(act, "they are closed", "open ones", "Make new Checkpoints"))
         copied = self._copies.copy(act, content)
         number = None if score is None or not math.isfinite(score) else float(score)
-        job = _Job(int(step), copied, number, started, wait or not copied.is_apart)
+        job = _Job(int(step), copied, number, started, wait or not copied.is_apart, wait)
         self._start(job)
         if not job.is_awaited:
             return
@@ -233,7 +242,7 @@ class Checkpoints:
             if not copied.is_apart:
                 job.stop.set()  # the caller's tensors may change now
             raise
-        if job.error is not None:
+        if job.error is not None and wait:
             raise job.error
 
     def _start(self, job: _Job) -> None:
@@ -259,7 +268,7 @@ class Checkpoints:
                 job.error = error
                 if not isinstance(error, Stopped):
                     self._last_error = error
-                    self._note_failure(job.step, str(error) or type(error).__name__, is_told=job.is_awaited)
+                    self._note_failure(job.step, str(error) or type(error).__name__, is_told=job.is_raised)
                 self._job = None
                 self._changed.notify_all()
             return
@@ -282,19 +291,30 @@ class Checkpoints:
         copied = job.copied
         assert copied is not None
         with _files.translated(act):
-            sealed = put(
-                self._near,
-                job.step,
-                job.score,
-                self._mode,
-                copied.size + _HEADER_BYTES,
-                lambda partial: write(copied.content, partial, act, job.stop, is_urgent=job.is_awaited),
-                act,
-            )
+            try:
+                sealed = self._put(job, copied, act)
+            except NotEnoughSpace:
+                before = len(sealed_in(self._near))
+                if len(prune(self._near, job.step, 1, self._judge, self._damaged, self._needed())) == before:
+                    raise
+                sealed = self._put(job, copied, act)  # in the place of an older one: the newest is there still
             self._damaged.discard(sealed.path)
-            publishing = self._publishing
-            needed = [] if publishing is None else [publishing.step]
-            return prune(self._near, job.step, self._keep_last, self._mode, self._damaged, needed)
+            return prune(self._near, job.step, self._keep_last, self._judge, self._damaged, self._needed())
+
+    def _put(self, job: _Job, copied: Copied, act: str) -> Sealed:
+        return put(
+            self._near,
+            job.step,
+            (job.score, self._judge),
+            copied.size + _HEADER_BYTES,
+            lambda partial: write(copied.content, partial, act, job.stop, is_urgent=job.is_awaited),
+            act,
+        )
+
+    def _needed(self) -> list[int]:
+        """Return the steps of checkpoints that are being published."""
+        publishing = self._publishing
+        return [] if publishing is None else [publishing.step]
 
     def _publish_soon(self) -> None:
         self._tried.clear()
@@ -317,7 +337,7 @@ class Checkpoints:
                     return
                 self._tried.add(sealed.digest)
             try:
-                far = self._far.publish(sealed, step, self._keep_last, self._mode, set(self._damaged), self._go_on)
+                far = self._far.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
             except Stopped:
                 continue
             except BaseException as error:
@@ -335,7 +355,7 @@ class Checkpoints:
     def _next_to_publish(self) -> Sealed | None:
         near = self._counting(self._near_sealed)
         there = {sealed.digest for sealed in self._far_sealed}
-        for sealed in (next(iter(near), None), best_of(near, self._mode)):
+        for sealed in (next(iter(near), None), best_of(near, self._judge)):
             if sealed is not None and sealed.digest not in there | self._tried:
                 return sealed
         return None

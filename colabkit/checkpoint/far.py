@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from colabkit import _files
-from colabkit.checkpoint.sealed import Damaged, Mode, Sealed, prune, put, readable, sealed_in
+from colabkit.checkpoint.sealed import Damaged, Sealed, prune, put, readable, sealed_in
 from colabkit.checkpoint.writing import give_way
 from colabkit.environment import can_hang
 from colabkit.errors import Corrupt, NotMounted, TimedOut, cannot
@@ -100,7 +100,7 @@ class Far:
         sealed: Sealed,
         step: int,
         keep_last: int,
-        mode: Mode,
+        judge: str,
         damaged: Collection[Path],
         on_wait: Callable[[], None],
     ) -> list[Sealed]:
@@ -110,7 +110,7 @@ class Far:
             sealed: the near one.
             step: of the newest near one.
             keep_last: how many of the newest stay.
-            mode: which score is best.
+            judge: by what the best is.
             damaged: files that are known to be so.
             on_wait: see `ask`.
         """
@@ -131,13 +131,20 @@ class Far:
         def work(go_on: GoOn) -> list[Sealed]:
             is_there = any(one.digest == sealed.digest and one.is_whole() for one in sealed_in(self.folder))
             if not is_there:
-                put(self.folder, sealed.step, sealed.score, mode, sealed.size, lambda path: fill(path, go_on), act)
+                put(
+                    self.folder,
+                    sealed.step,
+                    sealed.rated,
+                    sealed.size,
+                    lambda path: fill(path, go_on),
+                    act,
+                )
             go_on()
-            return prune(self.folder, step, keep_last, mode, damaged)
+            return prune(self.folder, step, keep_last, judge, damaged)
 
         return self.ask(act, work, sealed.size, on_wait)
 
-    def fetch(self, sealed: Sealed, near: Path, mode: Mode, act: str) -> Sealed:
+    def fetch(self, sealed: Sealed, near: Path, act: str) -> Sealed:
         """Bring a checkpoint from here near, and return it as it is there.
 
         Raises:
@@ -151,7 +158,7 @@ class Far:
         def work(go_on: GoOn) -> Sealed | Damaged:
             try:
                 sealed.check_size()
-                return put(near, sealed.step, sealed.score, mode, sealed.size, lambda path: fill(path, go_on), act)
+                return put(near, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, go_on), act)
             except Damaged as error:
                 return error
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from colabkit import _files, _partials
+from colabkit.errors import ColabkitError
 
 __all__ = ["FORMAT", "Damaged", "Mode", "Sealed", "best_of", "marker", "prune", "put", "sealed_in", "steps_in"]
 
@@ -46,6 +47,7 @@ class Sealed:
         size: bytes of the file, as sealed.
         digest: its SHA-256 in hex, as sealed.
         score: how good it is, None if that is not known.
+        judge: by what, as `"min loss"`: scores of other judges say nothing about this one.
         trouble: why the seal says nothing of the above; empty if it does.
     """
 
@@ -55,7 +57,13 @@ class Sealed:
     size: int = 0
     digest: str = ""
     score: float | None = None
+    judge: str = ""
     trouble: str = ""
+
+    @property
+    def rated(self) -> tuple[float | None, str]:
+        """Score and judge."""
+        return self.score, self.judge
 
     def check_size(self) -> None:
         """Raise `Damaged` unless the file is there with the sealed size."""
@@ -129,8 +137,8 @@ def _read(seal: Path, step: int) -> Sealed | None:
         match = _FILE.fullmatch(name)
         if match is None or int(match[1]) != step or values["step"] != step:
             return Sealed(seal, path, step, trouble=_UNREADABLE)
-        number = None if score is None else float(score)
-        return Sealed(seal, seal.with_name(name), step, int(values["bytes"]), str(values["sha256"]), number)
+        number, judge = None if score is None else float(score), str(values["judge"])
+        return Sealed(seal, seal.with_name(name), step, int(values["bytes"]), str(values["sha256"]), number, judge)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -149,8 +157,7 @@ def marker() -> str:
 def put(
     folder: Path,
     step: int,
-    score: float | None,
-    mode: Mode,
+    rated: tuple[float | None, str],
     size: int,
     fill: Callable[[Path], tuple[int, str]],
     act: str,
@@ -162,8 +169,7 @@ def put(
     Args:
         folder: made if missing.
         step: after which it was taken.
-        score: how good it is, or None.
-        mode: whether low or high scores are good.
+        rated: how good it is, or None, and by what judge, whose name begins with `"min"` or `"max"`.
         size: bytes that it will take, about.
         fill: writes the file at a path and returns its bytes and their SHA-256.
         act: verb and object for messages.
@@ -185,7 +191,7 @@ def put(
         try:
             values = {"format": FORMAT, "file": path.name, "step": step, "bytes": written, "sha256": digest}
             with _partials.Partial(seal, _KIND) as partial:
-                text = json.dumps({**values, "score": score, "mode": mode})
+                text = json.dumps({**values, "score": rated[0], "judge": rated[1]})
                 _files.write_file(partial.path, text.encode(), durable=True)
                 partial.publish(replace=True)
         except BaseException:
@@ -193,17 +199,18 @@ def put(
                 _files.remove(path)
             raise
     except OSError as error:
-        error.filename = str(path)  # writes name no file, others the hidden one
+        if not isinstance(error, ColabkitError):
+            error.filename = str(path)  # writes name no file, others the hidden one
         raise
     finally:
         _in_hand.discard(os.fspath(path))
     if former is not None and former.path != path:
         _files.remove(former.path)
-    return Sealed(seal, path, step, written, digest, score)
+    return Sealed(seal, path, step, written, digest, *rated)
 
 
 def prune(
-    folder: Path, step: int, keep_last: int, mode: Mode, damaged: Collection[Path] = (), needed: Collection[int] = ()
+    folder: Path, step: int, keep_last: int, judge: str, damaged: Collection[Path] = (), needed: Collection[int] = ()
 ) -> list[Sealed]:
     """Remove a folder's old checkpoints, and return those that are left, newest first.
 
@@ -214,7 +221,7 @@ def prune(
         step: of the one that was put there last; those of later steps are damaged ones that were passed over, and
             count for nothing.
         keep_last: how many of the newest stay.
-        mode: which score is best.
+        judge: by what the best is.
         damaged: files that are known to be so.
         needed: steps that stay for now.
     """
@@ -223,7 +230,7 @@ def prune(
     if len(whole) < keep_last:
         return found
     kept = {one.step for one in whole[:keep_last]} | set(needed)
-    if best := best_of(whole, mode):
+    if best := best_of(whole, judge):
         kept.add(best.step)
     for old in found:
         if old.step <= step and old.step not in kept:
@@ -232,9 +239,10 @@ def prune(
     return [one for one in found if one.step > step or one.step in kept]
 
 
-def best_of(found: Iterable[Sealed], mode: Mode) -> Sealed | None:
-    """Return the checkpoint with the best score, of equal ones the earliest; None if none has a score."""
-    scored = [(one.score if mode == "min" else -one.score, one.step, one) for one in found if one.score is not None]
+def best_of(found: Iterable[Sealed], judge: str) -> Sealed | None:
+    """Return the checkpoint with the best score by a judge, of equal ones the earliest; None if none has a score."""
+    sign = -1 if judge.startswith("max") else 1
+    scored = [(sign * one.score, one.step, one) for one in found if one.score is not None and one.judge == judge]
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 

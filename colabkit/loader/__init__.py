@@ -198,6 +198,11 @@ class Loader:
         """Names of image files that could not be decoded so far, with the reason; the first 1,000."""
         return dict(self._bad.found)
 
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next iteration begins, or goes on with after `load_state_dict`."""
+        return self._position.next_epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
         self._position.set_epoch(epoch)

@@ -69,6 +69,11 @@ class Position:
             return f"{what} with seed {self.order.seed}"
         return f"by {self.policy.partition(' ')[0]}"
 
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration begins or goes on with."""
+        return self._next[0]
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
         check_whole_number("set the epoch", "epoch", epoch, 0)

@@ -29,9 +29,17 @@ def check_step(act: str, step: Any, loader: Any) -> None:
         raise InvalidOption(cannot(act, "the step is a model", needed, hint))
 
 
-def state_of(act: str, state: Any, step: Any) -> dict[str, Stateful]:
-    """Return the objects whose state counts, by name: those given, else what the usual step trains."""
+def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, Stateful]:
+    """Return the objects whose state counts, by name: those given, else what the usual step trains.
+
+    Raises:
+        InvalidOption: if they are to be saved and it is not known what they are.
+    """
     if state is None:
+        if is_saved and not isinstance(step, Stateful):
+            found, needed = "a step of your own without state=", "what it changes"
+            next_step = "Pass state={'model': model, 'optimizer': optimizer}, or state={} if it changes nothing"
+            raise InvalidOption(cannot(act, found, needed, next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
     if not isinstance(state, Mapping):
         found = f"state is a {type(state).__name__}"
@@ -43,8 +51,11 @@ def state_of(act: str, state: Any, step: Any) -> dict[str, Stateful]:
     return dict(state)
 
 
-def validate_of(validate: Any, step: Any) -> Any:
+def validate_of(validate: Any, step: Any, loader: Loader) -> Any:
     """Return what to call for a validation: a function as it is, a loader as the usual step evaluates it."""
+    if validate is loader:
+        found = "validate is the training's Loader"
+        raise InvalidOption(cannot(_ACT, found, "another one", "Make one of held-out samples"))
     if isinstance(validate, Loader):
         if not isinstance(step, SupervisedStep):
             found = "validate is a Loader beside a step of your own"

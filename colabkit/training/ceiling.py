@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
@@ -21,8 +21,8 @@ from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.loader import Loader
 from colabkit.training.arguments import check_step, state_of
 from colabkit.training.durations import duration_s
+from colabkit.training.processes import Processes
 from colabkit.training.saving import Stateful, plain
-from colabkit.training.steps import SupervisedStep
 from colabkit.training.values import samples_of
 
 __all__ = ["HeadspaceReport", "headspace"]
@@ -71,7 +71,8 @@ def headspace(
 ) -> HeadspaceReport:
     """Return how fast `step` runs on a few batches again and again: the speed if data were always there.
 
-    Weights, optimizer, random generators, gradients and the loader's position are afterwards what they were before.
+    Weights, buffers, optimizer, random generators, gradients and the loader's position are afterwards what they were
+    before; the loader's meters have counted the batches.
 
     Args:
         step: as for `train()`.
@@ -81,44 +82,45 @@ def headspace(
         seconds: how long to measure.
 
     Raises:
-        InvalidOption: if it is not known what the step changes, or the loader is empty.
+        InvalidOption: if it is not known what the step changes, gradients wait to be applied, or the loader is empty.
     """
     act = "headspace"
     check_step(act, step, loader)
     check_whole_number(act, "batches", batches, 1)
     duration = duration_s(act, "seconds", seconds)
-    if state is None and not isinstance(step, SupervisedStep):
-        found, needed = "a step of your own without state=", "what it changes, to put it back"
-        raise InvalidOption(
-            cannot("measure the headspace", found, needed, "Pass state={'model': model, 'optimizer': optimizer}")
-        )
-    parts = state_of(act, state, step)
+    parts = state_of("measure the headspace", state, step, is_saved=True)
     if isinstance(step, Stateful):
         parts["the step"] = step
-    with _as_it_was(parts):
+    if not getattr(step, "is_whole", True):
+        found, needed = "gradients that wait to be applied", "a step between two updates"
+        raise InvalidOption(cannot("measure the headspace", found, needed, "Call step.flush() first"))
+    with _as_it_was(parts), Processes() as processes:
         began = time.perf_counter()
         cached = loader.peek(batches)
         loading_s = time.perf_counter() - began
         if not cached:
             raise InvalidOption(cannot("measure the headspace", "a loader without batches", "one", "Give it samples"))
         sizes = [samples_of(batch) for batch in cached]
-        taken: list[float] = []
-        counted = 0
-        began = time.perf_counter()
-        for number, (batch, size) in enumerate(cycle(zip(cached, sizes, strict=True))):
-            before = time.perf_counter()
-            step(batch)
-            if loader.device.type == "cuda":
-                torch.cuda.synchronize(loader.device)
-            after = time.perf_counter()
-            if number >= _WARM_UP:
-                taken.append(after - before)
-                counted += size
-            if number > _WARM_UP and after - began >= duration:
-                break
+        endless = cycle(zip(cached, sizes, strict=True))
+        warm = [_timed(step, next(endless)[0], loader) for _ in range(_WARM_UP)]
+        # Several processes exchange gradients, so they have to take equally many steps.
+        steps = processes.from_first(max(2, round(duration / max(warm[-1], 1e-6))))
+        counted, taken = 0, []
+        for batch, size in islice(endless, steps):
+            taken.append(_timed(step, batch, loader))
+            counted += size
     return HeadspaceReport(
         counted / sum(taken), median(taken), len(taken), max(sizes), len(cached), sum(sizes) / max(loading_s, 1e-9)
     )
+
+
+def _timed(step: Callable[[Any], object], batch: Any, loader: Loader) -> float:
+    """Return the seconds of a step."""
+    before = time.perf_counter()
+    step(batch)
+    if loader.device.type == "cuda":
+        torch.cuda.synchronize(loader.device)
+    return time.perf_counter() - before
 
 
 @contextmanager
@@ -128,6 +130,7 @@ def _as_it_was(parts: Mapping[str, Stateful]) -> Iterator[None]:
     modules = [part for part in map(plain, parts.values()) if isinstance(part, nn.Module)]
     modes = [(module, module.training) for root in modules for module in root.modules()]
     gradients = [(p, None if p.grad is None else p.grad.clone()) for root in modules for p in root.parameters()]
+    buffers = [(buffer, buffer.clone()) for root in modules for buffer in root.buffers()]
     random = random_state()
     try:
         yield
@@ -136,6 +139,8 @@ def _as_it_was(parts: Mapping[str, Stateful]) -> Iterator[None]:
             part.load_state_dict(states[name])
         for module, training in modes:
             module.training = training
+        for buffer, content in buffers:
+            buffer.copy_(content)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         restore_random_state(random)

@@ -14,7 +14,12 @@ __all__ = ["Moment", "duration_s", "moment"]
 
 Moment: TypeAlias = float | str | timedelta | datetime
 
-_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "hours": 3600.0, "hour": 3600.0}
+_UNITS = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
 _PARTS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
 
 
@@ -35,7 +40,7 @@ def duration_s(act: str, name: str, value: float | str | timedelta) -> float:
             seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
     if not (math.isfinite(seconds) and seconds > 0):
         needed = "a duration"
-        raise InvalidOption(cannot(act, f"{name}={value!r}", needed, f"Use {name}='30min', say: s, min or h"))
+        raise InvalidOption(cannot(act, f"{name}={value!r}", needed, f"Use {name}='30min', say: s, min, h or d"))
     return seconds
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from colabkit._reports import Report
 from colabkit.dataset import PackedDataset
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.training.report import TrainReport
+from colabkit.training.values import is_number
 
 __all__ = ["KFoldReport", "k_fold"]
 
@@ -29,16 +29,24 @@ class KFoldReport(Report):
         values: for each fold its numbers: the last of the training and of the validation, which win.
         mean: of each number over the folds that have it.
         spread: standard deviation of each number over these folds (of a sample); 0 for a single one.
+        stopped: what ended the training of the fold after these, as `"deadline"`; None if all folds are here.
     """
 
     folds: tuple[TrainReport | Mapping[str, float], ...]
     values: tuple[Mapping[str, float], ...]
     mean: Mapping[str, float]
     spread: Mapping[str, float]
+    stopped: str | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all folds are in it."""
+        return self.stopped is None
 
     def _summary(self) -> str:
         found = ", ".join(f"{name} {value:.4g} ± {self.spread[name]:.2g}" for name, value in self.mean.items())
-        return f"{len(self.folds)} folds: {found or 'no numbers'}"
+        ended = f"; stopped by {self.stopped}, the same call goes on" if self.stopped else ""
+        return f"{len(self.folds)} fold{'s' * (len(self.folds) != 1)}: {found or 'no numbers'}{ended}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [
@@ -81,9 +89,14 @@ def k_fold(
         raise InvalidOption(cannot("part the folds", found, "a split of a pack", "Pass open_pack(path)['train']"))
     done: list[TrainReport | Mapping[str, float]] = []
     values: list[Mapping[str, float]] = []
-    for fold in range(folds if isinstance(folds, int) else 1):
+    stopped: str | None = None
+    check_whole_number("part the folds", "folds", folds, 2)
+    for fold in range(folds):
         train, held_out = dataset.fold(fold, folds, stratify=stratify, groups=groups, seed=seed)
         report = run(train, held_out, fold)
+        if isinstance(report, TrainReport) and report.stopped:
+            stopped = report.stopped
+            break
         values.append(_numbers(report))
         done.append(report)
     names = dict.fromkeys(name for found in values for name in found)
@@ -93,13 +106,14 @@ def k_fold(
         tuple(values),
         {name: mean(column) for name, column in columns.items()},
         {name: stdev(column) if len(column) > 1 else 0.0 for name, column in columns.items()},
+        stopped,
     )
 
 
 def _numbers(report: Any) -> Mapping[str, float]:
     if isinstance(report, TrainReport):
         return {**report.epochs[-1].values, **report.epochs[-1].validation} if report.epochs else {}
-    if isinstance(report, Mapping) and all(np.isscalar(value) for value in report.values()):
+    if isinstance(report, Mapping) and all(is_number(value) for value in report.values()):
         return {str(name): float(value) for name, value in report.items()}
     found = f"run returned a {type(report).__name__}"
     raise InvalidOption(cannot("compare the folds", found, "the report of train(), or a dict of numbers", "Return one"))

@@ -6,7 +6,6 @@ two checkpoints, so it never makes the host wait for the GPU.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -22,11 +21,12 @@ from colabkit.loader import Loader
 from colabkit.mounts import user_path
 from colabkit.training.arguments import check_step, state_of, validate_of, validation_steps
 from colabkit.training.durations import Moment, moment
+from colabkit.training.judging import Judge
 from colabkit.training.processes import Processes
 from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainReport, Validation
 from colabkit.training.saving import Saving, Schedule, Stateful
-from colabkit.training.stops import REASONS, StopNow, Stops
-from colabkit.training.values import Curve, Means, Recorder, Values, numbers_of, samples_of, values_of
+from colabkit.training.stops import RESERVE_S, StopNow, Stops
+from colabkit.training.values import Curve, Means, Recorder, Values, samples_of, values_of
 
 __all__ = ["train"]
 
@@ -57,8 +57,11 @@ def train(
 
     With `save_to`, checkpoints hold `state`, the step's own state, the loader's position, the random generators of each
     process, and the history; the same call goes on after the newest good one when it is made again, in the middle of
-    an epoch if need be. They are copied between two steps and written in the background. Ctrl-C ends the training
-    after the step that runs, with a last checkpoint; so does SIGTERM, which is then sent on.
+    an epoch if need be. They are copied between two steps and written in the background; what is due by steps or time
+    waits until the one before is written, the end of an epoch and the best so far are saved at once.
+
+    Ctrl-C ends the training
+    after the step that runs, with a last checkpoint; so do SIGTERM and SIGHUP, which are then sent on.
 
     Under `torch.distributed` every process calls this; the first one writes, and its numbers of `validate` count.
 
@@ -96,45 +99,33 @@ def train(
     check_step(act, step, loader)
     if mode not in ("min", "max"):
         raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use one of these"))
-    parts = state_of(act, state, step)
+    parts = state_of(act, state, step, save_to is not None)
     folder = None if save_to is None else user_path(save_to, "train").absolute()
     schedule = Schedule(save_every)
-    validation = _Validating(validate_of(validate, step), validation_steps(validate_every), monitor)
+    if save_to is None and save_every != "epoch":
+        next_step = "Name the folder of the checkpoints by save_to="
+        raise InvalidOption(cannot(act, f"save_every={save_every!r} without save_to", "both", next_step))
+    judged_by = validate_of(validate, step, loader), validation_steps(validate_every), monitor, mode
     ends_at = None if deadline is None else moment(act, "deadline", deadline)
     started = time.monotonic()
+    if ends_at is not None and ends_at - started <= RESERVE_S:
+        found = f"deadline={deadline!r} with {RESERVE_S:g} s kept for the last checkpoint"
+        raise InvalidOption(cannot(act, found, "time for a step before it", "Give a later one"))
     with ExitStack() as stack:
         processes = stack.enter_context(Processes())
-        saving = Saving(folder, keep_last, mode, parts, step, loader, processes)
+        judge = Judge(*judged_by, processes)
+        saving = Saving(folder, keep_last, judge.rule, parts, step, loader, processes)
         stack.callback(saving.close)
         stops = stack.enter_context(Stops(ends_at, processes.count > 1))
-        run = _Run(step, loader, saving, schedule, validation, processes, stops, on_step, mode)
+        run = _Run(step, loader, saving, schedule, judge, processes, stops, on_step)
         run.resume(resume)
         report = run.through(epochs, started)
-        if stops.reason == "SIGTERM":
+        if stops.reason in ("SIGTERM", "SIGHUP"):
             stops.let_go()
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.Signals[stops.reason])
     if stops.reason == "Ctrl-C":
         raise TrainingInterrupted(report)
     return report
-
-
-@dataclass
-class _Validating:
-    """What is called to judge the training, after how many steps, and by which number.
-
-    Attributes:
-        validate: returns numbers, or None.
-        every: steps between two, or None for the ends of epochs.
-        monitor: the number that judges, or None for the loss.
-    """
-
-    validate: Callable[[], Values] | None
-    every: int | None
-    monitor: str | None
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a validation follows a step, not counting the end of an epoch."""
-        return self.validate is not None and self.every is not None and step % self.every == 0
 
 
 @dataclass
@@ -149,6 +140,7 @@ class _Begun:
         seconds: spent in it, validation apart.
         wait_s: of these, waiting for data.
         validation: what was returned last in it.
+        is_validation_due: whether a validation comes before its next step.
     """
 
     epoch: int
@@ -158,6 +150,7 @@ class _Begun:
     seconds: float = 0.0
     wait_s: float = 0.0
     validation: dict[str, float] = field(default_factory=dict)
+    is_validation_due: bool = False
 
 
 class _Run:
@@ -169,37 +162,36 @@ class _Run:
         loader: Loader,
         saving: Saving,
         schedule: Schedule,
-        validating: _Validating,
+        judge: Judge,
         processes: Processes,
         stops: Stops,
         on_step: OnStep | None,
-        mode: Literal["min", "max"],
     ) -> None:
         self._step = step
         self._loader = loader
         self._saving = saving
         self._schedule = schedule
-        self._validating = validating
+        self._judge = judge
         self._processes = processes
         self._stops = stops
         self._on_step = on_step
-        self._mode = mode
         self._epochs: list[EpochRecord] = []
         self._validations: list[Validation] = []
         self._curve = Curve()
         self._recorder = Recorder(self._curve, Means())
-        self._best: float | None = None
-        self._score: float | None = None  # of the state as it is, if it was judged
-        self._is_best = False
         self._begun: _Begun | None = None
         self._steps = 0
-        self._step_s = 0.0
+        self._step_s = self._validate_s = 0.0
         self._is_saved = False
         self._position = loader.state_dict()
 
     def resume(self, resume: bool) -> None:
         """Go on from the newest checkpoint, or write the first."""
         saved = self._saving.resume(resume)
+        if (
+            saved is None
+        ):  # a Loader that was looked into before stands in the middle of an epoch it will not go on with
+            self._loader.set_epoch(self._loader.next_epoch)
         self._position = self._loader.state_dict()
         if saved is None:  # shows that saving works before hours are spent, and where to begin again
             self._save(wait=True)
@@ -210,7 +202,10 @@ class _Run:
         self._epochs = [EpochRecord(**record) for record in saved["epochs"]]
         self._validations = [Validation(**validation) for validation in saved["validations"]]
         self._curve = Curve.of(saved["curve"])
-        self._best = saved["best"]
+        if tuple(saved["judge"]) == self._judge.rule:
+            self._judge.best = saved["best"]
+        elif saved["best"] is not None:
+            self._saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self._judge.rule)}",)
         self._begun = None if saved["begun"] is None else _Begun(**saved["begun"])
         first = self._processes.is_first
         if self._begun is not None and not first:  # sums of all processes are with the first
@@ -228,8 +223,7 @@ class _Run:
         try:
             while len(self._epochs) < epochs and self._epoch():
                 pass
-            reasons = self._processes.from_all(self._stops.reason)
-            self._stops.reason = next((reason for reason in reasons if reason is not None), None)
+            self._stops.note(max(self._processes.from_all(self._stops.strength)))
             if not self._is_saved:
                 self._save(wait=True)
             self._stops.let_go(signal.SIGINT)
@@ -261,7 +255,7 @@ class _Run:
             stopped=self._stops.reason,
             checkpoint=self._saving.latest,
             best=self._saving.best,
-            best_value=self._best,
+            best_value=self._judge.best,
             resumed_from=self._saving.resumed_from,
             passed_over=self._saving.passed_over,
             not_kept=self._saving.not_kept,
@@ -276,27 +270,39 @@ class _Run:
         try:
             if self._position["epoch"] == self._begun.loader_epoch and not self._batches(self._begun):
                 return False
-            if callable(flush := getattr(self._step, "flush", None)):
-                flush()
-            if self._validating.validate is not None and self._validating.every is None:
+            if not self._is_whole:
+                cast(Any, self._step).flush()
+            is_by_epoch = self._judge.validates and self._judge.is_by_epoch
+            if is_by_epoch or self._begun.is_validation_due:
                 self._validate(self._begun)
         except StopNow:
             return False
         self._end(self._begun)
-        return self._stops.look() is None or self._processes.count > 1
+        return not self._stops.look() or self._processes.count > 1
 
     def _batches(self, begun: _Begun) -> bool:
         """Take the batches of an epoch; return false if something ended them before."""
         former = self._loader.meters.snapshot()
-        seconds, wait_s, samples = begun.seconds, begun.wait_s, begun.samples
+        seconds, wait_s = begun.seconds, begun.wait_s
         started, apart_s = time.perf_counter(), 0.0
 
         def count() -> None:
             spent = self._loader.meters.snapshot() - former
             begun.seconds = seconds + time.perf_counter() - started - apart_s
-            begun.wait_s, begun.samples = wait_s + spent.wait_s, samples + spent.samples
+            begun.wait_s = wait_s + spent.wait_s
+
+        def validate() -> None:
+            nonlocal apart_s
+            began = time.perf_counter()
+            count()
+            try:
+                self._validate(begun)
+            finally:
+                apart_s += time.perf_counter() - began
 
         try:
+            if begun.is_validation_due and self._is_whole:
+                validate()
             with closing(cast(Any, iter(self._loader))) as batches:
                 for batch in self._waited(batches):
                     began = time.perf_counter()
@@ -304,11 +310,9 @@ class _Run:
                     self._after_step(begun, values, samples_of(batch))
                     del batch
                     self._step_s = time.perf_counter() - began
-                    if self._validating.is_due(self._steps):
-                        began = time.perf_counter()
-                        count()
-                        self._validate(begun)
-                        apart_s += time.perf_counter() - began
+                    begun.is_validation_due |= self._judge.is_due(self._steps)
+                    if begun.is_validation_due and self._is_whole:
+                        validate()
                     if not self._goes_on(begun, count):
                         return False
             self._position = self._loader.state_dict()  # bad samples may have followed the last batch
@@ -328,9 +332,10 @@ class _Run:
 
     def _after_step(self, begun: _Begun, values: Values, samples: int) -> None:
         self._steps += 1
-        self._is_saved = self._is_best = False
-        self._score = None
+        self._is_saved = False
+        self._judge.moved()
         begun.steps += 1
+        begun.samples += samples
         self._position = self._loader.state_dict()  # what was received and not trained on does not count
         self._recorder.add(self._steps, samples, values)
         if self._on_step is not None or meters.is_heard():
@@ -348,75 +353,64 @@ class _Run:
         """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
         if not self._is_whole:
             return True
-        reason = self._stops.look()
-        self._stops.reserve_s = 5.0 + _RESERVE * (self._saving.save_s + self._step_s)
-        stop = 0 if reason is None else 1 + REASONS.index(reason)
-        late = self._schedule.is_late() and self._saving.is_free
-        due = self._schedule.is_due(self._steps)
-        stop, is_late = self._processes.agreed(self._steps, self._step_s, [stop, int(late)])
-        if not (self._is_saved or self._is_last(begun)) and (is_late or (due and self._free_for_all())):
+        self._stops.reserve_s = RESERVE_S + _RESERVE * (self._saving.save_s + self._step_s) + self._validate_s
+        due = self._saving.folder is not None and self._schedule.is_due(self._steps)
+        wishes = [self._stops.look(), int(self._schedule.is_late()), int(not self._saving.is_free)]
+        strength, is_late, is_busy = self._processes.agreed(self._steps, self._step_s, wishes, at_once=due)
+        if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):
             count()
             self._save()
-        if stop:
-            self._stops.reason = REASONS[stop - 1]
-        return not stop
-
-    def _free_for_all(self) -> bool:
-        return self._processes.from_first(self._saving.is_free)
+        self._stops.note(strength)
+        return not strength
 
     def _validate(self, begun: _Begun) -> None:
-        """Judge the training; a state that is the best so far is saved."""
-        assert self._validating.validate is not None
+        """Judge the state; after a resume this comes first if it was interrupted here."""
+        begun.is_validation_due = True
         random = random_state() if self._saving.folder is not None else None
+        position, began = self._loader.state_dict(), time.monotonic()
         try:
             with self._stops.wait():
-                found = numbers_of(self._validating.validate())
-        except StopNow:
-            if self._saving.folder is not None:  # it has drawn from the generators, and will again after a resume
-                self._save(wait=True, random=random)
+                found = self._judge.validate()
+        except (StopNow, Exception):
+            self._save(wait=True, random=random)  # it has drawn from the generators, and will again
             raise
-        found = self._processes.from_first(found)
+        self._validate_s = max(self._validate_s, time.monotonic() - began)
+        if self._loader.state_dict() != position:
+            found_text, needed = "a validation that took batches of the training's Loader", "another Loader for it"
+            raise InvalidOption(cannot("validate", found_text, needed, "Make one of held-out samples"))
+        begun.is_validation_due = False
         begun.validation = found
         self._validations.append(Validation(self._steps, found))
-        if self._validating.every is not None:
-            self._judge(found)
-            if self._is_best and not self._is_last(begun):
+        if not self._judge.is_by_epoch:
+            self._judged(found)
+            if self._judge.is_best and not self._is_last(begun):
                 self._save()
+
+    def _judged(self, values: Mapping[str, float]) -> None:
+        try:
+            self._judge.judge(values)
+        except InvalidOption:
+            self._save(wait=True)
+            raise
 
     def _is_last(self, begun: _Begun) -> bool:
         """Return whether an epoch has had its last step: the state is saved once, at its end."""
         return bool(self._position["epoch"] > begun.loader_epoch)
 
-    def _judge(self, values: Mapping[str, float]) -> None:
-        """Note the number that judges this state, and whether it is the best so far."""
-        monitor = self._validating.monitor
-        if monitor is not None and monitor not in values:
-            self._save(wait=True)
-            found = f"monitor={monitor!r} beside {', '.join(map(repr, values)) or 'no values'}"
-            raise InvalidOption(cannot("tell the best checkpoint", found, "one of these", "Correct it and go on"))
-        value = values.get(monitor or "loss", math.nan)
-        if not math.isfinite(value):
-            return
-        self._score = value
-        if self._best is None or (value < self._best if self._mode == "min" else value > self._best):
-            self._best = value
-            self._is_best = True
-
     def _end(self, begun: _Begun) -> None:
         """Close an epoch: its record, and its checkpoint."""
         self._recorder.read()
-        means = self._recorder.means.of_all(self._processes.from_all(self._recorder.means.sums))
+        means = Means.of_all(self._processes.from_all(self._recorder.means.sums)).read()
         samples = sum(self._processes.from_all(begun.samples))
         self._epochs.append(
             EpochRecord(begun.epoch, begun.steps, samples, begun.seconds, begun.wait_s, means, begun.validation)
         )
         self._begun = None
         self._is_saved = False
-        by_epoch = self._validating.validate is None or self._validating.every is None
-        if by_epoch:
-            self._judge(begun.validation or means)
+        if self._judge.is_by_epoch:
+            self._judged(begun.validation or means)
         is_late = any(self._processes.from_all(self._schedule.is_late()))
-        if is_late or self._is_best or self._schedule.is_by_epoch or self._schedule.is_due(self._steps):
+        if is_late or self._judge.is_best or self._schedule.is_by_epoch or self._schedule.is_due(self._steps):
             self._save()
 
     def _save(self, *, random: Mapping[str, Any] | None = None, wait: bool = False) -> None:
@@ -424,11 +418,7 @@ class _Run:
             return
         self._recorder.read()
         begun = self._begun
-        means = Means()
-        for sums in self._processes.from_all(self._recorder.means.sums):
-            for name, (total, count) in sums.items():
-                former = means.sums.get(name, (0.0, 0))
-                means.sums[name] = former[0] + total, former[1] + count
+        means = Means.of_all(self._processes.from_all(self._recorder.means.sums))
         begun_now = None
         if begun is not None:
             begun_now = {**asdict(begun), "samples": sum(self._processes.from_all(begun.samples))}
@@ -437,10 +427,11 @@ class _Run:
             "epochs": [asdict(record) for record in self._epochs],
             "validations": [asdict(validation) for validation in self._validations],
             "curve": self._curve.state_dict(),
-            "best": self._best,
+            "judge": list(self._judge.rule),
+            "best": self._judge.best,
             "begun": begun_now,
             "means": means.sums if begun is not None else {},
         }
         self._schedule.saved(self._steps)
-        self._is_saved, self._is_best = True, False
-        self._saving.save(self._steps, self._position, run, score=self._score, random=random, wait=wait)
+        self._is_saved, self._judge.is_best = True, False
+        self._saving.save(self._steps, self._position, run, score=self._judge.score, random=random, wait=wait)

@@ -68,17 +68,18 @@ class Processes:
         distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def agreed(self, step: int, step_s: float, wishes: list[int]) -> list[int]:
+    def agreed(self, step: int, step_s: float, wishes: list[int], at_once: bool = False) -> list[int]:
         """Return the largest of each wish over all processes, at steps that all of them take; zeros between.
 
         Args:
             step: number of the step, equal in all processes.
             step_s: seconds of a step, which say how seldom they ask each other.
             wishes: numbers from 0.
+            at_once: ask at this step; equal in all processes.
         """
         if self.count == 1:
             return wishes
-        if step < self._next_agreement:
+        if step < self._next_agreement and not at_once:
             return [0] * len(wishes)
         told = torch.tensor([*wishes, int(step_s * 1e6)], dtype=torch.int64)
         distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._group)

@@ -63,7 +63,8 @@ class TrainReport(Report):
         parts: busy seconds of each part of the loader in this call.
         curve: of each value that the step returned, up to 1,000 pairs of step and mean over the steps up to it.
         validations: what `validate` returned, each with its step.
-        stopped: what ended the training before its time: `"Ctrl-C"`, `"SIGTERM"`, `"deadline"`; None if nothing did.
+        stopped: what ended the training before its time: `"Ctrl-C"`, `"SIGTERM"`, `"SIGHUP"` or `"deadline"`; None if
+            nothing did.
         checkpoint: the newest checkpoint, None without `save_to`.
         best: the checkpoint with the best value of `monitor`, None if none was measured.
         best_value: that value.
@@ -111,7 +112,9 @@ class TrainReport(Report):
         count = f"{self.trained} epoch{'s' * (self.trained != 1)}"
         in_all = f" ({len(self.epochs)} in all)" if self.trained != len(self.epochs) else ""
         lines = [f"Trained {count}{in_all}"]
-        if self.samples_per_s:
+        if self.stopped and not self.samples_per_s:
+            lines[0] += "; stopped before the first step"
+        elif self.samples_per_s:
             rate = format_rate(self.samples_per_s, "images")
             lines[0] += f" in {format_seconds(self.seconds)}: {rate}, {format_share(self.wait_share)} waiting for data"
         else:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from colabkit.checkpoint import Checkpoint, Checkpoints, random_state, restore_random_state
-from colabkit.errors import InvalidOption, TargetExists, cannot, check_whole_number
+from colabkit.errors import InvalidOption, LaunchFailed, TargetExists, cannot, check_whole_number
 from colabkit.loader import Loader
 from colabkit.training.durations import duration_s
 from colabkit.training.processes import Processes
@@ -82,7 +83,7 @@ class Saving:
     Args:
         save_to: folder of the checkpoints, or None to save nothing.
         keep_last: how many of the newest stay.
-        mode: whether the lowest or the highest score is best.
+        rule: whether the lowest or the highest score is best, and of what.
         state: what is saved by the user's wish.
         step: saved as well if it has a state.
         loader: whose position is saved.
@@ -93,7 +94,7 @@ class Saving:
         self,
         save_to: Path | None,
         keep_last: int,
-        mode: Literal["min", "max"],
+        rule: tuple[Literal["min", "max"], str],
         state: Mapping[str, Stateful],
         step: Any,
         loader: Loader,
@@ -109,7 +110,7 @@ class Saving:
         self._processes = processes
         self._checkpoints: Checkpoints | None = None
         if save_to is not None and processes.is_first:
-            self._checkpoints = Checkpoints(save_to, keep_last=keep_last, mode=mode)
+            self._checkpoints = Checkpoints(save_to, keep_last=keep_last, mode=rule[0], monitor=rule[1])
 
     @property
     def is_free(self) -> bool:
@@ -157,6 +158,8 @@ class Saving:
         if found is None:
             return None
         content = found.content
+        rates = _rates_of(self._state)
+        order = self._loader.state_dict()
         self._load_parts(found)
         world_size = len(content["random"])
         if self._processes.rank < world_size:
@@ -167,6 +170,17 @@ class Saving:
         before, now = content["loader"]["global_batch"], self._loader.state_dict()["global_batch"]
         if before != now:
             not_kept.append(f"batches of {before} samples, now {now}")
+        loaded, now_rates = self._loader.state_dict(), _rates_of(self._state)
+        not_kept += [
+            f"{name}={now!r} of the Loader: {loaded[name]!r} goes on"
+            for name, now in order.items()
+            if name in ("order", "order_seed", "seed") and loaded[name] != now
+        ]
+        not_kept += [
+            f"learning rates {_listed(rates[name])} of {name!r}: {_listed(now_rates[name])} of before go on"
+            for name in rates
+            if rates[name] != now_rates[name]
+        ]
         self.not_kept = tuple(not_kept)
         self.resumed_from = found.path
         self.passed_over = tuple((path.name, reason) for path, reason in found.passed_over)
@@ -175,7 +189,9 @@ class Saving:
 
     def _found(self, checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
         if not resume and (step := checkpoints.newest_step()) is not None:
-            found = f"a checkpoint of step {step}"
+            near = checkpoints.near_folder
+            place = "" if near == self.folder else f" there or near, in {str(near)!r}"
+            found = f"a checkpoint of step {step}{place}"
             act = f"begin anew in {str(self.folder)!r}"
             raise TargetExists(cannot(act, found, "no checkpoints", "Use resume=True or another folder"))
         return checkpoints.newest()
@@ -188,6 +204,11 @@ class Saving:
             act = f"resume from {str(found.path)!r}"
             raise InvalidOption(cannot(act, f"it holds {names}", f"state= of {given}", "Pass the same names as before"))
         self._loader.load_state_dict(dict(found.content["loader"]))
+        for name, part in self._state.items():
+            if (kind := found.content["kinds"].get(name)) != _kind_of(part):
+                act = f"resume {name!r} from {str(found.path)!r}"
+                needed = f"an object of the kind that was saved, {kind}"
+                raise InvalidOption(cannot(act, f"a {_kind_of(part)}", needed, "Build it as before or save elsewhere"))
         parts: dict[str, tuple[Any, Any]] = {name: (part, saved[name]) for name, part in self._state.items()}
         if self._step is not None and found.content["step"] is not None:
             parts["step"] = self._step, found.content["step"]
@@ -196,7 +217,8 @@ class Saving:
                 part.load_state_dict(values)
             except Exception as error:  # each kind of object says in its own way that a state is not its own
                 act = f"resume {name!r} from {str(found.path)!r}"
-                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip(':')}"
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
                 needed, next_step = "the state of an object like this one", "Build it as before or save elsewhere"
                 raise InvalidOption(cannot(act, reason, needed, next_step)) from error
 
@@ -226,10 +248,25 @@ class Saving:
         if self.folder is None:
             return
         generators = self._processes.from_all(dict(random or random_state()))
+        if wait:
+            self._together(lambda: self._begin(step, position, run, generators, score, wait), "save a checkpoint")
+        else:
+            self._begin(step, position, run, generators, score, wait)
+
+    def _begin(
+        self,
+        step: int,
+        position: Mapping[str, Any],
+        run: Mapping[str, Any],
+        generators: list[dict[str, Any]],
+        score: float | None,
+        wait: bool,
+    ) -> None:
         if self._checkpoints is None:
             return
         content = {
             "state": {name: part.state_dict() for name, part in self._state.items()},
+            "kinds": {name: _kind_of(part) for name, part in self._state.items()},
             "step": None if self._step is None else self._step.state_dict(),
             "loader": dict(position),
             "random": generators,
@@ -237,16 +274,47 @@ class Saving:
         }
         self._checkpoints.save(step, content, score=score, wait=wait)
 
+    def _together(self, work: Callable[[], None], act: str) -> None:
+        """Do what the first process does, and raise what it raises in all."""
+        trouble: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            if self._processes.count == 1:
+                raise
+            trouble = error
+        told = self._processes.from_first(None if trouble is None else str(trouble))
+        if trouble is not None:
+            raise trouble
+        if told is not None:
+            raise LaunchFailed(cannot(act, f"the first process: {told}", "it to end well", "See its output"))
+
     def finish(self) -> None:
         """Wait until all checkpoints are where they should be.
 
         Raises:
             NotEnoughSpace, FileFailed: if the last one could not be written.
         """
-        if self._checkpoints is not None:
-            self._checkpoints.finish()
+        self._together(lambda: None if self._checkpoints is None else self._checkpoints.finish(), "end the training")
 
     def close(self) -> None:
         """End what saves in the background."""
         if self._checkpoints is not None:
             self._checkpoints.close()
+
+
+def _kind_of(part: Any) -> str:
+    return type(part).__qualname__
+
+
+def _rates_of(state: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the learning rates that optimizers were made with, before any scheduler changed them."""
+    return {
+        name: [float(group.get("initial_lr", group["lr"])) for group in part.param_groups]
+        for name, part in state.items()
+        if isinstance(part, torch.optim.Optimizer)
+    }
+
+
+def _listed(rates: list[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)

@@ -273,6 +273,8 @@ class SupervisedStep:
         precision = self._precision
         check_precision(_TAKE, precision, device)
         self._autocast = torch.autocast(device.type, precision.dtype) if precision.dtype else nullcontext()
+        if self._scaler is not None:
+            self._scaler_state = self._scaler.state_dict()
         self._scaler = None
         if precision.name == "fp16":
             self._scaler = self._new_scaler()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colabkit.errors import InvalidOption, cannot
 
-__all__ = ["Curve", "Means", "Recorder", "Values", "numbers_of", "samples_of", "values_of"]
+__all__ = ["Curve", "Means", "Recorder", "Values", "is_number", "numbers_of", "samples_of", "values_of"]
 
 Values: TypeAlias = Mapping[str, object]
 
@@ -26,8 +26,8 @@ def values_of(result: object) -> Values:
     """
     if result is None:
         return {}
-    if _is_number(result):
-        return {"loss": result.detach() if isinstance(result, Tensor) else result}
+    if is_number(result):
+        return {"loss": _kept(result)}
     return _checked(result, "the step", "a loss, a dict of numbers, or None")
 
 
@@ -46,13 +46,19 @@ def _checked(result: object, giver: str, needed: str) -> Values:
         found = f"{giver} returned a {type(result).__name__}"
         raise InvalidOption(cannot("train", found, needed, "Return one of these"))
     for name, value in result.items():
-        if not _is_number(value):
+        if not is_number(value):
             found = f"{giver} returned {name!r} as a {type(value).__name__}"
             raise InvalidOption(cannot("train", found, f"{needed}, each a single one", "Return its mean, say"))
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in result.items()}
+    return {name: _kept(value) for name, value in result.items()}
 
 
-def _is_number(value: object) -> bool:
+def _kept(value: object) -> object:
+    """Return a value as it is now: a tensor is read later, and may be one that a step adds to."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a single number, on whatever device."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return hasattr(value, "__float__") and not getattr(value, "shape", ())
@@ -80,14 +86,19 @@ class Means:
         total, count = self.sums.get(name, (0.0, 0))
         self.sums[name] = total + value * samples, count + samples
 
-    def of_all(self, others: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    @classmethod
+    def of_all(cls, all_sums: list[dict[str, tuple[float, int]]]) -> Means:
         """Return the means over the sums of several processes."""
-        whole: dict[str, tuple[float, int]] = {}
-        for sums in others:
+        whole = cls()
+        for sums in all_sums:
             for name, (total, count) in sums.items():
-                before = whole.get(name, (0.0, 0))
-                whole[name] = before[0] + total, before[1] + count
-        return {name: total / count for name, (total, count) in whole.items() if count}
+                before = whole.sums.get(name, (0.0, 0))
+                whole.sums[name] = before[0] + total, before[1] + count
+        return whole
+
+    def read(self) -> dict[str, float]:
+        """Return the means."""
+        return {name: total / count for name, (total, count) in self.sums.items() if count}
 
 
 class Curve:
