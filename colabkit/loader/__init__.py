@@ -203,6 +203,11 @@ class Loader:
         """Number of the epoch that the next iteration begins, or goes on with after `load_state_dict`."""
         return self._position.next_epoch
 
+    @property
+    def received(self) -> tuple[int, int]:
+        """Epoch, and samples of it that all processes have received: `epoch` and `samples` of `state_dict()`."""
+        return self._position.received
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
         self._position.set_epoch(epoch)

@@ -74,6 +74,11 @@ class Position:
         """The epoch that the next iteration begins or goes on with."""
         return self._next[0]
 
+    @property
+    def received(self) -> tuple[int, int]:
+        """Epoch, and samples of it that the user has received; the start of the next one at the end of an epoch."""
+        return self._reached
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
         check_whole_number("set the epoch", "epoch", epoch, 0)

@@ -25,6 +25,7 @@ from colabkit.training.judging import Judge
 from colabkit.training.processes import Processes
 from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainReport, Validation
 from colabkit.training.saving import Saving, Schedule, Stateful
+from colabkit.training.steps import SupervisedStep
 from colabkit.training.stops import RESERVE_S, StopNow, Stops
 from colabkit.training.values import Curve, Means, Recorder, Values, samples_of, values_of
 
@@ -183,7 +184,8 @@ class _Run:
         self._steps = 0
         self._step_s = self._validate_s = 0.0
         self._is_saved = False
-        self._position = loader.state_dict()
+        self._trained = loader.received
+        self._is_usual = isinstance(step, SupervisedStep)  # whose values need no check
 
     def resume(self, resume: bool) -> None:
         """Go on from the newest checkpoint, or write the first."""
@@ -192,7 +194,7 @@ class _Run:
             saved is None
         ):  # a Loader that was looked into before stands in the middle of an epoch it will not go on with
             self._loader.set_epoch(self._loader.next_epoch)
-        self._position = self._loader.state_dict()
+        self._trained = self._loader.received
         if saved is None:  # shows that saving works before hours are spent, and where to begin again
             self._save(wait=True)
             return
@@ -265,10 +267,10 @@ class _Run:
     def _epoch(self) -> bool:
         """Train an epoch, or what is left of it; return whether to go on."""
         if self._begun is None:
-            self._begun = _Begun(len(self._epochs), self._position["epoch"])
+            self._begun = _Begun(len(self._epochs), self._trained[0])
             self._recorder = Recorder(self._curve, Means())
         try:
-            if self._position["epoch"] == self._begun.loader_epoch and not self._batches(self._begun):
+            if self._trained[0] == self._begun.loader_epoch and not self._batches(self._begun):
                 return False
             if not self._is_whole:
                 cast(Any, self._step).flush()
@@ -304,31 +306,30 @@ class _Run:
             if begun.is_validation_due and self._is_whole:
                 validate()
             with closing(cast(Any, iter(self._loader))) as batches:
-                for batch in self._waited(batches):
+                while (batch := self._next_of(batches)) is not None:
                     began = time.perf_counter()
-                    values = values_of(self._step(batch))
+                    found = self._step(batch)
+                    values = cast(Values, found) if self._is_usual else values_of(found)
                     self._after_step(begun, values, samples_of(batch))
-                    del batch
+                    del batch, found
                     self._step_s = time.perf_counter() - began
                     begun.is_validation_due |= self._judge.is_due(self._steps)
                     if begun.is_validation_due and self._is_whole:
                         validate()
                     if not self._goes_on(begun, count):
                         return False
-            self._position = self._loader.state_dict()  # bad samples may have followed the last batch
+            self._trained = self._loader.received  # bad samples may have followed the last batch
         finally:
             count()
         return True
 
-    def _waited(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches; while one is waited for, Ctrl-C and a deadline end the epoch."""
-        while True:
-            with self._stops.wait(self._is_whole):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
+    def _next_of(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, None after the last; while it is waited for, Ctrl-C and a deadline end the epoch."""
+        self._stops.begin_wait(self._is_whole)
+        try:
+            return next(batches, None)
+        finally:
+            self._stops.end_wait()
 
     def _after_step(self, begun: _Begun, values: Values, samples: int) -> None:
         self._steps += 1
@@ -336,7 +337,7 @@ class _Run:
         self._judge.moved()
         begun.steps += 1
         begun.samples += samples
-        self._position = self._loader.state_dict()  # what was received and not trained on does not count
+        self._trained = self._loader.received  # what is received later and not trained on does not count
         self._recorder.add(self._steps, samples, values)
         if self._on_step is not None or meters.is_heard():
             done = meters.StepDone(begun.epoch, self._steps, begun.steps, values)
@@ -353,9 +354,10 @@ class _Run:
         """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
         if not self._is_whole:
             return True
-        self._stops.reserve_s = RESERVE_S + _RESERVE * (self._saving.save_s + self._step_s) + self._validate_s
         due = self._saving.folder is not None and self._schedule.is_due(self._steps)
-        wishes = [self._stops.look(), int(self._schedule.is_late()), int(not self._saving.is_free)]
+        late = self._schedule.is_late()
+        self._stops.reserve_s = RESERVE_S + _RESERVE * (self._saving.save_s + self._step_s) + self._validate_s
+        wishes = [self._stops.look(), int(late), int((due or late) and not self._saving.is_free)]
         strength, is_late, is_busy = self._processes.agreed(self._steps, self._step_s, wishes, at_once=due)
         if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):
             count()
@@ -367,7 +369,7 @@ class _Run:
         """Judge the state; after a resume this comes first if it was interrupted here."""
         begun.is_validation_due = True
         random = random_state() if self._saving.folder is not None else None
-        position, began = self._loader.state_dict(), time.monotonic()
+        received, began = self._loader.received, time.monotonic()
         try:
             with self._stops.wait():
                 found = self._judge.validate()
@@ -375,7 +377,7 @@ class _Run:
             self._save(wait=True, random=random)  # it has drawn from the generators, and will again
             raise
         self._validate_s = max(self._validate_s, time.monotonic() - began)
-        if self._loader.state_dict() != position:
+        if self._loader.received != received:
             found_text, needed = "a validation that took batches of the training's Loader", "another Loader for it"
             raise InvalidOption(cannot("validate", found_text, needed, "Make one of held-out samples"))
         begun.is_validation_due = False
@@ -395,7 +397,7 @@ class _Run:
 
     def _is_last(self, begun: _Begun) -> bool:
         """Return whether an epoch has had its last step: the state is saved once, at its end."""
-        return bool(self._position["epoch"] > begun.loader_epoch)
+        return self._trained[0] > begun.loader_epoch
 
     def _end(self, begun: _Begun) -> None:
         """Close an epoch: its record, and its checkpoint."""
@@ -434,4 +436,5 @@ class _Run:
         }
         self._schedule.saved(self._steps)
         self._is_saved, self._judge.is_best = True, False
-        self._saving.save(self._steps, self._position, run, score=self._judge.score, random=random, wait=wait)
+        position = {**self._loader.state_dict(), "epoch": self._trained[0], "samples": self._trained[1]}
+        self._saving.save(self._steps, position, run, score=self._judge.score, random=random, wait=wait)

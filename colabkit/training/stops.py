@@ -99,15 +99,25 @@ class Stops:
     @contextmanager
     def wait(self, may_end: bool = True) -> Iterator[None]:
         """Let what comes end the block, unless something is half done."""
-        self._waiting_thread = threading.get_ident()
-        self._may_end = may_end and not self._waits_for_others
+        self.begin_wait(may_end)
         try:
-            self.look()
-            if self.reason is not None and self._may_end:
-                raise StopNow
             yield
         finally:
+            self.end_wait()
+
+    def begin_wait(self, may_end: bool) -> None:
+        """Let what comes end the wait that follows, up to `end_wait()`; raise `StopNow` if it has come already."""
+        if not may_end or self._waits_for_others:
+            return
+        self._waiting_thread = threading.get_ident()
+        self._may_end = True
+        if self.look():
             self._may_end = False
+            raise StopNow
+
+    def end_wait(self) -> None:
+        """Let what comes wait again."""
+        self._may_end = False
 
     def look(self) -> int:
         """Return the strength of what would end the training now, 0 if nothing would."""

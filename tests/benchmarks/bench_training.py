@@ -4,7 +4,7 @@
 
 The same small convolutional network and the same batches of 64 images of 32x32, on the CPU: a loop in plain torch over
 a list of batches, and `train(supervised_step(...), Loader(...))` over the same samples in memory, in interleaved
-epochs; then the same with a checkpoint after every 20 steps. `bench_checkpoint.py` measures checkpoints of 500 MB. The
+epochs; then the same with a checkpoint after every 6 steps. `bench_checkpoint.py` measures checkpoints of 500 MB. The
 last table says what is needed.
 """
 
@@ -27,12 +27,12 @@ import colabkit
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from models import small_cnn
 
-BATCH, STEPS = 64, 40
+BATCH, STEPS = 64, 12
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=80)
     options = parser.parse_args()
     images = torch.randn(BATCH * STEPS, 3, 32, 32)
     labels = torch.randint(0, 10, (BATCH * STEPS,))
@@ -40,7 +40,7 @@ def main() -> None:
         systems = {
             "by hand": by_hand(images, labels),
             "train()": by_train(images, labels),
-            "train(), a checkpoint every 20 steps": by_train(images, labels, save_to=Path(folder), save_every=20),
+            "train(), a checkpoint every 6 steps": by_train(images, labels, save_to=Path(folder), save_every=6),
         }
         figures = interleaved(systems, options.rounds)
     report(f"Microseconds of a step: small CNN, batch {BATCH}, CPU", "us", figures, "by hand", None)
