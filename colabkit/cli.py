@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"colabkit: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        print(f"colabkit: {interrupt or 'interrupted'}", file=sys.stderr)
+        print(f"colabkit: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     print(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
     return 0 if report.is_good else 1

@@ -57,7 +57,10 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     folder.mkdir()
     monkeypatch.setenv("COLABKIT_NEAR", str(folder))
     yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.rmdir()
+    except OSError:  # it is not empty, as with few tests
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def test_every_path_takes_the_short_name_and_says_where_drive_is_not_mounted(cal
 def test_checkpoints_go_to_the_short_name_too(monkeypatch, tmp_path):
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     loader = colabkit.Loader(colabkit.open_pack(make_pack(tmp_path / "x.h5", train=8))["train"], batch_size=4)
-    colabkit.train(lambda batch: 0.0, loader, save_to="drive:checkpoints")
+    colabkit.train(lambda batch: 0.0, loader, state={}, save_to="drive:checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) != []
 
 

@@ -263,7 +263,7 @@ def test_an_error_of_who_is_told_ends_the_listing(image_tree, error):
 @pytest.mark.parametrize("can_hang", [True], indirect=True)
 class TestFoldersThatCanHang:
     @pytest.fixture
-    def answers(self, image_tree: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    def answers(self, image_tree: Path) -> Iterator[threading.Event]:
         """Return what the listing of one folder waits for."""
         event, scan = threading.Event(), os.scandir
 
@@ -272,11 +272,12 @@ class TestFoldersThatCanHang:
                 event.wait(LONG_S)
             return scan(path)
 
-        monkeypatch.setattr(os, "scandir", wait)
-        monkeypatch.setattr(concurrency, "_TICK_S", 0.005)
-        monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
-        yield event
-        event.set()
+        with pytest.MonkeyPatch.context() as patch:  # undone before the test's folder is removed
+            patch.setattr(os, "scandir", wait)
+            patch.setattr(concurrency, "_TICK_S", 0.005)
+            patch.setattr(concurrency, "_GRACE_S", 0.05)
+            yield event
+            event.set()
 
     def test_one_that_hangs_twice_is_an_error(self, image_tree, answers, monkeypatch):
         monkeypatch.setattr(folder, "STALLED_S", 0.05)

@@ -152,7 +152,11 @@ class TrainReport(Report):
 
 
 class TrainingInterrupted(ShownInOneLine, KeyboardInterrupt):
-    """Training was stopped by Ctrl-C, at the end of a step; what was trained and saved is in `report`."""
+    """Training was stopped by Ctrl-C, at the end of a step.
+
+    Args:
+        report: what was trained and saved until then; also an attribute.
+    """
 
     def __init__(self, report: TrainReport) -> None:
         self.report = report
