@@ -7,6 +7,7 @@ FOLDER, or is stopped after so many steps by a signal to one process only, and w
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import json
 import os
 import signal
@@ -30,6 +31,14 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
     is_launched = distributed.is_initialized()
     if "RANK" in os.environ and not is_launched:
         distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=DEADLINE_S))
+    trained(pack, folder, batch_size, epochs, stop_after)
+    gc.collect()  # the model's DDP holds the group, whose threads have to end before the process does
+    if distributed.is_initialized() and not is_launched:
+        distributed.destroy_process_group()
+
+
+def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
+    """Train, and write down what came of it."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     torch.manual_seed(rank)  # DDP brings the first one's weights to all
     model = nn.Linear(1, 2)
@@ -72,8 +81,6 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
         "checkpoint": str(report.checkpoint),
     }
     Path(folder, f"{rank}-{report.steps}.json").write_text(json.dumps(record))
-    if distributed.is_initialized() and not is_launched:
-        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
