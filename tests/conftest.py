@@ -12,11 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from contract import make_pack
 from killing import Killing
 from PIL import Image
 
-from colabkit import _files
+from colabkit import _files, meters
 from colabkit._reports import Report
+from colabkit.dataset import PackedDataset, open_pack
 
 NUMBERS = itertools.count()
 ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
@@ -97,6 +100,30 @@ def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
     """Return a function that runs work until it is killed at its `number`-th change; it says whether it came so far."""
     with Killing() as killing:
         yield killing.at
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    """Return 22 samples of 4x3x3 in 3 classes: 6 batches of 4, the last of 2."""
+    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
+
+
+@pytest.fixture
+def heard() -> Iterator[list[meters.Event]]:
+    """Return a list that fills with the events that loaders and trainings publish."""
+    events: list[meters.Event] = []
+    unsubscribe = meters.subscribe(events.append)
+    yield events
+    unsubscribe()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute in one thread, as forked processes have to, so that they come to the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -47,15 +47,6 @@ def no_thread_is_left() -> Iterator[None]:
     assert loader_threads() == []
 
 
-@pytest.fixture
-def heard() -> Iterator[list[meters.Event]]:
-    """Return a list that fills with the events that loaders publish."""
-    events: list[meters.Event] = []
-    unsubscribe = meters.subscribe(events.append)
-    yield events
-    unsubscribe()
-
-
 def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from contract import make_pack
 from torch import Tensor, nn
+from trainings import train
 
-import colabkit
 from colabkit import meters
 from colabkit.augment import Normalize
 from colabkit.dataset import PackedDataset, open_pack
@@ -25,41 +25,13 @@ from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, Ta
 from colabkit.loader import Loader
 from colabkit.training import EpochRecord, TrainReport, supervised_step
 
-
-def train(step: Any, loader: Any, **options: Any) -> TrainReport:
-    """Train with a step that changes nothing, unless something else is said."""
-    if not hasattr(step, "state_dict"):
-        options = {"state": {}, **options}
-    return colabkit.train(step, loader, **options)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """Return 22 samples of 4x3x3 in 3 classes: 6 batches of 4, the last of 2."""
-    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute in one thread, as forked processes have to, so that they come to the same bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")] == []
-
-
-@pytest.fixture
-def heard() -> Iterator[list[meters.Event]]:
-    events: list[meters.Event] = []
-    unsubscribe = meters.subscribe(events.append)
-    yield events
-    unsubscribe()
 
 
 class Setup:

@@ -6,19 +6,13 @@ import random
 
 import pytest
 import torch
-from contract import make_pack
 from torch import nn
 
 import colabkit
 from colabkit.augment import Normalize
-from colabkit.dataset import PackedDataset, open_pack
+from colabkit.dataset import PackedDataset
 from colabkit.errors import InvalidOption
 from colabkit.loader import Loader
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
 
 
 class Setup:

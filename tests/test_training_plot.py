@@ -6,17 +6,10 @@ import sys
 
 import pytest
 import torch
-from contract import make_pack
 
-from colabkit.dataset import PackedDataset, open_pack
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.loader import Loader
 from colabkit.training import train
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
 
 
 def test_every_value_has_its_axes_with_training_and_validation(tmp_path, data):

@@ -10,28 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from contract import make_pack
+from trainings import train
 
 import colabkit
 from colabkit import checkpoint, meters
-from colabkit.dataset import PackedDataset, open_pack
+from colabkit.dataset import PackedDataset
 from colabkit.errors import InvalidOption
 from colabkit.loader import Loader
 from colabkit.training import TrainingInterrupted, TrainReport, supervised_step
 from colabkit.training.saving import Schedule
-
-
-def train(step: Any, loader: Any, **options: Any) -> TrainReport:
-    """Train with a step that changes nothing, unless something else is said."""
-    if not hasattr(step, "state_dict"):
-        options = {"state": {}, **options}
-    return colabkit.train(step, loader, **options)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """Return 22 samples: 6 batches of 4, the last of 2."""
-    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
 
 
 def nothing(batch: object) -> None:

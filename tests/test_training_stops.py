@@ -8,36 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 import torch
-from contract import make_pack
 from torch import Tensor
+from trainings import train
 
-import colabkit
 from colabkit import meters
 from colabkit.augment import PerBatch
-from colabkit.dataset import PackedDataset, open_pack
 from colabkit.errors import InvalidOption
 from colabkit.loader import Loader
-from colabkit.training import TrainingInterrupted, TrainReport, stops
+from colabkit.training import TrainingInterrupted, stops
 from colabkit.training.durations import duration_s, moment
 
 DEADLINE_S = 60.0
-
-
-def train(step: Any, loader: Any, **options: Any) -> TrainReport:
-    """Train with a step that changes nothing, unless something else is said."""
-    if not hasattr(step, "state_dict"):
-        options = {"state": {}, **options}
-    return colabkit.train(step, loader, **options)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """Return 22 samples: 6 batches of 4, the last of 2."""
-    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=22))["train"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +30,6 @@ def handlers() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-@pytest.fixture
-def heard() -> Iterator[list[meters.Event]]:
-    events: list[meters.Event] = []
-    unsubscribe = meters.subscribe(events.append)
-    yield events
-    unsubscribe()
 
 
 def pressed(numbers: int | list[int], at_step: int, times: int = 1) -> Callable[[object], None]:

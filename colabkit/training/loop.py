@@ -190,14 +190,13 @@ class _Run:
     def resume(self, resume: bool) -> None:
         """Go on from the newest checkpoint, or write the first."""
         saved = self._saving.resume(resume)
-        if (
-            saved is None
-        ):  # a Loader that was looked into before stands in the middle of an epoch it will not go on with
+        if saved is None:
+            # A Loader that was looked into before stands in the middle of an epoch that it will not go on with.
             self._loader.set_epoch(self._loader.next_epoch)
-        self._trained = self._loader.received
-        if saved is None:  # shows that saving works before hours are spent, and where to begin again
-            self._save(wait=True)
+            self._trained = self._loader.received
+            self._save(wait=True)  # shows that saving works before hours are spent, and where to begin again
             return
+        self._trained = self._loader.received
         self._steps = saved["steps"]
         self._is_saved = True
         self._schedule.saved(self._steps)
@@ -217,7 +216,7 @@ class _Run:
     def through(self, epochs: int, started: float) -> TrainReport:
         """Train what is left of so many epochs and return the report."""
         before, trained_before, steps_before = self._loader.meters.snapshot(), len(self._epochs), self._steps
-        trained_s = sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
+        seconds_before = self._seconds
         error: BaseException | None = None
         is_left = len(self._epochs) < epochs
         if is_left:
@@ -241,8 +240,7 @@ class _Run:
                 name = type(error).__name__ if error else self._stops.reason
                 meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
         done = self._loader.meters.snapshot() - before
-        now_s = sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
-        seconds = now_s - trained_s
+        seconds = self._seconds - seconds_before
         samples = sum(self._processes.from_all(done.samples)) if self._steps > steps_before else 0
         return TrainReport(
             epochs=tuple(self._epochs),
@@ -263,6 +261,11 @@ class _Run:
             not_kept=self._saving.not_kept,
             failed_saves=self._saving.failures,
         )
+
+    @property
+    def _seconds(self) -> float:
+        """Seconds of all epochs so far, validation apart."""
+        return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
 
     def _epoch(self) -> bool:
         """Train an epoch, or what is left of it; return whether to go on."""

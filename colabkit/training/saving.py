@@ -167,10 +167,10 @@ class Saving:
         not_kept = []
         if world_size != self._processes.count:
             not_kept.append(f"random generators of {world_size} processes, now {self._processes.count}")
-        before, now = content["loader"]["global_batch"], self._loader.state_dict()["global_batch"]
+        loaded, now_rates = self._loader.state_dict(), _rates_of(self._state)
+        before, now = content["loader"]["global_batch"], loaded["global_batch"]
         if before != now:
             not_kept.append(f"batches of {before} samples, now {now}")
-        loaded, now_rates = self._loader.state_dict(), _rates_of(self._state)
         not_kept += [
             f"{name}={now!r} of the Loader: {loaded[name]!r} goes on"
             for name, now in order.items()

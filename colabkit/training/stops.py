@@ -19,10 +19,8 @@ Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline"]
 
 _REASONS: tuple[Reason, ...] = ("deadline", "Ctrl-C", "SIGHUP", "SIGTERM")
 
-
 RESERVE_S = 5.0
 """Seconds kept before a deadline, beside those that a checkpoint takes."""
-
 
 BOUNCE_S = 0.3
 """Seconds in which a second Ctrl-C is taken for the first: keys bounce."""
@@ -97,9 +95,9 @@ class Stops:
                 signal.signal(number, self._former.pop(number))
 
     @contextmanager
-    def wait(self, may_end: bool = True) -> Iterator[None]:
-        """Let what comes end the block, unless something is half done."""
-        self.begin_wait(may_end)
+    def wait(self) -> Iterator[None]:
+        """Let what comes end the block."""
+        self.begin_wait(may_end=True)
         try:
             yield
         finally:
