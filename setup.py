@@ -66,7 +66,7 @@ setup(
             "webdataset>=0.2.86",
             "zstandard>=0.22",
         ],
-        "bench": ["playwright>=1.40", "scikit-learn>=1.3", "torchvision>=0.21"],
+        "bench": ["jupyterlab>=4", "playwright>=1.40", "scikit-learn>=1.3", "torchvision>=0.21"],
         "cluster": ["distributed>=2024.1"],
         "fetch": ["fsspec>=2024.2", "gdown>=5.2"],
         "manifest": ["pandas>=2.1", "pyarrow>=14"],

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from colabkit import augment, errors, sampler
     from colabkit.dataset import FileDataset, Pack, PackedDataset, open_pack
     from colabkit.demonstration import DemoReport, demo
+    from colabkit.doctor import Advice, Diagnosis
+    from colabkit.doctor.asking import diagnose
+    from colabkit.doctor.watching import watch
     from colabkit.drive import (
         CacheReport,
         FlushReport,
@@ -58,8 +61,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Advice": "doctor",
     "CacheReport": "drive",
     "DemoReport": "demonstration",
+    "Diagnosis": "doctor",
     "FetchReport": "fetching",
     "FileDataset": "dataset",
     "FlushReport": "drive",
@@ -85,6 +90,7 @@ _HOMES = {
     "clear_cache": "drive",
     "dashboard": "panel",
     "demo": "demonstration",
+    "diagnose": "doctor.asking",
     "fetch": "fetching",
     "flush": "drive",
     "headspace": "training",
@@ -103,11 +109,14 @@ _HOMES = {
     "unmount": "drive",
     "unstage": "staging",
     "verify": "packing",
+    "watch": "doctor.watching",
 }
 
 __all__ = [
+    "Advice",
     "CacheReport",
     "DemoReport",
+    "Diagnosis",
     "FetchReport",
     "FileDataset",
     "FlushReport",
@@ -134,6 +143,7 @@ __all__ = [
     "clear_cache",
     "dashboard",
     "demo",
+    "diagnose",
     "errors",
     "fetch",
     "flush",
@@ -154,6 +164,7 @@ __all__ = [
     "unmount",
     "unstage",
     "verify",
+    "watch",
 ]
 
 

@@ -352,7 +352,9 @@ def test_meters_add_up(data, heard):
         assert part.handled_bytes == part.samples * (36 + 8 * (part.name == "gather"))  # labels are gathered, too
         assert part.busy_s > 0
     assert 0 <= found.ready <= 19
-    assert min(found.wait_s, found.user_s) > 0
+    assert min(found.wait_s, found.compute_s) > 0
+    assert found.copy_s == found.other_s == 0
+    assert (found.steps, found.passes) == (18, 4)
     started = [event for event in heard if isinstance(event, meters.EpochStarted)]
     assert [(event.epoch, event.batches, event.samples) for event in started] == [(n, 6, 22) for n in range(4)]
     taken = [event for event in heard if isinstance(event, meters.BatchTaken)]
@@ -501,3 +503,17 @@ def test_batches_that_come_may_be_looked_at_without_moving_on(taken):
     assert received + [batch.tolist() for batch in loader] == expected
     with pytest.raises(InvalidOption, match="batches=0"):
         loader.peek(0)
+
+
+def test_a_look_aside_in_the_middle_of_a_pass_is_not_counted_and_nobody_is_told(data, heard):
+    loader = Loader(data, 4)
+    for number, _ in enumerate(loader):
+        loader.meters.clock.worked(0.0)
+        if number == 2:
+            clock, told = loader.meters.clock, len(heard)
+            loader.peek(2)
+            assert loader.meters.clock is clock
+            assert len(heard) == told
+    found = loader.meters.snapshot()
+    assert (found.batches, found.samples, found.passes, found.steps) == (6, 22, 1, 6)
+    assert found.compute_s == 0

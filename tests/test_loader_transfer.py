@@ -24,24 +24,24 @@ class Transfer:
         self.on_device.extend(("sent", values) for values, _ in batches)
         self.most = max(self.most, len(self.on_device))
 
-    def take(self) -> Any:
-        return self.on_device.popleft()
+    def take(self) -> tuple[Any, None]:
+        return self.on_device.popleft(), None
 
     def close(self) -> None:
         self.is_closed = True
 
 
 def taking(*groups: list[int] | Exception) -> Callable[[], Taken]:
-    """Return what gives groups of numbered batches, each after a second's wait, or fails."""
+    """Return what gives groups of numbered batches, none of them ready, or fails."""
     left = deque(groups)
 
     def take() -> Taken:
         if not left:
-            return Taken(wait_s=1.0)
+            return Taken()
         group = left.popleft()
         if isinstance(group, Exception):
             raise group
-        return Taken([Batch(number, np.arange(2), 0) for number in group], None, 1.0, was_ready=False)
+        return Taken([Batch(number, np.arange(2), 0) for number in group], None, was_ready=False)
 
     return take
 
@@ -52,7 +52,7 @@ def test_batches_come_in_order_with_no_more_on_the_way_than_wanted(ahead):
     found = list(sent(transfer, taking([0], [1], [2], [3], [4]), lambda count: count < ahead))
     assert [batch.values for batch in found] == [("sent", number) for number in range(5)]
     assert transfer.most == min(ahead, 5)
-    assert 5 <= sum(batch.wait_s for batch in found) <= 6
+    assert sum(not batch.was_ready for batch in found) == max(1, 6 - ahead)
     assert transfer.is_closed
 
 

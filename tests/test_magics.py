@@ -37,10 +37,10 @@ def test_loading_prints_nothing_and_makes_the_magics_known(
 
 def test_loading_twice_and_unloading_leaves_nothing(shell: InteractiveShell) -> None:
     colabkit.load_ipython_extension(shell)
-    assert len(meters._listeners) == 1
+    assert meters.is_heard()
     colabkit.unload_ipython_extension(shell)
     assert not set(MAGICS) & set(shell.magics_manager.magics["line"])
-    assert meters._listeners == []
+    assert not meters.is_heard()
     colabkit.load_ipython_extension(shell)
 
 

@@ -1,23 +1,14 @@
-"""Meters add up, and a listener that fails never stops the work."""
+"""Meters add up, at any instant and from any thread."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 
 import pytest
 
-from colabkit import meters
-from colabkit.meters import BatchTaken, LoaderMeters, MetersSnapshot, PartSnapshot, publish, subscribe
-
-
-@pytest.fixture(autouse=True)
-def no_other_listeners(monkeypatch):
-    monkeypatch.setattr(meters, "_listeners", [])
-
-
-EVENT = BatchTaken(LoaderMeters())
+from colabkit.meters import HostClock, LoaderMeters, MetersSnapshot, PartSnapshot
+from colabkit.meters import counts as totals
 
 
 def test_a_snapshot_is_frozen_and_stays_as_it_was():
@@ -26,7 +17,7 @@ def test_a_snapshot_is_frozen_and_stays_as_it_was():
     before = counts.snapshot()
     counts.add("gather", 1, 1, 1)
     counts.batches += 1
-    assert before == MetersSnapshot(0, 0, 0.0, 0.0, 0, (PartSnapshot("gather", 10, 100, 0.5),))
+    assert before == MetersSnapshot(parts=(PartSnapshot("gather", 10, 100, 0.5, calls=1, p95_s=0.5),))
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.batches = 5
 
@@ -36,36 +27,100 @@ def test_parts_add_up_and_keep_their_order():
     for number in range(1, 4):
         counts.add("gather", number, 10 * number, 0.25)
         counts.add("transform", 1, 1, 0.5)
-    assert counts.snapshot().parts == (PartSnapshot("gather", 6, 60, 0.75), PartSnapshot("transform", 3, 3, 1.5))
+    assert counts.snapshot().parts == (
+        PartSnapshot("gather", 6, 60, 0.75, calls=3, p95_s=0.25),
+        PartSnapshot("transform", 3, 3, 1.5, calls=3, p95_s=0.5),
+    )
 
 
 def test_snapshots_subtract():
-    counts = LoaderMeters(batches=2, samples=20, wait_s=1.0, user_s=3.0, ready=1)
+    counts = LoaderMeters(batches=2, samples=20, wait_s=1.0, compute_s=3.0, ready=1, steps=1, passes=1)
     counts.add("gather", 20, 200, 0.5)
     before = counts.snapshot()
-    counts.batches, counts.samples, counts.wait_s, counts.user_s, counts.ready = 5, 50, 1.5, 3.5, 3
+    counts.batches, counts.samples, counts.wait_s, counts.compute_s, counts.ready = 5, 50, 1.5, 3.5, 3
+    counts.other_s, counts.copy_s, counts.first_s, counts.steps, counts.passes = 0.25, 0.125, 0.5, 4, 2
     counts.add("gather", 30, 300, 0.25)
     counts.add("transform", 30, 300, 4.0)  # a part that did not exist before
-    parts = (PartSnapshot("gather", 30, 300, 0.25), PartSnapshot("transform", 30, 300, 4.0))
-    assert counts.snapshot() - before == MetersSnapshot(3, 30, 0.5, 0.5, 2, parts)
+    parts = (
+        PartSnapshot("gather", 30, 300, 0.25, calls=1, p95_s=0.5),
+        PartSnapshot("transform", 30, 300, 4.0, calls=1, p95_s=4.0),
+    )
+    assert counts.snapshot() - before == MetersSnapshot(
+        batches=3,
+        samples=30,
+        wait_s=0.5,
+        copy_s=0.125,
+        compute_s=0.5,
+        other_s=0.25,
+        first_s=0.5,
+        passes=1,
+        steps=3,
+        ready=2,
+        parts=parts,
+    )
     nothing = counts.snapshot() - counts.snapshot()
-    assert (nothing.batches, nothing.samples, nothing.wait_s, nothing.user_s, nothing.ready) == (0, 0, 0, 0, 0)
+    assert (nothing.batches, nothing.samples, nothing.seconds, nothing.ready) == (0, 0, 0, 0)
+
+
+def test_a_difference_holds_the_steps_since_then_as_far_as_they_are_kept():
+    counts = LoaderMeters()
+    counts.clock = clock = HostClock()
+    for number in range(3):
+        clock.stepped(number, number + 0.5, number + 1, 4)
+    before = counts.snapshot()
+    for number in range(3, 5):
+        clock.stepped(number, number + 0.25, number + 1, 4)
+    later = counts.snapshot()
+    assert [step.wait_s for step in later.recent] == [0.5, 0.5, 0.5, 0.25, 0.25]
+    assert [step.wait_s for step in (later - before).recent] == [0.25, 0.25]
+    assert (later - later).recent == ()
+
+
+def test_only_the_newest_steps_are_kept_and_all_are_counted():
+    counts = LoaderMeters()
+    counts.clock = clock = HostClock()
+    for number in range(1000):
+        clock.stepped(number, number + 0.25, number + 1, 1)
+    found = counts.snapshot()
+    assert (found.steps, found.wait_s, found.compute_s, len(found.recent)) == (1000, 250.0, 750.0, 512)
+
+
+def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
+    counts = LoaderMeters()
+    for _ in range(2):
+        counts.clock = clock = HostClock()
+        clock.stepped(0, 5, 6, 4)
+        clock.stepped(6, 7, 8, 4)
+        counts.settle(clock)
+    found = counts.snapshot()
+    assert (found.first_s, found.wait_s, found.steps) == (10.0, 12.0, 4)
+    assert [step.is_first for step in found.recent] == [True, False, True, False]
+
+
+def test_a_part_tells_its_usual_worst_call_and_the_cpu_it_got():
+    counts = LoaderMeters()
+    for number in range(100):
+        counts.add("decode", 1, 1, number / 100, cpu_s=0.25)
+    counts.add("decode", 0, 0, 0.0, 3.0)  # a wait is no call
+    (part,) = counts.snapshot().parts
+    assert (part.calls, part.p95_s, part.cpu_s, part.wait_s) == (99, 0.95, 25.0, 3.0)
 
 
 def test_shares_are_right_and_defined_where_nothing_happened():
-    taken = MetersSnapshot(4, 40, 1.0, 3.0, 3, ())
-    assert (taken.wait_share, taken.occupancy_rate) == (0.25, 0.75)
+    taken = MetersSnapshot(batches=4, samples=40, wait_s=1.0, compute_s=2.0, other_s=0.5, copy_s=0.5, ready=3)
+    assert (taken.wait_share, taken.occupancy_rate, taken.seconds) == (0.25, 0.75, 4.0)
     nothing = LoaderMeters().snapshot()
     assert (nothing.wait_share, nothing.occupancy_rate) == (0.0, 0.0)
 
 
 def test_busy_counts_the_block(monkeypatch):
-    clock = iter([10.0, 12.5])
-    monkeypatch.setattr(meters.time, "perf_counter", lambda: next(clock))
+    clock, cpu = iter([10.0, 12.5]), iter([1.0, 2.0])
+    monkeypatch.setattr(totals.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(totals.time, "thread_time", lambda: next(cpu))
     counts = LoaderMeters()
     with counts.busy("gather", 3, 30):
         assert counts.snapshot().parts == ()
-    assert counts.snapshot().parts == (PartSnapshot("gather", 3, 30, 2.5),)
+    assert counts.snapshot().parts == (PartSnapshot("gather", 3, 30, 2.5, calls=1, p95_s=2.5, cpu_s=1.0),)
 
 
 def test_work_that_failed_is_not_counted_as_done():
@@ -73,68 +128,6 @@ def test_work_that_failed_is_not_counted_as_done():
     with pytest.raises(ValueError, match="planned"), counts.busy("gather", 3, 30):
         raise ValueError("planned")
     assert counts.snapshot().parts == ()
-
-
-def test_every_listener_hears_every_event_in_order():
-    heard: list[tuple[str, object]] = []
-    subscribe(lambda event: heard.append(("one", event)))
-    subscribe(lambda event: heard.append(("two", event)))
-    events = [EVENT, meters.RunEnded(None)]
-    for event in events:
-        publish(event)
-    assert heard == [(name, event) for event in events for name in ("one", "two")]
-
-
-def test_after_unsubscribing_nothing_is_heard_and_twice_is_once():
-    heard, kept = [], []
-    unsubscribe = subscribe(heard.append)
-    subscribe(kept.append)
-    unsubscribe()
-    unsubscribe()
-    publish(EVENT)
-    assert (heard, kept) == ([], [EVENT])
-
-
-def test_a_listener_that_fails_is_dropped_and_logged_once_and_the_others_go_on(caplog):
-    heard: list[object] = []
-
-    def broken(event: object) -> None:
-        heard.append("broken")
-        raise RuntimeError("planned")
-
-    unsubscribe = subscribe(broken)
-    subscribe(heard.append)
-    with caplog.at_level(logging.WARNING, "colabkit"):
-        publish(EVENT)
-        publish(EVENT)
-    unsubscribe()
-    assert heard == ["broken", EVENT, EVENT]
-    assert [record.name for record in caplog.records] == ["colabkit"]
-    assert "planned" in caplog.text
-    assert "the run goes on" in caplog.text
-
-
-def test_a_listener_may_unsubscribe_itself_and_others_while_it_is_called():
-    heard: list[str] = []
-
-    def once(event: object) -> None:
-        heard.append("once")
-        for end in ends:
-            end()
-
-    ends = [subscribe(once), subscribe(lambda event: heard.append("second"))]
-    publish(EVENT)
-    publish(EVENT)
-    assert heard == ["once", "second"]
-
-
-def test_ctrl_c_in_a_listener_is_not_swallowed():
-    def interrupt(event: object) -> None:
-        raise KeyboardInterrupt
-
-    subscribe(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        publish(EVENT)
 
 
 def test_snapshots_may_be_taken_while_threads_count():

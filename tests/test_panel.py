@@ -1,305 +1,271 @@
-"""The panel: a pure picture, a recorder of events, screens, and a run that it can never stop."""
+"""The panel beside loops and runs, painted by its own thread, and a run that it can never stop."""
 
 from __future__ import annotations
 
-import io
-import re
+import os
+import signal
 import threading
-from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from panel_states import HOST, FakeTime, Frames, Machine, machine
+from torch.utils.data import DataLoader, TensorDataset
+from trainings import train
 
 import colabkit
 from colabkit import meters
-from colabkit.errors import InvalidOption
+from colabkit.doctor import Doctor
+from colabkit.errors import InvalidOption, MissingPackage
+from colabkit.meters import LoaderMeters
 from colabkit.panel import Dashboard, show_beside_training
-from colabkit.panel.render import BLUE, GREEN, GREY, VERMILION, render
-from colabkit.panel.screens import NotebookScreen, NullScreen, TerminalScreen, choose_screen
-from colabkit.panel.state import PanelState, Recorder
-from colabkit.telemetry import GpuSnapshot, HostSnapshot
-
-HOST = HostSnapshot(0.5, 3 << 30, 12 << 30, 1e6, (GpuSnapshot("T4", 0.9, 5 << 30, 15 << 30),))
-STATE = PanelState(
-    phase="running",
-    epoch=2,
-    epochs=3,
-    step=14,
-    steps_per_epoch=23,
-    elapsed_s=12.0,
-    remaining_s=8.0,
-    wait_share=0.25,
-    images_per_s=1234.0,
-    gathered_bytes_per_s=3e6,
-    occupancy_rate=0.5,
-    values={"loss": 0.5, "accuracy": 0.75},
-    speed_curve=(1.0, 3.0, 2.0),
-    loss_curve=(2.0, 1.0, 0.5),
-    gpu_curve=(0.2, 0.9),
-    host=HOST,
-    cost_share=0.002,
-)
-EMPTY = PanelState(phase="starting")
-
-
-class Tags(HTMLParser):
-    """Collects tags and checks that they close in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs) -> None:
-        self.tags.append(tag)
-        if tag != "img":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-@pytest.mark.parametrize("state", [STATE, EMPTY, replace(STATE, host=None), replace(STATE, values={}, loss_curve=())])
-def test_every_frame_is_whole_small_and_safe_where_scripts_and_styles_are_stripped(state: PanelState) -> None:
-    html, text = render(state)
-    assert set(Tags(html).tags) <= {"div", "span", "img", "strong"}
-    assert len(html) < 8000
-    assert len(text.splitlines()) == 7
-    assert all(len(line) <= 110 for line in text.splitlines())
-
-
-def test_unknown_is_not_drawn_as_zero() -> None:
-    html, text = render(EMPTY)
-    assert "waiting for data n/a" in text
-    assert "0%" not in text
-    assert "waiting for data n/a" in html
-
-
-@pytest.mark.parametrize(
-    ("state", "sentence"),
-    [
-        (EMPTY, "Warming up"),
-        (replace(STATE, wait_share=0.01), "Data keeps up: 1.0% of the time waiting"),
-        (replace(STATE, wait_share=0.1), "Data slows training: 10% of the time waiting"),
-        (STATE, "Training waits for data: 25% of the time"),
-        (replace(STATE, phase="waiting", waiting_s=3.2), "Waiting for data since 3.2 s"),
-        (replace(STATE, phase="finished", wait_share=0.01), "Data kept up: 1.0% of the time waiting"),
-        (
-            replace(STATE, phase="stopped", stopped_by="KeyboardInterrupt"),
-            "Stopped by KeyboardInterrupt. Training waited",
-        ),
-        (replace(EMPTY, phase="finished"), "Finished"),
-    ],
-)
-def test_the_first_line_is_the_verdict(state: PanelState, sentence: str) -> None:
-    html, text = render(state)
-    assert text.splitlines()[0].startswith(sentence)
-    assert f">{sentence}" in html
-
-
-def test_names_are_never_html() -> None:
-    html, _ = render(replace(STATE, values={"<img src=x onerror=alert(1)>": 1.0}, stopped_by="<b>"))
-    assert "<img src=x" not in html
-    assert "&lt;img src=x" in html
-
-
-def test_curves_have_words_for_those_who_cannot_see_them() -> None:
-    html, _ = render(STATE)
-    assert re.search(r'<img alt="Loss from 2 to 0.5, between 0.5 and 2" src="data:image/svg\+xml;base64,', html)
-    assert 'aria-label="waiting for data 25%, the step itself 75%"' in html
-
-
-def luminance(color: str) -> float:
-    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("color", [BLUE, VERMILION, GREEN, GREY])
-@pytest.mark.parametrize("background", ["#ffffff", "#131314"])
-def test_colours_are_seen_on_light_and_dark(color: str, background: str) -> None:
-    high, low = sorted([luminance(color), luminance(background)], reverse=True)
-    assert (high + 0.05) / (low + 0.05) >= 3
-
-
-def meter(wait_s: float = 1.0, user_s: float = 3.0, batches: int = 10) -> meters.LoaderMeters:
-    made = meters.LoaderMeters(batches=batches, samples=batches * 4, wait_s=wait_s, user_s=user_s, ready=batches // 2)
-    made.add("gather", batches * 4, 4000, 0.5)
-    return made
-
-
-def test_the_recorder_follows_a_run() -> None:
-    recorder, counts = Recorder(), meters.LoaderMeters()
-    recorder.note(meters.RunStarted(counts, 2, 10))
-    recorder.note(meters.EpochStarted(counts, 1, 10, 40))
-    full = meter()
-    for name in ("batches", "samples", "wait_s", "user_s", "ready", "_parts"):
-        setattr(counts, name, getattr(full, name))
-    recorder.note(meters.BatchTaken(counts))
-    recorder.note(meters.StepDone(1, 13, 3, {"loss": 0.5}))
-    state = recorder.state(None, 0.0)
-    assert (state.phase, state.epoch, state.epochs, state.step, state.steps_per_epoch) == ("running", 2, 2, 3, 10)
-    assert (state.wait_share, state.images_per_s, state.occupancy_rate) == (0.25, 10.0, 0.5)
-    assert state.gathered_bytes_per_s == 1000
-    assert state.values == {"loss": 0.5}
-    recorder.note(meters.RunEnded("ValueError"))
-    assert recorder.state(None, 0.0).phase == "stopped"
-    assert recorder.state(None, 0.0).stopped_by == "ValueError"
-
-
-def test_the_recorder_ignores_the_loader_of_the_validation() -> None:
-    recorder, counts, other = Recorder(), meters.LoaderMeters(), meters.LoaderMeters()
-    recorder.note(meters.RunStarted(counts, 1, 10))
-    recorder.note(meters.StepDone(0, 4, 4, {}))
-    recorder.note(meters.EpochStarted(other, 7, 99, 99))
-    recorder.note(meters.Waiting(other, 5.0))
-    state = recorder.state(None, 0.0)
-    assert (state.epoch, state.step, state.steps_per_epoch, state.waiting_s) == (1, 4, 10, 0.0)
-
-
-def test_the_recorder_follows_a_plain_loop() -> None:
-    recorder, counts = Recorder(), meters.LoaderMeters()
-    recorder.note(meters.EpochStarted(counts, 3, 6, 24))
-    recorder.note(meters.BatchTaken(counts))
-    recorder.note(meters.BatchTaken(counts))
-    recorder.note(meters.Waiting(counts, 2.0))
-    state = recorder.state(None, 0.0)
-    assert (state.phase, state.epoch, state.epochs, state.step, state.waiting_s) == ("waiting", 4, None, 2, 2.0)
-
-
-def test_losses_that_are_no_numbers_do_not_break_the_curve() -> None:
-    recorder = Recorder()
-    for loss in (1.0, float("nan"), float("inf"), 2.0):
-        recorder.note(meters.StepDone(0, 1, 1, {"loss": loss}))
-        state = recorder.state(None, 0.0)
-        render(state)
-    assert state.loss_curve == (1.0, 2.0)
-
-
-class Frames:
-    """A screen that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.frames: list[tuple[str, str, bool]] = []
-
-    def paint(self, html: str, text: str, final: bool) -> None:
-        self.frames.append((html, text, final))
+from colabkit.panel.painter import is_any_open
 
 
 @pytest.fixture
-def loader(image_tree: Path, tmp_path: Path) -> colabkit.Loader:
-    packed = colabkit.pack(image_tree, tmp_path / "p.h5", progress=False)
-    return colabkit.Loader(colabkit.open_pack(packed.path)["train"], 4)
+def loader() -> colabkit.Loader:
+    return colabkit.Loader((np.zeros((24, 2), np.float32), np.zeros(24, np.int64)), 4)
 
 
-def test_the_panel_runs_beside_a_plain_loop_and_ends_with_one_final_frame(loader: colabkit.Loader) -> None:
+def test_it_runs_beside_a_plain_loop_and_ends_with_one_final_frame(loader: colabkit.Loader) -> None:
     screen = Frames()
-    with Dashboard(screen, 0.1):
+    with Dashboard(screen, machine=machine):
+        assert len(screen.frames) == 1, "it is there at once"
         for _ in loader:
             pass
     assert [final for _, _, final in screen.frames].count(True) == 1
     assert screen.frames[-1][2]
     assert "epoch 1 · step 6/6" in screen.frames[-1][1]
-    assert meters._listeners == []
+    assert "Training panel" in screen.frames[-1][0]
+    assert screen.is_closed
+    assert not is_any_open()
+    assert not meters.is_heard()
 
 
-def test_the_panel_runs_beside_training(loader: colabkit.Loader) -> None:
+def test_it_runs_beside_training(loader: colabkit.Loader) -> None:
     screen = Frames()
-    with Dashboard(screen, 0.1):
-        colabkit.train(lambda batch: 0.25, loader, epochs=2)
+    with Dashboard(screen, machine=machine):
+        train(lambda batch: 0.25, loader, epochs=2)
     assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
-    assert "loss 0.25" in screen.frames[-1][1]
+    assert "Loss        0.25" in screen.frames[-1][1]
 
 
-def test_a_screen_that_fails_is_dropped_and_training_goes_on(
-    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
+def test_it_runs_beside_a_plain_data_loader_that_is_watched() -> None:
+    screen = Frames()
+    watched = colabkit.watch(DataLoader(TensorDataset(torch.zeros(80, 2)), batch_size=1))
+    with Dashboard(screen, machine=machine):
+        for _ in watched:
+            pass
+    text = screen.frames[-1][1]
+    assert "epoch 1 · step 80/80" in text
+    assert "waiting for data n/a" not in text
+
+
+def test_two_runs_in_one_block_are_shown_one_after_the_other(loader: colabkit.Loader) -> None:
+    screen, doctors = Frames(), []
+
+    def doctor() -> Doctor:
+        doctors.append(Doctor())
+        return doctors[-1]
+
+    with Dashboard(screen, machine=machine, doctor=doctor):
+        train(lambda batch: 0.5, loader, epochs=1)
+        assert "epoch 1/1 · step 6/6" in screen.frames[-1][1]
+        train(lambda batch: 0.125, loader, epochs=3)
+    assert "epoch 3/3 · step 6/6" in screen.frames[-1][1]
+    assert "Loss        0.125" in screen.frames[-1][1]
+    assert len(doctors) == 3, "one for each run, and one for what was before"
+
+
+def test_while_data_is_waited_for_it_says_since_when() -> None:
+    screen, time, counts = Frames(), FakeTime(), LoaderMeters()
+    with Dashboard(screen, machine=machine, clock=time, cpu_clock=time):
+        meters.publish(meters.EpochStarted(counts, 0, 10, 40))
+        for _ in range(12):
+            time.now_s += 0.25
+            meters.publish(meters.Waiting(counts, time.now_s - 1000))
+    said = [text.splitlines()[0] for _, text, _ in screen.frames]
+    assert [line for line in said if "since" in line] == [
+        f"Waiting for data since {seconds} s" for seconds in ("1.0", "1.5", "2.0", "2.5", "3.0")
+    ]
+
+
+def test_a_screen_that_fails_is_followed_by_text_once_and_training_goes_on(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Broken:
+    class Broken(Frames):
         def paint(self, html: str, text: str, final: bool) -> None:
+            super().paint(html, text, final)
             raise OSError("no front end")
 
-    with Dashboard(Broken(), 0.1):
-        report = colabkit.train(lambda batch: 0.5, loader)
+    screen = Broken()
+    with Dashboard(screen, machine=machine):
+        report = train(lambda batch: 0.5, loader)
     assert report.epochs[0].samples == 24
-    assert "the run goes on" in caplog.text
+    assert len(screen.frames) == 1
+    assert screen.is_closed
+    assert caplog.text.count("it goes on as text") == 1
+    assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
+
+
+def test_a_screen_that_cannot_be_closed_stops_nothing(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stuck(Frames):
+        def close(self) -> None:
+            raise OSError("no front end")
+
+    with Dashboard(Stuck(), machine=machine):
+        list(loader)
+    assert "cannot be closed" in caplog.text
+    assert not is_any_open()
+
+
+def test_when_text_fails_too_there_is_no_panel_and_training_goes_on(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "recent", lambda machine, seconds: 1 / 0)
+    with Dashboard(Frames(), machine=machine):
+        report = train(lambda batch: 0.5, loader)
+    assert report.epochs[0].samples == 24
+    assert caplog.text.count("it is gone") == 1
 
 
 def test_an_error_of_the_loop_is_shown_and_passes_through(loader: colabkit.Loader) -> None:
     screen = Frames()
-    with pytest.raises(ZeroDivisionError), Dashboard(screen, 0.1):
-        colabkit.train(lambda batch: 1 / 0, loader)
-    assert screen.frames[-1][1].startswith("Stopped by ZeroDivisionError")
+    with pytest.raises(ZeroDivisionError), Dashboard(screen, machine=machine):
+        train(lambda batch: 1 / 0, loader)
+    assert "stopped by ZeroDivisionError" in screen.frames[-1][1]
 
 
-def test_only_the_thread_of_the_cell_paints(loader: colabkit.Loader) -> None:
+def test_ctrl_c_leaves_a_final_frame(loader: colabkit.Loader) -> None:
     screen = Frames()
-    with Dashboard(screen, 0.1):
+    with pytest.raises(KeyboardInterrupt), Dashboard(screen, machine=machine):
+        [signal.raise_signal(signal.SIGINT) for _ in loader]
+    assert screen.frames[-1][2]
+    assert "stopped by KeyboardInterrupt · epoch 1 · step 1/6" in screen.frames[-1][1]
+
+
+def test_ctrl_c_while_it_is_painted_passes_through_and_everything_is_let_go(loader: colabkit.Loader) -> None:
+    class Interrupted(Frames):
+        def paint(self, html: str, text: str, final: bool) -> None:
+            super().paint(html, text, final)
+            if final or "step 6/6" in text:
+                raise KeyboardInterrupt
+
+    screen = Interrupted()
+    with pytest.raises(KeyboardInterrupt), Dashboard(screen, machine=machine):
+        train(lambda batch: 0.5, loader)
+    assert screen.is_closed
+    assert not is_any_open()
+    assert not meters.is_heard()
+
+
+def test_only_the_thread_that_opened_it_paints(loader: colabkit.Loader) -> None:
+    screen, time, painters = Frames(), FakeTime(), set()
+    paint = screen.paint
+    screen.paint = lambda *frame: (painters.add(threading.get_ident()), paint(*frame))
+    with Dashboard(screen, machine=machine, clock=time, cpu_clock=time):
+        time.now_s += 100
         other = threading.Thread(target=lambda: list(loader))
         other.start()
         other.join()
-        assert screen.frames == []
-    assert len(screen.frames) == 1
+        assert len(screen.frames) == 1
+    assert len(screen.frames) == 2
+    assert "step 6/6" in screen.frames[-1][1]
+    assert painters == {threading.get_ident()}
 
 
-def test_the_panel_opens_and_closes_itself_beside_training(
+def test_it_leaves_no_thread_and_no_descriptor_behind(loader: colabkit.Loader) -> None:
+    def held() -> tuple[set[threading.Thread], list[str]]:
+        return set(threading.enumerate()), os.listdir("/proc/self/fd")
+
+    with Dashboard(Frames()):
+        list(loader)
+    threads, descriptors = held()
+    with Dashboard(Frames()):
+        list(loader)
+        assert any(thread.name == "colabkit-telemetry" for thread in threading.enumerate())
+    assert held() == (threads, descriptors)
+
+
+def test_it_opens_and_closes_itself_beside_training(
     loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop = show_beside_training()
     try:
-        colabkit.train(lambda batch: 0.5, loader)
+        train(lambda batch: 0.5, loader)
         assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
         with colabkit.dashboard(screen="none"):
-            colabkit.train(lambda batch: 0.5, loader)
-        assert capsys.readouterr().out == "", "one panel is enough"
+            train(lambda batch: 0.5, loader)
+        assert capsys.readouterr().out == "", "one panel is enough, and none is none"
     finally:
         stop()
-    assert meters._listeners == []
+    assert not meters.is_heard()
+    assert not is_any_open()
 
 
-def test_the_panel_that_opened_itself_tells_what_stopped_training(
+def test_when_it_opened_itself_it_tells_what_stopped_training(
     loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop = show_beside_training()
     try:
         with pytest.raises(ZeroDivisionError):
-            colabkit.train(lambda batch: 1 / 0, loader)
+            train(lambda batch: 1 / 0, loader)
     finally:
         stop()
-    assert "Stopped by ZeroDivisionError" in capsys.readouterr().out
+    assert "stopped by ZeroDivisionError" in capsys.readouterr().out
 
 
-def test_a_terminal_is_rewritten_in_place_and_a_log_gets_the_last_frame_only() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_a_panel_that_shows_nothing_does_nothing(loader: colabkit.Loader) -> None:
+    def never() -> None:
+        raise AssertionError
 
-    terminal, log = Terminal(), io.StringIO()
-    for stream in (terminal, log):
-        screen = TerminalScreen(stream)
-        screen.paint("", "one\nframe", False)
-        screen.paint("", "two\nframe", True)
-    assert terminal.getvalue() == "one\nframe\n\x1b[2F\x1b[Jtwo\nframe\n"
-    assert log.getvalue() == "two\nframe\n"
+    with Dashboard(None, machine=never, doctor=never):
+        assert is_any_open()
+        assert not meters.is_heard()
+        list(loader)
+    assert not is_any_open()
 
 
-def test_a_terminal_without_unicode_still_gets_the_words() -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    TerminalScreen(stream).paint("", render(STATE)[1], True)
-    stream.flush()
-    assert b"Training waits for data" in stream.buffer.getvalue()
+def test_it_can_be_shown_again(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    panel = Dashboard(screen, machine=machine)
+    for _ in range(2):
+        with panel:
+            list(loader)
+    assert [final for _, _, final in screen.frames].count(True) == 2
 
 
-def test_options_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(InvalidOption, match="refresh_s=0"):
-        colabkit.dashboard(refresh_s=0)
-    with pytest.raises(InvalidOption, match="'widgets'"):
+def test_what_fails_at_the_start_leaves_nothing_open() -> None:
+    class Unwilling(Machine):
+        def __enter__(self) -> Machine:
+            raise OSError
+
+        def __exit__(self, *error: object) -> None:
+            raise AssertionError
+
+    screen = Frames()
+    with pytest.raises(OSError, match=r"^$"), Dashboard(screen, machine=Unwilling):
+        pass
+    assert not is_any_open()
+    assert screen.is_closed
+
+
+def test_options_that_cannot_be_meant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for refresh_s in (0, 0.1, float("nan")):
+        with pytest.raises(InvalidOption, match=f"refresh_s={refresh_s}"):
+            colabkit.dashboard(refresh_s=refresh_s)
+    with pytest.raises(InvalidOption, match="'window'"):
+        colabkit.dashboard(screen="window")
+    monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
+    with pytest.raises(MissingPackage, match="pip install ipywidgets"):
         colabkit.dashboard(screen="widgets")
 
 
-def test_screens_are_chosen_by_name_and_by_place() -> None:
-    assert isinstance(choose_screen("auto"), TerminalScreen)
-    assert isinstance(choose_screen("notebook"), NotebookScreen)
-    assert isinstance(choose_screen("none"), NullScreen)
+def test_the_machine_is_shown_as_its_sampler_saw_it(loader: colabkit.Loader, tmp_path: Path) -> None:
+    screen = Frames()
+    with Dashboard(screen, machine=machine):
+        list(loader)
+    assert f"RAM 6.0/{HOST.ram_total_bytes >> 30}.0 GiB" in screen.frames[-1][1]

@@ -14,7 +14,7 @@ from colabkit._reports import Report
 from colabkit._units import format_bytes
 from colabkit.mounts import Reader, read_file
 
-__all__ = ["MemoryReport", "allowed_cpus", "memory_limits", "usable_cpus"]
+__all__ = ["MemoryReport", "allowed_cpus", "cgroup_folders", "memory_limits", "usable_cpus"]
 
 _CGROUP = "/sys/fs/cgroup"
 _RECLAIMABLE = {
@@ -48,7 +48,7 @@ class MemoryReport(Report):
 def allowed_cpus(read: Reader, affinity: int) -> float:
     """Return the CPUs this process may use: the least of its affinity and the cgroup quotas above it."""
     limits = [float(affinity)]
-    for version, folder in _cgroup_folders(read, "cpu"):
+    for version, folder in cgroup_folders(read, "cpu"):
         try:
             if version == 2:
                 quota, period = read(f"{folder}/cpu.max").split()
@@ -84,7 +84,7 @@ def memory_limits(read: Reader) -> MemoryReport:
     total = meminfo["MemTotal"]
     available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
     limited_by = "machine"
-    for version, folder in _cgroup_folders(read, "memory"):
+    for version, folder in cgroup_folders(read, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         try:
             limit = int(read(f"{folder}/{names[0]}"))  # "max" is no number: no limit here
@@ -107,7 +107,7 @@ def _number(read: Reader, path: str, key: str = "") -> int:
         return 0
 
 
-def _cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
+def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
     """Yield (version, folder) of the cgroups above this process, leaf first."""
     try:
         lines = read("/proc/self/cgroup").splitlines()

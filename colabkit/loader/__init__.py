@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from colabkit.errors import BadImage, ColabkitError, cannot, check_whole_number
 from colabkit.loader.building import Asked, built_by_sample, built_of_feed
 from colabkit.loader.decoding import BadSamples, OnBad
 from colabkit.loader.engines import failed
+from colabkit.loader.facts import facts_of
 from colabkit.loader.feeds import as_samples, feed_of, wrapped
 from colabkit.loader.options import (
     check_beside,
@@ -36,10 +37,13 @@ from colabkit.loader.sampled import SampledPlan, gives_batches
 from colabkit.loader.seeding import generators_kept, seed_all
 from colabkit.loader.structures import fields_of, mapped
 from colabkit.loader.tiers import Keep, Tier
+from colabkit.loader.transfer import marked
 from colabkit.loader.workers import Batch
 from colabkit.sampler import Order
 
 __all__ = ["Loader", "Tier"]
+
+_SETTLED_EVERY = 64  # batches; what the clock notes is worked out together
 
 
 class Loader:
@@ -142,6 +146,7 @@ class Loader:
         check_choice(act, keep, on_bad, self.device)
         self.transform = transform
         self.meters = meters.LoaderMeters()
+        self._aside: meters.LoaderMeters | None = None
         self._said = rank, world_size
         self._bad = BadSamples(on_bad)
         sides = None if size is None else checked_size(act, size)
@@ -165,6 +170,7 @@ class Loader:
         self._gives_batches = not isinstance(order, Order) and gives_batches(order)
         self._position = Position(order, seed, self._fingerprint())
         self._check_counts(act, share)
+        self.meters.facts = facts_of(self._built, self.dataset, self._count, transform and _name_of(transform))
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch."""
@@ -240,8 +246,21 @@ class Loader:
             batches: how many.
         """
         check_whole_number("look at the next batches", "batches", batches, 1)
-        with self._position.aside(), closing(self._batches()) as coming:
+        with self.aside(), closing(self._batches()) as coming:
             return [mapped(batch, torch.Tensor.clone) for batch in itertools.islice(coming, batches)]
+
+    @contextmanager
+    def aside(self) -> Iterator[meters.LoaderMeters]:
+        """Return a block within which iterations begin after what was received, and after which nothing has moved.
+
+        Nobody is told of them; the block's own meters count them, but for what the loader's parts do.
+        """
+        before, self._aside = self._aside, meters.LoaderMeters(facts=self.meters.facts)
+        try:
+            with self._position.aside():
+                yield self._aside
+        finally:
+            self._aside = before
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch, which begins when the first one is asked for."""
@@ -250,33 +269,46 @@ class Loader:
 
     def _batches(self) -> Generator[Any]:
         epoch, start = self._position.begin()
-        plan, engine, counts = self._plan(), self._built.engine_now(), self.meters
-        meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
-        portions = Portions(plan.portions(epoch, start, engine.group_batches))
+        plan, engine, is_told = self._plan(), self._built.engine_now(), self._aside is None
+        counts = self.meters if self._aside is None else self._aside
+        if is_told:
+            meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
+        portions = Portions(plan.portions(epoch, start, engine.portion_batches))
         ready = engine.batches(self.seed, epoch, iter(portions))
         at_last, received = self._built.stages.at_last, counts.batches
         as_structured = _as_it_is if self._feed is None else self._feed.batch
+        clock: meters.Clock
+        clock = meters.HostClock() if self.device.type == "cpu" else meters.DeviceClock(lambda: marked(self.device))
+        counts.begin_pass(clock)
+        stepped, now = clock.stepped, time.perf_counter
+        asked = now()
         try:
             for taken in ready:
                 batch = as_structured(taken.values) if at_last is None else self._finished(epoch, taken)
                 self._position.reached(epoch, taken.reached, is_over=taken.reached == portions.stop)
+                samples = len(taken.positions)
                 counts.batches += 1
-                counts.samples += len(taken.positions)
-                counts.wait_s += taken.wait_s
+                counts.samples += samples
                 counts.ready += taken.was_ready
+                clock.given(taken.marks)
                 del taken
-                if meters.is_heard():
+                given = now()
+                if is_told and meters.is_heard():
                     meters.publish(meters.BatchTaken(counts))
-                left = time.perf_counter()
                 yield batch
                 del batch
-                counts.user_s += time.perf_counter() - left
+                left = now()
+                stepped(asked, given, left, samples)
+                asked = left
+                if not counts.batches % _SETTLED_EVERY:
+                    counts.settle(clock)
             if not start and counts.batches == received and self._bad.found:
                 found = f"{plan.samples(0)} image files of which none can be decoded"
                 raise BadImage(cannot("load an epoch", found, "a good one at least", "See loader.bad_samples"))
             self._position.reached(epoch, 0, is_over=True)  # also if the last batches held bad samples only
         finally:
             ready.close()
+            counts.settle(clock)
 
     def _finished(self, epoch: int, taken: Batch) -> Any:
         """Return a batch as the user gets it, after what is done to it at last."""

@@ -18,7 +18,7 @@ from colabkit.loader.engines import Engine, InProcesses, OnDevice
 from colabkit.loader.feeds import Column, Feed, check_channels
 from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
-from colabkit.loader.paging import Populating, mapped_rows
+from colabkit.loader.paging import Copying, Populating, mapped_rows
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
 from colabkit.loader.stages import Stages, stages_of
@@ -31,6 +31,8 @@ __all__ = ["Asked", "Built", "built_by_sample", "built_of_feed"]
 _GROUP_BYTES = 8 << 20  # made together: two of them stay in a processor's cache
 _DEVICE_GROUP_BYTES = 64 << 20
 _GROUP_BATCHES = 32
+_PORTION_BATCHES = 32
+_COPIED_SHARE = 1 / 16  # of the free RAM, for rows that the page cache holds as well
 _LEAST_AHEAD = 4
 _AHEAD_BYTES = 512 << 20
 
@@ -79,6 +81,7 @@ class Built:
         feed: what batches consist of; None where samples are made one by one.
         row_bytes: of a sample; None if they differ.
         kept: decoded samples that are collected; None for none.
+        decodes: whether samples are image files that are decoded.
     """
 
     asked: Asked
@@ -88,6 +91,7 @@ class Built:
     feed: Feed | None = None
     row_bytes: int | None = None
     kept: KeptRows | None = None
+    decodes: bool = False
 
     def engine_now(self) -> Engine:
         """Return what makes the next epoch: when all is decoded and the GPU has room, rows there."""
@@ -170,9 +174,10 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
             kept = KeptRows(feed.count, row_shape, tier.rows, where, near)
         images = Images(row_shape, asked.size is not None, kept, asked.bad)
     mapped = mapped_rows(dataset, samples) if is_mapped and isinstance(samples, RowGather) else None
-    populating = None
+    warming: Populating | Copying | None = None
     if mapped is not None and tier.name == "ram" and isinstance(samples, RowGather):
-        populating = Populating(samples.maps)
+        is_small = samples.count * samples.row_bytes <= _COPIED_SHARE * room.ram_bytes
+        warming = Copying(samples) if is_small else Populating(samples.maps)
     engine = InThreads(
         feed,
         stages,
@@ -181,10 +186,10 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
         asked.batch_size,
         asked.device,
         asked.counts,
-        populating,
+        warming,
         mapped if tier.name == "disk" else None,
     )
-    return Built(asked, tier, engine, stages, feed, row_bytes, kept)
+    return Built(asked, tier, engine, stages, feed, row_bytes, kept, is_decoded)
 
 
 def _check_rows(act: str, asked: Asked, feed: Feed) -> None:
@@ -216,7 +221,8 @@ def _depth(asked: Asked, stages: Stages, is_decoded: bool, row_bytes: int | None
     ahead = asked.prefetch_batches or max(min(_LEAST_AHEAD, most), 2 * fitting)
     group = max(1, min(fitting, ahead // 2))
     begins_here = not works and asked.device.type == "cpu" and asked.prefetch_batches is None
-    return Depth(group, max(1, ahead // group), threads, begins_here)
+    portion = _PORTION_BATCHES if begins_here else group
+    return Depth(portion, group, max(1, ahead // group), threads, begins_here)
 
 
 def _on_device(asked: Asked, columns: Mapping[str, Column], row_bytes: int | None) -> Engine:

@@ -112,6 +112,7 @@ class ImageDecoding:
             BadImage: naming a sample that cannot be decoded, if that is an error.
         """
         work = _Work(group, start, stop, group.values[0].permute(0, 2, 3, 1).numpy()[start:stop])
+        cpu_began = time.thread_time()
         if self._row_shape is None:
             self._fill_from_files(work, draws)
         else:
@@ -119,7 +120,8 @@ class ImageDecoding:
         if self._ahead is None:
             self._meters.add("read", work.read, work.read_bytes, work.read_s)
         waited_s = 0.0 if self._ahead is None else work.read_s
-        self._meters.add("decode", work.read, work.read * prod(self.out_shape), work.decode_s, waited_s)
+        decoded_bytes, cpu_s = work.read * prod(self.out_shape), time.thread_time() - cpu_began  # of all that is done
+        self._meters.add("decode", work.read, decoded_bytes, work.decode_s, waited_s, cpu_s=cpu_s)
         if self._geometry is not None:
             self._meters.add("augment", stop - start, work.out.nbytes, work.augment_s)
 

@@ -15,22 +15,23 @@ from colabkit.loader.portions import Portion
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
 from colabkit.loader.slots import PinnedSlots
-from colabkit.loader.transfer import DeviceTransfer, Taken, sent
+from colabkit.loader.transfer import DeviceTransfer, Taken, marked, sent
 from colabkit.loader.workers import Batch
 
 __all__ = ["Engine", "InProcesses", "OnDevice", "failed"]
 
 _SENT_AHEAD = 2
+_AT_ONCE_S = 1e-3  # a batch that comes sooner was ready
 
 
 class Engine(Protocol):
     """Makes the batches of epochs.
 
     Attributes:
-        group_batches: how many batches it makes together at most.
+        portion_batches: how many batches are planned together at most.
     """
 
-    group_batches: int
+    portion_batches: int
 
     def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch; closing the generator ends all that works for it."""
@@ -42,24 +43,24 @@ class OnDevice:
     Args:
         resident: the rows.
         counts: the loader's meters.
-        group_batches: batches that are gathered together.
+        portion_batches: batches that are gathered together.
     """
 
-    def __init__(self, resident: Resident, counts: meters.LoaderMeters, group_batches: int) -> None:
-        self.group_batches = group_batches
+    def __init__(self, resident: Resident, counts: meters.LoaderMeters, portion_batches: int) -> None:
+        self.portion_batches = portion_batches
         self._resident = resident
         self._counts = counts
 
     def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch."""
-        began = time.perf_counter()
         for portion in portions:
-            for batch in self._resident.batches(portion):
-                taken_s = time.perf_counter() - began
-                self._counts.add("gather", len(batch.positions), 0, taken_s)
-                batch.wait_s = taken_s
-                yield batch
-                began = time.perf_counter()
+            began, before = time.perf_counter(), marked(self._resident.device)
+            batches = [*self._resident.batches(portion)]
+            self._counts.add("gather", len(portion.numbers), 0, time.perf_counter() - began)
+            batches[0].marks = before, marked(self._resident.device)
+            batches.reverse()
+            while batches:
+                yield batches.pop()
 
 
 class InProcesses:
@@ -72,7 +73,7 @@ class InProcesses:
     """
 
     def __init__(self, workers: SampleWorkers, device: torch.device, counts: meters.LoaderMeters) -> None:
-        self.group_batches = 1
+        self.portion_batches = 1
         self._workers = workers
         self._device = device
         self._counts = counts
@@ -87,7 +88,7 @@ class InProcesses:
 
         def take() -> Taken:
             batch = next(made, None)
-            return Taken() if batch is None else Taken([batch], None, batch.wait_s, batch.was_ready)
+            return Taken() if batch is None else Taken([batch], None, batch.was_ready)
 
         transfer = DeviceTransfer(self._device, self._slots, self._counts)
         yield from sent(transfer, take, lambda under_way: under_way < _SENT_AHEAD)
@@ -101,9 +102,9 @@ class InProcesses:
                     raise made.error
                 if made.error is not None:
                     raise failed(made.error.text, made.error.next_step) from made.error.cause()
-                self._counts.add("samples", made.samples, 0, made.busy_s)
+                self._counts.add("samples", made.samples, 0, made.busy_s, cpu_s=made.cpu_s)
                 positions = np.arange(position, position + made.samples)
-                yield Batch(made.batch, positions, reached, wait_s, wait_s < 1e-3)
+                yield Batch(made.batch, positions, reached, wait_s < _AT_ONCE_S)
                 began = time.perf_counter()
         except ColabkitError:
             raise

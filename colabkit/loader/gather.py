@@ -54,6 +54,11 @@ class RowGather:
         self._stops = torch.tensor([len(rows) for rows in maps]).cumsum(0)
 
     @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(map(len, self.maps)) if self.numbers is None else len(self.numbers)
+
+    @property
     def are_images_of_bytes(self) -> bool:
         """Whether rows are `uint8 [H, W, C]`."""
         return self.are_images and self.dtype == torch.uint8 and len(self.shape) == 3
@@ -65,16 +70,35 @@ class RowGather:
             indices: `int64 [B]`.
             buffer: `uint8`, as many bytes as the rows have together, aligned as the rows are.
         """
+        self.gather_wide(indices, self.wide(buffer, len(indices)))
+        return self.shaped(buffer, len(indices))
+
+    def wide(self, buffer: Tensor, count: int) -> Tensor:
+        """Return `count` rows of a buffer as what `gather_wide` fills."""
         wide = buffer.view(self._wide)
-        if self._wide_maps[0].ndim > 1:
-            wide = wide.view(len(indices), -1)
+        return wide.view(count, -1) if self._wide_maps[0].ndim > 1 else wide
+
+    def gather_wide(self, indices: Tensor, wide: Tensor) -> None:
+        """Copy the rows at `indices` into what `wide` made of a buffer."""
         rows = self.rows_of(indices)
         if len(self._wide_maps) == 1:
             torch.index_select(self._wide_maps[0], 0, rows, out=wide)
         else:
             self._gather_by_file(rows, wide)
-        gathered = buffer.view(self.dtype).view(len(indices), *self.shape)
-        return gathered.movedim(-1, 1) if self.are_images else gathered
+
+    def shaped(self, buffer: Tensor, count: int) -> Tensor:
+        """Return `count` rows of a buffer as they are, images as `[count, C, H, W]`, channels last."""
+        rows = buffer.view(self.dtype).view(count, *self.shape)
+        return rows.movedim(-1, 1) if self.are_images else rows
+
+    def shaped_array(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
+        """Return rows of bytes as `shaped` does; None if NumPy does not know their type."""
+        try:
+            typed = rows.view(torch.empty(0, dtype=self.dtype).numpy().dtype)
+        except TypeError:
+            return None
+        shaped = typed.reshape(len(rows), *self.shape)
+        return np.moveaxis(shaped, -1, 1) if self.are_images else shaped
 
     def rows_of(self, indices: Tensor) -> Tensor:
         """Return the rows, counted through all files, that samples lie in."""
@@ -82,7 +106,7 @@ class RowGather:
 
     def on(self, device: torch.device, step_bytes: int) -> RowGather:
         """Return the same rows in the memory of a device, copied in steps; rows that a view leaves out stay behind."""
-        count = sum(map(len, self.maps)) if self.numbers is None else len(self.numbers)
+        count = self.count
         rows = torch.empty((count, *self.shape), dtype=self.dtype, device=device)
         step = max(1, step_bytes // max(1, self.row_bytes))
         for start in range(0, count, step):

@@ -156,9 +156,8 @@ class BatchMaker:
         assert isinstance(rows, RowGather)
         assert geometry is not None
         out = group.values[0].permute(0, 2, 3, 1).numpy()
-        began = time.perf_counter()
-        cut_rows(rows.pixels(group.portion.numbers[start:stop]), geometry, draws, out[start:stop])
-        self._meters.add("augment", stop - start, out[start:stop].nbytes, time.perf_counter() - began)
+        with self._meters.busy("augment", stop - start, out[start:stop].nbytes):
+            cut_rows(rows.pixels(group.portion.numbers[start:stop]), geometry, draws, out[start:stop])
 
     def _result(self, group: Group, made: Tensor) -> Tensor:
         """Return memory for what transforms make of the whole group, like what they made of a piece."""

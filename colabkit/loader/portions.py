@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from colabkit.sampler import Order
 
-__all__ = ["Numbers", "OrderedPlan", "Pass", "Plan", "Portion", "Portions", "Share", "told_early"]
+__all__ = ["Numbers", "OrderedPlan", "Pass", "Plan", "Portion", "Portions", "Share", "parted", "told_early"]
 
 Numbers = npt.NDArray[np.int64]
 
@@ -227,6 +227,19 @@ class Portions:
             if failure is not None:
                 raise failure
             portion = following
+
+
+def parted(portions: Iterator[Portion], most_batches: int) -> Iterator[Portion]:
+    """Yield portions of at most so many batches."""
+    for portion in portions:
+        if len(portion.sizes) <= most_batches:
+            yield portion
+            continue
+        starts = [0, *itertools.accumulate(portion.sizes)]
+        for first in range(0, len(portion.sizes), most_batches):
+            sizes, reached = (each[first : first + most_batches] for each in (portion.sizes, portion.reached))
+            samples = slice(starts[first], starts[first + len(sizes)])
+            yield Portion(portion.numbers[samples], portion.positions[samples], sizes, reached)
 
 
 def told_early(portions: Iterator[Portion], tell: Callable[[Portion], None], depth: int) -> Iterator[Portion]:

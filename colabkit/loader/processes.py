@@ -67,6 +67,7 @@ class Made:
         batch: what `collate_fn` made of the samples.
         samples: how many.
         busy_s: seconds it took the worker.
+        cpu_s: seconds of a CPU that the worker got meanwhile.
         error: what went wrong: an error of this package, or of other people's code.
     """
 
@@ -74,6 +75,7 @@ class Made:
     samples: int
     busy_s: float
     error: ColabkitError | Failure | None = None
+    cpu_s: float = 0.0
 
     def pin_memory(self) -> Made:
         """Put the batch in page-locked memory; `DataLoader` asks for it."""
@@ -97,7 +99,7 @@ class _Sampled(Dataset[Any]):
             return self._made(keys)
 
     def _made(self, keys: Sequence[Key]) -> Made:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         number, next_step = -1, ""
         try:
             samples = []
@@ -119,7 +121,8 @@ class _Sampled(Dataset[Any]):
             where = f"sample {number}: " if number >= 0 else "collate_fn: "
             path = _name_of(self._dataset, number) if number >= 0 else ""
             return Made(None, len(keys), 0.0, _failure(error, f"{path}{where}", next_step))
-        return Made(batch, len(keys), time.perf_counter() - began)
+        cpu_s = time.thread_time() - cpu_began
+        return Made(batch, len(keys), time.perf_counter() - began, cpu_s=cpu_s)
 
 
 class SampleWorkers:

@@ -25,22 +25,22 @@ class Resident:
 
     Args:
         columns: fields by name; those that are rows are copied to the device, others are read when they are needed.
-        device: where to.
+        device: where to; also an attribute.
     """
 
     def __init__(self, columns: Mapping[str, Column], device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._columns = [
             column.on(device, _STEP_BYTES) if isinstance(column, RowGather) else column for column in columns.values()
         ]
 
     def batches(self, portion: Portion) -> Iterator[Batch]:
         """Yield the batches of a portion, gathered on the device at once."""
-        numbers = torch.from_numpy(portion.numbers).to(self._device, non_blocking=True)  # or the host would wait for it
+        numbers = torch.from_numpy(portion.numbers).to(self.device, non_blocking=True)  # or the host would wait for it
         values: list[Any] = []
         for column in self._columns:
             if isinstance(column, RowGather):
-                memory = torch.empty(len(numbers) * column.row_bytes, dtype=torch.uint8, device=self._device)
+                memory = torch.empty(len(numbers) * column.row_bytes, dtype=torch.uint8, device=self.device)
                 values.append(column.gather(numbers, memory))
             else:
                 assert callable(column)
@@ -53,4 +53,4 @@ class Resident:
             start = stop
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=True)

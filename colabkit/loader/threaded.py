@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -20,13 +20,14 @@ from colabkit.augment import Draws
 from colabkit.dataset import FileDataset
 from colabkit.errors import ColabkitError
 from colabkit.loader.decoding import BadSamples, ImageDecoding
+from colabkit.loader.direct import DirectRows
 from colabkit.loader.engines import failed
 from colabkit.loader.feeds import Feed
 from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
 from colabkit.loader.making import BatchMaker, row_bytes_of
-from colabkit.loader.paging import MappedRows, Populating, looked_ahead
-from colabkit.loader.portions import Portion, told_early
+from colabkit.loader.paging import Copying, MappedRows, Populating, looked_ahead
+from colabkit.loader.portions import Portion, parted, told_early
 from colabkit.loader.reading import ReadingAhead
 from colabkit.loader.slots import Memory, PinnedFields, PinnedSlots, RecycledFields, RecycledSlots, aligned
 from colabkit.loader.stages import Stages
@@ -34,6 +35,8 @@ from colabkit.loader.transfer import DeviceTransfer, Taken, sent
 from colabkit.loader.workers import Batch, Group, Workers, made_here
 
 __all__ = ["Depth", "Images", "InThreads"]
+
+_Made = TypeVar("_Made")
 
 _TICK_S = 0.25  # how often a waiting user is told of
 _FILES_AHEAD = 512
@@ -46,12 +49,14 @@ class Depth:
     """How much is made ahead.
 
     Attributes:
-        group_batches: batches that are made together at most.
+        portion_batches: batches that are planned together at most.
+        group_batches: batches that threads make together at most.
         groups: such groups under way or waiting.
         threads: that make them; with 0 batches are made where they are asked for.
         begins_here: whether the first batches are, too.
     """
 
+    portion_batches: int
     group_batches: int
     groups: int
     threads: int
@@ -71,6 +76,9 @@ class Images:
 class InThreads:
     """Batches are gathered, decoded, cut and transformed by threads of this process.
 
+    Attributes:
+        portion_batches: how many batches are planned together at most.
+
     Args:
         feed: what batches consist of.
         stages: what is done to the samples in threads.
@@ -79,7 +87,7 @@ class InThreads:
         batch_size: samples of a batch.
         device: where batches go.
         counts: the loader's meters.
-        populating: brings a map's pages into memory meanwhile; None for none.
+        warming: brings rows into memory, or to better memory, meanwhile; None for none.
         on_disk: where rows lie that are fetched from disk just ahead of their use; None where the kernel keeps them.
     """
 
@@ -92,10 +100,10 @@ class InThreads:
         batch_size: int,
         device: torch.device,
         counts: meters.LoaderMeters,
-        populating: Populating | None,
+        warming: Populating | Copying | None,
         on_disk: tuple[MappedRows, ...] | None,
     ) -> None:
-        self.group_batches = depth.group_batches
+        self.portion_batches = depth.portion_batches
         self._feed = feed
         self._stages = stages
         self._images = images
@@ -103,7 +111,7 @@ class InThreads:
         self._batch_size = batch_size
         self._device = device
         self._counts = counts
-        self._populating = populating
+        self._warming = warming
         self._on_disk = on_disk
         samples = depth.group_batches * (batch_size + 1)
         sizes = [samples * row_bytes for row_bytes in row_bytes_of(feed, stages, self._decoding(None))]
@@ -111,9 +119,13 @@ class InThreads:
         keep = depth.groups + 2
         self._memory: Memory = RecycledFields(sizes, keep) if self._pinned is None else PinnedFields(self._pinned)
         self._results = RecycledSlots(0, keep)
+        is_direct = images is None and not stages.works_in_threads and device.type == "cpu"
+        self._direct = DirectRows(feed, batch_size, counts) if is_direct else None
 
     def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch."""
+        if isinstance(self._warming, Copying) and (copied := self._warming.copied()) is not None:
+            self._take_rows_of(copied)
         ahead = self._ahead()
         try:
             if ahead is not None:
@@ -132,8 +144,8 @@ class InThreads:
                 self._depth.threads,
                 self._counts,
             )
-            if self._populating is not None:
-                self._populating.start()
+            if self._warming is not None:
+                self._warming.start()
             pays = True
             if self._depth.begins_here or not self._depth.threads:
                 pays = yield from self._made_here(maker, portions)
@@ -142,32 +154,50 @@ class InThreads:
         finally:
             if ahead is not None:
                 ahead.close()
-            if self._populating is not None:
-                self._populating.stop()
+            if self._warming is not None:
+                self._warming.stop()
+
+    def _take_rows_of(self, copied: RowGather) -> None:
+        """Gather samples from where they have been copied to."""
+        first = next(iter(self._feed.columns))
+        self._feed = replace(self._feed, columns={**self._feed.columns, first: copied})
+        self._direct = self._direct and DirectRows(self._feed, self._batch_size, self._counts)
+        self._warming = None
 
     def _made_here(self, maker: BatchMaker, portions: Iterator[Portion]) -> Generator[Batch, None, bool]:
         """Yield batches made in the caller's thread; return True when a thread would pay, False when all are made."""
-        convinced = 0
+        clock, convinced = time.perf_counter, 0
         while (portion := _next_of(portions)) is not None:
-            began = time.perf_counter()
-            group = made_here(maker, portion)
-            made_s = time.perf_counter() - began
-            if group.batches:
-                group.batches[0].wait_s, group.batches[0].was_ready = made_s, False
-            left = time.perf_counter()
-            yield from _taken_from(group)
-            user_s = time.perf_counter() - left
-            if group.error is not None:
-                _raise(group.error)
-            convinced = convinced + 1 if min(made_s, user_s) > _HAND_OVER_S else 0
-            if convinced == _CONVINCED and self._depth.threads:
+            for made_s, batches in self._lists_here(maker, portion):
+                left = clock()
+                while batches:
+                    yield batches.pop()
+                convinced = convinced + 1 if min(made_s, clock() - left) > _HAND_OVER_S else 0
+            if convinced >= _CONVINCED and self._depth.threads:
                 return True
         return False
+
+    def _lists_here(self, maker: BatchMaker, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
+        """Yield batches that are made together in the caller's thread, backwards, and the seconds it took."""
+        if self._direct is not None:
+            made = self._direct.made(portion)
+            while (batches := _next_of(made)) is not None:
+                yield batches
+            return
+        began = time.perf_counter()
+        group = made_here(maker, portion)
+        group.batches.reverse()
+        if group.batches:
+            group.batches[-1].was_ready = False
+        yield time.perf_counter() - began, group.batches
+        if group.error is not None:
+            _raise(group.error)
 
     def _made_ahead(
         self, maker: BatchMaker, portions: Iterator[Portion], ahead: ReadingAhead | None
     ) -> Generator[Batch, None, None]:
         """Yield batches that threads make."""
+        portions = parted(portions, self._depth.group_batches)
         part = "decode" if self._images else "augment" if self._stages.works_in_threads else "gather"
         workers = Workers(
             portions, maker, self._depth.threads, self._depth.groups, lambda s: self._counts.add(part, 0, 0, 0.0, s)
@@ -207,54 +237,44 @@ class InThreads:
 
     def _host_batches(self, workers: Workers) -> Generator[Batch, None, None]:
         while True:
-            group, wait_s, was_ready = self._take(workers)
+            group, was_ready = self._take(workers)
             if group is None:
                 return
-            group.batches[0].wait_s, group.batches[0].was_ready = wait_s, was_ready
-            yield from _taken_from(group, workers.make_room)
+            batches, group.batches = group.batches[::-1], []
+            batches[-1].was_ready = was_ready
+            del group
+            while batches:
+                if len(batches) == 1:
+                    workers.make_room()
+                yield batches.pop()
 
     def _sent(self, workers: Workers, pinned: PinnedSlots) -> Generator[Batch, None, None]:
         """Yield batches that were sent to a GPU."""
 
         def take() -> Taken:
-            group, wait_s, was_ready = self._take(workers)
+            group, was_ready = self._take(workers)
             if group is None:
-                return Taken((), None, wait_s, was_ready)
+                return Taken((), None, was_ready)
             workers.make_room()
-            return Taken(group.batches, group.buffer, wait_s, was_ready)
+            return Taken(group.batches, group.buffer, was_ready)
 
         few = self._depth.group_batches
         transfer = DeviceTransfer(self._device, pinned, self._counts)
         yield from sent(transfer, take, lambda count: count <= few and bool(workers.ready() or not count))
 
-    def _take(self, workers: Workers) -> tuple[Group | None, float, bool]:
-        """Return the next group, the seconds waited for it, and whether it was ready; tell listeners while waiting."""
+    def _take(self, workers: Workers) -> tuple[Group | None, bool]:
+        """Return the next group, and whether it was ready; tell listeners while waiting."""
         ready = workers.ready()
         self._counts.queued += ready
         self._counts.queue_room += self._depth.groups
         started = time.perf_counter()
         while True:
             try:
-                return workers.take(_TICK_S), time.perf_counter() - started, bool(ready)
+                return workers.take(_TICK_S), bool(ready)
             except queue.Empty:
                 meters.publish(meters.Waiting(self._counts, time.perf_counter() - started))
             except Exception as error:
                 _raise(error)
-
-
-def _taken_from(group: Group, at_last: Callable[[], None] | None = None) -> Iterator[Batch]:
-    """Yield the batches of a group, and let go of each: its memory is to be used again when the user lets go of it.
-
-    Args:
-        group: whose.
-        at_last: called before the last one.
-    """
-    batches = group.batches[::-1]
-    group.batches = []
-    while batches:
-        if at_last is not None and len(batches) == 1:
-            at_last()
-        yield batches.pop()
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -264,9 +284,9 @@ def _raise(error: BaseException) -> NoReturn:
     raise failed(error) from error
 
 
-def _next_of(portions: Iterator[Portion]) -> Portion | None:
-    """Return the next portion, None after the last; the user's sampler may fail here."""
+def _next_of(made: Iterator[_Made]) -> _Made | None:
+    """Return the next one, None after the last; what is the user's may fail here, such as a sampler."""
     try:
-        return next(portions, None)
+        return next(made, None)
     except Exception as error:
         _raise(error)

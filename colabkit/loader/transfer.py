@@ -20,9 +20,16 @@ from torch import Tensor
 from colabkit.loader.slots import PinnedSlots
 from colabkit.loader.structures import mapped, tensors_in
 from colabkit.loader.workers import Batch
-from colabkit.meters import LoaderMeters
+from colabkit.meters import LoaderMeters, Mark
 
-__all__ = ["DeviceTransfer", "Taken", "sent"]
+__all__ = ["DeviceTransfer", "Taken", "marked", "sent"]
+
+
+def marked(device: torch.device) -> Mark:
+    """Set a mark in the current stream of a device and return it."""
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record(torch.cuda.current_stream(device))
+    return mark
 
 
 @cache
@@ -83,16 +90,18 @@ class DeviceTransfer:
         self._in_flight.clear()
         self._count_ended()
 
-    def take(self) -> Any:
-        """Return the oldest batch; the current stream waits for its copy, the host does not."""
+    def take(self) -> tuple[Any, tuple[Mark, Mark]]:
+        """Return the oldest batch, and marks around the current stream's wait for its copy; the host waits for none."""
         batch, ended, made_on = self._in_flight.popleft()
         current = torch.cuda.current_stream(self._device)
+        before = marked(self._device)
         current.wait_event(ended)
+        after = marked(self._device)
         if current != made_on:  # the allocator has to know of a stream that it did not give the memory to
             for tensor in tensors_in(batch):
                 tensor.record_stream(current)
         self._count_ended()
-        return batch
+        return batch, (before, after)
 
     def _count_ended(self) -> None:
         """Count the copies that have ended by now, without waiting for any."""
@@ -103,18 +112,16 @@ class DeviceTransfer:
 
 @dataclass(slots=True)
 class Taken:
-    """Host batches to be sent, and what it took to get them.
+    """Host batches to be sent.
 
     Attributes:
         batches: of one buffer; none after the last.
         buffer: of the slots, that they lie in; None for memory of torch's own.
-        wait_s: seconds that the user waited for them.
         was_ready: whether they were ready when they were asked for.
     """
 
     batches: Sequence[Batch] = ()
     buffer: Tensor | None = None
-    wait_s: float = 0.0
     was_ready: bool = True
 
 
@@ -132,13 +139,13 @@ def sent(
     is_over, failure = False, None
     try:
         while True:
-            wait_s, was_ready = 0.0, True
+            was_ready = True
             while not is_over and is_wanted(len(waiting)):
                 try:
                     taken = take()
                 except Exception as error:
                     taken, failure = Taken(was_ready=False), error
-                wait_s, was_ready = wait_s + taken.wait_s, was_ready and taken.was_ready
+                was_ready = was_ready and taken.was_ready
                 is_over = not taken.batches
                 if not is_over:
                     transfer.submit([(batch.values, len(batch.positions)) for batch in taken.batches], taken.buffer)
@@ -149,7 +156,7 @@ def sent(
             if not waiting:
                 return
             batch = waiting.popleft()
-            batch.values, batch.wait_s, batch.was_ready = transfer.take(), wait_s, was_ready
+            (batch.values, batch.marks), batch.was_ready = transfer.take(), was_ready
             yield batch
     finally:
         transfer.close()

@@ -22,6 +22,7 @@ from torch import Tensor
 from colabkit.augment import Draws
 from colabkit.loader.cores import keep_to_one_core
 from colabkit.loader.portions import Numbers, Portion
+from colabkit.meters import Mark
 
 __all__ = ["Batch", "Group", "Maker", "Stopped", "Workers", "made_here"]
 
@@ -37,21 +38,21 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Batch:
-    """A batch, and what it took the user to get it.
+    """A batch, and how it came to the user.
 
     Attributes:
         values: its fields, or a whole batch that `collate_fn` made.
         positions: of its samples in the epoch's global order.
         reached: how many samples of the epoch all ranks have received after it.
-        wait_s: seconds that the user waited for it.
         was_ready: whether it was ready when it was asked for.
+        marks: set in the stream of its device before and after what waits for it.
     """
 
     values: Any
     positions: Numbers
     reached: int
-    wait_s: float = 0.0
     was_ready: bool = True
+    marks: tuple[Mark, Mark] | None = None
 
 
 class Group:

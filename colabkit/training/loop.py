@@ -11,7 +11,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict
 from typing import Any, Literal, TypeAlias, cast
 
 from colabkit import meters
@@ -19,8 +20,10 @@ from colabkit.checkpoint import random_state
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.loader import Loader
 from colabkit.mounts import user_path
+from colabkit.telemetry import Sampler, sampled
 from colabkit.training.arguments import check_step, state_of, validate_of, validation_steps
 from colabkit.training.durations import Moment, moment
+from colabkit.training.epoch import Begun
 from colabkit.training.judging import Judge
 from colabkit.training.processes import Processes
 from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainReport, Validation
@@ -118,7 +121,7 @@ def train(
         saving = Saving(folder, keep_last, judge.rule, parts, step, loader, processes)
         stack.callback(saving.close)
         stops = stack.enter_context(Stops(ends_at, processes.count > 1))
-        run = _Run(step, loader, saving, schedule, judge, processes, stops, on_step)
+        run = _Run(step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled()))
         run.resume(resume)
         report = run.through(epochs, started)
         if stops.reason in ("SIGTERM", "SIGHUP"):
@@ -127,31 +130,6 @@ def train(
     if stops.reason == "Ctrl-C":
         raise TrainingInterrupted(report)
     return report
-
-
-@dataclass
-class _Begun:
-    """The epoch that is under way.
-
-    Attributes:
-        epoch: its number in the training.
-        loader_epoch: its number in the loader, which may have been used before.
-        steps: steps in it so far.
-        samples: of this process in it so far.
-        seconds: spent in it, validation apart.
-        wait_s: of these, waiting for data.
-        validation: what was returned last in it.
-        is_validation_due: whether a validation comes before its next step.
-    """
-
-    epoch: int
-    loader_epoch: int
-    steps: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    wait_s: float = 0.0
-    validation: dict[str, float] = field(default_factory=dict)
-    is_validation_due: bool = False
 
 
 class _Run:
@@ -167,6 +145,7 @@ class _Run:
         processes: Processes,
         stops: Stops,
         on_step: OnStep | None,
+        watched: Sampler,
     ) -> None:
         self._step = step
         self._loader = loader
@@ -176,14 +155,16 @@ class _Run:
         self._processes = processes
         self._stops = stops
         self._on_step = on_step
+        self._watched = watched
         self._epochs: list[EpochRecord] = []
         self._validations: list[Validation] = []
         self._curve = Curve()
         self._recorder = Recorder(self._curve, Means())
-        self._begun: _Begun | None = None
+        self._begun: Begun | None = None
         self._steps = 0
         self._step_s = self._validate_s = 0.0
         self._is_saved = False
+        self._spend: Callable[[], None] = lambda: None
         self._trained = loader.received
         self._is_usual = isinstance(step, SupervisedStep)  # whose values need no check
 
@@ -207,7 +188,7 @@ class _Run:
             self._judge.best = saved["best"]
         elif saved["best"] is not None:
             self._saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self._judge.rule)}",)
-        self._begun = None if saved["begun"] is None else _Begun(**saved["begun"])
+        self._begun = None if saved["begun"] is None else Begun(**saved["begun"])
         first = self._processes.is_first
         if self._begun is not None and not first:  # sums of all processes are with the first
             self._begun.samples = 0
@@ -220,7 +201,7 @@ class _Run:
         error: BaseException | None = None
         is_left = len(self._epochs) < epochs
         if is_left:
-            meters.publish(meters.RunStarted(self._loader.meters, epochs, len(self._loader)))
+            meters.publish(meters.RunStarted(self._loader.meters, epochs, len(self._loader), self._precision))
         try:
             while len(self._epochs) < epochs and self._epoch():
                 pass
@@ -260,7 +241,16 @@ class _Run:
             passed_over=self._saving.passed_over,
             not_kept=self._saving.not_kept,
             failed_saves=self._saving.failures,
+            spent=done,
+            facts=self._loader.meters.facts,
+            hosts=tuple(host for host in self._watched.curve() if host.at_s >= started),
+            precision=self._precision,
         )
+
+    @property
+    def _precision(self) -> str | None:
+        """What the step computes in, as far as it tells."""
+        return (self._step.amp or "fp32") if isinstance(self._step, SupervisedStep) else None  # type: ignore[return-value]
 
     @property
     def _seconds(self) -> float:
@@ -270,7 +260,7 @@ class _Run:
     def _epoch(self) -> bool:
         """Train an epoch, or what is left of it; return whether to go on."""
         if self._begun is None:
-            self._begun = _Begun(len(self._epochs), self._trained[0])
+            self._begun = Begun(len(self._epochs), self._trained[0])
             self._recorder = Recorder(self._curve, Means())
         try:
             if self._trained[0] == self._begun.loader_epoch and not self._batches(self._begun):
@@ -285,16 +275,20 @@ class _Run:
         self._end(self._begun)
         return not self._stops.look() or self._processes.count > 1
 
-    def _batches(self, begun: _Begun) -> bool:
+    def _batches(self, begun: Begun) -> bool:
         """Take the batches of an epoch; return false if something ended them before."""
-        former = self._loader.meters.snapshot()
-        seconds, wait_s = begun.seconds, begun.wait_s
+        counts = self._loader.meters
+        former, before = counts.snapshot(), copy(begun)
         started, apart_s = time.perf_counter(), 0.0
 
+        def spend() -> None:
+            begun.spend(before, counts.snapshot() - former)
+
         def count() -> None:
-            spent = self._loader.meters.snapshot() - former
-            begun.seconds = seconds + time.perf_counter() - started - apart_s
-            begun.wait_s = wait_s + spent.wait_s
+            begun.seconds = before.seconds + time.perf_counter() - started - apart_s
+            spend()
+
+        self._spend = spend
 
         def validate() -> None:
             nonlocal apart_s
@@ -303,7 +297,10 @@ class _Run:
             try:
                 self._validate(begun)
             finally:
-                apart_s += time.perf_counter() - began
+                validated_s = time.perf_counter() - began
+                apart_s += validated_s
+                if counts.clock is not None:
+                    counts.clock.apart(validated_s)
 
         try:
             if begun.is_validation_due and self._is_whole:
@@ -312,6 +309,7 @@ class _Run:
                 while (batch := self._next_of(batches)) is not None:
                     began = time.perf_counter()
                     found = self._step(batch)
+                    counts.clock.worked(time.perf_counter() - began)  # type: ignore[union-attr]
                     values = cast(Values, found) if self._is_usual else values_of(found)
                     self._after_step(begun, values, samples_of(batch))
                     del batch, found
@@ -334,7 +332,7 @@ class _Run:
         finally:
             self._stops.end_wait()
 
-    def _after_step(self, begun: _Begun, values: Values, samples: int) -> None:
+    def _after_step(self, begun: Begun, values: Values, samples: int) -> None:
         self._steps += 1
         self._is_saved = False
         self._judge.moved()
@@ -353,7 +351,7 @@ class _Run:
         """Whether no gradients wait to be applied, which no checkpoint holds."""
         return bool(getattr(self._step, "is_whole", True))
 
-    def _goes_on(self, begun: _Begun, count: Callable[[], None]) -> bool:
+    def _goes_on(self, begun: Begun, count: Callable[[], None]) -> bool:
         """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
         if not self._is_whole:
             return True
@@ -368,7 +366,7 @@ class _Run:
         self._stops.note(strength)
         return not strength
 
-    def _validate(self, begun: _Begun) -> None:
+    def _validate(self, begun: Begun) -> None:
         """Judge the state; after a resume this comes first if it was interrupted here."""
         begun.is_validation_due = True
         random = random_state() if self._saving.folder is not None else None
@@ -398,18 +396,17 @@ class _Run:
             self._save(wait=True)
             raise
 
-    def _is_last(self, begun: _Begun) -> bool:
+    def _is_last(self, begun: Begun) -> bool:
         """Return whether an epoch has had its last step: the state is saved once, at its end."""
         return self._trained[0] > begun.loader_epoch
 
-    def _end(self, begun: _Begun) -> None:
+    def _end(self, begun: Begun) -> None:
         """Close an epoch: its record, and its checkpoint."""
-        self._recorder.read()
+        self._recorder.read()  # which waits for the device: now all of the epoch's steps are over
+        self._spend()
         means = Means.of_all(self._processes.from_all(self._recorder.means.sums)).read()
         samples = sum(self._processes.from_all(begun.samples))
-        self._epochs.append(
-            EpochRecord(begun.epoch, begun.steps, samples, begun.seconds, begun.wait_s, means, begun.validation)
-        )
+        self._epochs.append(begun.record(samples, means))
         self._begun = None
         self._is_saved = False
         if self._judge.is_by_epoch:

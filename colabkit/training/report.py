@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from colabkit import _files
+from colabkit._partials import Partial
 from colabkit._reports import Report
 from colabkit._units import format_rate, format_seconds, format_share
 from colabkit.errors import ShownInOneLine
+from colabkit.meters import LoaderFacts, MetersSnapshot
+from colabkit.mounts import user_path
+from colabkit.telemetry import HostSnapshot
 from colabkit.training.stops import Reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["EpochRecord", "TrainReport", "TrainingInterrupted", "Validation"]
+
+_TOLD = 200  # epochs, validations and points of a curve that `to_dict` holds at most
+_TOLD_MACHINES = 240  # snapshots likewise, a GPU counted as a third of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +38,12 @@ class EpochRecord:
         steps: calls of the step.
         samples: samples seen, by all processes together.
         seconds: its duration without validation.
-        wait_s: seconds of it spent waiting for data.
+        wait_s: seconds of its steps spent waiting for data.
         values: means over samples of what the step returned.
         validation: what `validate` returned last in it.
+        copy_s: seconds of its steps spent waiting for copies to the device, which nothing hid.
+        compute_s: seconds of its steps that the steps themselves took.
+        other_s: seconds of its steps that went to other work of the host.
     """
 
     epoch: int
@@ -39,6 +53,9 @@ class EpochRecord:
     wait_s: float
     values: Mapping[str, float]
     validation: Mapping[str, float] = field(default_factory=dict)
+    copy_s: float = 0.0
+    compute_s: float = 0.0
+    other_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,10 @@ class TrainReport(Report):
         passed_over: damaged checkpoints that were passed over, with the reason.
         not_kept: what could not be kept when it was resumed, so that it differs from an uninterrupted run.
         failed_saves: checkpoints that could not be written or published, with the reason.
+        spent: what the loader counted in this call, and where the time of its steps went.
+        facts: what is known of the loader.
+        hosts: the machine over this call, evenly thinned; empty where nothing watched it.
+        precision: what the step computed in, if it told.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -91,6 +112,10 @@ class TrainReport(Report):
     passed_over: tuple[tuple[str, str], ...]
     not_kept: tuple[str, ...]
     failed_saves: tuple[tuple[int, str], ...]
+    spent: MetersSnapshot = MetersSnapshot()  # noqa: RUF009  # frozen
+    facts: LoaderFacts | None = None
+    hosts: tuple[HostSnapshot, ...] = ()
+    precision: str | None = None
 
     @property
     def is_good(self) -> bool:
@@ -98,7 +123,7 @@ class TrainReport(Report):
         return self.stopped is None and not self.failed_saves
 
     def plot(self) -> Figure:
-        """Return a figure of the values over the steps, and of speed and waiting over the epochs.
+        """Return a figure: where the time went, speed, use of the machine, and the values over the steps.
 
         Raises:
             MissingPackage: without matplotlib.
@@ -107,6 +132,42 @@ class TrainReport(Report):
         from colabkit.training.plot import plot_run  # matplotlib is heavy, and needed here alone
 
         return plot_run(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that `json.dumps` takes, at most some 200 kB.
+
+        Of long runs `epochs`, `validations`, `curve` and `hosts` are thinned evenly, first and last kept; the single
+        steps of `spent` are left out.
+        """
+        told = super().to_dict()
+        del told["spent"]["recent"]
+        told["epochs"], told["validations"] = _thinned(told["epochs"], _TOLD), _thinned(told["validations"], _TOLD)
+        told["curve"] = {name: _short(_thinned(points, _TOLD)) for name, points in told["curve"].items()}
+        gpus = max((len(snapshot.gpus) for snapshot in self.hosts), default=0)
+        told["hosts"] = _short(_thinned(told["hosts"], max(2, _TOLD_MACHINES // (3 + gpus))))
+        return told
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as a JSON file and return its path.
+
+        It holds what `to_dict()` returns, with null for numbers that are not finite, which JSON does not know. A file
+        that is there is replaced in one rename.
+
+        Args:
+            path: of the file; `drive:` is allowed.
+
+        Raises:
+            FileFailed: if it cannot be written.
+            NotEnoughSpace: if the disk is full.
+            NotMounted: if it is on Drive, which is not mounted.
+        """
+        act = "save the report"
+        target = user_path(path, act).absolute()
+        text = json.dumps(_finite(self.to_dict()), allow_nan=False)
+        with _files.translated(act), Partial(target) as partial:
+            _files.write_file(partial.path, text.encode(), durable=True)
+            partial.publish(replace=True)
+        return target
 
     def _summary(self) -> str:
         count = f"{self.trained} epoch{'s' * (self.trained != 1)}"
@@ -166,3 +227,29 @@ class TrainingInterrupted(ShownInOneLine, KeyboardInterrupt):
 
 def _listed(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def _thinned(items: list[Any], most: int) -> list[Any]:
+    """Return at most so many items, evenly apart, first and last among them."""
+    if len(items) <= most:
+        return items
+    step = (len(items) - 1) / (most - 1)
+    return [items[round(number * step)] for number in range(most)]
+
+
+def _short(value: Any) -> Any:
+    """Return plain values with every number to five digits."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list) else value
+
+
+def _finite(value: Any) -> Any:
+    """Return plain values with None for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

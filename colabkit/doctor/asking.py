@@ -1,0 +1,102 @@
+"""`diagnose()`: the verdict about a report, a loader that was used, or any loader that is timed for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from colabkit._units import format_rate, format_seconds
+from colabkit.doctor.case import Case, case_of
+from colabkit.doctor.diagnosis import Diagnosis, Shares
+from colabkit.doctor.judging import judged
+from colabkit.doctor.watching import Watched, watch
+from colabkit.errors import InvalidOption, cannot
+from colabkit.loader import Loader
+from colabkit.meters import LoaderFacts, MetersSnapshot
+from colabkit.telemetry import HostSnapshot, Telemetry, sampled
+from colabkit.training import TrainReport
+
+__all__ = ["diagnose"]
+
+_RECENT_S = 60.0
+_WARM_UP = 3
+_OF_A_STEP = ("wrong_device",)  # rules about steps, of which a loader by itself knows nothing
+
+
+def diagnose(of: TrainReport | Iterable[Any], *, seconds: float = 5.0) -> Diagnosis:
+    """Return what training waits for, where the time of a step goes, and at most three pieces of advice.
+
+    Args:
+        of: a `TrainReport`; a `Loader`, or another loader wrapped by `watch()`, that a loop has used; or any loader, as
+            torch's `DataLoader`, which is then iterated by itself for a while: that tells how fast it is, and what
+            would make it faster.
+        seconds: how long to iterate it, if it was not used before.
+
+    Raises:
+        InvalidOption: if it is none of these, or gives no batch.
+    """
+    if isinstance(of, TrainReport):
+        return judged(_case(of.spent, of.facts, of.hosts, of.precision))
+    if not isinstance(of, Iterable) or isinstance(of, str | bytes | Mapping):
+        found = f"a {type(of).__name__}"
+        needed = "a TrainReport, or a loader"
+        raise InvalidOption(cannot("diagnose", found, needed, "Pass what train() returned, or what gives the batches"))
+    loader = of if isinstance(of, Loader) else watch(of)
+    if loader.meters.snapshot().steps:
+        with sampled() as sampler:
+            hosts = sampler.recent(_RECENT_S) or (_host_now(),)
+        return judged(_case(loader.meters.snapshot(), loader.meters.facts, hosts))
+    return _by_itself(loader if isinstance(loader, Loader) else loader.anew(), seconds)
+
+
+def _case(
+    spent: MetersSnapshot, facts: LoaderFacts | None, hosts: Iterable[HostSnapshot], precision: str | None = None
+) -> Case:
+    return case_of(spent, facts, [*hosts], precision=precision)
+
+
+def _host_now() -> HostSnapshot:
+    """Return the machine as it is where nothing has watched it."""
+    with closing(Telemetry()) as telemetry:
+        return telemetry.snapshot()
+
+
+def _by_itself(loader: Loader | Watched[Any], seconds: float) -> Diagnosis:
+    """Iterate a loader, and tell how fast it is."""
+    before = loader.meters.snapshot()
+    aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
+    with sampled() as sampler, aside as counts:
+        until = time.monotonic() + seconds
+        for passes in count():
+            given = 0
+            batches: Any = iter(loader)
+            with closing(batches):
+                for _ in batches:
+                    given += 1
+                    if time.monotonic() > until and given + passes > _WARM_UP:
+                        break
+            if not given and not passes:
+                raise InvalidOption(cannot("diagnose the loader", "no batches", "one at least", "Give it samples"))
+            if not given or time.monotonic() > until:
+                break
+        hosts = sampler.recent(seconds)
+    spent = replace(counts.snapshot(), parts=(loader.meters.snapshot() - before).parts)
+    case = replace(_case(spent, loader.meters.facts, hosts), is_enough=True)
+    found = judged(case, "unknown")
+    rate = format_rate(case.samples_per_s, "images")
+    a_batch = format_seconds(case.step.seconds)
+    return replace(
+        found,
+        sentence=f"The loader alone: {rate}, {a_batch} for a batch of {case.step.samples}; faster steps wait for it",
+        shares=Shares(),
+        ceiling_samples_per_s=None,
+        advice=tuple(
+            replace(advice, samples_per_s=None, saved_s=None)
+            for advice in found.advice
+            if advice.rule not in _OF_A_STEP
+        ),
+    )

@@ -1,0 +1,163 @@
+"""Rows that only have to be gathered are, a few batches at a time, where they are asked for.
+
+A gather of some megabytes takes less than a millisecond, so all that is done beside it counts. Its target stays in a
+processor's cache when two buffers of about one batch take turns: the user holds one while the other is filled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from colabkit.dataset import stacked
+from colabkit.loader.feeds import Feed
+from colabkit.loader.gather import RowGather
+from colabkit.loader.portions import Portion
+from colabkit.loader.workers import Batch
+from colabkit.meters import LoaderMeters
+
+__all__ = ["DirectRows"]
+
+_GATHERED_BYTES = 3 << 20  # at once; two buffers of this size stay in a cache
+_SMALL_ROW = 256  # bytes; such fields are gathered for a whole portion at once
+_KEPT_SLOTS = 4
+
+
+class DirectRows:
+    """Makes batches of rows in the thread that asks for them.
+
+    Args:
+        feed: what they consist of.
+        batch_size: samples of a batch.
+        meters: count the parts `gather` and `read`.
+    """
+
+    def __init__(self, feed: Feed, batch_size: int, meters: LoaderMeters) -> None:
+        self._columns = [*feed.columns.values()]
+        self._meters = meters
+        rows = [column for column in self._columns if isinstance(column, RowGather)]
+        self._row_bytes = sum(column.row_bytes for column in rows)
+        largest = max((column.row_bytes for column in rows), default=1)
+        self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, largest)))
+        samples = self._batches_at_once * (batch_size + 1)
+        self._slots = {
+            place: _Slots(column, samples)
+            for place, column in enumerate(self._columns)
+            if isinstance(column, RowGather) and column.row_bytes > _SMALL_ROW
+        }
+
+    def made(self, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
+        """Yield the batches of a portion, those gathered together in a list, backwards, and the seconds it took."""
+        clock, count = time.perf_counter, len(portion.sizes)
+        positions, reached = portion.positions, portion.reached
+        starts = [0, *itertools.accumulate(portion.sizes)]
+        numbers, gather_s = torch.from_numpy(portion.numbers), 0.0
+        began = clock()
+        small = {
+            place: column.gather(numbers, torch.empty(len(numbers) * column.row_bytes, dtype=torch.uint8))
+            .split_with_sizes(portion.sizes)
+            for place, column in enumerate(self._columns)
+            if isinstance(column, RowGather) and place not in self._slots
+        }  # fmt: skip
+        for first in range(0, count, self._batches_at_once):
+            last = min(first + self._batches_at_once, count)
+            start, stop = starts[first], starts[last]
+            sizes = portion.sizes[first:last]
+            rows = numbers[start:stop]
+            values = []
+            for place, column in enumerate(self._columns):
+                if place in self._slots:
+                    values.append(self._slots[place].gather(rows, sizes))
+                elif place in small:
+                    values.append(small[place][first:last])
+                else:
+                    values.append(self._read(column, portion.numbers[start:stop], sizes))
+            batches = [
+                Batch(list(fields), positions[starts[place] : starts[place + 1]], reached[place], was_ready=False)
+                for place, fields in enumerate(zip(*values, strict=True), first)
+            ]
+            del values  # or a buffer could not be used again when the user lets go of its batches
+            batches.reverse()
+            made_s = clock() - began
+            gather_s += made_s
+            yield made_s, batches
+            began = clock()
+        self._meters.add("gather", len(numbers), len(numbers) * self._row_bytes, gather_s)
+
+    def _read(self, column: Any, numbers: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> list[Any]:
+        with self._meters.busy("read", 0, 0):
+            found = column(numbers)
+        stops = [*itertools.accumulate(sizes)]
+        return [stacked(found[stop - size : stop]) for size, stop in zip(sizes, stops, strict=True)]
+
+
+class _Slots:
+    """Buffers that rows are gathered into, each used again when no tensor shares its memory any more.
+
+    Args:
+        rows: what to gather.
+        samples: of a buffer.
+    """
+
+    def __init__(self, rows: RowGather, samples: int) -> None:
+        self._rows = rows
+        self._samples = samples
+        self._slots: deque[_Slot] = deque(maxlen=_KEPT_SLOTS)
+        self._lock = threading.Lock()
+
+    def gather(self, numbers: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
+        """Return the rows of some samples, parted into batches."""
+        with self._lock:  # two threads may iterate one loader
+            slot = next((slot for slot in self._slots if slot.is_free), None)
+            if slot is None:
+                slot = _Slot(self._rows, self._samples)
+                self._slots.append(slot)
+            wide, found = slot.of(len(numbers))
+        self._rows.gather_wide(numbers, wide)
+        return (found,) if len(sizes) == 1 else found.split_with_sizes(sizes)
+
+
+class _Slot:
+    """A buffer, and how to see whether any tensor shares it.
+
+    torch keeps the array that a tensor was made from alive as long as any tensor has its storage.
+    """
+
+    def __init__(self, rows: RowGather, samples: int) -> None:
+        self._rows = rows
+        self._memory = np.empty((samples, rows.row_bytes), np.uint8)
+        self._take(samples)
+
+    def _take(self, count: int) -> None:
+        """Prepare so many rows; only while nobody sees any."""
+        if count > len(self._memory):  # a sampler of the user's own may give larger batches
+            self._memory = np.empty((count, self._rows.row_bytes), np.uint8)
+        self._count = count
+        memory = self._memory[:count]
+        self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), count)
+        shaped = self._rows.shaped_array(memory)
+        # An array of its own, which no other one refers to: tensors made from it are told by its references.
+        self._array = self._memory[:count] if shaped is None else shaped[:]
+        self._own_references = sys.getrefcount(self._array)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody sees its content."""
+        return sys.getrefcount(self._array) == self._own_references
+
+    def of(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return its first `count` rows as what is to be filled, and as they are; only while it is free."""
+        if count != self._count:  # but for the last batches it is the same one always
+            self._take(count)
+        found = torch.from_numpy(self._array)
+        return self._wide, found if found.dtype == self._rows.dtype else self._rows.shaped(found.view(-1), count)

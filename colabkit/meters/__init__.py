@@ -1,0 +1,46 @@
+"""Counts and seconds of each part of the work, where each step's time goes, and the events that tell of it.
+
+Loader and training publish here and know nothing of who listens; panels and other listeners subscribe.
+"""
+
+from __future__ import annotations
+
+from colabkit.meters.counts import LoaderMeters, MetersSnapshot, PartSnapshot
+from colabkit.meters.events import (
+    BatchTaken,
+    EpochStarted,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Waiting,
+    is_heard,
+    logger,
+    publish,
+    subscribe,
+)
+from colabkit.meters.facts import LoaderFacts
+from colabkit.meters.steps import Clock, DeviceClock, HostClock, Mark, StepTimes
+
+__all__ = [
+    "BatchTaken",
+    "Clock",
+    "DeviceClock",
+    "EpochStarted",
+    "Event",
+    "HostClock",
+    "LoaderFacts",
+    "LoaderMeters",
+    "Mark",
+    "MetersSnapshot",
+    "PartSnapshot",
+    "RunEnded",
+    "RunStarted",
+    "StepDone",
+    "StepTimes",
+    "Waiting",
+    "is_heard",
+    "logger",
+    "publish",
+    "subscribe",
+]

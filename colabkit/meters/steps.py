@@ -1,0 +1,227 @@
+"""Where the time of each step goes: waiting for data, an exposed copy, the step itself, other work of the host.
+
+On the CPU the host's clock tells it exactly. A GPU works behind the host's back, so there three events are recorded in
+its stream for each step, and read when they have happened, a few steps later, without waiting for any. With `asked`
+and `given` from the host's clock:
+
+    end of step i-1 │ starved │ the batch is to be there │ exposed copy │ it is │ the step │ end of step i
+
+The stream is starved of work while the host waits for data, and while it does something else; the former is what the
+host has waited, as far as the stream was starved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+__all__ = ["Clock", "DeviceClock", "HostClock", "Mark", "StepTimes"]
+
+_Noted = TypeVar("_Noted")
+
+_UNREAD = 256  # steps that a stream may be behind; older ones are not counted
+
+
+class StepTimes(NamedTuple):
+    """Where the seconds of one step went; the four add up to it.
+
+    Attributes:
+        wait_s: waiting for data.
+        copy_s: waiting for a batch on its way to the device, which nothing hid.
+        compute_s: the step itself; all that the user does with a batch, where nobody tells what is the step.
+        other_s: other work of the host: logging, checkpoints, the panel.
+        samples: of its batch.
+        is_first: whether it is the first one of a pass, whose wait has the loader's start in it.
+    """
+
+    wait_s: float
+    copy_s: float
+    compute_s: float
+    other_s: float
+    samples: int = 0
+    is_first: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step."""
+        return self.wait_s + self.copy_s + self.compute_s + self.other_s
+
+
+class Mark(Protocol):
+    """A point in a device's stream, as `torch.cuda.Event` is."""
+
+    def query(self) -> bool:
+        """Return whether the stream has come by."""
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Return the milliseconds until a later one."""
+
+
+class Clock(Protocol):
+    """Tells where the time between two batches goes.
+
+    A loader calls `given` and `stepped` for each batch, what trains calls `worked` and `apart` between the two.
+    """
+
+    def given(self, marks: tuple[Mark, Mark] | None) -> None:
+        """A batch is there: `marks` were set in the stream before and after what waits for it."""
+
+    def worked(self, compute_s: float) -> None:
+        """The step on this batch is done, as far as the host is concerned, and took so long."""
+
+    def apart(self, seconds: float) -> None:
+        """So many seconds since the batch was given belong to no step."""
+
+    def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
+        """A batch was asked for, was there, and is no longer needed, by `time.perf_counter`; it had so many samples."""
+
+    def settled(self) -> list[StepTimes]:
+        """Return the steps that are over and were not returned before; may be called from any thread."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are steps that are not over yet."""
+
+
+class HostClock:
+    """Times the steps of a CPU by the host's clock."""
+
+    __slots__ = ("_apart_s", "_compute_s", "_is_first", "_noted")
+
+    def __init__(self) -> None:
+        # What is noted at each step is worked out later: fast loaders give 10,000 batches a second.
+        self._noted: deque[tuple[float, float, float, int, float | None, float]] = deque()
+        self._compute_s: float | None = None
+        self._apart_s = 0.0
+        self._is_first = True
+
+    def given(self, marks: tuple[Mark, Mark] | None) -> None:
+        """A batch is there."""
+
+    def worked(self, compute_s: float) -> None:
+        """The step on this batch took so long."""
+        self._compute_s = compute_s
+
+    def apart(self, seconds: float) -> None:
+        """So many seconds since the batch was given belong to no step."""
+        self._apart_s += seconds
+
+    def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
+        """A step is over."""
+        self._noted.append((asked, given, left, samples, self._compute_s, self._apart_s))
+        self._compute_s, self._apart_s = None, 0.0
+
+    def settled(self) -> list[StepTimes]:
+        """Return the steps that are over."""
+        found = []
+        for asked, given, left, samples, told_s, apart_s in _taken(self._noted):
+            user_s = max(0.0, left - given - apart_s)
+            compute_s = user_s if told_s is None else min(told_s, user_s)
+            found.append(StepTimes(given - asked, 0.0, compute_s, user_s - compute_s, samples, self._is_first))
+            self._is_first = False
+        return found
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are steps that are not over yet."""
+        return bool(self._noted)
+
+
+class DeviceClock:
+    """Times the steps of a GPU by events in its stream.
+
+    Args:
+        mark: sets a mark in the stream.
+    """
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._mark = mark
+        self._marks: tuple[Mark, Mark] | None = None
+        self._end: Mark | None = None
+        self._former_end: Mark | None = None
+        self._apart_s = 0.0
+        self._former_apart_s = 0.0
+        self._noted: deque[_OnDevice] = deque()
+
+    def given(self, marks: tuple[Mark, Mark] | None) -> None:
+        """A batch is there, or will be when the stream has come by the second mark."""
+        if marks is None:
+            here = self._mark()
+            marks = here, here
+        self._marks = marks
+
+    def worked(self, compute_s: float) -> None:
+        """All work of the step is in the stream."""
+        self._end = self._mark()
+
+    def apart(self, seconds: float) -> None:
+        """So many seconds since the batch was given belong to no step."""
+        self._apart_s += seconds
+
+    def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
+        """The host is done with a step."""
+        end = self._end or self._mark()
+        if self._marks is not None:
+            before, after = self._marks
+            step = _OnDevice(self._former_end, before, after, end, given - asked, self._former_apart_s, samples)
+            self._noted.append(step)
+            if len(self._noted) > _UNREAD:
+                self._noted.popleft()
+        self._former_end, self._end, self._marks = end, None, None
+        self._former_apart_s, self._apart_s = self._apart_s, 0.0
+
+    def settled(self) -> list[StepTimes]:
+        """Return the steps that the stream has come by."""
+        found = []
+        for step in _taken(self._noted):
+            if not step.end.query():
+                self._noted.appendleft(step)
+                break
+            found.append(step.times())
+        return found
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are steps that are not over yet."""
+        return bool(self._noted)
+
+
+class _OnDevice(NamedTuple):
+    """A step as it lies in a stream.
+
+    Attributes:
+        former_end: of the step before; None if there was none.
+        before: when the stream began to wait for the batch.
+        after: when the batch was there.
+        end: of the step.
+        wait_s: seconds that the host waited for the batch.
+        apart_s: seconds of what came between the steps and is none of either.
+        samples: of the batch.
+    """
+
+    former_end: Mark | None
+    before: Mark
+    after: Mark
+    end: Mark
+    wait_s: float
+    apart_s: float
+    samples: int
+
+    def times(self) -> StepTimes:
+        """Return where the time went: all of them are in the past of the stream."""
+        starved_s = self.wait_s if self.former_end is None else self.former_end.elapsed_time(self.before) / 1000
+        data_s = min(self.wait_s, starved_s)
+        copy_s = 0.0 if self.before is self.after else self.before.elapsed_time(self.after) / 1000
+        compute_s = self.after.elapsed_time(self.end) / 1000
+        other_s = max(0.0, starved_s - data_s - self.apart_s)
+        return StepTimes(data_s, copy_s, compute_s, other_s, self.samples, self.former_end is None)
+
+
+def _taken(noted: deque[_Noted]) -> Iterator[_Noted]:
+    """Yield and remove what is noted; another thread may note more, or take some, meanwhile."""
+    while True:
+        try:
+            yield noted.popleft()
+        except IndexError:
+            return

@@ -1,0 +1,136 @@
+"""How often the doctor is right: traces with known answers, and real runs whose planted bottleneck is then mended.
+
+    python tests/benchmarks/bench_doctor.py [--only traces,runs] [--json out.json]
+
+A run's verdict has to be the planted one; the speed that was predicted for the mend is compared with the speed after
+it. Runs take about fifteen seconds each, every one in its own process; runs from a slow drive need FUSE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench_packing import table
+from doctor_runs import RUNS
+from doctor_traces import TRACES
+from rounds import machine, verdict
+
+DEADLINE_S = 180
+CLOSE = 0.15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="traces,runs")
+    parser.add_argument("--run", help="only runs whose name holds this")
+    parser.add_argument("--json", help="file for all figures")
+    options = parser.parse_args()
+    print(machine(), flush=True)
+    traces = [trace_row(trace) for trace in TRACES] if "traces" in options.only else []
+    runs = [run_of(run.name) for run in RUNS if "runs" in options.only and (options.run or "") in run.name]
+    if traces:
+        table("Traces", ("", "right", "found", "advice", ""), [row[:5] for row in traces])
+    shown = [found for found in runs if "missing" not in found]
+    if shown:
+        headings = (
+            "",
+            "right",
+            "found",
+            "wait, copy, step, other",
+            "advice",
+            "images/s",
+            "predicted",
+            "after",
+            "off by",
+        )
+        table("Real runs", headings, [run_row(found) for found in shown])
+    for found in runs:
+        if "missing" in found:
+            print(f"{found['name']}: not run, {found['missing']}")
+    if traces and shown:
+        table("What is needed", ("", "found", "needed", "holds"), needed(traces, shown))
+    if options.json:
+        Path(options.json).write_text(json.dumps({"machine": machine(), "traces": traces, "runs": runs}, indent=1))
+
+
+def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
+    """Return what is to be told of a trace, and whether the doctor is right."""
+    found = trace.judged()
+    rules = [advice.rule for advice in found.advice]
+    is_right = found.verdict == trace.verdict
+    is_advised = trace.rule in rules if trace.rule else not rules
+    note = "" if is_right and is_advised else "WRONG" if not is_right else "other advice"
+    return trace.name, trace.verdict, found.verdict, ", ".join(rules) or "none", note, is_right
+
+
+def run_of(name: str) -> dict[str, Any]:
+    """Return what came of a real run."""
+    command = [sys.executable, str(Path(__file__).with_name("doctor_runs.py")), name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, IndexError, ValueError) as error:
+        found = {"name": name, "missing": getattr(error, "stderr", "") or str(error)}
+    print("  " + ("; ".join(run_row(found)) if "verdict" in found else name), file=sys.stderr, flush=True)
+    return found
+
+
+def run_row(found: dict[str, Any]) -> tuple[str, ...]:
+    """Return what is to be told of a real run."""
+    shares = "/".join(f"{100 * share:.0f}" for share in found["shares"].values())
+    off = off_by(found)
+    return (
+        found["name"] + ("" if is_right(found) else "  WRONG"),
+        found["right"],
+        found["verdict"],
+        shares,
+        (", ".join(found["advice"]) or "none") + ("" if found["is_advised"] else "  (another was due)"),
+        f"{found['speed']:,.0f}",
+        f"{found['predicted']:,.0f}" if found["predicted"] else "",
+        f"{found['mended']:,.0f}" if found["mended"] else "",
+        "" if off is None else f"{100 * off:+.0f}%",
+    )
+
+
+def is_right(found: dict[str, Any]) -> bool:
+    """Return whether the verdict is the planted one."""
+    return bool(found["verdict"] == found["right"])
+
+
+def off_by(found: dict[str, Any]) -> float | None:
+    """Return by which share of the speed after the mend the prediction is off; None if none was made."""
+    if not found["predicted"] or not found["mended"]:
+        return None
+    return float(found["predicted"] / found["mended"] - 1)
+
+
+def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Return what has to hold, and whether it does."""
+    right = sum(row[5] for row in traces) + sum(map(is_right, runs))
+    clean = [found for found in runs if found["right"] == "compute"]
+    offs = [abs(off) for found in runs if (off := off_by(found)) is not None]
+    sums = [abs(sum(found["shares"].values()) - 1) for found in runs]
+    counted = [abs(found["counted"] - 1) for found in runs if found["counted"]]
+    return [
+        verdict("scenarios", float(len(traces) + len(runs)), 40, "{:.0f}", at_most=False),
+        verdict("share of right verdicts", right / (len(traces) + len(runs)), 0.95, "{:.3f}", at_most=False),
+        verdict("clean runs called input-bound", float(sum(f["verdict"] == "data" for f in clean)), 0, "{:.0f}", True),
+        verdict(
+            f"share of {len(offs)} predictions within 15%",
+            sum(o <= CLOSE for o in offs) / len(offs),
+            0.8,
+            "{:.2f}",
+            False,
+        ),
+        verdict("shares of a step add up to 1, off by", max(sums), 0.01, "{:.4f}", at_most=True),
+        verdict("all steps add up to the clock's time, off by", max(counted), 0.01, "{:.4f}", at_most=True),
+    ]
+
+
+if __name__ == "__main__":
+    main()

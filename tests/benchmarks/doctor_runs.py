@@ -1,0 +1,397 @@
+"""Real runs with a planted bottleneck, and the same runs mended, for bench_doctor.py; one in each process.
+
+    python tests/benchmarks/doctor_runs.py "decoding, a light step"
+
+prints as JSON what the doctor said, and the speed before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+from far_mounts import FuseMount, has_fuse
+from pictures import photo, saved
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import colabkit
+from colabkit.doctor.diagnosis import Diagnosis, Verdict
+from colabkit.doctor.timing import settled_steps, typical
+from colabkit.telemetry import sampled
+
+__all__ = ["RUNS", "Run"]
+
+SECONDS, ENOUGH = 5.0, 80
+SIDE, CLASSES = 64, 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training with something wrong, or nothing.
+
+    Attributes:
+        name: what is wrong.
+        verdict: the right one.
+        rules: of which one has to give advice; empty if there is nothing to say.
+        before: makes the loader that is wrong, in a folder.
+        after: makes the one that is mended; None where that is no change of the loader.
+        width: channels of the model: how long a step takes.
+        elsewhere_s: seconds of a step that leaves the CPU alone; 0 for that of a model.
+        beside: what goes on meanwhile.
+        on_step: what the loop does after each step.
+        is_mended_by_ending: whether the mend is to end what goes on beside.
+    """
+
+    name: str
+    verdict: Verdict
+    rules: tuple[str, ...]
+    before: Callable[[Path], Any]
+    after: Callable[[Path], Any] | None = None
+    width: int = 8
+    elsewhere_s: float = 0.0
+    beside: Callable[[Path], contextlib.AbstractContextManager[Any]] | None = None
+    on_step: Callable[[], None] | None = None
+    is_mended_by_ending: bool = False
+
+
+def step_of(width: int) -> Callable[[Any], Any]:
+    """Return the step of a small network."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(2 * width, CLASSES),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss_of = nn.CrossEntropyLoss()
+
+    def step(batch: Any) -> float:
+        images, labels = batch
+        images = images.float().div_(255) if images.dtype == torch.uint8 else images
+        loss = loss_of(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def elsewhere(step_s: float) -> Callable[[Any], Any]:
+    """Return a step that leaves the CPU alone, as on a GPU."""
+
+    def step(batch: Any) -> None:
+        time.sleep(step_s)
+
+    return step
+
+
+def trained(
+    loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None
+) -> tuple[Diagnosis, Any, float]:
+    """Train for some seconds; return the diagnosis, the meters' snapshot and the steps' seconds by the clock."""
+    watched = colabkit.watch(loader) if not isinstance(loader, colabkit.Loader) else loader
+    until = time.perf_counter() + SECONDS
+    clocked, is_over = 0.0, False
+    with sampled() as sampler:
+        while not is_over:
+            began = ended = time.perf_counter()
+            for batch in watched:
+                is_over = time.perf_counter() > until and watched.meters.batches > ENOUGH
+                if is_over:
+                    break
+                started = time.perf_counter()
+                step(batch)
+                watched.meters.clock.worked(time.perf_counter() - started)
+                if on_step is not None:
+                    on_step()
+                ended = time.perf_counter()
+            clocked += ended - began
+        hosts = sampler.recent(SECONDS)
+    from colabkit.doctor import Doctor
+
+    spent = watched.meters.snapshot()
+    found = Doctor().look(spent, watched.meters.facts, hosts)
+    return found, spent, clocked
+
+
+def speed_of(spent: Any) -> float:
+    """Return the samples a second of a typical step."""
+    step = typical(settled_steps(spent.recent))
+    return step.samples / step.seconds
+
+
+def result_of(run: Run, folder: Path) -> dict[str, Any]:
+    """Run it, mend it, run it again."""
+    step = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
+    with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
+        found, spent, clocked = trained(run.before(folder), step, run.on_step)
+    mended = None
+    if run.after is not None or run.is_mended_by_ending or run.on_step is not None:
+        make = run.after or run.before
+        _, later, _ = trained(make(folder), step, None)
+        mended = speed_of(later)
+    given = {advice.rule: advice.samples_per_s for advice in found.advice}
+    predicted = next((given[rule] for rule in run.rules if given.get(rule)), None)
+    if predicted is None and run.after is not None:
+        predicted = found.ceiling_samples_per_s
+    return {
+        "name": run.name,
+        "verdict": found.verdict,
+        "right": run.verdict,
+        "shares": asdict(found.shares),
+        "advice": list(given),
+        "is_advised": not run.rules or any(rule in given for rule in run.rules),
+        "steps": found.steps,
+        "speed": found.samples_per_s,
+        "predicted": predicted,
+        "mended": mended,
+        "counted": spent.seconds / clocked if clocked else None,
+        "text": repr(found),
+    }
+
+
+# What is loaded
+
+
+def photos(folder: Path, count: int = 640, size: tuple[int, int] = (256, 256)) -> Path:
+    """Return a folder of JPEG files, written once."""
+    target = folder / f"photos-{count}-{size[0]}"
+    if not target.is_dir():
+        different = [saved(photo(*size, seed=seed), "JPEG") for seed in range(32)]
+        for number in range(count):
+            path = target / f"class{number % CLASSES}" / f"{number:05d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(different[number % len(different)])
+    return target
+
+
+def packed(folder: Path, count: int = 640, encoding: str = "raw", size: int | None = SIDE) -> Any:
+    """Return a split of photos in a pack."""
+    out = folder / f"{encoding}-{count}-{size}.h5"
+    if not out.exists():
+        colabkit.pack(photos(folder, count), out, size=size, encoding=encoding, progress=False)
+    return colabkit.open_pack(out)["train"]
+
+
+def rows(count: int = 4096, side: int = SIDE) -> tuple[Tensor, Tensor]:
+    """Return images and labels in memory."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+    return images, torch.randint(0, CLASSES, (count,), generator=generator)
+
+
+class Files(Dataset[Any]):
+    """Image files one by one, as most people read them."""
+
+    def __init__(self, folder: Path, work: int = 0) -> None:
+        self.root = str(folder)
+        self.paths = sorted(str(path) for path in folder.rglob("*.jpg"))
+        self.work = work
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        with Image.open(self.paths[number]) as image:
+            pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE)))
+        in_python(self.work)
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1), number % CLASSES
+
+
+class Slow(Dataset[Any]):
+    """Samples in memory with a transform of pure Python."""
+
+    def __init__(self, work: int) -> None:
+        self.images, self.labels = rows(1024)
+        self.work = work
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        in_python(self.work)
+        return self.images[number], self.labels[number]
+
+
+def in_python(work: int) -> int:
+    """Compute something slowly."""
+    total = 0
+    for number in range(work):
+        total += number * number % 7
+    return total
+
+
+def far(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
+    """Return what makes a loader of the folder as a slow drive shows it."""
+
+    def made(folder: Path) -> Any:
+        make(folder)  # so that the data is there
+        mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behaviour)
+        mount.__enter__()
+        MOUNTED.append(mount)
+        return make(mount.point)
+
+    return made
+
+
+MOUNTED: list[FuseMount] = []
+
+
+@contextlib.contextmanager
+def busy_processes(folder: Path, count: int = 2) -> Iterator[None]:
+    """Let other processes compute, which are no children of this one."""
+    busy = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!;"
+    told = subprocess.run(["sh", "-c", busy * count], stdout=subprocess.PIPE, text=True, check=True)
+    try:
+        yield
+    finally:
+        for pid in told.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def little_memory(folder: Path) -> Iterator[None]:
+    """Fill nine tenths of the RAM."""
+    from colabkit.environment import memory_limits
+    from colabkit.mounts import read_file
+
+    limits = memory_limits(read_file)
+    size = int(limits.available_bytes - 0.1 * limits.total_bytes)
+    held = np.empty(size, np.uint8)
+    held[::4096] = 1
+    yield
+    del held
+
+
+def file_loader(folder: Path, batch: int = 16, count: int = 2400) -> Any:
+    """Return a Loader that reads and decodes image files in every epoch."""
+    crop = colabkit.augment.CenterCrop(SIDE)
+    return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, transform=crop)
+
+
+def kept_files(folder: Path, batch: int = 32, count: int = 320) -> Any:
+    """Return a Loader of image files that keeps what it has decoded."""
+    return colabkit.Loader(colabkit.FileDataset(photos(folder, count)), batch, shuffle=True, size=SIDE)
+
+
+def torch_files(folder: Path, workers: int, batch: int = 16, count: int = 2400, work: int = 0) -> Any:
+    """Return torch's DataLoader of image files."""
+    return DataLoader(
+        Files(photos(folder, count), work), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )
+
+
+def crops(folder: Path, batch: int = 32, count: int = 640, size: tuple[int, int] = (400, 500), **options: Any) -> Any:
+    """Return a Loader that decodes large photos and cuts small crops in every epoch."""
+    out = folder / f"large-{count}.h5"
+    if not out.exists():
+        colabkit.pack(photos(folder, count, size), out, encoding="source", progress=False)
+    crop = colabkit.augment.CenterCrop(SIDE)
+    return colabkit.Loader(
+        colabkit.open_pack(out)["train"], batch, shuffle=True, transform=crop, keep="auto", **options
+    )
+
+
+def raw(batch: int, count: int = 640, **options: Any) -> Callable[[Path], Any]:
+    """Return what makes a Loader of a raw pack."""
+    return lambda folder: colabkit.Loader(packed(folder, count), batch, shuffle=True, **options)
+
+
+def arrays(batch: int) -> Callable[[Path], Any]:
+    """Return what makes a Loader of tensors."""
+    return lambda folder: colabkit.Loader(rows(), batch, shuffle=True)
+
+
+def tensors(batch: int, workers: int = 0) -> Callable[[Path], Any]:
+    """Return what makes torch's DataLoader of tensors."""
+    return lambda folder: DataLoader(
+        TensorDataset(*rows()), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )
+
+
+def logging() -> None:
+    """Work of the host that is no step: some 20 ms of Python."""
+    in_python(300_000)
+
+
+STAGED = ("far_files", "far_files_to_pack")
+RUNS: Sequence[Run] = (
+    Run("files on a slow drive", "data", STAGED[:1], far(file_loader, open_s=0.1, at_once=8), file_loader),
+    Run("files on a slow drive, a longer step", "data", STAGED[:1], far(file_loader, open_s=0.15, at_once=8),
+        file_loader, width=24),
+    Run("files on a drive with a narrow line", "data", STAGED[:1], far(file_loader, bandwidth=3e6), file_loader),
+    Run("torch's DataLoader of a slow drive", "data", STAGED, far(lambda f: torch_files(f, 2), open_s=0.03),
+        lambda f: torch_files(f, 2)),
+    Run("samples from a slow drive in processes", "data", STAGED,
+        far(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
+        lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True)),
+    Run("a pack on a slow drive", "data", STAGED[:1], far(raw(16, 2400, keep="disk"), bandwidth=2e6, direct_io=False),
+        raw(16, 2400)),
+    Run("decoding, a light step", "data", ("slow_decoding",), crops, raw(32)),
+    Run("decoding, a longer step", "data", ("slow_decoding",), crops, raw(32), width=24),
+    Run("decoding by one worker", "data", ("slow_decoding",), lambda f: crops(f, num_workers=1), raw(32)),
+    Run("decoding by one worker, the step elsewhere", "data", ("more_workers",), lambda f: crops(f, num_workers=1),
+        lambda f: crops(f, num_workers=2), elsewhere_s=0.005),
+    Run("decoding, the step elsewhere", "data", ("slow_decoding",), crops, raw(32), elsewhere_s=0.004),
+    Run("torch's DataLoader decodes", "data", ("slow_foreign",), lambda f: torch_files(f, 2), raw(16, 2400)),
+    Run("torch's DataLoader decodes in the loop", "data", ("slow_foreign",), lambda f: torch_files(f, 0),
+        raw(16, 2400)),
+    Run("a transform in Python, in processes", "data", ("slow_transform",),
+        lambda f: colabkit.Loader(Slow(30_000), 16, shuffle=True), arrays(16)),
+    Run("a transform in Python, torch's DataLoader", "data", ("slow_foreign",),
+        lambda f: DataLoader(Slow(30_000), 16, shuffle=True, num_workers=2, persistent_workers=True), arrays(16)),
+    Run("a transform in Python in the loop", "data", ("slow_foreign",),
+        lambda f: DataLoader(Slow(30_000), 16, shuffle=True), arrays(16), width=24),
+    Run("work between steps", "other", ("host_work",), arrays(32), on_step=logging, width=16),
+    Run("work between steps, a pack", "other", ("host_work",), raw(32), on_step=logging, width=24),
+    Run("tiny batches", "compute", ("tiny_batches",), arrays(2), width=2),
+    Run("a slow step", "compute", (), raw(32), width=48),
+    Run("a slow step, decoding beside it", "compute", (), lambda f: crops(f, num_workers=1), width=96),
+    Run("other processes on the CPU", "compute", ("others_on_the_cpu",), arrays(32), width=32,
+        beside=busy_processes, is_mended_by_ending=True),
+    Run("little memory", "compute", ("full_ram",), arrays(32), width=24, beside=little_memory),
+    Run("clean: tensors", "compute", (), arrays(64), width=24),
+    Run("clean: a raw pack", "compute", (), raw(64), width=24),
+    Run("clean: torch's DataLoader of tensors", "compute", (), tensors(64), width=32),
+    Run("clean: files decoded once", "compute", (), kept_files, width=32),
+)  # fmt: skip
+
+
+def main() -> None:
+    run = next(run for run in RUNS if run.name == sys.argv[1])
+    if "drive" in run.name and not has_fuse():
+        print(json.dumps({"name": run.name, "missing": "FUSE"}))
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-doctor-") as name:
+        folder = Path(name) / "data"
+        folder.mkdir()
+        try:
+            found = result_of(run, folder)
+        finally:
+            for mount in MOUNTED:
+                mount.__exit__(None, None, None)
+            shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

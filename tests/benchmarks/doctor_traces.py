@@ -1,0 +1,189 @@
+"""Traces of runs whose bottleneck is known, for bench_doctor.py: what meters and telemetry would have seen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from colabkit.doctor import Doctor
+from colabkit.doctor.diagnosis import Diagnosis, Verdict
+from colabkit.meters import LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
+from colabkit.telemetry import GpuSnapshot, HostSnapshot
+
+__all__ = ["TRACES", "Trace"]
+
+GIB = 1 << 30
+STEPS = 400
+HOST = HostSnapshot(
+    at_s=1.0,
+    cpus=2.0,
+    cpu_rate=0.5,
+    own_cpu_rate=0.45,
+    busiest_core_rate=0.6,
+    ram_used_bytes=4 * GIB,
+    ram_total_bytes=12 * GIB,
+    tmpfs_bytes=0,
+    storage_read_bytes_per_s=0.0,
+    disk_free_bytes=60 * GIB,
+    disk_total_bytes=100 * GIB,
+    shm_free_bytes=6 * GIB,
+    shm_total_bytes=6 * GIB,
+    io_stall_rate=0.0,
+)
+T4 = GpuSnapshot(
+    uuid="GPU-1",
+    name="Tesla T4",
+    utilization_rate=0.95,
+    used_bytes=12 * GIB,
+    total_bytes=15 * GIB,
+    torch_bytes=10 * GIB,
+    torch_reserved_bytes=11 * GIB,
+)
+FULL = replace(HOST, cpu_rate=0.99, own_cpu_rate=0.97, busiest_core_rate=1.0)
+
+
+ROWS = LoaderFacts("gathered", samples=50_000, batch_size=64, workers=1, tier="ram", encoding="raw")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run as it would have been seen.
+
+    Attributes:
+        name: what is wrong with it.
+        verdict: the right one.
+        rule: the rule that has to give the advice; empty if there is nothing to say.
+        times: mean seconds of a step that go to waiting, copy, compute and other work.
+        facts: of the loader.
+        parts: of the loader, per sample: name, busy, waiting and CPU seconds, bytes.
+        host: of the machine.
+        noise: spread of each step's times.
+        batches_at_once: batches that a loader gives together, so that only one of them is waited for.
+        shape: changes the seconds of step i.
+        steps: how many there are.
+        precision: of the step.
+        passes: over the data.
+        first_s: to the first batch of each.
+        gpu: whether batches go to one.
+    """
+
+    name: str
+    verdict: Verdict
+    rule: str
+    times: tuple[float, float, float, float]
+    facts: LoaderFacts = ROWS
+    parts: tuple[tuple[str, float, float, float, int], ...] = ()
+    host: HostSnapshot = HOST
+    noise: float = 0.1
+    batches_at_once: int = 1
+    shape: Callable[[int, StepTimes], StepTimes] = field(default=lambda _, step: step)
+    steps: int = STEPS
+    precision: str | None = None
+    passes: int = 1
+    first_s: float = 0.0
+
+    def judged(self) -> Diagnosis:
+        """Return what the doctor says, having looked several times."""
+        doctor = Doctor(precision=self.precision)
+        steps = [*self._steps()]
+        found = None
+        for stop in range(len(steps) // 4, len(steps) + 1, len(steps) // 4):
+            found = doctor.look(self._spent(steps[:stop]), self.facts, [self.host] * 5)
+        assert found is not None
+        return found
+
+    def _steps(self) -> Iterable[StepTimes]:
+        draw = random.Random(self.name)
+        batch = self.facts.batch_size or 64
+        for number in range(self.steps):
+            wait, copy, compute, other = (max(0.0, draw.gauss(mean, self.noise * mean)) for mean in self.times)
+            wait = wait * self.batches_at_once if number % self.batches_at_once == 0 else 0.0
+            is_first = number % (self.steps // self.passes) == 0
+            wait += self.first_s if is_first else 0.0
+            yield self.shape(number, StepTimes(wait, copy, compute, other, batch, is_first))
+
+    def _spent(self, steps: list[StepTimes]) -> MetersSnapshot:
+        samples = sum(step.samples for step in steps)
+        parts = tuple(
+            PartSnapshot(name, samples, size * samples, busy * samples, wait * samples, len(steps), busy, cpu * samples)
+            for name, busy, wait, cpu, size in self.parts
+        )
+        return MetersSnapshot(
+            batches=len(steps),
+            samples=samples,
+            wait_s=sum(step.wait_s for step in steps),
+            copy_s=sum(step.copy_s for step in steps),
+            compute_s=sum(step.compute_s for step in steps),
+            other_s=sum(step.other_s for step in steps),
+            first_s=sum(step.wait_s for step in steps if step.is_first),
+            passes=self.passes,
+            steps=len(steps),
+            ready=len(steps) // 2,
+            parts=parts,
+            recent=tuple(steps[-512:]),
+        )
+
+
+GPU_FACTS = replace(ROWS, device="cuda:0", is_pinned=True)
+DECODED = LoaderFacts(
+    "decoded", samples=50_000, batch_size=64, workers=2, encoding="encoded", tier="source", files=50_000
+)
+DRIVE = replace(DECODED, path="/content/drive/MyDrive/photos", is_far=True)
+FOREIGN = LoaderFacts("foreign", samples=50_000, batch_size=64, workers=2, encoding="python", keeps_workers=True)
+WITH_T4 = replace(HOST, gpus=(T4,))
+
+
+def late_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTimes]:
+    """Return a shape with a long wait now and then."""
+    return lambda number, step: step._replace(wait_s=seconds) if number % steps == steps // 2 else step
+
+
+TRACES = (
+    Trace("clean, on the CPU", "compute", "", (0.0005, 0, 0.1, 0.001)),
+    Trace("clean, with a wild step", "compute", "", (0.001, 0, 0.1, 0.001), noise=0.6),
+    Trace("clean, on a GPU", "compute", "", (0.001, 0.0005, 0.1, 0.002), GPU_FACTS, host=WITH_T4, precision="fp16"),
+    Trace("clean, a loader that gives 16 batches at once", "compute", "", (0.002, 0, 0.1, 0), batches_at_once=16),
+    Trace("clean, with a checkpoint every 50 steps", "compute", "", (0.001, 0, 0.1, 0.001),
+          shape=lambda number, step: step._replace(other_s=0.3) if number % 50 == 25 else step),
+    Trace("not enough steps", "unknown", "", (0.09, 0, 0.01, 0), DRIVE, steps=40),
+    Trace("Drive, many small files", "data", "far_files_to_pack", (0.9, 0, 0.1, 0), DRIVE,
+          (("read", 0.05, 0, 0, 20_000), ("decode", 0.001, 0.02, 0.001, 150_000))),
+    Trace("Drive, on a GPU", "data", "far_files_to_pack", (0.5, 0.01, 0.1, 0.01), replace(DRIVE, device="cuda:0"),
+          (("read", 0.05, 0, 0, 20_000), ("decode", 0.001, 0.02, 0.001, 150_000)),
+          replace(HOST, gpus=(replace(T4, utilization_rate=0.2),))),
+    Trace("Drive, read by torch's DataLoader", "data", "far_files", (0.9, 0, 0.1, 0),
+          replace(FOREIGN, path="/content/drive/MyDrive/photos", is_far=True)),
+    Trace("Drive slows down", "data", "throttled", (0.4, 0, 0.1, 0), DRIVE,
+          (("read", 0.05, 0, 0, 20_000), ("decode", 0.001, 0.02, 0.001, 150_000)),
+          shape=lambda number, step: step._replace(wait_s=step.wait_s * (1 + number / 50))),
+    Trace("decoding on a full CPU", "data", "slow_decoding", (0.2, 0, 0.1, 0), DECODED,
+          (("read", 0.0001, 0, 0, 100_000), ("decode", 0.009, 0, 0.005, 150_000)), FULL),
+    Trace("decoding by one worker of two", "data", "more_workers", (0.2, 0, 0.1, 0), replace(DECODED, workers=1),
+          (("decode", 0.0045, 0, 0.0044, 150_000),)),
+    Trace("a transform in Python", "data", "slow_transform", (0.3, 0, 0.1, 0),
+          replace(DECODED, kind="processes", encoding="python"), (("samples", 0.012, 0, 0.006, 0),), FULL),
+    Trace("torch's DataLoader on a full CPU", "data", "slow_foreign", (0.3, 0, 0.1, 0), FOREIGN, host=FULL),
+    Trace("a slow disk", "data", "slow_disk", (0.3, 0, 0.1, 0),
+          replace(GPU_FACTS, device="cpu", sample_bytes=150_528.0, tier="disk"), (("gather", 0.004, 0, 0, 150_528),),
+          replace(HOST, storage_read_bytes_per_s=24e6, io_stall_rate=0.7, cpu_rate=0.3)),
+    Trace("each epoch starts slowly", "compute", "slow_start", (0.001, 0, 0.1, 0),
+          replace(FOREIGN, keeps_workers=False), passes=8, first_s=3.0),
+    Trace("a few long waits", "compute", "bursts", (0.0, 0, 0.1, 0), shape=late_every(100, 2.0)),
+    Trace("copies out of pageable memory", "copy", "pageable_copies", (0.005, 0.05, 0.1, 0.002),
+          replace(GPU_FACTS, is_pinned=False), host=WITH_T4, precision="fp16"),
+    Trace("logging in every step", "other", "host_work", (0.001, 0, 0.1, 0.06)),
+    Trace("float32 on tensor cores", "compute", "no_mixed_precision", (0.001, 0, 0.1, 0.001), GPU_FACTS,
+          host=WITH_T4, precision="fp32"),
+    Trace("kernels too short", "compute", "launches", (0.0001, 0, 0.004, 0.0001), GPU_FACTS,
+          host=replace(HOST, gpus=(replace(T4, utilization_rate=0.3),)), precision="fp16"),
+    Trace("the GPU is not used", "compute", "wrong_device", (0.001, 0, 0.5, 0.001),
+          host=replace(FULL, gpus=(replace(T4, utilization_rate=0.0, torch_bytes=None, used_bytes=GIB),))),
+    Trace("a hot GPU", "compute", "slowed_gpu", (0.001, 0, 0.1, 0.001), GPU_FACTS,
+          host=replace(HOST, gpus=(replace(T4, slowed_by=("heat",)),)), precision="fp16"),
+    Trace("RAM nearly full", "compute", "full_ram", (0.001, 0, 0.1, 0.001),
+          host=replace(HOST, ram_used_bytes=11 * GIB, tmpfs_bytes=6 * GIB)),
+    Trace("other processes on the CPU", "compute", "others_on_the_cpu", (0.001, 0, 0.1, 0.001),
+          host=replace(FULL, own_cpu_rate=0.5)),
+)  # fmt: skip
+"""Each is judged on its own; half are CPU runs, half GPU runs, which cannot be had everywhere."""

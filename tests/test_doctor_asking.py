@@ -1,0 +1,217 @@
+"""`diagnose()`: of a report, of a loader that was used, of any loader by itself; and nothing has moved afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tree
+from contract import make_pack
+from doctor_cases import QUIET, check_advice, with_gpu
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from trainings import train
+
+import colabkit
+from colabkit import errors
+from colabkit.dataset import FileDataset, PackedDataset
+from colabkit.doctor import Diagnosis, asking
+from colabkit.doctor.asking import diagnose
+from colabkit.loader import Loader
+
+BRIEF = 0.05
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert "colabkit-telemetry" not in [thread.name for thread in threading.enumerate()]
+
+
+class Slow(Dataset[Any]):
+    """Samples that wait on an event that never comes, for two milliseconds each."""
+
+    def __init__(self, count: int = 400) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        threading.Event().wait(0.002)
+        return torch.zeros(3, 4, 4), index
+
+
+def check(found: Diagnosis) -> None:
+    """Check what holds for every diagnosis: it can be kept and shown, and its advice reads well."""
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
+    assert found._repr_html_()
+    assert found.text_table()
+    for advice in found.advice:
+        check_advice(advice)
+
+
+def test_of_a_report_the_verdict_is_that_of_the_run(data: PackedDataset) -> None:
+    report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
+    found = diagnose(report)
+    assert (found.verdict, found.steps) == ("compute", 65)  # of 88, without a fifth and the first of each epoch
+    check(found)
+
+
+def test_of_a_report_it_is_about_the_machine_of_that_time(data: PackedDataset) -> None:
+    report = train(lambda batch: threading.Event().wait(0.006), Loader(data, 2), epochs=6)
+    hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)),) * 3, precision="fp32")
+    assert [advice.rule for advice in diagnose(hot).advice] == []  # too few steps
+    longer = replace(hot, spent=replace(hot.spent, recent=hot.spent.recent * 2, steps=2 * hot.spent.steps))
+    assert [advice.rule for advice in diagnose(longer).advice] == ["slowed_gpu"]
+
+
+def test_a_report_without_steps_has_too_few(data: PackedDataset) -> None:
+    found = diagnose(train(lambda batch: None, Loader(data, 4), epochs=0))
+    assert found.sentence == "Not enough steps yet: 0 of 50"
+    check(found)
+
+
+def test_of_a_loader_that_was_used_the_verdict_is_that_of_the_loop() -> None:
+    loader = Loader(Slow(), 4, num_workers=1)
+    for _ in loader:
+        pass
+    state, spent = loader.state_dict(), loader.meters.snapshot()
+    found = diagnose(loader, seconds=0)
+    assert found.verdict == "data"
+    assert found.bottleneck == "read"  # its worker waits, and a CPU is free
+    assert [advice.rule for advice in found.advice] == ["slow_transform"]
+    assert found.advice[0].found.endswith("most of it waiting for storage")
+    assert loader.state_dict() == state
+    assert loader.meters.snapshot() == spent
+    check(found)
+
+
+def test_of_a_used_loader_the_machine_is_looked_at_once_where_nobody_watched_it(
+    data: PackedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fake:
+        def snapshot(self) -> Any:
+            return replace(QUIET, disk_free_bytes=1 << 20)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Fake] = []
+    monkeypatch.setattr(asking, "Telemetry", Fake)
+    loader = Loader(data, 2)
+    for _ in itertools.chain.from_iterable(itertools.repeat(loader, 8)):
+        pass
+    assert [advice.rule for advice in diagnose(loader).advice if advice.rule == "full_disk"]
+    assert len(closed) == 1
+
+
+def test_a_watched_loader_that_was_used_is_judged_by_its_loop() -> None:
+    watched = colabkit.watch(DataLoader(Slow(100), 1))
+    for _ in watched:
+        pass
+    found = diagnose(watched)
+    assert found.verdict == "data"
+    assert "slow_foreign" in [advice.rule for advice in found.advice]
+    check(found)
+
+
+def test_an_unused_loader_is_timed_by_itself_and_does_not_move(data: PackedDataset) -> None:
+    loader = Loader(data, 4, shuffle=True, seed=3)
+    expected = [batch[1].tolist() for batch in Loader(data, 4, shuffle=True, seed=3)]
+    state = loader.state_dict()
+    found = diagnose(loader, seconds=BRIEF)
+    assert found.sentence.startswith("The loader alone: ")
+    assert " for a batch of 4; " in found.sentence
+    assert found.verdict == "unknown"
+    assert found.samples_per_s > 0
+    assert found.ceiling_samples_per_s is None
+    assert loader.state_dict() == state
+    assert [batch[1].tolist() for batch in loader] == expected
+    check(found)
+
+
+def test_in_the_middle_of_an_epoch_nothing_moves_either(data: PackedDataset) -> None:
+    expected = [batch[1].tolist() for batch in Loader(data, 4, shuffle=True)]
+    loader = Loader(data, 4, shuffle=True)
+    batches = iter(loader)
+    first = next(batches)[1].tolist()
+    assert diagnose(loader, seconds=BRIEF).sentence.startswith("The loader alone: ")
+    assert [first, *(batch[1].tolist() for batch in batches)] == expected
+
+
+def test_a_data_loader_by_itself_is_told_how_fast_it_is() -> None:
+    found = diagnose(DataLoader(Slow(40), 4), seconds=BRIEF)
+    assert 0 < found.samples_per_s < 500  # of 2 ms each
+    assert "slow_foreign" in [advice.rule for advice in found.advice]
+    assert all(advice.samples_per_s is None and advice.saved_s is None for advice in found.advice)
+    rows = dict(row[:2] for row in found._rows())
+    assert "waiting for data" not in rows  # nothing was timed but the loader
+    check(found)
+
+
+def test_image_files_by_themselves_are_told_of_their_decoding(tmp_path: Path) -> None:
+    found = diagnose(Loader(FileDataset(make_tree(tmp_path / "tree", 8)), 4, size=4, keep="auto"), seconds=BRIEF)
+    assert found.samples_per_s > 0
+    check(found)
+
+
+def test_a_pack_by_itself_names_where_it_came_from_or_dots(tmp_path: Path) -> None:
+    packed = colabkit.pack(make_tree(tmp_path / "tree", 4), tmp_path / "a.h5", progress=False).path
+    loader = Loader(colabkit.open_pack(packed)["train"], 4)
+    assert loader.meters.facts is not None
+    assert (loader.meters.facts.path, loader.meters.facts.source) == (str(packed), str(tmp_path / "tree"))
+    other = Loader(colabkit.open_pack(make_pack(tmp_path / "b.h5", train=8))["train"], 4)
+    assert other.meters.facts is not None
+    assert other.meters.facts.source is None
+
+
+def test_passes_of_one_batch_are_enough() -> None:
+    for loader in ([torch.zeros(5, 2)], DataLoader(TensorDataset(torch.zeros(5, 2)), 8)):
+        found = diagnose(loader, seconds=BRIEF)
+        assert found.samples_per_s > 0
+        assert " for a batch of 5; " in found.sentence
+        check(found)
+
+
+def test_what_can_be_iterated_once_is_timed_in_its_one_pass() -> None:
+    found = diagnose(iter([torch.zeros(5, 2)] * 9), seconds=BRIEF)
+    assert (found.steps, found.samples_per_s > 0) == (8, True)
+
+
+def test_a_loader_that_never_ends_is_left_after_a_while() -> None:
+    assert diagnose((torch.zeros(5) for _ in itertools.count()), seconds=BRIEF).samples_per_s > 0
+
+
+def test_a_gpu_that_no_step_has_used_yet_is_no_fault_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)
+    real = asking._case
+    monkeypatch.setattr(asking, "_case", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
+    assert "wrong_device" not in [advice.rule for advice in diagnose(Loader(Slow(), 4), seconds=BRIEF).advice]
+
+
+@pytest.mark.parametrize("empty", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 2)), 4)])
+def test_a_loader_without_batches_is_one_line_of_error(empty: Any) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: no batches, one at least\. Give"):
+        diagnose(empty, seconds=BRIEF)
+
+
+@pytest.mark.parametrize("rubbish", [None, 5, "photos", b"photos", {"train": []}, Slow(), Loader])
+def test_rubbish_is_one_line_of_error(rubbish: Any) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose: a \w+, a TrainReport, or a loader\. Pass"):
+        diagnose(rubbish)
+
+
+def test_an_error_of_the_loader_comes_as_it_is() -> None:
+    def batches() -> Iterator[int]:
+        yield from range(3)
+        raise OSError(5, "it broke")
+
+    with pytest.raises(OSError, match="it broke"):
+        diagnose(batches(), seconds=10)

@@ -1,0 +1,135 @@
+"""Rows gathered where they are asked for: their memory is used again exactly when nobody can see it any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack
+from torch import Tensor
+
+from colabkit.dataset import open_pack
+from colabkit.loader import Loader, direct
+from colabkit.loader.direct import DirectRows
+
+WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda images: images,
+    "a view": lambda images: images[3:],
+    "a view of a view": lambda images: images[3:].flatten(1)[:, 5:].t(),
+    "another type": lambda images: images.permute(0, 2, 3, 1).view(torch.int8),
+    "NumPy": lambda images: images.numpy()[2:],
+    "storage": lambda images: images.untyped_storage(),
+    "a graph": lambda images: images.float().requires_grad_().mul(images),
+}
+
+
+def content(held: Any) -> bytes:
+    """Return the bytes that something shows."""
+    if isinstance(held, torch.UntypedStorage):
+        return bytes(held)
+    if isinstance(held, Tensor) and held.grad_fn is not None:
+        (held.sum()).backward(retain_graph=True)
+        held = held.detach()
+    return np.asarray(held).tobytes()
+
+
+@pytest.fixture
+def small_gathers(monkeypatch):
+    """Gather two batches of 32 at once."""
+    monkeypatch.setattr(direct, "_GATHERED_BYTES", 2 * 32 * 16 * 16 * 3)
+
+
+@pytest.fixture
+def images(tmp_path):
+    return open_pack(make_pack(tmp_path / "p.h5", (16, 16, 3), train=1000))["train"]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_HOLD)
+def test_what_is_held_of_a_batch_never_changes(images, small_gathers, way):
+    kept = []
+    for number, (batch, _) in enumerate(Loader(images, 32, shuffle=True)):
+        if number % 3 == 0:
+            held = WAYS_TO_HOLD[way](batch)
+            kept.append((held, content(held)))
+    assert len(kept) > 5
+    for held, before in kept:
+        assert content(held) == before
+
+
+def test_two_buffers_take_turns_when_batches_are_let_go_of(images, small_gathers):
+    loader = Loader(images, 32, shuffle=True)
+    for _ in range(3):
+        places = {batch.untyped_storage().data_ptr() for batch, _ in loader}
+        assert len(places) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 63, 64, 65, 700])
+@pytest.mark.parametrize("batch_size", [1, 16, 32, 64, 1000])
+def test_every_sample_comes_once_whatever_is_gathered_at_once(images, small_gathers, count, batch_size):
+    loader = Loader(images.subset(range(count)), batch_size, shuffle=True)
+    for epoch in range(2):
+        found = [(batch.clone(), labels) for batch, labels in loader]
+        order = torch.from_numpy(loader._position.pure_order.indices(epoch, 0, count))
+        assert torch.equal(torch.cat([batch for batch, _ in found]), images.rows[order].permute(0, 3, 1, 2))
+        assert torch.equal(torch.cat([labels for _, labels in found]), images.labels[:count][order])
+        assert {len(batch) for batch, _ in found[:-1]} <= {batch_size}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64, torch.int16])
+@pytest.mark.parametrize("shape", [(300,), (10, 40), (12, 12, 3)])
+def test_rows_of_any_type_and_shape_come_as_they_are(dtype, shape):
+    rows = torch.randn(50, *shape).to(dtype)
+    found = torch.cat([batch.clone() for batch in Loader(rows, 8)])
+    assert found.dtype == dtype
+    expected = rows if rows.ndim < 4 or dtype != torch.uint8 else rows.permute(0, 3, 1, 2)
+    assert torch.equal(found, expected)
+
+
+def test_few_buffers_are_remembered_when_the_user_holds_all_batches(images, small_gathers):
+    loader = Loader(images, 32)
+    held = [batch for batch, _ in loader]
+    rows = loader._built.engine._direct
+    assert isinstance(rows, DirectRows)
+    assert len(rows._slots[0]._slots) <= direct._KEPT_SLOTS
+    assert len({batch.untyped_storage().data_ptr() for batch in held}) > direct._KEPT_SLOTS
+
+
+def test_two_passes_at_once_do_not_share_a_buffer(images, small_gathers):
+    loader = Loader(images, 32)
+    for (one, _), (other, _) in zip(loader, loader, strict=True):
+        assert torch.equal(one, other)
+        assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def test_a_sampler_may_give_batches_larger_than_the_buffers(images, small_gathers):
+    lists = [[*range(32)], [*range(32, 132)], [*range(132, 164)], [*range(164, 1000)]]
+    loader = Loader(images, 32, sampler=lists)
+    for _ in range(2):
+        found = [batch.clone() for batch, _ in loader]
+        assert [len(batch) for batch in found] == [32, 100, 32, 836]
+        assert torch.equal(torch.cat(found), images.rows.permute(0, 3, 1, 2))
+
+
+def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, small_gathers):
+    loader = Loader(images, 32)
+    rows, portions = loader._built.engine._direct, [*loader._plan().portions(0, 0, 8)]
+    expected, wrong = images.rows.permute(0, 3, 1, 2), list[int]()
+
+    def gather() -> None:
+        for portion in portions * 20:
+            for _, batches in rows.made(portion):
+                while batches:
+                    batch = batches.pop()
+                    if not torch.equal(batch.values[0], expected[batch.positions]):
+                        wrong.append(batch.reached)
+
+    threads = [threading.Thread(target=gather) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
