@@ -18,9 +18,9 @@ from reader_threads import LONG_S, comes_true
 from torch import Tensor
 
 from colabkit.dataset import open_pack
-from colabkit.loader import Loader, building, paging, tiers
+from colabkit.loader import Loader, paging, tiers
 from colabkit.loader.gather import RowGather
-from colabkit.loader.paging import Copying, MappedRows, Populating, looked_ahead, mapped_rows
+from colabkit.loader.paging import MappedRows, Populating, looked_ahead, mapped_rows
 from colabkit.loader.portions import OrderedPlan, Portion, Share
 from colabkit.sampler import Shuffled
 
@@ -322,8 +322,7 @@ def test_pages_of_a_pack_come_into_memory_and_batches_are_the_same(tmp_path):
     assert torch.equal(images, data.rows.permute(0, 3, 1, 2))
 
 
-def test_the_loader_stops_it_with_the_epoch(tmp_path, kernel, monkeypatch):
-    monkeypatch.setattr(building, "_COPIED_SHARE", 0)  # or so small a pack would be copied
+def test_the_loader_stops_it_with_the_epoch(tmp_path, kernel):
     asked = kernel(stop_at=0)
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=20))["train"], 2)
     running = iter(loader)
@@ -335,60 +334,3 @@ def test_the_loader_stops_it_with_the_epoch(tmp_path, kernel, monkeypatch):
     list(loader)
     assert comes_true(lambda: not threads())
     assert_all_covered(asked.calls, list(loader.dataset.maps()))
-
-
-@pytest.mark.parametrize("shape", [(32, 32, 3), (5, 7, 1), (3,)])
-@pytest.mark.parametrize("chosen", [slice(None), slice(7, 290, 3)])
-def test_copied_rows_are_those_of_the_map_in_the_order_of_the_view(tmp_path, monkeypatch, shape, chosen):
-    monkeypatch.setattr(paging, "_COPIED_BYTES", 1000)
-    data = open_pack(make_pack(tmp_path / "p.h5", shape, train=300))["train"].subset(range(300)[chosen])
-    rows = RowGather(data.maps(), torch.arange(300)[chosen], are_images=len(shape) == 3)
-    copying = Copying(rows)
-    assert copying.copied() is None
-    copying.start()
-    assert comes_true(lambda: copying.copied() is not None)
-    copying.stop()
-    copied = copying.copied()
-    assert copied is not None
-    numbers = torch.arange(len(data)).flip(0)
-    memory = [torch.empty(len(data) * rows.row_bytes, dtype=torch.uint8) for _ in range(2)]
-    assert torch.equal(copied.gather(numbers, memory[0]), rows.gather(numbers, memory[1]))
-
-
-def test_copying_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(paging, "_COPIED_BYTES", 1)
-    rows = RowGather(maps_of(1), None, are_images=False)
-    copying, reached = Copying(rows), list[int]()
-
-    def counted(indices: Tensor, buffer: Tensor) -> Tensor:
-        reached.append(int(indices[0]))
-        if len(reached) == 20:
-            copying._is_over.set()
-        return RowGather.gather(rows, indices, buffer)
-
-    monkeypatch.setattr(rows, "gather", counted)
-    copying.start()
-    assert comes_true(lambda: not copying._thread.is_alive())
-    assert (reached, copying.copied()) == ([*range(20)], None)
-    copying.start()
-    assert comes_true(lambda: not copying._thread.is_alive())
-    assert reached == [*range(rows.count)]
-    assert copying.copied() is not None
-
-
-def test_a_small_pack_is_copied_and_batches_stay_the_same(tmp_path):
-    data = open_pack(make_pack(tmp_path / "p.h5", (32, 32, 3), train=300))["train"]
-    loader = Loader(data, 32)
-    expected = data.rows.permute(0, 3, 1, 2)
-    for _ in range(3):
-        assert torch.equal(torch.cat([images for images, _ in loader]), expected)
-        assert comes_true(lambda: loader._built.engine._warming is None or loader._built.engine._warming.copied())
-    assert loader._built.engine._warming is None
-
-
-def test_a_pack_that_is_large_beside_the_ram_is_not_copied(tmp_path, monkeypatch):
-    data = open_pack(make_pack(tmp_path / "p.h5", (32, 32, 3), train=20))["train"]
-    size = data.rows.nbytes
-    for free, kind in ((16 * size, Copying), (16 * size - 1, Populating)):
-        monkeypatch.setattr(tiers.Room, "here", lambda *_, free=free: tiers.Room(None, free, 1 << 40))
-        assert type(Loader(data, 4)._built.engine._warming) is kind

@@ -18,7 +18,7 @@ from colabkit.loader.engines import Engine, InProcesses, OnDevice
 from colabkit.loader.feeds import Column, Feed, check_channels
 from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
-from colabkit.loader.paging import Copying, Populating, mapped_rows
+from colabkit.loader.paging import Populating, mapped_rows
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
 from colabkit.loader.stages import Stages, stages_of
@@ -32,7 +32,6 @@ _GROUP_BYTES = 8 << 20  # made together: two of them stay in a processor's cache
 _DEVICE_GROUP_BYTES = 64 << 20
 _GROUP_BATCHES = 32
 _PORTION_BATCHES = 32
-_COPIED_SHARE = 1 / 16  # of the free RAM, for rows that the page cache holds as well
 _LEAST_AHEAD = 4
 _AHEAD_BYTES = 512 << 20
 
@@ -174,10 +173,9 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
             kept = KeptRows(feed.count, row_shape, tier.rows, where, near)
         images = Images(row_shape, asked.size is not None, kept, asked.bad)
     mapped = mapped_rows(dataset, samples) if is_mapped and isinstance(samples, RowGather) else None
-    warming: Populating | Copying | None = None
+    populating = None
     if mapped is not None and tier.name == "ram" and isinstance(samples, RowGather):
-        is_small = samples.count * samples.row_bytes <= _COPIED_SHARE * room.ram_bytes
-        warming = Copying(samples) if is_small else Populating(samples.maps)
+        populating = Populating(samples.maps)
     engine = InThreads(
         feed,
         stages,
@@ -186,7 +184,7 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
         asked.batch_size,
         asked.device,
         asked.counts,
-        warming,
+        populating,
         mapped if tier.name == "disk" else None,
     )
     return Built(asked, tier, engine, stages, feed, row_bytes, kept, is_decoded)

@@ -1,8 +1,4 @@
-"""The pages of mapped rows come into memory before they are needed: all in order, or those of the coming batches.
-
-A file's pages are 4 KiB each, and rows in random order miss the processor's table of pages all the time. So a pack that
-is small beside the free RAM is copied to memory of huge pages, from which 32x32 images are gathered in 4/5 of the time.
-"""
+"""The pages of mapped rows come into memory before they are needed: all in order, or those of the coming batches."""
 
 from __future__ import annotations
 
@@ -17,18 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from colabkit.dataset import PackedDataset
-from colabkit.loader.cores import keep_to_one_core
 from colabkit.loader.gather import RowGather
 from colabkit.loader.portions import Numbers, Portion, told_early
 
-__all__ = ["Copying", "MappedRows", "Populating", "looked_ahead", "mapped_rows"]
+__all__ = ["MappedRows", "Populating", "looked_ahead", "mapped_rows"]
 
 _STEP_BYTES = 32 << 20
-_COPIED_BYTES = 4 << 20
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap does not have it
 
 
@@ -140,54 +133,6 @@ class Populating:
                 place += _STEP_BYTES
             number, place = number + 1, 0
         self._reached = (number, 0)
-
-
-class Copying:
-    """Copies rows to memory of huge pages, in a thread of its own, over as many epochs as that takes.
-
-    Args:
-        rows: what to copy.
-    """
-
-    def __init__(self, rows: RowGather) -> None:
-        self._rows = rows
-        self._count = rows.count
-        self._copy: Tensor | None = None
-        self._reached = 0
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def copied(self) -> RowGather | None:
-        """Return the copy; None while it is not whole."""
-        if self._copy is None or self._reached < self._count:
-            return None
-        rows = self._copy.view(self._rows.dtype).view(self._count, *self._rows.shape)
-        return RowGather((rows,), None, self._rows.are_images)
-
-    def start(self) -> None:
-        """Go on where it stopped, unless it is at work."""
-        self._is_over.clear()
-        if (self._thread is None or not self._thread.is_alive()) and self._reached < self._count:
-            self._thread = threading.Thread(target=self._run, name="colabkit-loader-copying", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, which ends after a few megabytes more; one that waits for a slow disk is not waited for."""
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join(1.0)
-
-    def _run(self) -> None:
-        keep_to_one_core()
-        if self._copy is None:  # NumPy asks for huge pages
-            self._copy = torch.from_numpy(np.empty(self._count * self._rows.row_bytes, np.uint8))
-        row_bytes = self._rows.row_bytes
-        step = max(1, _COPIED_BYTES // row_bytes)
-        while self._reached < self._count and not self._is_over.is_set():
-            stop = min(self._reached + step, self._count)
-            memory = self._copy[self._reached * row_bytes : stop * row_bytes]
-            self._rows.gather(torch.arange(self._reached, stop), memory)
-            self._reached = stop
 
 
 @functools.cache

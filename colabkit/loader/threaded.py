@@ -10,7 +10,7 @@ import queue
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from colabkit.loader.feeds import Feed
 from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
 from colabkit.loader.making import BatchMaker, row_bytes_of
-from colabkit.loader.paging import Copying, MappedRows, Populating, looked_ahead
+from colabkit.loader.paging import MappedRows, Populating, looked_ahead
 from colabkit.loader.portions import Portion, parted, told_early
 from colabkit.loader.reading import ReadingAhead
 from colabkit.loader.slots import Memory, PinnedFields, PinnedSlots, RecycledFields, RecycledSlots, aligned
@@ -87,7 +87,7 @@ class InThreads:
         batch_size: samples of a batch.
         device: where batches go.
         counts: the loader's meters.
-        warming: brings rows into memory, or to better memory, meanwhile; None for none.
+        populating: brings a map's pages into memory meanwhile; None for none.
         on_disk: where rows lie that are fetched from disk just ahead of their use; None where the kernel keeps them.
     """
 
@@ -100,7 +100,7 @@ class InThreads:
         batch_size: int,
         device: torch.device,
         counts: meters.LoaderMeters,
-        warming: Populating | Copying | None,
+        populating: Populating | None,
         on_disk: tuple[MappedRows, ...] | None,
     ) -> None:
         self.portion_batches = depth.portion_batches
@@ -111,7 +111,7 @@ class InThreads:
         self._batch_size = batch_size
         self._device = device
         self._counts = counts
-        self._warming = warming
+        self._populating = populating
         self._on_disk = on_disk
         samples = depth.group_batches * (batch_size + 1)
         sizes = [samples * row_bytes for row_bytes in row_bytes_of(feed, stages, self._decoding(None))]
@@ -124,8 +124,6 @@ class InThreads:
 
     def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch."""
-        if isinstance(self._warming, Copying) and (copied := self._warming.copied()) is not None:
-            self._take_rows_of(copied)
         ahead = self._ahead()
         try:
             if ahead is not None:
@@ -144,8 +142,8 @@ class InThreads:
                 self._depth.threads,
                 self._counts,
             )
-            if self._warming is not None:
-                self._warming.start()
+            if self._populating is not None:
+                self._populating.start()
             pays = True
             if self._depth.begins_here or not self._depth.threads:
                 pays = yield from self._made_here(maker, portions)
@@ -154,15 +152,8 @@ class InThreads:
         finally:
             if ahead is not None:
                 ahead.close()
-            if self._warming is not None:
-                self._warming.stop()
-
-    def _take_rows_of(self, copied: RowGather) -> None:
-        """Gather samples from where they have been copied to."""
-        first = next(iter(self._feed.columns))
-        self._feed = replace(self._feed, columns={**self._feed.columns, first: copied})
-        self._direct = self._direct and DirectRows(self._feed, self._batch_size, self._counts)
-        self._warming = None
+            if self._populating is not None:
+                self._populating.stop()
 
     def _made_here(self, maker: BatchMaker, portions: Iterator[Portion]) -> Generator[Batch, None, bool]:
         """Yield batches made in the caller's thread; return True when a thread would pay, False when all are made."""
