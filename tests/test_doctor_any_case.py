@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from doctor_cases import check_advice, spent_of
+from doctor_cases import FOREIGN, check_advice, made, spent_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +16,7 @@ from colabkit.doctor.diagnosis import Advice, Diagnosis
 from colabkit.doctor.judging import judged
 from colabkit.doctor.machine import GpuState, Machine
 from colabkit.doctor.rules import RULES
+from colabkit.doctor.rules.device import pageable_copies
 from colabkit.meters import LoaderFacts, PartSnapshot, StepTimes
 from colabkit.telemetry import GpuSnapshot, HostSnapshot
 
@@ -205,3 +206,13 @@ def check_agreement(found: Diagnosis) -> None:
             if any(one in text for one in ones):
                 rest = " ".join(texts[:place] + texts[place + 1 :])
                 assert not any(other in rest for other in others), texts
+
+
+def test_a_foreign_loader_that_feeds_a_gpu_from_pageable_memory_is_told_of_the_option() -> None:
+    foreign = replace(FOREIGN, device="cuda:0", is_pinned=False)
+    advice = pageable_copies(made(facts=foreign))
+    assert advice is not None
+    assert advice.samples_per_s is None
+    check_advice(advice)
+    assert pageable_copies(made(facts=replace(foreign, is_pinned=None))) is None
+    assert pageable_copies(made(facts=replace(foreign, device="cpu"))) is None

@@ -35,8 +35,8 @@ def pageable_copies(case: Case) -> Advice | None:
         return Advice(
             "pageable_copies",
             "batches come from memory that is not page-locked, so the step waits for their copies",
-            "Let the loader lock its pages, and copy without waiting",
-            "DataLoader(..., pin_memory=True)  # and images.to('cuda', non_blocking=True)",
+            "Let the loader lock its pages, and copy with non_blocking=True",
+            "pin_memory=True",
             confidence="low",
         )
     if case.shares.copy < _EXPOSED_COPY:
