@@ -112,11 +112,10 @@ class Case:
     @property
     def worker_s(self) -> float:
         """Seconds of one worker that a sample took, reads of a far source by others apart."""
-        samples = max((part.samples for part in self.spent.parts), default=0)
         own = [
             part for part in self.spent.parts if part.name not in ("gather", "transfer") and not self._is_ahead(part)
         ]
-        return sum(part.busy_s for part in own) / samples if samples else 0.0
+        return sum(part.busy_s for part in own) / self._handled if self._handled else 0.0
 
     @property
     def cpu_s(self) -> float | None:
@@ -130,8 +129,12 @@ class Case:
                 return None
             return rate * self.machine.cpus / self.samples_per_s
         measured = sum(part.cpu_s for part in self.spent.parts)
-        samples = max((part.samples for part in self.spent.parts), default=0)
-        return measured / samples if measured and samples else None
+        return measured / self._handled if measured and self._handled else None
+
+    @property
+    def _handled(self) -> int:
+        """Samples that went through the loader."""
+        return max((part.samples for part in self.spent.parts), default=0)
 
     @property
     def bottleneck(self) -> str | None:

@@ -27,12 +27,9 @@ class Machine:
         ram_free_bytes: of it still free at the end.
         tmpfs_bytes: of the RAM, what files in tmpfs take.
         read_bytes_per_s: read from storage by this process.
-        disk_read_bytes_per_s: read by the disks of the host.
-        network_bytes_per_s: received.
         disk_free_bytes: of the near disk.
         shm_free: free share of `/dev/shm`.
         io_stall_rate: share of the time that some task waited for storage.
-        memory_stall_rate: likewise for memory.
         gpu: the one that this process uses most; None if there is none.
     """
 
@@ -46,12 +43,9 @@ class Machine:
     ram_free_bytes: int | None = None
     tmpfs_bytes: int | None = None
     read_bytes_per_s: float | None = None
-    disk_read_bytes_per_s: float | None = None
-    network_bytes_per_s: float | None = None
     disk_free_bytes: int | None = None
     shm_free: float | None = None
     io_stall_rate: float | None = None
-    memory_stall_rate: float | None = None
     gpu: GpuState | None = None
 
     @property
@@ -103,14 +97,11 @@ def machine_of(hosts: Sequence[HostSnapshot]) -> Machine:
         ram_free_bytes=last.ram_total_bytes - last.ram_used_bytes if last.ram_total_bytes else None,
         tmpfs_bytes=last.tmpfs_bytes,
         read_bytes_per_s=_mean(host.storage_read_bytes_per_s for host in hosts),
-        disk_read_bytes_per_s=_mean(host.disk_read_bytes_per_s for host in hosts),
-        network_bytes_per_s=_mean(host.network_bytes_per_s for host in hosts),
         disk_free_bytes=last.disk_free_bytes,
         shm_free=None
         if last.shm_free_bytes is None or not last.shm_total_bytes
         else last.shm_free_bytes / last.shm_total_bytes,
         io_stall_rate=_mean(host.io_stall_rate for host in hosts),
-        memory_stall_rate=_mean(host.memory_stall_rate for host in hosts),
         gpu=_gpu_of([host.gpus for host in hosts]),
     )
 

@@ -83,8 +83,8 @@ class Watched(Generic[T_co]):
         try:
             for batch in self._loader:
                 samples = samples_in(batch)
-                if self._facts.sample_bytes is None and samples and bytes_in(batch):
-                    self._facts = counts.facts = replace(self._facts, sample_bytes=bytes_in(batch) / samples)
+                if not counts.batches and samples and (size := bytes_in(batch)):
+                    self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
                 counts.batches += 1
                 counts.samples += samples
                 clock.given(None)

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.dataset import stacked
 from colabkit.loader.feeds import Feed
 from colabkit.loader.gather import RowGather
+from colabkit.loader.making import sliced
 from colabkit.loader.portions import Portion
 from colabkit.loader.workers import Batch
 from colabkit.meters import LoaderMeters
@@ -97,8 +97,7 @@ class DirectRows:
     def _read(self, column: Any, numbers: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> list[Any]:
         with self._meters.busy("read", 0, 0):
             found = column(numbers)
-        stops = [*itertools.accumulate(sizes)]
-        return [stacked(found[stop - size : stop]) for size, stop in zip(sizes, stops, strict=True)]
+        return list(sliced(found, sizes))
 
 
 class _Slots:

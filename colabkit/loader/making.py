@@ -23,7 +23,7 @@ from colabkit.loader.stages import Stages
 from colabkit.loader.workers import Batch, Group
 from colabkit.meters import LoaderMeters
 
-__all__ = ["BatchMaker", "row_bytes_of"]
+__all__ = ["BatchMaker", "row_bytes_of", "sliced"]
 
 _PIECES_A_THREAD = 4  # so that no thread has nothing to do while another makes the rest of a batch
 _LEAST_PIECE = 4
@@ -197,7 +197,7 @@ def _parted(group: Group) -> Iterator[Batch]:
     """Yield the batches of a group with nothing left to do."""
     portion, sizes, start = group.portion, group.portion.sizes, 0
     parts = [
-        torch.split_with_sizes(value, sizes) if isinstance(value, Tensor) else list(_slices(value, sizes))
+        torch.split_with_sizes(value, sizes) if isinstance(value, Tensor) else list(sliced(value, sizes))
         for value in group.values
     ]
     group.values, group.result = [], None  # or a buffer could not be used again while one of its batches is held
@@ -206,7 +206,8 @@ def _parted(group: Group) -> Iterator[Batch]:
         start += size
 
 
-def _slices(values: list[Any], sizes: Sequence[int]) -> Iterator[Any]:
+def sliced(values: list[Any], sizes: Sequence[int]) -> Iterator[Any]:
+    """Yield the values of each batch, of as many as its size."""
     start = 0
     for size in sizes:
         yield stacked(values[start : start + size])
