@@ -89,7 +89,7 @@ class Drive:
         self._numbers = numbers_at(shared)
         self._plan = Plan(self._numbers[GO_ON : FAULTS + 1], **plan) if plan else None
         self._log = log
-        self._lock = threading.Lock()  # for the numbers and the line
+        self._lock = threading.Lock()  # for the numbers, the line and the log
         self._line_free = 0.0  # when the last byte reserved so far will have come
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(behaviour.at_once):
@@ -166,7 +166,8 @@ class Drive:
         return 0
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        os.write(self._log, os.fsencode(path) + b"\0")
+        with self._lock:  # writes to a memfd from several threads overwrite each other
+            os.write(self._log, os.fsencode(path) + b"\0")
         try:
             self._begin(OPEN, self._open_s)
             if self._plan:
