@@ -139,3 +139,13 @@ def test_where_nothing_is_seen_of_the_machine_a_step_still_has_a_speed() -> None
     forecast = forecast_of(made(wait=0.1, facts=None, host=None))
     assert forecast.without_loader() == pytest.approx(640)
     assert forecast_of(made(steps=[], facts=None, host=None)).without_loader() == 0
+
+
+def test_files_that_others_read_ahead_now_cost_the_workers_a_read_each_once_they_are_near() -> None:
+    far = replace(DECODED, is_far=True)
+    busy = part("decode", 0.002, 0.002)
+    case = made(wait=0.1, compute=0.01, facts=far, parts=(busy, part("read", 0.2, 0.0)), host=QUIET)
+    forecast = forecast_of(case)
+    assert forecast.near_read_s > 0
+    assert forecast.from_near_files() < replace(forecast, near_read_s=0.0).from_near_files()
+    assert forecast_of(replace(case, facts=DECODED)).near_read_s == 0
