@@ -20,10 +20,7 @@ from colabkit.magics.lines import LINES
 from colabkit.magics.words import begun_word, quoted
 from colabkit.options import Option, Verb
 
-TEXT = ("text", "path", "folder")
-TAKING_PATHS = [
-    (verb, option) for verb in LINES for option in verb.options if option.kind == "path" and not option.words
-]
+TAKING_PATHS = [(verb, option) for verb in LINES for option in verb.options if option.kind in ("text", "path")]
 by_path = pytest.mark.parametrize(
     ("verb", "option"), TAKING_PATHS, ids=[f"{verb.name}-{option.name}" for verb, option in TAKING_PATHS]
 )
@@ -69,6 +66,7 @@ def call_of(shell: InteractiveShell, verb: Verb, line: str) -> dict[str, Any]:
     """Return the arguments of the one call that a magic makes."""
     with mock.patch.object(colabkit, verb.call, create=True) as function:
         shell.run_line_magic(verb.name, line)
+    shell.run_line_magic("dashboard", "--off")
     assert function.call_count == 1
     assert function.call_args.args == ()
     return function.call_args.kwargs
@@ -152,6 +150,7 @@ def test_nothing_reaches_a_shell_whatever_the_magic(shell: InteractiveShell, tmp
         for verb in LINES:
             with mock.patch.object(colabkit, verb.call, create=True):
                 shell.run_cell(f"%{verb.name} {text}")
+        shell.run_line_magic("dashboard", "--off")
         shell.run_cell(f"%%train {text}\npass")
         shell.run_cell(f"%colabkit stage {text}")
     assert not canary.exists()

@@ -1,7 +1,4 @@
-"""Loading into the newest IPython and Colab's: quiet, light, twice, beside names that are taken, and away again.
-
-`COLABKIT_COLAB_PYTHON` names the interpreter of an environment with Colab's IPython 7.34.
-"""
+"""Loading into the newest IPython and Colab's: quiet, light, twice, beside names that are taken, and away again."""
 
 from __future__ import annotations
 
@@ -9,14 +6,11 @@ import json
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import needs
+from kernels import KINDS, ROOT, python_of
 
-ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "h5py", "numpy", "ipywidgets", "google.colab", "gdown", "fsspec", "pynvml", "tqdm")
 CODE = f"""
 import contextlib, io, json, sys
@@ -96,13 +90,10 @@ print("\\n" + json.dumps(told))
 """
 
 
-@pytest.fixture(scope="module", params=["newest", "colab"])
+@pytest.fixture(scope="module", params=KINDS)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what happened in a shell of its own."""
-    python = sys.executable
-    if request.param == "colab":
-        python = os.environ.get("COLABKIT_COLAB_PYTHON", "")
-        needs("an environment with Colab's versions (COLABKIT_COLAB_PYTHON)", bool(python))
+    python = python_of(request.param)
     folder = tmp_path_factory.mktemp("shell")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder), "COLABKIT_NEAR": str(folder)}
     done = subprocess.run(
@@ -136,6 +127,7 @@ def test_names_that_are_taken_stay_their_owners_line_and_cell_apart(told: dict[s
 def test_help_is_there_for_cells(told: dict[str, Any]) -> None:
     assert "usage: %%train" in told["line help"]
     assert "--batch-size" in told["line help"]
+    assert "usage: %%train" in told["help"]
 
 
 def test_a_cell_trains_and_returns_its_report(told: dict[str, Any]) -> None:

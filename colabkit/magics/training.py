@@ -74,6 +74,8 @@ class _BodyStep:
         self._namespace.update(zip(NAMES, values, strict=True))
         names = _Assigned(self._namespace)
         self._body.run(names)
+        for name in NAMES[:3]:
+            self._namespace.pop(name, None)  # a batch that is held is memory that the loader cannot use again
         self._steps += 1
         return _checked(self._namespace["loss"]) if names.has_loss() else None
 

@@ -37,12 +37,16 @@ _SHOWN = (
 CELLS = (
     Verb(
         "train",
-        "run the cell once for each batch, with x, y, batch, step and epoch in scope; loss is what it sets loss to",
+        "run the cell once for each batch, with x, y, batch, step and epoch in scope; it may set loss",
         (
             Option("pack", "a pack's path, or a variable that holds a pack, a data set or a Loader", kind="data"),
             *LOADING,
             *(replace(option, help=_HERE.get(option.name, option.help)) for option in TRAINING),
         ),
+        more="x is a batch's first field and y its second, None without one; batch is the whole of it, for further "
+        "fields. step and epoch count from 0 over the whole run, also after a resume. What the cell sets loss to, a "
+        "number or a dict of numbers, is the step's value. Afterwards these names but loss are what they were before. "
+        "A Loader has its own options.",
     ),
     Verb("dashboard", "run the cell beside the live panel", _SHOWN),
 )

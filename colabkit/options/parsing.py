@@ -31,7 +31,7 @@ def parser_of(verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser
         prog: the name in usage lines, as in `"%stage"` or `"colabkit stage"`.
         make: makes an empty parser.
     """
-    parser = make(prog=prog, description=_sentence(verb.help), allow_abbrev=False)
+    parser = make(prog=prog, description=_sentence(verb.help), epilog=verb.more or None, allow_abbrev=False)
     kinds: Mapping[str, Callable[[str], Any]] = {
         **dict.fromkeys(("text", "path", "object", "data", "subject"), str),
         "number": _kind(int, "a whole number"),

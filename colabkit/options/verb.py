@@ -51,6 +51,7 @@ class Verb:
         options: positional ones first.
         is_magic: whether there is a magic of it.
         function: the public function, where its name is another.
+        more: what its help says below the options.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Verb:
     options: tuple[Option, ...] = ()
     is_magic: bool = True
     function: str = ""
+    more: str = ""
 
     @property
     def call(self) -> str:
