@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from readme_tables import verbs_table
 
 import colabkit
 
@@ -51,10 +52,39 @@ def shell() -> Iterator[InteractiveShell]:
     InteractiveShell.clear_instance()
 
 
-def test_notebook_blocks_run_one_after_the_other(inside: Path, shell: InteractiveShell) -> None:
-    for code in blocks("ipython"):
-        shell.run_cell(code).raise_error()
+PROMPT = re.compile(r"^In \[\d+\]: (.*)\n(?:Out\[\d+\]: ((?:(?!In \[).*\n)+))?", re.MULTILINE)
+OF_THE_MACHINE = ("%runtime", "%doctor")  # what these say is another thing on each machine
+AMOUNT = re.compile(r"<?\d[\d,.]*( (ms|s|µs|KiB|MiB|GiB)\b)?")
+QUOTED = re.compile(r"'[^']*'")
+
+
+def shape(said: str) -> str:
+    """Return what is said without its numbers and paths, which differ from run to run."""
+    return AMOUNT.sub("#", QUOTED.sub("'...'", said.strip()))
+
+
+def test_notebook_blocks_run_and_say_what_is_printed(inside: Path, shell: InteractiveShell) -> None:
+    shell.run_cell(blocks("python")[0]).raise_error()
+    for block in blocks("ipython"):
+        for code, said in PROMPT.findall(block) or [(block, "")]:
+            done = shell.run_cell(code)
+            done.raise_error()
+            if said and code.startswith(OF_THE_MACHINE):
+                assert repr(done.result)
+            elif said:
+                assert shape(repr(done.result)) == shape(said), code
     shell.run_cell("%unload_ext colabkit").raise_error()
+
+
+def test_the_six_magics_are_printed_with_what_they_say() -> None:
+    lines = PROMPT.findall(blocks("ipython")[0])
+    magics = [code.split()[0] for code, said in lines if said]
+    assert magics == ["%runtime", "%stage", "%pack", "%verify", "%train", "%doctor"]
+
+
+def test_the_table_of_magics_is_that_of_the_options() -> None:
+    written = re.search(r"<!-- begin verbs -->\n(.*)\n<!-- end verbs -->", README, re.DOTALL)[1]
+    assert written == verbs_table(), "python tests/readme_tables.py prints it"
 
 
 @pytest.mark.parametrize("session", blocks("console"))
