@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import needs
+from far_mounts import FuseMount, has_fuse
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from magic_shells import loaded_shell
@@ -161,6 +163,22 @@ def test_a_mount_that_hangs_is_given_up(shell: InteractiveShell, monkeypatch: py
     check(shell, "%stage drive_/bir", ["%stage drive_/bir"])
     assert asked
     assert max(asked) <= 2.0
+
+
+def test_a_drive_that_hangs_holds_nobody_up(
+    shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("FUSE", has_fuse())
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "birds.h5").touch()
+    with FuseMount(tmp_path / "far", tmp_path / "root", "fuse.drive") as mount:
+        monkeypatch.setenv("COLABKIT_DRIVE", str(mount.point))
+        check(shell, "%verify drive:bi", ["%verify drive:birds.h5"])
+        mount.hang()
+        began = time.monotonic()
+        check(shell, "%verify drive:bi", ["%verify drive:bi"])
+        assert time.monotonic() - began < MOST_S
+        mount.go_on()
 
 
 def test_a_listing_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -120,6 +120,20 @@ def test_names_of_the_body_are_what_they_were_also_after_an_error(shell: Interac
     assert shell.user_ns["kept"] == 0
 
 
+def test_names_are_whole_between_steps_too(shell: InteractiveShell) -> None:
+    shell.user_ns.update(x="mine")
+    shell.run_cell("def judge():\n    seen.append((x, 'step' in globals()))\n    return {'a': 1}").raise_error()
+    train(shell, "data --batch-size 8 --validate judge --validate-every 1 --on cpu", "pass")
+    assert shell.user_ns["seen"] == [("mine", False)] * 3
+
+
+def test_a_loader_that_was_used_before_begins_at_epoch_0(shell: InteractiveShell) -> None:
+    shell.user_ns["loader"] = colabkit.Loader(shell.user_ns["data"], 12)
+    for _ in range(2):
+        train(shell, "loader --epochs 2", "seen.append((epoch, step))")
+    assert shell.user_ns["seen"] == [(0, 0), (0, 1), (1, 2), (1, 3)] * 2
+
+
 @pytest.mark.parametrize(
     ("body", "steps"),
     [

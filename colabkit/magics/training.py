@@ -35,7 +35,7 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     `batch` is a batch as the loader gives it, `x` its first field and `y` its second; of a dict those named X and Y, if
     there are such. `y` is None where there is one field; further ones are in `batch`. `step` and `epoch` count from 0
     over the whole run, the part before a resume included. A `loss` that the body sets is the step's value: a number, or
-    a dict of numbers.
+    a dict of numbers. Between two steps, as while validating, these names but `loss` are what they were before.
 
     Args:
         shell: whose namespace it runs in.
@@ -50,7 +50,7 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
         raise _unnamed_state(body, namespace)
     loading = {option.name: arguments.pop(option.name) for option in LOADING}
     loader = _loader_of(namespace, arguments.pop("pack"), loading, given_in(_parser(), words))
-    with body.traced(), _kept(namespace):
+    with body.traced():
         return colabkit.train(_BodyStep(body, namespace, loader), loader, **arguments)
 
 
@@ -71,11 +71,9 @@ class _BodyStep:
             self._first_epoch = epoch
         x, y = _pair_of(batch)
         values = (x, y, batch, self._steps, epoch - self._first_epoch)
-        self._namespace.update(zip(NAMES, values, strict=True))
         names = _Assigned(self._namespace)
-        self._body.run(names)
-        for name in NAMES[:3]:
-            self._namespace.pop(name, None)  # a batch that is held is memory that the loader cannot use again
+        with _given(self._namespace, dict(zip(NAMES, values, strict=True))):
+            self._body.run(names)
         self._steps += 1
         return _checked(self._namespace["loss"]) if names.has_loss() else None
 
@@ -131,13 +129,14 @@ def _checked(loss: Any) -> Any:
 
 
 @contextmanager
-def _kept(namespace: dict[str, Any]) -> Iterator[None]:
-    """Give the names of the body back to what they were before."""
-    before = {name: namespace[name] for name in NAMES if name in namespace}
+def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Give names their values within a block; afterwards they are what they were before."""
+    before = {name: namespace[name] for name in values if name in namespace}
+    namespace.update(values)
     try:
         yield
     finally:
-        for name in NAMES:
+        for name in values:
             namespace.pop(name, None)
         namespace.update(before)
 
