@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from colabkit.telemetry import HostSnapshot, Sampler, sampled
+from colabkit.telemetry import HostSnapshot, Sampler, running, sampled
 from colabkit.telemetry import sampler as module
 
 NAME = "colabkit-telemetry"
@@ -274,3 +274,10 @@ def test_no_descriptor_is_left_on_this_machine():
     with sampled() as sampler:
         until(lambda: sampler.latest is not None)
     assert psutil.Process().num_fds() <= before
+
+
+def test_the_running_sampler_is_known_while_somebody_uses_it():
+    assert running() is None
+    with sampled() as sampler:
+        assert running() is sampler
+    assert running() is None

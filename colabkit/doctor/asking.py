@@ -19,7 +19,7 @@ from colabkit.doctor.watching import Watched, watch
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader import Loader
 from colabkit.meters import LoaderFacts, MetersSnapshot
-from colabkit.telemetry import HostSnapshot, Telemetry, sampled
+from colabkit.telemetry import HostSnapshot, Telemetry, running, sampled
 from colabkit.training import TrainReport
 from colabkit.training.saved import read_run
 
@@ -67,8 +67,8 @@ def diagnose(
 
 
 def _of_meters(counts: meters.LoaderMeters) -> Diagnosis:
-    with sampled() as sampler:
-        hosts = sampler.recent(_RECENT_S) or (_host_now(),)
+    sampler = running()
+    hosts = (sampler and sampler.recent(_RECENT_S)) or (_host_now(),)
     return judged(_case(counts.snapshot(), counts.facts, hosts))
 
 

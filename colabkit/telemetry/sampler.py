@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from colabkit.telemetry.machine import Telemetry
 from colabkit.telemetry.snapshots import HostSnapshot
 
-__all__ = ["Sampler", "sampled"]
+__all__ = ["Sampler", "running", "sampled"]
 
 logger = logging.getLogger("colabkit")
 
@@ -178,6 +178,11 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def running() -> Sampler | None:
+    """Return the sampler of this process, None where nobody uses one."""
+    return _shared.sampler
 
 
 @contextmanager
