@@ -1,7 +1,8 @@
 """The command `colabkit`: the verbs of the magics in a terminal.
 
-Exit status 0 when done, 1 after an error of colabkit, which is one line on standard error, and after `verify` of a
-damaged pack, 2 for arguments that cannot be meant, 130 after Ctrl-C.
+Exit status 0 when done; 1 after an error of colabkit or of the user's own file, and where the report is not good: a
+damaged pack, a training that was stopped, a loader that `doctor` finds too slow; 2 for arguments that cannot be meant;
+130 after Ctrl-C. Errors are on standard error: one line, below the user's own lines where those failed.
 """
 
 from __future__ import annotations
@@ -9,18 +10,25 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import colabkit
+from colabkit._reports import printable
 from colabkit.errors import ColabkitError, InvalidOption, SourceMissing, cannot
 from colabkit.options import VERBS, arguments_of, look_up_in, parser_of
 
 __all__ = ["main"]
+
+_loaded: set[str] = set()
+"""The user's files that were run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,15 +49,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verb = next(verb for verb in VERBS if verb.name == parsed.verb.replace("-", "_"))
         if parsed.json and hasattr(parsed, "progress"):
             parsed.progress = False
-        report = getattr(colabkit, verb.call)(**arguments_of(verb, parsed, _look_up))
+        with _panel() if verb.name == "train" and sys.stdout.isatty() and not parsed.json else nullcontext():
+            report = getattr(colabkit, verb.call)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
-        print(f"colabkit: {error}", file=sys.stderr)
-        return 1
+        return _failed(printable(error))
     except KeyboardInterrupt as interrupt:
-        print(f"colabkit: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        _failed(printable(interrupt) or "interrupted")
         return 130
+    except Exception as error:
+        trace = _of_the_user(error.__traceback__)
+        is_unread = isinstance(error, SyntaxError) and error.filename in _loaded
+        if trace is None and not is_unread:
+            raise
+        print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
+        return _failed(f"your file failed: {type(error).__name__}: {printable(error)}")
     print(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
     return 0 if report.is_good else 1
+
+
+def _failed(said: str) -> int:
+    print(f"colabkit: {said}", file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _panel() -> Iterator[None]:
+    """Show the panel beside a training."""
+    from colabkit.panel import show_beside_training
+
+    end = show_beside_training()
+    try:
+        yield
+    finally:
+        end()
+
+
+def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
+    """Return what of a traceback is in the files that the user named, and below."""
+    while trace is not None and trace.tb_frame.f_code.co_filename not in _loaded:
+        trace = trace.tb_next
+    return trace
 
 
 def _look_up(reference: str) -> Any:
@@ -57,7 +96,7 @@ def _look_up(reference: str) -> Any:
     file, colon, name = reference.rpartition(":")
     if not colon:
         raise InvalidOption(cannot(f"use {reference!r}", "no ':' in it", "FILE.py:NAME", "Name file and variable"))
-    return look_up_in(vars(_module(file)), name)
+    return look_up_in(vars(_module(os.path.abspath(file))), name)
 
 
 @cache
@@ -68,6 +107,9 @@ def _module(file: str) -> ModuleType:
         raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "FILE.py:NAME", "Check the path"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    _loaded.add(file)
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.insert(0, folder)  # as of a program that is run, so that it finds its neighbours
     spec.loader.exec_module(module)
     return module
 

@@ -35,6 +35,8 @@ import numbers
 import os
 import traceback
 
+from colabkit._reports import printable
+
 __all__ = [
     "BadArchive",
     "BadImage",
@@ -68,7 +70,7 @@ class ShownInOneLine(BaseException):
         """Return what IPython prints for this error: one line, or all of it under COLABKIT_DEBUG=1."""
         if os.environ.get("COLABKIT_DEBUG") == "1":
             return traceback.format_exception(self)
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {printable(self)}"]
 
 
 class ColabkitError(ShownInOneLine, Exception):

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import colabkit
+from colabkit import meters
 from colabkit.cli import main
 from colabkit.options import VERBS
 from colabkit.pack_format import read_pack
@@ -86,10 +88,117 @@ def test_train_takes_objects_from_a_file(image_tree: Path, tmp_path: Path) -> No
     assert report["epochs"][0]["values"] == {"loss": 0.5}
 
 
+EXPERIMENT = """
+import colabkit, neighbour
+loader = colabkit.Loader((neighbour.images, neighbour.labels), 4)
+def step(batch):
+    return neighbour.loss
+"""
+NEIGHBOUR = """
+import numpy as np
+images, labels, loss = np.zeros((600, 2), np.float32), np.zeros(600, np.int64), 0.5
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder with an experiment and a module that it imports."""
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
+    (tmp_path / "experiment.py").write_text(EXPERIMENT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("neighbour", "colabkit_file_experiment"):
+        sys.modules.pop(name, None)
+
+
+def test_the_doctor_judges_a_loader_of_a_file_or_a_saved_report(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = experiment / "experiment.py"
+    assert main(["doctor", f"{file}:loader", "--seconds", "0.2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sentence"].startswith("The loader alone")
+    assert main(["train", f"{file}:step", f"{file}:loader"]) == 0
+    saved = meters.latest().save(experiment / "run.json")
+    capsys.readouterr()
+    expected = colabkit.diagnose(saved)
+    assert main(["doctor", str(saved)]) == int(not expected.is_good)
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main(["doctor", str(experiment / "none.json")]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_headspace_is_a_command(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = experiment / "experiment.py"
+    (experiment / "experiment.py").write_text(EXPERIMENT + "import torch\nmodel = torch.nn.Linear(2, 2)\n")
+    words = [f"{file}:step", f"{file}:loader", "--state", f"{file}:model", "--seconds", "0.05", "--json"]
+    assert main(["headspace", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_size"] == 4
+
+
+def test_one_file_is_run_once_however_it_is_named(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (experiment / "experiment.py").write_text("print('run')\n" + EXPERIMENT)
+    monkeypatch.chdir(experiment)
+    assert main(["train", "./experiment.py:step", f"{experiment}/experiment.py:loader"]) == 0
+    assert capsys.readouterr().out.count("run\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "lines"),
+    [
+        ("def step(batch):\n    return 1 / 0  # here", "ZeroDivisionError: division by zero", ["return 1 / 0  # here"]),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'", ["import no_such_module"]),
+        ("def step(batch)\n    pass", "SyntaxError: expected ':'", ["def step(batch)", "^"]),
+    ],
+)
+def test_an_error_of_a_users_file_shows_its_own_lines_alone(
+    experiment: Path, capsys: pytest.CaptureFixture[str], code: str, said: str, lines: list[str]
+) -> None:
+    file = experiment / "experiment.py"
+    file.write_text(EXPERIMENT + code + "\n")
+    assert main(["train", f"{file}:step", f"{file}:loader"]) == 1
+    shown = capsys.readouterr().err
+    assert all(line in shown for line in lines)
+    assert str(file) in shown
+    assert f"colabkit: your file failed: {said}" in shown.splitlines()[-1]
+    for hidden in ("loop.py", "cli.py", "importlib"):
+        assert hidden not in shown
+
+
+def test_an_error_of_colabkits_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("colabkit.environment.runtime", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["runtime"])
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "words", "is_shown"), [(True, [], True), (True, ["--json"], False), (False, [], False)]
+)
+def test_a_terminal_shows_the_panel_beside_training(
+    experiment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+    words: list[str],
+    is_shown: bool,
+) -> None:
+    file = experiment / "experiment.py"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    assert main(["train", f"{file}:step", f"{file}:loader", *words]) == 0
+    assert ("step 150/150" in capsys.readouterr().out) == is_shown
+    assert not meters.is_heard()
+
+
 @pytest.mark.parametrize("reference", ["step", "missing.py:step"])
 def test_a_wrong_reference_is_one_line(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", reference, "x.py:loader"]) == 1
-    assert capsys.readouterr().err.startswith(f"colabkit: Cannot use '{reference.partition(':')[0]}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("colabkit: Cannot use '")
+    assert reference.partition(":")[0] in line
 
 
 def test_the_command_is_installed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.magics import split_line
 from colabkit.options import VERBS
 
-MAGICS = [verb.name for verb in VERBS if verb.is_magic]
+MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabkit"]
+CELLS = ["train", "dashboard"]
 
 
 @pytest.fixture
@@ -32,6 +34,7 @@ def test_loading_prints_nothing_and_makes_the_magics_known(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert set(MAGICS) <= set(shell.magics_manager.magics["line"])
+    assert set(CELLS) <= set(shell.magics_manager.magics["cell"])
     assert capsys.readouterr().out == ""
 
 
@@ -40,6 +43,7 @@ def test_loading_twice_and_unloading_leaves_nothing(shell: InteractiveShell) -> 
     assert meters.is_heard()
     colabkit.unload_ipython_extension(shell)
     assert not set(MAGICS) & set(shell.magics_manager.magics["line"])
+    assert not set(CELLS) & set(shell.magics_manager.magics["cell"])
     assert not meters.is_heard()
     colabkit.load_ipython_extension(shell)
 
@@ -91,6 +95,43 @@ def test_help_is_printed_and_is_the_docstring(
     text = capsys.readouterr().out
     assert f"usage: %{magic}" in text
     assert shell.find_line_magic(magic).__doc__.split() == text.split()
+
+
+def test_colabkit_opens_the_launcher(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colabkit, "open_launcher", lambda: "opened", raising=False)
+    assert shell.run_line_magic("colabkit", " ") == "opened"
+
+
+def test_colabkit_and_a_verb_is_the_magic(
+    shell: InteractiveShell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["folder"] = tmp_path / "a folder"
+    plan = shell.run_line_magic("colabkit", "stage samples:digits --to $folder --dry-run")
+    assert isinstance(plan, colabkit.StageReport)
+    assert plan.path == tmp_path / "a folder"
+    shell.run_line_magic("colabkit", "stage --help")
+    assert "usage: %stage" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_one_line_with_a_near_one(shell: InteractiveShell) -> None:
+    with pytest.raises(
+        InvalidOption, match=r"Cannot run %colabkit stge: no such verb, one of .*\. Did you mean stage\."
+    ):
+        shell.run_line_magic("colabkit", "stge birds")
+    with pytest.raises(InvalidOption, match=r"See %colabkit --help\."):
+        shell.run_line_magic("colabkit", "xyzzy")
+
+
+def test_the_doctor_judges_what_is_named_or_was_last(shell: InteractiveShell, tmp_path: Path) -> None:
+    loader = colabkit.Loader((np.zeros((600, 2), np.float32), np.zeros(600, np.int64)), 4)
+    shell.user_ns |= {"step": lambda batch: 0.5, "loader": loader}
+    report = shell.run_line_magic("train", "step loader")
+    last = shell.run_line_magic("doctor", "")
+    assert isinstance(last, colabkit.Diagnosis)
+    shell.user_ns["report"] = report
+    assert shell.run_line_magic("doctor", "report") == last
+    report.save(tmp_path / "run.json")
+    assert shell.run_line_magic("doctor", f"'{tmp_path}/run.json'").verdict == last.verdict
 
 
 def test_an_error_is_one_line_without_a_traceback(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import typing
+from collections.abc import Callable
 
 import pytest
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.options import VERBS, Option, Verb, arguments_of, look_up_in, parser_of
+from colabkit.options import (
+    CELLS,
+    DASHBOARD,
+    LOADING,
+    VERBS,
+    Option,
+    Verb,
+    arguments_of,
+    given_in,
+    look_up_in,
+    parser_of,
+)
 
 by_name = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
 
@@ -22,6 +35,58 @@ def test_names_order_and_defaults_are_the_functions(verb: Verb) -> None:
         assert option.default == (... if default is inspect.Parameter.empty else default)
 
 
+def defaults(function: Callable[..., object]) -> dict[str, object]:
+    """Return the defaults of a function's parameters, ... where there is none."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: ... if one.default is inspect.Parameter.empty else one.default for one in parameters}
+
+
+def test_the_cell_that_trains_takes_what_loader_and_train_take() -> None:
+    own = {option.name: option.default for option in CELLS[0].options}
+    trained, loaded = defaults(colabkit.train), defaults(colabkit.Loader)
+    assert own.pop("pack") is ...
+    assert own.pop("split") == "train"
+    assert own.pop("on") == loaded["device"], "on names the device, as in --on cuda"
+    assert own.pop("batch_size") == 64, "where a Loader has none"
+    assert own.pop("shuffle") is True, "where a Loader keeps the order"
+    for option in LOADING:
+        if option.name in own:
+            assert own.pop(option.name) == loaded[option.name]
+    assert list(own) == [name for name in trained if name not in ("step", "loader", "on_step")]
+    assert own == {name: trained[name] for name in own}
+
+
+def test_the_panels_magics_take_what_dashboard_takes() -> None:
+    own = {option.name: option.default for option in CELLS[1].options}
+    assert own == defaults(colabkit.dashboard)
+    assert {option.name: option.default for option in DASHBOARD.options} == {**own, "off": False}
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *CELLS], ids=lambda verb: verb.name)
+def test_words_that_are_offered_are_those_that_the_function_takes(verb: Verb) -> None:
+    for option in verb.options:
+        function = colabkit.Loader.__init__ if option in LOADING else getattr(colabkit, verb.call)
+        allowed = {str(word) for word in literals(typing.get_type_hints(function).get(option.name))}
+        if allowed and option.kind != "flag":
+            assert set(option.words) == allowed
+
+
+def literals(hint: object) -> set[object]:
+    """Return the values that a type lists, None apart."""
+    if typing.get_origin(hint) is typing.Literal:
+        return set(typing.get_args(hint))
+    return {value for one in typing.get_args(hint) for value in literals(one)}
+
+
+def test_what_a_line_gives_is_told_from_defaults() -> None:
+    def given(*words: str) -> set[str]:
+        return given_in(parser_of(CELLS[0], "%%train"), words)
+
+    assert given("p.h5") == {"pack"}
+    assert given("p.h5", "--batch-size", "64", "--no-shuffle") == {"pack", "batch_size", "shuffle"}
+    assert given("p.h5", "--state", "a", "b") == {"pack", "state"}
+
+
 @by_name
 def test_no_options_means_the_functions_defaults(verb: Verb) -> None:
     required = [option.name for option in verb.options if option.is_required]
@@ -30,7 +95,7 @@ def test_no_options_means_the_functions_defaults(verb: Verb) -> None:
     assert values == {option.name: option.name if option.is_required else option.default for option in verb.options}
 
 
-@by_name
+@pytest.mark.parametrize("verb", [*VERBS, *CELLS, DASHBOARD], ids=lambda verb: verb.name)
 def test_every_option_is_explained_in_the_help(verb: Verb) -> None:
     text = " ".join(parser_of(verb, verb.name).format_help().split())
     for option in verb.options:
@@ -59,6 +124,13 @@ def test_objects_are_looked_up_by_name() -> None:
     values = parse("train", "step", "loader", "--state", "model", step=step, model=model, loader=1)
     assert values["step"] is step
     assert values["state"] == {"model": model}
+
+
+def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
+    report = object()
+    assert parse("doctor", "report", report=report)["of"] is report
+    assert parse("doctor", "runs/run.json")["of"] == "runs/run.json"
+    assert parse("doctor") == {"of": None, "seconds": 5.0}
 
 
 def test_a_misspelt_object_is_suggested() -> None:

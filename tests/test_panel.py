@@ -31,9 +31,9 @@ def loader() -> colabkit.Loader:
 def test_it_runs_beside_a_plain_loop_and_ends_with_one_final_frame(loader: colabkit.Loader) -> None:
     screen = Frames()
     with Dashboard(screen, machine=machine):
-        assert len(screen.frames) == 1, "it is there at once"
-        for _ in loader:
-            pass
+        assert screen.frames == [], "nothing is to be shown yet"
+        for number, _ in enumerate(loader):
+            assert number or len(screen.frames) == 1, "it is there with the first batch"
     assert [final for _, _, final in screen.frames].count(True) == 1
     assert screen.frames[-1][2]
     assert "epoch 1 · step 6/6" in screen.frames[-1][1]
@@ -171,8 +171,8 @@ def test_only_the_thread_that_opened_it_paints(loader: colabkit.Loader) -> None:
         other = threading.Thread(target=lambda: list(loader))
         other.start()
         other.join()
-        assert len(screen.frames) == 1
-    assert len(screen.frames) == 2
+        assert screen.frames == []
+    assert len(screen.frames) == 1
     assert "step 6/6" in screen.frames[-1][1]
     assert painters == {threading.get_ident()}
 
@@ -238,7 +238,37 @@ def test_it_can_be_shown_again(loader: colabkit.Loader) -> None:
     assert [final for _, _, final in screen.frames].count(True) == 2
 
 
-def test_what_fails_at_the_start_leaves_nothing_open() -> None:
+def test_a_block_without_a_loop_shows_nothing() -> None:
+    screen, watched = Frames(), []
+
+    def watching() -> object:
+        watched.append(1)
+        return machine()
+
+    with Dashboard(screen, machine=watching):
+        pass
+    assert screen.frames == []
+    assert watched == []
+    assert screen.is_closed
+
+
+def test_of_panels_inside_each_other_the_inner_one_is_shown(loader: colabkit.Loader) -> None:
+    outer, inner = Frames(), Frames()
+    with Dashboard(outer, machine=machine):
+        with Dashboard(inner, machine=machine):
+            list(loader)
+        assert outer.frames == []
+        with colabkit.dashboard(screen="none"):
+            list(loader)
+        assert outer.frames == []
+        list(loader)
+    assert "epoch 1 · step 6/6" in inner.frames[-1][1]
+    assert "epoch 3 · step 6/6" in outer.frames[-1][1]
+
+
+def test_a_machine_that_cannot_be_watched_stops_nothing(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
+) -> None:
     class Unwilling(Machine):
         def __enter__(self) -> Machine:
             raise OSError
@@ -247,8 +277,10 @@ def test_what_fails_at_the_start_leaves_nothing_open() -> None:
             raise AssertionError
 
     screen = Frames()
-    with pytest.raises(OSError, match=r"^$"), Dashboard(screen, machine=Unwilling):
-        pass
+    with Dashboard(screen, machine=Unwilling):
+        assert len(list(loader)) == 6
+    assert "the run goes on" in caplog.text
+    assert screen.frames == []
     assert not is_any_open()
     assert screen.is_closed
 

@@ -1,29 +1,21 @@
-"""The panel in real kernels: with the newest packages, and with Colab's where an environment with these is given.
-
-`COLABKIT_COLAB_PYTHON` names the interpreter of an environment with IPython 7.34, ipykernel 6.17.1, ipywidgets 7.7.1
-and torch.
-"""
+"""The panel in real kernels: with the newest packages, and with Colab's where an environment with these is given."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from conftest import needs
+from kernels import KINDS, kernel_of
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-ROOT = Path(__file__).parent.parent
 SETUP = """
 import os, signal, threading, time
 import numpy as np
@@ -100,32 +92,17 @@ class Client(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
-@pytest.fixture(scope="module", params=["newest", "colab"])
+@pytest.fixture(scope="module", params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Return a notebook that has run in a kernel."""
-    python = sys.executable
-    if request.param == "colab":
-        python = os.environ.get("COLABKIT_COLAB_PYTHON", "")
-        needs("an environment with Colab's versions (COLABKIT_COLAB_PYTHON)", bool(python))
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = folder / "kernels" / "panel"
-    kernel.mkdir(parents=True)
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    spec = {
-        "argv": [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-        "display_name": "panel",
-        "language": "python",
-        "env": {"PYTHONPATH": search, "COLABKIT_NEAR": str(folder / "near"), "IPYTHONDIR": str(folder / "ipython")},
-    }
-    (kernel / "kernel.json").write_text(json.dumps(spec))
     sources = [SETUP, TRAIN.format(screen="notebook"), TRAIN.format(screen="widgets"), INTERRUPTED, BROKEN, LEFT]
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(folder))
+    with kernel_of(request.param, folder) as kernel:
         client = Client(
             nbformat.v4.new_notebook(cells=cells),
             timeout=120,
-            kernel_name="panel",
+            kernel_name=kernel,
             allow_errors=True,
             resources={"metadata": {"path": str(folder)}},
         )

@@ -51,9 +51,9 @@ def shell() -> Iterator[InteractiveShell]:
     InteractiveShell.clear_instance()
 
 
-@pytest.mark.parametrize("code", blocks("ipython"))
-def test_notebook_blocks_run(code: str, inside: Path, shell: InteractiveShell) -> None:
-    shell.run_cell(code).raise_error()
+def test_notebook_blocks_run_one_after_the_other(inside: Path, shell: InteractiveShell) -> None:
+    for code in blocks("ipython"):
+        shell.run_cell(code).raise_error()
     shell.run_cell("%unload_ext colabkit").raise_error()
 
 

@@ -89,7 +89,9 @@ def test_a_saved_report_is_read_back_as_it_was_told(tmp_path):
     report = long_run(3, 1)
     path = report.save(tmp_path / "runs" / "first.json")
     assert path == tmp_path / "runs" / "first.json"
-    assert json.loads(path.read_text(encoding="utf-8")) == report.to_dict()
+    told = json.loads(path.read_text(encoding="utf-8"))
+    assert told["spent"].pop("recent") == [pytest.approx(list(step), rel=1e-4) for step in report.spent.recent]
+    assert told == report.to_dict()
     replace(report, trained=7).save(str(path))
     assert json.loads(path.read_text(encoding="utf-8"))["trained"] == 7
     assert [file.name for file in path.parent.iterdir()] == ["first.json"]

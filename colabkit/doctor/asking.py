@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing, nullcontext
@@ -9,6 +10,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from colabkit import meters
 from colabkit._units import format_rate, format_seconds
 from colabkit.doctor.case import Case, case_of
 from colabkit.doctor.diagnosis import Diagnosis, Shares
@@ -19,6 +21,7 @@ from colabkit.loader import Loader
 from colabkit.meters import LoaderFacts, MetersSnapshot
 from colabkit.telemetry import HostSnapshot, Telemetry, sampled
 from colabkit.training import TrainReport
+from colabkit.training.saved import read_run
 
 __all__ = ["diagnose"]
 
@@ -27,30 +30,46 @@ _WARM_UP = 3
 _OF_A_STEP = ("wrong_device",)  # rules about steps, of which a loader by itself knows nothing
 
 
-def diagnose(of: TrainReport | Iterable[Any], *, seconds: float = 5.0) -> Diagnosis:
+def diagnose(
+    of: TrainReport | Iterable[Any] | str | os.PathLike[str] | None = None, *, seconds: float = 5.0
+) -> Diagnosis:
     """Return what training waits for, where the time of a step goes, and at most three pieces of advice.
 
     Args:
-        of: a `TrainReport`; a `Loader`, or another loader wrapped by `watch()`, that a loop has used; or any loader, as
-            torch's `DataLoader`, which is then iterated by itself for a while: that tells how fast it is, and what
-            would make it faster.
+        of: a `TrainReport`, or the path of one that was saved; a `Loader`, or another loader wrapped by `watch()`, that
+            a loop has used; or any loader, as torch's `DataLoader`, which is then iterated by itself for a while: that
+            tells how fast it is, and what would make it faster. None for what was trained or looped over last in this
+            process.
         seconds: how long to iterate it, if it was not used before.
 
     Raises:
-        InvalidOption: if it is none of these, or gives no batch.
+        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet.
+        SourceMissing, BadSource: if a path is not that of a saved report.
     """
-    if isinstance(of, TrainReport):
-        return judged(_case(of.spent, of.facts, of.hosts, of.precision))
-    if not isinstance(of, Iterable) or isinstance(of, str | bytes | Mapping):
+    subject = meters.latest() if of is None else of
+    if subject is None:
+        found, needed = "nothing that was trained or looped over in this process", "a TrainReport, or a loader"
+        raise InvalidOption(cannot("diagnose", found, needed, "Train first, or name what to diagnose"))
+    if isinstance(subject, meters.LoaderMeters):
+        return _of_meters(subject)
+    if isinstance(subject, TrainReport):
+        return judged(_case(subject.spent, subject.facts, subject.hosts, subject.precision))
+    if isinstance(of, str | os.PathLike):
+        return judged(_case(*read_run(of)))
+    if not isinstance(of, Iterable) or isinstance(of, bytes | Mapping):
         found = f"a {type(of).__name__}"
         needed = "a TrainReport, or a loader"
         raise InvalidOption(cannot("diagnose", found, needed, "Pass what train() returned, or what gives the batches"))
     loader = of if isinstance(of, Loader) else watch(of)
     if loader.meters.snapshot().steps:
-        with sampled() as sampler:
-            hosts = sampler.recent(_RECENT_S) or (_host_now(),)
-        return judged(_case(loader.meters.snapshot(), loader.meters.facts, hosts))
+        return _of_meters(loader.meters)
     return _by_itself(loader if isinstance(loader, Loader) else loader.anew(), seconds)
+
+
+def _of_meters(counts: meters.LoaderMeters) -> Diagnosis:
+    with sampled() as sampler:
+        hosts = sampler.recent(_RECENT_S) or (_host_now(),)
+    return judged(_case(counts.snapshot(), counts.facts, hosts))
 
 
 def _case(

@@ -78,6 +78,7 @@ class Watched(Generic[T_co]):
         counts, now, clock = self.meters, time.perf_counter, _clock()
         counts.begin_pass(clock)
         self._facts = counts.facts = replace(self._facts, device=_device())
+        meters.used(counts)
         meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self._loader), self._facts.samples))
         asked = now()
         try:

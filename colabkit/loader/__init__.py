@@ -272,6 +272,7 @@ class Loader:
         plan, engine, is_told = self._plan(), self._built.engine_now(), self._aside is None
         counts = self.meters if self._aside is None else self._aside
         if is_told:
+            meters.used(counts)
             meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
         portions = Portions(plan.portions(epoch, start, engine.portion_batches))
         ready = engine.batches(self.seed, epoch, iter(portions))

@@ -1,4 +1,4 @@
-"""Counts and seconds of each part of the work, where each step's time goes, and the events that tell of it.
+"""Counts and seconds of each part of the work, where each step's time goes, the events that tell of it, what was last.
 
 Loader and training publish here and know nothing of who listens; panels and other listeners subscribe.
 """
@@ -20,6 +20,7 @@ from colabkit.meters.events import (
     subscribe,
 )
 from colabkit.meters.facts import LoaderFacts
+from colabkit.meters.newest import finished, latest, used
 from colabkit.meters.steps import Clock, DeviceClock, HostClock, Mark, StepTimes
 
 __all__ = [
@@ -39,8 +40,11 @@ __all__ = [
     "StepDone",
     "StepTimes",
     "Waiting",
+    "finished",
     "is_heard",
+    "latest",
     "logger",
     "publish",
     "subscribe",
+    "used",
 ]

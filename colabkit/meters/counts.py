@@ -155,7 +155,7 @@ class _Part:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_CALLS))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class LoaderMeters:
     """Running totals of one loader. Parts may be written and all may be read from any thread.
 

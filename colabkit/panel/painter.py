@@ -31,7 +31,9 @@ def is_any_open() -> bool:
 class Dashboard:
     """A panel; it listens to the meters and is painted by the thread that opened it, also while that waits for data.
 
-    Whatever fails while it is painted, the run goes on: the panel goes on as text, and if that fails too, not at all.
+    It appears with the first event, so that a block without a loop shows nothing. Of several that are open the one
+    opened last is shown. Whatever fails while it is painted, the run goes on: the panel goes on as text, and if that
+    fails too, not at all.
 
     Args:
         screen: where it is shown; None for nowhere.
@@ -60,21 +62,18 @@ class Dashboard:
         self._cpu_clock = cpu_clock
         self._held = ExitStack()
         self._screens: list[Screen] = []
+        self._is_begun = False
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
             _open.append(self)
             held.callback(_open.remove, self)
+            self._is_begun = False
             if self._asked is not None:
                 self._screens = [self._asked, TerminalScreen()]
                 held.callback(_closed, self._asked)
-                self._sampler = held.enter_context(self._machine())
-                self._recorder = Recorder(self._doctor(), self._clock)
-                self._pace = Pace(self._refresh_s, self._clock)
-                self._shown = ""
                 self._thread = threading.get_ident()
                 held.callback(meters.subscribe(self.listen))
-                self._paint(final=False)
             self._held = held.pop_all()
         return self
 
@@ -82,15 +81,17 @@ class Dashboard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._held:
-            if self._screens:
+            if self._is_begun:
                 self._recorder.end(kind.__name__ if kind else None)
                 self._paint(final=True)
             self._screens = []
 
     def listen(self, event: meters.Event) -> None:
         """Take in an event, and paint if it is time to."""
-        if self._asked is None:
+        if self._asked is None or _open[-1:] != [self]:
             return
+        if not self._is_begun:
+            self._begin()
         kind = type(event)
         if kind is meters.RunStarted:
             self._recorder = Recorder(self._doctor(), self._clock)
@@ -98,6 +99,13 @@ class Dashboard:
         is_due = self._pace.is_due or kind is meters.RunEnded
         if is_due and threading.get_ident() == self._thread:
             self._paint(final=False)
+
+    def _begin(self) -> None:
+        self._sampler = self._held.enter_context(self._machine())
+        self._recorder = Recorder(self._doctor(), self._clock)
+        self._pace = Pace(self._refresh_s, self._clock)
+        self._shown = ""
+        self._is_begun = True
 
     def _paint(self, final: bool) -> None:
         began_s, began_cpu_s = self._clock(), self._cpu_clock()

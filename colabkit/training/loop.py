@@ -124,6 +124,8 @@ def train(
         run = _Run(step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled()))
         run.resume(resume)
         report = run.through(epochs, started)
+        if report.spent.batches:
+            meters.finished(report)
         if stops.reason in ("SIGTERM", "SIGHUP"):
             stops.let_go()
             signal.raise_signal(signal.Signals[stops.reason])

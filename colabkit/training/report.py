@@ -150,8 +150,9 @@ class TrainReport(Report):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as a JSON file and return its path.
 
-        It holds what `to_dict()` returns, with null for numbers that are not finite, which JSON does not know. A file
-        that is there is replaced in one rename.
+        It holds what `to_dict()` returns, the newest single steps as well, so that `diagnose()` takes the file; at most
+        some 300 kB. Numbers that are not finite, which JSON does not know, are null. A file that is there is replaced
+        in one rename.
 
         Args:
             path: of the file; `drive:` is allowed.
@@ -163,7 +164,9 @@ class TrainReport(Report):
         """
         act = "save the report"
         target = user_path(path, act).absolute()
-        text = json.dumps(_finite(self.to_dict()), allow_nan=False)
+        told = self.to_dict()
+        told["spent"]["recent"] = _short([list(step) for step in self.spent.recent])
+        text = json.dumps(_finite(told), allow_nan=False)
         with _files.translated(act), Partial(target) as partial:
             _files.write_file(partial.path, text.encode(), durable=True)
             partial.publish(replace=True)

@@ -1,0 +1,126 @@
+"""`diagnose()` without a name judges what was last; with a path it judges a report that was saved."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import sys
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from doctor_cases import QUIET, with_gpu
+from torch.utils.data import DataLoader, TensorDataset
+from trainings import train
+
+import colabkit
+from colabkit.doctor.asking import diagnose
+from colabkit.errors import BadSource, InvalidOption, SourceMissing
+from colabkit.meters import latest
+from colabkit.training import TrainReport
+
+MOST_BYTES = 300_000
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["colabkit.meters.newest"], "_noted", deque(maxlen=4))
+
+
+def loader(samples: int = 600) -> colabkit.Loader:
+    return colabkit.Loader((np.zeros((samples, 2), np.float32), np.zeros(samples, np.int64)), 4)
+
+
+def test_with_nothing_to_judge_the_error_says_what_to_do() -> None:
+    with pytest.raises(InvalidOption, match=r"^Cannot diagnose: nothing that was trained .* Train first, or name"):
+        diagnose()
+
+
+def test_a_training_is_judged_by_its_report_also_when_its_loader_is_gone() -> None:
+    report = train(lambda batch: 0.5, loader())
+    gc.collect()
+    assert latest() is report
+    assert diagnose() == diagnose(report)
+
+
+def test_a_loop_after_a_training_is_what_was_last() -> None:
+    train(lambda batch: 0.5, loader())
+    used = loader(1000)
+    for _ in used:
+        pass
+    assert latest() is used.meters
+    assert diagnose().steps == diagnose(used).steps
+
+
+def test_a_loader_that_is_gone_is_not_judged() -> None:
+    report = train(lambda batch: 0.5, loader())
+    for _ in loader():
+        pass
+    gc.collect()
+    assert latest() is report
+
+
+def test_a_watched_loader_counts_as_well() -> None:
+    watched = colabkit.watch(DataLoader(TensorDataset(torch.zeros(400, 2)), batch_size=4))
+    for _ in watched:
+        pass
+    assert latest() is watched.meters
+
+
+def test_looking_into_a_loader_and_a_run_with_nothing_left_count_for_nothing(tmp_path: Path) -> None:
+    one, two = loader(), loader()
+    report = train(lambda batch: 0.5, one)
+    two.peek()
+    diagnose(two, seconds=0.05)
+    train(lambda batch: 0.5, one, epochs=0)
+    assert latest() is report
+
+
+def test_an_interrupted_training_is_judged_too() -> None:
+    def interrupted(batch: object) -> float:
+        signal.raise_signal(signal.SIGINT)
+        return 0.5
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(interrupted, loader())
+    assert latest() is caught.value.report
+
+
+def test_a_saved_report_comes_to_the_same_verdict(tmp_path: Path) -> None:
+    report = train(lambda batch: 0.5, loader(), epochs=2)
+    hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)), QUIET) * 2, precision="fp32")
+    found, again = diagnose(hot), diagnose(hot.save(tmp_path / "run.json"))
+    assert (again.verdict, again.steps) == (found.verdict, found.steps)
+    assert [advice.rule for advice in again.advice] == [advice.rule for advice in found.advice]
+    assert again.step_s == pytest.approx(found.step_s, rel=1e-3)
+    assert diagnose(str(tmp_path / "run.json")) == again
+
+
+def test_a_saved_report_stays_small(tmp_path: Path) -> None:
+    report = train(lambda batch: {f"value {n}": 0.1 * n for n in range(4)}, loader(6000), epochs=3)
+    assert len(report.spent.recent) == 512
+    hosts = tuple(replace(with_gpu(), at_s=1e6 / 7 + n) for n in range(600))
+    saved = replace(report, hosts=hosts, epochs=report.epochs * 200).save(tmp_path / "run.json")
+    assert saved.stat().st_size < MOST_BYTES
+    assert diagnose(saved).steps > 100
+
+
+def test_what_is_no_saved_report_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SourceMissing, match=r"Cannot read '.*none.json': no such file"):
+        diagnose(tmp_path / "none.json")
+    good = train(lambda batch: 0.5, loader()).save(tmp_path / "run.json")
+    told = json.loads(good.read_text())
+    for text in ("", "[]", "{}", "nonsense \0", json.dumps({**told, "spent": {"batches": 1}}), '{"spent": null}'):
+        good.write_text(text)
+        with pytest.raises(BadSource, match=r"a file that TrainReport\.save"):
+            diagnose(good)
+
+
+def test_the_report_itself_is_as_it_was() -> None:
+    report = train(lambda batch: 0.5, loader())
+    assert isinstance(report, TrainReport)
+    assert "recent" not in report.to_dict()["spent"]

@@ -1,0 +1,124 @@
+"""Cells that train in real kernels: what a front end and whoever runs notebooks see of them."""
+
+from __future__ import annotations
+
+import re
+
+import nbformat
+import pytest
+from kernels import KINDS, kernel_of
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+SETUP = """
+%load_ext colabkit
+import signal
+import torch
+import colabkit
+data = torch.randn(64, 4), torch.randint(0, 2, (64,))
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+BODY = """
+loss = torch.nn.functional.cross_entropy(model(x), y)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+CELLS = {
+    "setup": SETUP,
+    "train": "%%train data --batch-size 16 --epochs 2 --on cpu" + BODY,
+    "error": "%%train data --batch-size 16 --on cpu\nscale = 2\nmodel(x[:, :3])",
+    "stop": "%%train data --batch-size 16 --on cpu\nsignal.raise_signal(signal.SIGINT)",
+    "syntax": "%%train data\nmodel(x",
+    "beside": "%%dashboard\nfor x, y in colabkit.Loader(data, 8): pass\n6 * 7",
+    "beside error": "%%dashboard\nfor x, y in colabkit.Loader(data, 8):\n    broken = 1 / 0",
+    "switch": "%dashboard",
+    "idle": "a = 5",
+    "loop": "for x, y in colabkit.Loader(data, 8): pass",
+    "off": "%dashboard --off",
+    "quiet": "for x, y in colabkit.Loader(data, 8): pass",
+    "names": "sorted({'x', 'y', 'batch', 'step', 'epoch'} & globals().keys() - {'x', 'y'})",
+    "doctor": "%doctor",
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[NotebookNode]]:
+    """Return what each cell put out."""
+    folder = tmp_path_factory.mktemp("kernel")
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.values()]
+    with kernel_of(request.param, folder) as kernel:
+        client = NotebookClient(
+            nbformat.v4.new_notebook(cells=cells),
+            timeout=120,
+            kernel_name=kernel,
+            allow_errors=True,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        client.execute()
+    return dict(zip(CELLS, [cell.outputs for cell in client.nb.cells], strict=True))
+
+
+def panels(found: list[NotebookNode]) -> list[str]:
+    return [
+        output.data["text/plain"] for output in found if "Training panel" in output.get("data", {}).get("text/html", "")
+    ]
+
+
+def error_of(found: list[NotebookNode]) -> NotebookNode:
+    (error,) = [output for output in found if output.output_type == "error"]
+    return error
+
+
+def trace_of(found: list[NotebookNode]) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error_of(found).traceback))
+
+
+def result_of(found: list[NotebookNode]) -> str:
+    (result,) = [output.data["text/plain"] for output in found if output.output_type == "execute_result"]
+    return result
+
+
+def test_a_cell_trains_beside_one_panel_and_shows_its_report(outputs: dict[str, list[NotebookNode]]) -> None:
+    assert outputs["setup"] == []
+    (panel,) = panels(outputs["train"])
+    assert "epoch 2/2 · step 4/4" in panel
+    assert result_of(outputs["train"]).startswith("Trained 2 epochs in ")
+    assert result_of(outputs["names"]) == "[]"
+
+
+def test_an_error_is_the_users_own_line(outputs: dict[str, list[NotebookNode]]) -> None:
+    trace = trace_of(outputs["error"])
+    assert error_of(outputs["error"]).ename == "RuntimeError"
+    assert re.search(r"-> 3 model\(x\[:, :3\]\)|3 model\(x\[:, :3\]\)", trace)
+    assert "colabkit/" not in trace
+    assert "run_cell_magic" not in trace
+
+
+def test_ctrl_c_and_bad_syntax_are_one_line(outputs: dict[str, list[NotebookNode]]) -> None:
+    stopped, broken = trace_of(outputs["stop"]), trace_of(outputs["syntax"])
+    assert stopped == "TrainingInterrupted: Training stopped after step 1: not saved"
+    assert re.fullmatch(
+        r"InvalidOption: Cannot run the cell: .* in line 2, 'model\(x', valid Python\. Mend that line\.", broken
+    )
+
+
+def test_a_cell_runs_beside_the_panel_and_fails_for_all_to_see(outputs: dict[str, list[NotebookNode]]) -> None:
+    assert len(panels(outputs["beside"])) == 1
+    assert result_of(outputs["beside"]) == "42"
+    assert error_of(outputs["beside error"]).ename == "ZeroDivisionError"
+    trace = trace_of(outputs["beside error"])
+    assert "3     broken = 1 / 0" in trace
+    assert "run_cell_magic" not in trace
+
+
+def test_the_panel_is_beside_cells_that_loop_and_no_others(outputs: dict[str, list[NotebookNode]]) -> None:
+    assert [len(panels(outputs[name])) for name in ("switch", "idle", "loop", "off", "quiet")] == [0, 0, 1, 0, 0]
+    assert outputs["idle"] == outputs["off"] == outputs["quiet"] == []
+    (said,) = outputs["switch"]
+    assert said.text.startswith("The panel is shown beside each cell")
+
+
+def test_the_doctor_finds_what_was_last(outputs: dict[str, list[NotebookNode]]) -> None:
+    assert "of 50" in result_of(outputs["doctor"])
