@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-import pytest
-from conftest import needs
+from kernels import ROOT, kernel_at, python_of
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from notebook_files import FOLDER, code_cells, read
 
-__all__ = ["Ran", "colab_python", "kernel", "with_parameters"]
+__all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "with_parameters"]
 
 TESTS = Path(__file__).parent
-ROOT = TESTS.parent
 CELL_DEADLINE_S = 120
 
 
@@ -51,13 +46,6 @@ class Ran:
         """Return the text of the panels that a cell shows."""
         shown = [each.data for each in self.outputs(cell) if "Training panel" in str(each.get("data", {}))]
         return [data["text/plain"] for data in shown]
-
-
-def colab_python() -> str:
-    """Return the interpreter with Colab's versions; the test is skipped where there is none."""
-    python = os.environ.get("COLABKIT_COLAB_PYTHON", "")
-    needs("an environment with Colab's versions (COLABKIT_COLAB_PYTHON)", bool(python))
-    return python
 
 
 def with_parameters(name: str, **values: object) -> NotebookNode:
@@ -89,45 +77,50 @@ class Kernel:
 
 @contextmanager
 def kernel(
-    folder: Path,
-    python: str = sys.executable,
-    *,
-    arguments: Sequence[str] = ("-m", "ipykernel_launcher"),
-    environ: Mapping[str, str] = {},
-    path: Sequence[Path] = (ROOT,),
-    work: Path | None = None,
+    folder: Path, python: str, *, search: Sequence[Path] = (ROOT,), work: Path | None = None, **environ: str
 ) -> Iterator[Kernel]:
     """Run a kernel for the block.
 
     Args:
         folder: for all that it writes.
         python: its interpreter.
-        arguments: what the interpreter runs.
-        environ: further variables.
-        path: where it looks for modules before its own.
+        search: where it looks for modules before its own.
         work: the folder that it works in; None for one of its own.
+        environ: further variables.
     """
-    work, made = work or folder / "work", folder / "kernels" / "tested"
-    for each in (work, made):
-        each.mkdir(parents=True, exist_ok=True)
+    with _started(folder, [python, "-m", "ipykernel_launcher"], search, work, environ) as started:
+        yield started
+
+
+@contextmanager
+def colab_kernel(folder: Path, **environ: str) -> Iterator[Kernel]:
+    """Run a kernel like hosted Colab's for the block; the test is skipped without an environment with its versions.
+
+    Args:
+        folder: for all that it writes.
+        environ: further variables.
+    """
+    command = [python_of("colab"), str(TESTS / "colab_kernel.py")]
+    with _started(folder, command, (TESTS / "colab_double", ROOT, TESTS), None, environ) as started:
+        yield started
+
+
+@contextmanager
+def _started(
+    folder: Path, command: Sequence[str], search: Sequence[Path], work: Path | None, environ: Mapping[str, str]
+) -> Iterator[Kernel]:
+    work = work or folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
     own = {
-        "COLABKIT_NEAR": str(folder / "near"),
-        "IPYTHONDIR": str(folder / "ipython"),
         "KERAS_HOME": str(folder / "keras"),
         "OMP_NUM_THREADS": "1",  # threads that wait for each other take long where other processes are busy
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         **environ,
     }
-    command = [python, *arguments, "-f", "{connection_file}"]
-    spec = {"argv": command, "display_name": "tested", "language": "python", "env": own}
-    (made / "kernel.json").write_text(json.dumps(spec))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(folder))
+    with kernel_at(folder, command, search, own) as name:
         client = NotebookClient(
             nbformat.v4.new_notebook(),
             timeout=CELL_DEADLINE_S,
-            kernel_name="tested",
+            kernel_name=name,
             resources={"metadata": {"path": str(work)}},
         )
         with client.setup_kernel():

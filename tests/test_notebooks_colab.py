@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import needs
 from far_mounts import has_fuse, mounted_at
-from far_side import DOUBLE, Colab
-from notebook_runs import ROOT, TESTS, Ran, colab_python, kernel, with_parameters
+from far_side import Colab
+from notebook_runs import Ran, colab_kernel, with_parameters
 from slow_drive import detach
 
 from colabkit.sources import sample_archive
@@ -46,9 +46,7 @@ def drive(tmp_path: Path) -> Iterator[Colab]:
 def run_on_drive(colab: Colab, folder: Path) -> Ran:
     """Run the template in a new kernel on a new machine: nothing is near."""
     notebook = with_parameters("colabkit_template", SOURCE="drive:digits", SAVE_TO="drive:kept", EPOCHS=2)
-    environ = {"COLAB_DOUBLE": str(colab._file), "HOME": str(colab.home), "COLAB_RELEASE_TAG": "double"}
-    launch = [str(TESTS / "colab_kernel.py")]
-    with kernel(folder, colab_python(), arguments=launch, environ=environ, path=(DOUBLE, ROOT, TESTS)) as started:
+    with colab_kernel(folder, COLAB_DOUBLE=str(colab._file), HOME=str(colab.home)) as started:
         return started.run(notebook)
 
 

@@ -66,7 +66,7 @@ def installed(python: Path, folder: Path, work: Path, install_from: str) -> tupl
     notebook = with_parameters("colabkit_template", INSTALL_FROM=install_from)
     last = [cell.id for cell in notebook.cells].index("install")
     notebook.cells = [*notebook.cells[: last + 1], nbformat.v4.new_code_cell(WHERE, id="where")]
-    with kernel(folder, str(python), path=(), work=work) as started:
+    with kernel(folder, str(python), search=(), work=work) as started:
         ran = started.run(notebook)
     return ran.text("install"), ran.text("where")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from far_side import DOUBLE
-from notebook_runs import ROOT, TESTS, Kernel, Ran, colab_python, kernel, with_parameters
+from kernels import KINDS
+from notebook_runs import Ran, colab_kernel, kernel, with_parameters
 
 MOST_S = 180
 SMALLER: dict[str, dict[str, object]] = {
@@ -25,7 +25,7 @@ SMALLER: dict[str, dict[str, object]] = {
 Twice: TypeAlias = tuple[Ran, Ran]
 
 
-@pytest.fixture(scope="module", params=["newest", "colab"])
+@pytest.fixture(scope="module", params=KINDS)
 def stack(request: pytest.FixtureRequest) -> str:
     """Return whose packages show a notebook."""
     return request.param
@@ -36,10 +36,7 @@ def twice(name: str, stack: str, folder: Path) -> Iterator[Twice]:
     if stack == "newest":
         notebook, started = with_parameters(name), kernel(folder, sys.executable)
     else:
-        notebook = with_parameters(name, **SMALLER[name])
-        launch = [str(TESTS / "colab_kernel.py")]
-        started = kernel(folder, colab_python(), arguments=launch, path=(DOUBLE, ROOT, TESTS))
-    one: Kernel
+        notebook, started = with_parameters(name, **SMALLER[name]), colab_kernel(folder)
     with started as one:
         yield one.run(notebook), one.run(notebook)
 
@@ -70,12 +67,6 @@ def rows(ran: Ran, cell: str) -> list[list[str]]:
     """Return the rows of the table that a cell shows, without its header."""
     (table,) = ran.data(cell, "text/markdown")
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-
-
-def test_they_end_in_time_without_a_complaint(template: Twice, slow: Twice, loop: Twice) -> None:
-    for ran in (*template, *slow, *loop):
-        assert ran.seconds < MOST_S
-        assert not re.search(r"Traceback|Warning|failed", ran.text())
 
 
 def test_the_template_says_where_it_is_and_needs_no_drive(template: Twice, stack: str) -> None:
@@ -200,3 +191,9 @@ def test_folds_are_compared(loop: Twice) -> None:
     for ran in loop:
         assert ran.text("folds").startswith("3 folds: ")
         assert number(r"accuracy ([\d.]+) ±", ran.text("folds")) >= 0.8
+
+
+def test_they_end_in_time_without_a_complaint(template: Twice, slow: Twice, loop: Twice) -> None:
+    for ran in (*template, *slow, *loop):
+        assert ran.seconds < MOST_S
+        assert not re.search(r"Traceback|Warning|failed", ran.text())
