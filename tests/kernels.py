@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,14 +32,31 @@ def python_of(kind: str) -> str:
 @contextmanager
 def kernel_of(kind: str, folder: Path) -> Iterator[str]:
     """Give the name of a kernel of a kind, which keeps what it writes in a folder."""
+    search = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    with kernel_at(folder, [python_of(kind), "-m", "ipykernel_launcher"], search) as name:
+        yield name
+
+
+@contextmanager
+def kernel_at(
+    folder: Path, command: Sequence[str], search: Sequence[str | Path], environ: Mapping[str, str] = {}
+) -> Iterator[str]:
+    """Give the name of a kernel that a command starts, and that keeps what it writes in a folder.
+
+    Args:
+        folder: for all that it writes.
+        command: without the connection file.
+        search: where it looks for modules before its own.
+        environ: further variables.
+    """
     kernel = folder / "kernels" / "tested"
     kernel.mkdir(parents=True)
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"COLABKIT_NEAR": str(folder / "near"), "IPYTHONDIR": str(folder / "ipython")}
     spec = {
-        "argv": [python_of(kind), "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [*command, "-f", "{connection_file}"],
         "display_name": "tested",
         "language": "python",
-        "env": {"PYTHONPATH": search, "COLABKIT_NEAR": str(folder / "near"), "IPYTHONDIR": str(folder / "ipython")},
+        "env": {"PYTHONPATH": os.pathsep.join(map(str, search)), **own, **environ},
     }
     (kernel / "kernel.json").write_text(json.dumps(spec))
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,10 @@ class TIMEOUT(Exception):
 
 
 def plan() -> dict[str, Any]:
-    """Return what the test wants: `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (files)."""
+    """Return what the test wants.
+
+    `hosted`, `consent`, `mount`, `push`, `log`, `prints`, `point`, `root` (files), `latency_s`.
+    """
     return json.loads(Path(os.environ["COLAB_DOUBLE"]).read_text())
 
 
@@ -100,7 +103,8 @@ def _start(wanted: dict[str, Any], mountpoint: str) -> None:
         return
     from far_mounts import FuseMount
 
-    served.append(FuseMount(Path(mountpoint), Path(wanted["root"])).__enter__())
+    drive = FuseMount(Path(mountpoint), Path(wanted["root"]), latency_s=wanted.get("latency_s", 0.0))
+    served.append(drive.__enter__())
 
 
 def flush_and_unmount(timeout_ms: int = 24 * 60 * 60 * 1000) -> None:

@@ -1,0 +1,67 @@
+"""Colab's image of 2026-08-19, as far as colabkit or what it needs names it: versions, and what these packages need.
+
+Versions are from `googlecolab/backend-info` (`pip-freeze.txt`, `pip-freeze.gpu.txt`), needs from the packages' own
+metadata. What torch's build for CUDA 12.8 needs of NVIDIA's wheels is left out: nothing else names them.
+"""
+
+from __future__ import annotations
+
+import sys
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["CPU", "GPU", "make_image"]
+
+CPU: Mapping[str, str] = {
+    "filelock": "3.32.3",
+    "fsspec": "2025.3.0",
+    "h5py": "3.16.0",
+    "jinja2": "3.1.6",
+    "markupsafe": "3.0.3",
+    "mpmath": "1.3.0",
+    "networkx": "3.6.1",
+    "numpy": "2.1.3",
+    "pillow": "11.3.0",
+    "psutil": "5.9.5",
+    "setuptools": "75.2.0",
+    "sympy": "1.14.0",
+    "torch": "2.11.0+cpu",
+    "tqdm": "4.67.3",
+    "typing-extensions": "4.16.0",
+}
+GPU: Mapping[str, str] = {**CPU, "nvidia-ml-py": "13.610.43", "torch": "2.11.0+cu128", "triton": "3.6.0"}
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "h5py": ("numpy>=1.21.2",),
+    "jinja2": ("MarkupSafe>=2.0",),
+    "sympy": ("mpmath<1.4,>=1.1.0",),
+    "torch": (
+        "filelock",
+        "typing-extensions>=4.10.0",
+        "setuptools<82",
+        "sympy>=1.13.3",
+        "networkx>=2.5.1",
+        "jinja2",
+        "fsspec>=0.8.5",
+    ),
+}
+
+
+def make_image(folder: Path, versions: Mapping[str, str]) -> Path:
+    """Make a virtual environment in which pip sees these packages, though only their metadata is there.
+
+    Returns:
+        Its interpreter.
+    """
+    venv.create(folder, with_pip=False)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for name, number in versions.items():
+        info = folder / "lib" / version / "site-packages" / f"{name.replace('-', '_')}-{number}.dist-info"
+        info.mkdir()
+        needs = "".join(f"Requires-Dist: {need}\n" for need in _NEEDS.get(name, ()))
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n{needs}")
+        (info / "INSTALLER").write_text("pip\n")
+        files = [f"{info.name}/{file},," for file in ("METADATA", "INSTALLER", "RECORD")]
+        (info / "RECORD").write_text("\n".join(files) + "\n")
+    return folder / "bin" / "python"

@@ -1,0 +1,127 @@
+"""Runs notebooks in real kernels: of this environment, and of one with Colab's IPython, ipykernel and ipywidgets."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from kernels import ROOT, kernel_at, python_of
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from notebook_files import FOLDER, code_cells, read
+
+__all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "with_parameters"]
+
+TESTS = Path(__file__).parent
+CELL_DEADLINE_S = 120
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A notebook with its outputs, and the seconds that it took."""
+
+    notebook: NotebookNode
+    seconds: float
+
+    def outputs(self, cell: str) -> list[NotebookNode]:
+        """Return what a cell, by its id, has put out."""
+        (found,) = [one for one in code_cells(self.notebook) if one.id == cell]
+        return found.outputs
+
+    def text(self, cell: str = "") -> str:
+        """Return all that a cell, or the whole notebook, says as text."""
+        chosen = self.outputs(cell) if cell else [each for one in code_cells(self.notebook) for each in one.outputs]
+        return "\n".join(each.get("text") or each.get("data", {}).get("text/plain", "") for each in chosen)
+
+    def data(self, cell: str, kind: str) -> list[str]:
+        """Return what a cell shows of a kind, as `"text/html"`."""
+        return [each.data[kind] for each in self.outputs(cell) if kind in each.get("data", {})]
+
+    def panels(self, cell: str) -> list[str]:
+        """Return the text of the panels that a cell shows."""
+        shown = [each.data for each in self.outputs(cell) if "Training panel" in str(each.get("data", {}))]
+        return [data["text/plain"] for data in shown]
+
+
+def with_parameters(name: str, **values: object) -> NotebookNode:
+    """Return a stored notebook whose form has these values; all others stay as they are."""
+    notebook = read(FOLDER / f"{name}.ipynb")
+    (form,) = [cell for cell in code_cells(notebook) if "parameters" in cell.metadata.get("tags", [])]
+    lines = form.source.splitlines()
+    for key, value in values.items():
+        (number,) = [number for number, line in enumerate(lines) if line.startswith(f"{key} = ")]
+        lines[number] = f"{key} = {value!r}"
+    form.source = "\n".join(lines)
+    return notebook
+
+
+class Kernel:
+    """A kernel that runs one notebook after another, or the same again."""
+
+    def __init__(self, client: NotebookClient) -> None:
+        self._client = client
+
+    def run(self, notebook: NotebookNode) -> Ran:
+        """Run all cells from top to bottom; a cell that fails is an error."""
+        self._client.nb = notebook
+        began = time.monotonic()
+        for number, cell in enumerate(notebook.cells):
+            self._client.execute_cell(cell, number)
+        return Ran(copy.deepcopy(notebook), time.monotonic() - began)
+
+
+@contextmanager
+def kernel(
+    folder: Path, python: str, *, search: Sequence[Path] = (ROOT,), work: Path | None = None, **environ: str
+) -> Iterator[Kernel]:
+    """Run a kernel for the block.
+
+    Args:
+        folder: for all that it writes.
+        python: its interpreter.
+        search: where it looks for modules before its own.
+        work: the folder that it works in; None for one of its own.
+        environ: further variables.
+    """
+    with _started(folder, [python, "-m", "ipykernel_launcher"], search, work, environ) as started:
+        yield started
+
+
+@contextmanager
+def colab_kernel(folder: Path, **environ: str) -> Iterator[Kernel]:
+    """Run a kernel like hosted Colab's for the block; the test is skipped without an environment with its versions.
+
+    Args:
+        folder: for all that it writes.
+        environ: further variables.
+    """
+    command = [python_of("colab"), str(TESTS / "colab_kernel.py")]
+    with _started(folder, command, (TESTS / "colab_double", ROOT, TESTS), None, environ) as started:
+        yield started
+
+
+@contextmanager
+def _started(
+    folder: Path, command: Sequence[str], search: Sequence[Path], work: Path | None, environ: Mapping[str, str]
+) -> Iterator[Kernel]:
+    work = work or folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    own = {
+        "KERAS_HOME": str(folder / "keras"),
+        "OMP_NUM_THREADS": "1",  # threads that wait for each other take long where other processes are busy
+        **environ,
+    }
+    with kernel_at(folder, command, search, own) as name:
+        client = NotebookClient(
+            nbformat.v4.new_notebook(),
+            timeout=CELL_DEADLINE_S,
+            kernel_name=name,
+            resources={"metadata": {"path": str(work)}},
+        )
+        with client.setup_kernel():
+            yield Kernel(client)

@@ -1,0 +1,199 @@
+"""Every notebook runs twice in one kernel, with this environment's packages and with Colab's, and says what it should.
+
+Here with its own settings, in Colab's kernel with smaller ones.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from kernels import KINDS
+from notebook_runs import Ran, colab_kernel, kernel, with_parameters
+
+MOST_S = 180
+SMALLER: dict[str, dict[str, object]] = {
+    "colabkit_template": {"EPOCHS": 2, "BATCH_SIZE": 16},
+    "why_is_my_training_slow": {"STEPS": 100, "LATENCY_MS": 5, "BATCH_SIZE": 16},
+    "bring_your_own_loop": {"EPOCHS": 1},
+}
+
+Twice: TypeAlias = tuple[Ran, Ran]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stack(request: pytest.FixtureRequest) -> str:
+    """Return whose packages show a notebook."""
+    return request.param
+
+
+def twice(name: str, stack: str, folder: Path) -> Iterator[Twice]:
+    """Run a notebook twice in a kernel of its own."""
+    if stack == "newest":
+        notebook, started = with_parameters(name), kernel(folder, sys.executable)
+    else:
+        notebook, started = with_parameters(name, **SMALLER[name]), colab_kernel(folder)
+    with started as one:
+        yield one.run(notebook), one.run(notebook)
+
+
+@pytest.fixture(scope="module")
+def template(stack: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
+    yield from twice("colabkit_template", stack, tmp_path_factory.mktemp("template"))
+
+
+@pytest.fixture(scope="module")
+def slow(stack: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
+    yield from twice("why_is_my_training_slow", stack, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.fixture(scope="module")
+def loop(stack: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
+    yield from twice("bring_your_own_loop", stack, tmp_path_factory.mktemp("loop"))
+
+
+def number(pattern: str, text: str) -> float:
+    """Return the number that stands where the pattern says."""
+    found = re.search(pattern, text)
+    assert found, text
+    return float(found[1].replace(",", ""))
+
+
+def rows(ran: Ran, cell: str) -> list[list[str]]:
+    """Return the rows of the table that a cell shows, without its header."""
+    (table,) = ran.data(cell, "text/markdown")
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_the_template_says_where_it_is_and_needs_no_drive(template: Twice, stack: str) -> None:
+    first, _ = template
+    assert first.text("install") == ""
+    assert first.text("runtime").startswith({"newest": "Jupyter", "colab": "Colab"}[stack])
+    assert "nothing to mount" in first.text("mount")
+
+
+def test_the_template_packs_once(template: Twice) -> None:
+    first, second = template
+    assert "Packed from the source" in first.text("prepare")
+    assert "train 1,438, test 359; images 8x8x3" in first.text("prepare")
+    assert first.data("show", "image/png")
+    assert "Used the near pack" in second.text("prepare")
+    assert "Used the near pack" in first.text("python-prepare")
+
+
+def test_the_template_trains_beside_one_panel_and_has_nothing_left_to_do_then(template: Twice, stack: str) -> None:
+    first, second = template
+    epochs = {"newest": 3, "colab": 2}[stack]
+    (panel,) = first.panels("train")
+    assert f"epoch {epochs}/{epochs}" in panel
+    assert number(r"accuracy ([\d.]+)$", first.text("train")) >= 0.94
+    assert re.match(r"'?(Data|Training|Making|Other)", first.text("doctor"))
+    for again in (first.text("python-train"), second.text("train")):
+        assert "nothing was left to do" in again
+    assert second.panels("train") == []
+
+
+def test_the_template_goes_on_bit_for_bit_where_it_was_stopped(template: Twice) -> None:
+    for ran in template:
+        assert "Training stopped after step 12" in ran.text("resume")
+        assert "Resumed from" in ran.text("resume")
+        assert ran.text("resume-same") == "'The same 16 losses and the same weights, bit for bit, as without the stop'"
+        assert ran.panels("resume") == []
+
+
+def test_the_template_publishes_a_model_that_is_read_back_as_good_as_it_was(template: Twice) -> None:
+    for ran in template:
+        assert "/model.pt'" in ran.text("publish")
+        assert "all bytes read back" in ran.text("publish")
+        trained = number(r"accuracy ([\d.]+)$", ran.text("train").splitlines()[-2 if ran is template[1] else -1])
+        assert number(r"read back: ([\d.]+)%", ran.text("load")) == pytest.approx(100 * trained, abs=0.06)
+        assert "given back" in ran.text("clean")
+
+
+def test_the_templates_mistakes_name_their_next_step(template: Twice) -> None:
+    lines = template[0].text("errors").strip().splitlines()
+    assert len(lines) == 3
+    assert all(re.fullmatch(r"Cannot .+: .+, .+\. [A-Z].+\.", line) for line in lines)
+
+
+def test_a_slow_drive_answers_many_at_once(slow: Twice) -> None:
+    speeds = [float(files.replace(",", "")) for _, files in rows(slow[0], "probe")]
+    assert speeds[0] < speeds[1] < speeds[2] < speeds[3]
+    assert "Probed 'slow-training/drive'" in slow[0].text("probe-disk")
+
+
+def test_the_doctor_tells_why_it_is_slow_and_what_to_do(slow: Twice) -> None:
+    for ran in slow:
+        assert "waits for data" in ran.text("naive-doctor")
+        assert "Pack the samples once, decoded, and load them with colabkit.Loader" in ran.text("naive-doctor")
+        assert not re.search("Not enough", ran.text("staged-doctor") + ran.text("packed-doctor"))
+        assert "waits for data" not in ran.text("packed-doctor")
+        for cell in ("naive", "staged", "packed"):
+            assert len(ran.panels(cell)) == 1
+
+
+def test_the_table_holds_what_the_doctor_measured(slow: Twice, stack: str) -> None:
+    latency_ms = {"newest": 20, "colab": 5}[stack]
+    for ran in slow:
+        measured = [float(cells[1].replace(",", "")) for cells in rows(ran, "compare")]
+        assert measured == sorted(measured)
+        naive, _, packed = measured
+        assert naive <= 1.2 * 2 * 1000 / latency_ms, "two workers wait for the drive"
+        assert packed > 5 * naive
+        times = [float(cells[2].replace(",", "")) for cells in rows(ran, "compare")]
+        assert times == pytest.approx([speed / naive for speed in measured], rel=0.1)
+        assert f"{naive:,.0f} images/s" in ran.text("naive-doctor")
+        assert f"{packed:,.0f} images/s" in ran.text("packed-doctor")
+
+
+def test_what_was_brought_near_is_given_back_and_comes_again(slow: Twice) -> None:
+    for ran in slow:
+        assert "Staged 1,797 files" in ran.text("drive")
+        assert "Staged 1,797 files" in ran.text("stage")
+        assert ran.text("clean").count("given back") == 2
+        assert "Packed 1,797 images" in ran.text("pack")
+
+
+def test_a_plain_loop_and_a_cell_train_beside_the_panel(loop: Twice, stack: str) -> None:
+    epochs = {"newest": 5, "colab": 1}[stack]
+    for ran in loop:
+        for cell in ("loop", "cell"):
+            assert len(ran.panels(cell)) == 1
+            assert number(r"test accuracy ([\d.]+)", ran.text(f"{cell}-accuracy")) >= 0.85
+        assert f"Trained {epochs} epoch" in ran.text("cell")
+        assert "'samples': 64" in ran.text("state")
+
+
+def test_other_frameworks_train_on_a_loader_or_say_that_they_are_skipped(loop: Twice, stack: str) -> None:
+    for ran in loop:
+        if stack == "colab":
+            assert ran.text("lightning") == "lightning is not installed: skipped\n"
+            assert ran.text("lightning-fit") == ""
+        else:
+            assert number(r"Lightning: (\d+) steps", ran.text("lightning-fit")) == 5 * 45
+            assert number(r"test accuracy ([\d.]+)", ran.text("lightning-fit")) >= 0.85
+        assert number(r"Accelerate: .?test accuracy ([\d.]+)", ran.text("accelerate")) >= 0.85
+        assert number(r"Keras: test accuracy ([\d.]+)", ran.text("keras-fit")) >= 0.5
+
+
+def test_a_table_of_files_is_loaded_and_packed(loop: Twice) -> None:
+    for ran in loop:
+        assert "1,797 files, 10 classes" in ran.text("table-files")
+        assert "A batch of (32, 3, 8, 8)" in ran.text("table-files")
+        assert "Packed 1,797 images" in ran.text("table-pack")
+
+
+def test_folds_are_compared(loop: Twice) -> None:
+    for ran in loop:
+        assert ran.text("folds").startswith("3 folds: ")
+        assert number(r"accuracy ([\d.]+) ±", ran.text("folds")) >= 0.8
+
+
+def test_they_end_in_time_without_a_complaint(template: Twice, slow: Twice, loop: Twice) -> None:
+    for ran in (*template, *slow, *loop):
+        assert ran.seconds < MOST_S
+        assert not re.search(r"Traceback|Warning|failed", ran.text())
