@@ -29,7 +29,6 @@ setup(
         "simplejpeg>=1.7",
         "torch>=2.6",
         "tqdm>=4.64",
-        "zlib-ng>=0.5",
     ],
     extras_require={
         "test": [

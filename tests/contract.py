@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
-from zlib_ng.zlib_ng import crc32
 
 from colabkit.errors import ColabkitError
 from colabkit.pack_format import DataSet, create_pack, read_pack, seal_pack

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ import torch
 from contract import make_pack, seal_fields
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
-from zlib_ng.zlib_ng import crc32
 
 from colabkit.dataset import PackedDataset, open_pack
 from colabkit.errors import BadImage, Corrupt, InvalidOption

@@ -14,7 +14,7 @@ from colab_image import CPU, GPU, make_image
 from conftest import needs
 
 ROOT = Path(__file__).parent.parent
-ALWAYS_NEW = {"colabkit", "simplejpeg", "zlib-ng"}  # Colab's images hold neither of the latter two
+ALWAYS_NEW = {"colabkit", "simplejpeg"}  # what Colab's images do not hold
 DEADLINE_S = 200
 
 

@@ -9,12 +9,12 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import h5py
 import numpy as np
 import pytest
 from contract import make_pack, whole_content
-from zlib_ng.zlib_ng import crc32
 
 from colabkit.dataset import open_pack
 from colabkit.errors import BadSource, ColabkitError, Corrupt, NotSealed, SourceMissing

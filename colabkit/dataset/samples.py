@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from zlib_ng.zlib_ng import crc32
 
 from colabkit.decode import decode_image
 from colabkit.errors import BadImage, Corrupt, cannot

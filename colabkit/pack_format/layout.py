@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-from zlib_ng.zlib_ng import crc32
 
 from colabkit.errors import Corrupt, FileFailed, cannot
 

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
-from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files
 from colabkit.errors import InvalidOption, cannot

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-from zlib_ng.zlib_ng import crc32
 
 from colabkit.errors import BadSource, InvalidOption, cannot
 from colabkit.pack_format import SAMPLES, Field

@@ -9,10 +9,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files
 from colabkit.environment import usable_cpus

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
-from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files, _partials
 from colabkit.errors import ColabkitError

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
-from zlib_ng.zlib_ng import crc32
 
 from colabkit import _files
 from colabkit.errors import Corrupt, cannot

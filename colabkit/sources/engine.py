@@ -13,8 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Self
-
-from zlib_ng.zlib_ng import crc32
+from zlib import crc32
 
 from colabkit._files import translated
 from colabkit.errors import SourceChanged

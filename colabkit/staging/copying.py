@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
-
-from zlib_ng.zlib_ng import crc32
+from zlib import crc32
 
 from colabkit import _files
 from colabkit.errors import BadSource, Corrupt, cannot

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import BinaryIO
-
-from zlib_ng.zlib_ng import crc32
+from zlib import crc32
 
 from colabkit.sources import (
     BLOCK_BYTES,

@@ -9,7 +9,7 @@ others need an environment of their own, made so on Debian or Ubuntu:
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers
     uv pip install --python peers/bin/python torch==2.15.0 torchvision numpy numba opencv-python-headless setuptools \\
-        wheel ninja simplejpeg psutil h5py pillow zlib-ng litdata mosaicml-streaming webdataset
+        wheel ninja simplejpeg psutil h5py pillow litdata mosaicml-streaming webdataset
     uv pip install --python peers/bin/python --no-build-isolation ffcv==1.0.2
 
 litdata's `optimize()` deletes the folders `data` and `chunks` of the temporary folder, so each system gets a temporary
