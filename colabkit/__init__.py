@@ -17,6 +17,7 @@ Names are loaded on first use: importing colabkit imports nothing heavy and has 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
     from colabkit.environment import RuntimeReport, runtime
     from colabkit.fetching import FetchReport, fetch
+    from colabkit.launcher import open_launcher
     from colabkit.loader import Loader
     from colabkit.packing import PackReport, VerifyReport, pack, verify
     from colabkit.panel import dashboard
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         headspace,
         k_fold,
         notebook_launch,
+        small_network,
         supervised_step,
         train,
     )
@@ -97,12 +100,14 @@ _HOMES = {
     "k_fold": "training",
     "mount": "drive",
     "notebook_launch": "training",
+    "open_launcher": "launcher",
     "open_pack": "dataset",
     "pack": "packing",
     "prepare": "preparing",
     "publish": "staging",
     "read_probe": "probing",
     "runtime": "environment",
+    "small_network": "training",
     "stage": "staging",
     "supervised_step": "training",
     "train": "training",
@@ -151,6 +156,7 @@ __all__ = [
     "k_fold",
     "mount",
     "notebook_launch",
+    "open_launcher",
     "open_pack",
     "pack",
     "prepare",
@@ -158,6 +164,7 @@ __all__ = [
     "read_probe",
     "runtime",
     "sampler",
+    "small_network",
     "stage",
     "supervised_step",
     "train",
@@ -188,7 +195,9 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Take the magics away again; called by `%unload_ext colabkit`."""
+    """Take the magics and the launcher away again; called by `%unload_ext colabkit`."""
     from colabkit.magics import unload
 
     unload(shell)
+    if (launcher := sys.modules.get("colabkit.launcher")) is not None:
+        launcher.close_launchers()

@@ -37,7 +37,7 @@ from colabkit.packing import Size, height_and_width, pack
 from colabkit.panel import dashboard
 from colabkit.sources import FolderSource, Item, SlowSource, Source, TarSource, ZipSource, open_source
 from colabkit.staging import stage
-from colabkit.training import TrainReport, supervised_step, train
+from colabkit.training import TrainReport, small_network, supervised_step, train
 
 __all__ = ["DemoReport", "demo"]
 
@@ -299,7 +299,7 @@ def _train_naively(
     """Return images a second and the share of waiting, over a few batches; workers' start apart."""
     dataset = _StraightFromFiles(drive, tree.splits["train"], shape)
     loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=_NAIVE_WORKERS)
-    model = _network(len(tree.classes), shape).to(device)
+    model = small_network(len(tree.classes), (*shape, 3)).to(device)
     step = supervised_step(model, torch.optim.AdamW(model.parameters()))
     images = 0
     wait_s = 0.0
@@ -348,7 +348,7 @@ def _train_packed(
     loader = Loader(
         training, batch_size, shuffle=True, drop_last=len(training) >= batch_size, device=device, transform=Normalize()
     )
-    model = _network(len(training.classes), (training.rows.shape[1], training.rows.shape[2])).to(device)
+    model = small_network(len(training.classes), training.rows.shape[1:]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     steps = epochs * len(loader)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
@@ -373,15 +373,3 @@ def _accuracy_on(model: nn.Module, loader: Loader) -> Callable[[], dict[str, flo
         return {f"{loader.dataset.split_name} accuracy": right / len(loader.dataset)}
 
     return accuracy
-
-
-def _network(classes: int, shape: tuple[int, int]) -> nn.Module:
-    """Return a small convolutional network; its first layer brings images of any size to about 8x8."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, stride in ((32, max(1, min(shape) // 8)), (64, 1), (128, 2)):
-        convolution = nn.Conv2d(channels, width, 2 * stride + 1, stride, stride, bias=False)
-        layers += [convolution, nn.BatchNorm2d(width), nn.ReLU()]
-        channels = width
-    head = [nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(4 * channels, classes)]
-    return nn.Sequential(*layers, *head).to(memory_format=torch.channels_last)

@@ -20,6 +20,7 @@ ColabkitError
 ├── TimedOut (TimeoutError)             no answer before the deadline
 ├── FetchFailed (OSError)               a download that failed, with the cause
 ├── MissingPackage (ImportError)        an optional package is not installed
+├── NoNotebook (RuntimeError)           what needs a notebook is asked for outside of one
 ├── PackingFailed (RuntimeError)        a process that packs died, here or on a cluster
 ├── LoaderFailed (RuntimeError)         the loader's background work failed
 └── LaunchFailed (RuntimeError)         one of several training processes failed
@@ -51,6 +52,7 @@ __all__ = [
     "MissingPackage",
     "MissingSplit",
     "MountFailed",
+    "NoNotebook",
     "NotEnoughSpace",
     "NotMounted",
     "NotSealed",
@@ -156,6 +158,10 @@ class FetchFailed(ColabkitError, OSError):
 
 class MissingPackage(ColabkitError, ImportError):
     """An optional package is not installed; the message holds the line that installs it."""
+
+
+class NoNotebook(ColabkitError, RuntimeError):
+    """What needs a notebook is asked for outside of one."""
 
 
 class PackingFailed(ColabkitError, RuntimeError):

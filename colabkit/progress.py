@@ -1,4 +1,7 @@
-"""One progress bar for all long work, drawn by `tqdm.auto`: a widget in notebooks, a line in terminals."""
+"""One progress bar for all long work, drawn by `tqdm.auto`: a widget in notebooks, a line in terminals.
+
+Whoever has a bar of its own, as a panel with buttons, shows the work of a block in that: `with shown_by(show): ...`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,88 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from colabkit._units import format_count, format_seconds
 
-__all__ = ["ProgressBar", "heartbeat"]
+__all__ = ["Progress", "ProgressBar", "Show", "heartbeat", "shown_by"]
 
 _REDRAWN_S = 0.2
 _STILL_S = 2.0  # after which a bar says that nothing moves
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far some work is.
+
+    Attributes:
+        action: what is done.
+        done: units of finished work.
+        total: how many there are, None where nobody knows.
+        unit: what is counted, `"B"` for bytes.
+        note: what else there is to say: files, retries, and how long nothing has moved.
+        seconds: since the work began.
+    """
+
+    action: str
+    done: int
+    total: int | None
+    unit: str
+    note: str
+    seconds: float
+
+
+Show: TypeAlias = Callable[[Progress | None], None]
+
+_show: ContextVar[Show | None] = ContextVar("_show", default=None)
+
+
+@contextlib.contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Have `show` told of all progress of the block, in place of bars of `tqdm`.
+
+    It is called when work begins, some times a second while it goes on, and with None when it ends.
+    """
+    token = _show.set(show)
+    try:
+        yield
+    finally:
+        _show.reset(token)
+
+
+class _Told:
+    """Takes what the bar takes that tqdm draws, and tells a function of it."""
+
+    def __init__(self, show: Show, action: str, total: int | None, unit: str) -> None:
+        self._show = show
+        self._about = action, total, unit
+        self._began = time.monotonic()
+        self._done = 0
+        self._note = ""
+        self.refresh()
+
+    def update(self, count: int) -> None:
+        """Count, and tell if it is time to."""
+        self._done += count
+        if time.monotonic() - self._told >= _REDRAWN_S:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Tell now."""
+        self._told = time.monotonic()
+        action, total, unit = self._about
+        self._show(Progress(action, self._done, total, unit, self._note, self._told - self._began))
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        """Keep what else there is to say."""
+        self._note = text
+
+    def close(self) -> None:
+        """Tell that it is over."""
+        self._show(None)
 
 
 class _Silence:
@@ -37,7 +113,8 @@ class ProgressBar:
     """Counts work done and shows it, until the `with` block ends; then the bar is wiped away.
 
     Beside the count stand rate and time left, and where they matter: files, retries, and how long nothing has moved.
-    Silent when `enabled` is false and where the output is neither a notebook nor a terminal, so logs stay clean.
+    Silent when `enabled` is false and where the output is neither a notebook nor a terminal, so logs stay clean. Within
+    `shown_by()` its numbers go there instead.
 
     Args:
         action: what is done, shown before the bar.
@@ -54,6 +131,9 @@ class ProgressBar:
         self._moved = self._shown = time.monotonic()
         self._bar: Any = _Silence()
         if not enabled:  # tqdm is not even loaded, which takes longer than a small pack
+            return
+        if (show := _show.get()) is not None:
+            self._bar = _Told(show, action, total, unit)
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm warns where ipywidgets is missing; the text bar will do

@@ -37,6 +37,7 @@ BUILTINS = {
     "TimedOut": TimeoutError,
     "FetchFailed": OSError,
     "MissingPackage": ImportError,
+    "NoNotebook": RuntimeError,
     "PackingFailed": RuntimeError,
     "LoaderFailed": RuntimeError,
     "LaunchFailed": RuntimeError,

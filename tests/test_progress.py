@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from colabkit import progress
-from colabkit.progress import ProgressBar, heartbeat
+from colabkit.progress import Progress, ProgressBar, heartbeat, shown_by
 
 
 class Terminal(io.StringIO):
@@ -161,3 +161,48 @@ def test_silence_is_kept_while_nothing_moves(monkeypatch):
         now[0] += 100
         bar.wait()
     assert shown.getvalue() == ""
+
+
+def test_who_has_a_bar_of_its_own_is_told_in_place_of_tqdm(monkeypatch):
+    shown, told = terminal(monkeypatch), []
+    monkeypatch.setattr(progress, "_REDRAWN_S", -1.0)
+    with shown_by(told.append), ProgressBar("stage", 4 << 20, "B", files=20) as bar:
+        bar.retried(1)
+        bar.advance(1 << 20, files=5)
+        bar.advance(1 << 20, files=5)
+    assert shown.getvalue() == ""
+    assert [one and (one.action, one.done, one.total, one.unit, one.note) for one in told] == [
+        ("stage", 0, 4 << 20, "B", ""),
+        ("stage", 1 << 20, 4 << 20, "B", "5/20 files, 1 retry"),
+        ("stage", 2 << 20, 4 << 20, "B", "10/20 files, 1 retry"),
+        None,
+    ]
+    assert all(one.seconds >= 0 for one in told if one)
+    with ProgressBar("stage", 2, " files") as bar:
+        bar._bar.refresh()
+    assert "stage" in shown.getvalue()
+
+
+def test_who_is_told_is_told_a_few_times_a_second_only(monkeypatch):
+    now, told = [100.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with shown_by(told.append), ProgressBar("pack", None, " samples") as bar:
+        for _ in range(1000):
+            now[0] += 0.001
+            bar.advance(1)
+        assert 4 <= len(told) <= 6
+        now[0] += 10.0
+        bar.wait()
+    assert told[-2] == Progress("pack", 1000, None, " samples", "nothing for 10.0 s", pytest.approx(11.0))
+
+
+def test_silence_and_heartbeats_are_kept_by_who_is_told(monkeypatch):
+    told = []
+    with shown_by(told.append):
+        with ProgressBar("stage", 2, " files", enabled=False) as bar:
+            bar.advance(1)
+        assert told == []
+        with heartbeat("probe", 8.0) as tick:
+            tick(2.5)
+    assert told[0] == Progress("probe", 0, 8, " s", "", pytest.approx(0, abs=1))
+    assert told[-1] is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 from zlib import crc32
 
 import numpy as np
@@ -238,7 +238,7 @@ class FileSamples:
         if self._crcs is not None:
             crc = 0
             for number in self._checked:
-                crc = crc32(stored[number], crc)
+                crc = crc32(cast("bytes", stored[number]), crc)
             if crc != self._crcs.item(row):
                 found, needed = "its bytes are not the sealed ones", "the sample as it was packed"
                 next_step = "Stage or pack it again; colabkit.verify() names every damaged sample"

@@ -163,10 +163,10 @@ def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | Blobs]) -> N
 def digest_of_rows(rows: Rows | Blobs) -> list[Any]:
     """Return plain values that other arrays do not have: dtype, shape and CRC32s."""
     if isinstance(rows, tuple):
-        return ["text", len(rows), crc32(b"".join(rows)), crc32(np.fromiter(map(len, rows), np.int64, len(rows)))]
+        return ["text", len(rows), crc32(b"".join(rows)), crc32(np.fromiter(map(len, rows), np.int64, len(rows)).data)]
     crc = 0
     for piece in _pieces(rows):
-        crc = crc32(np.ascontiguousarray(piece).reshape(-1).view(np.uint8), crc)
+        crc = crc32(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data, crc)
     return [rows.dtype.str, list(rows.shape), crc]
 
 

@@ -88,7 +88,7 @@ def _damaged(info: PackInfo, split: str, bar: ProgressBar) -> Iterator[int]:
         spans = info.table(field.index(split)).tolist() if field.is_ragged else None
         for index in range(len(crcs)):
             sample = data[index : index + 1] if spans is None else data[spans[index][0] : sum(spans[index])]
-            crcs[index] = crc32(np.ascontiguousarray(sample), int(crcs[index]))
+            crcs[index] = crc32(np.ascontiguousarray(sample).data, int(crcs[index]))
             if not place:
                 bar.advance(1)
     yield from np.flatnonzero(crcs != info.table(f"{CRC}_{split}")).tolist()

@@ -6,6 +6,7 @@ from colabkit.training.ceiling import HeadspaceReport, headspace
 from colabkit.training.folds import KFoldReport, k_fold
 from colabkit.training.launch import notebook_launch
 from colabkit.training.loop import train
+from colabkit.training.networks import small_network
 from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainReport, Validation
 from colabkit.training.steps import SupervisedStep, supervised_step
 
@@ -20,6 +21,7 @@ __all__ = [
     "headspace",
     "k_fold",
     "notebook_launch",
+    "small_network",
     "supervised_step",
     "train",
 ]

@@ -11,23 +11,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import secrets
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
+from lab import READY, check, cut_off, do, open_lab, picture, save_notebook, server
 from playwright.sync_api import Page, sync_playwright
 
-ROOT = Path(__file__).parent.parent.parent
 TRAINING = """
 import torch
 import colabkit
@@ -46,87 +38,6 @@ with colabkit.dashboard(screen=SCREEN):
 """
 PANEL = "[aria-label='Training panel']"
 LOOK_S = 0.05
-READY = """async () => {
-    const notebook = window.jupyterapp.shell.currentWidget;
-    await notebook.context.ready;
-    await notebook.sessionContext.ready;
-    await notebook.sessionContext.session.kernel.info;
-}"""
-
-
-@contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """Run JupyterLab over a folder; give its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    home = folder / "home"
-    settings = home / "settings" / "@jupyterlab"
-    for name, content in {
-        "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-        "docmanager-extension/plugin": {"autosave": False},
-    }.items():
-        file = settings / f"{name}.jupyterlab-settings"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content))
-    places = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "COLABKIT_NEAR")
-    environment = {
-        **os.environ,
-        **{name: str(home / name) for name in places},
-        "JUPYTERLAB_SETTINGS_DIR": str(settings.parent),
-        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    token = secrets.token_hex(16)
-    command = [
-        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
-        "--ip=127.0.0.1", f"--port={port}", f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={token}",
-        "--ServerApp.port_retries=0",
-    ]  # fmt: skip
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            _wait_for(f"http://127.0.0.1:{port}/api?token={token}", process)
-            yield f"http://127.0.0.1:{port}|{token}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            urllib.request.urlopen(address, timeout=2).close()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise RuntimeError("JupyterLab did not start")
-
-
-def write_notebook(path: Path, screen: str) -> None:
-    cell = nbformat.v4.new_code_cell(TRAINING.strip().replace("SCREEN", repr(screen)))
-    notebook = nbformat.v4.new_notebook(cells=[cell])
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(notebook, path)
-
-
-def do(page: Page, command: str, **arguments: object) -> None:
-    """Start one of JupyterLab's commands."""
-    page.evaluate("([name, taken]) => { window.jupyterapp.commands.execute(name, taken); }", [command, arguments])
-
-
-def open_lab(page: Page, address: str, path: str = "") -> None:
-    base, _, token = address.partition("|")
-    page.goto(f"{base}/lab/tree/{path}?reset&token={token}" if path else f"{base}/lab?reset&token={token}")
-    page.wait_for_function("window.jupyterapp !== undefined")
-    page.evaluate("() => window.jupyterapp.restored")
-    do(page, "application:toggle-left-area")
 
 
 def watched(page: Page) -> tuple[list[float], int]:
@@ -150,32 +61,9 @@ def watched(page: Page) -> tuple[list[float], int]:
     return changes, page.locator(".jp-OutputArea-child").count()
 
 
-def check(what: str, found: object, holds: bool) -> bool:
-    print(f"{'holds' if holds else 'FALLS SHORT':<12}{what}: {found}")
-    return holds
-
-
-def cut_off(page: Page) -> list[str]:
-    """Return the texts of the panel that end outside of it."""
-    return page.evaluate(
-        """(panel) => {
-            const box = document.querySelector(panel).getBoundingClientRect();
-            return [...document.querySelectorAll(panel + ' *')]
-                .filter((part) => part.getBoundingClientRect().right > box.right + 1)
-                .map((part) => part.outerHTML.slice(0, 80));
-        }""",
-        PANEL,
-    )
-
-
-def picture(page: Page, path: Path) -> None:
-    page.wait_for_timeout(700)
-    page.screenshot(path=path)
-
-
 def look_at(page: Page, address: str, folder: Path, screen: str, pictures: Path) -> list[bool]:
     name = f"{screen}.ipynb"
-    write_notebook(folder / name, screen)
+    save_notebook(folder / name, [TRAINING.replace("SCREEN", repr(screen))])
     open_lab(page, address, name)
     changes, outputs = watched(page)
     steps = [later - earlier for earlier, later in itertools.pairwise(changes)]
@@ -195,7 +83,7 @@ def look_at(page: Page, address: str, folder: Path, screen: str, pictures: Path)
     wide = page.viewport_size
     page.set_viewport_size({"width": 480, "height": 900})
     page.wait_for_timeout(700)
-    results.append(check(f"{screen}: cut off in a narrow window", cut_off(page), not cut_off(page)))
+    results.append(check(f"{screen}: cut off in a narrow window", cut_off(page, PANEL), not cut_off(page, PANEL)))
     picture(page, pictures / f"{screen}-narrow.png")
     page.set_viewport_size(wide)
     do(page, "apputils:change-theme", theme="JupyterLab Light")
