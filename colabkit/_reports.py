@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
+_SHORT = 24  # characters: a number with its unit stays on one line, a path may be broken
 
 
 def escape(text: object) -> str:
@@ -34,7 +35,10 @@ def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, .
     body = "".join(
         "<tr>"
         + f'<th scope="row" style="{_CELL};white-space:nowrap;font-weight:normal;opacity:0.7">{escape(row[0])}</th>'
-        + "".join(f'<td style="{_CELL};font-variant-numeric:tabular-nums">{escape(cell)}</td>' for cell in row[1:])
+        + "".join(
+            f'<td style="{_CELL};{_wrap(cell)};font-variant-numeric:tabular-nums">{escape(cell)}</td>'
+            for cell in row[1:]
+        )
         + "</tr>"
         for row in rows
     )
@@ -42,6 +46,10 @@ def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, .
         f'<div style="font-weight:600;padding:2px 0">{escape(title)}</div>'
         f'<table style="border-collapse:collapse">{f"<tr>{head}</tr>" if head else ""}{body}</table>'
     )
+
+
+def _wrap(cell: str) -> str:
+    return "white-space:nowrap" if len(cell) <= _SHORT else "overflow-wrap:anywhere"
 
 
 class Report(ABC):

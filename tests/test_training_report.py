@@ -134,3 +134,18 @@ def test_a_report_for_drive_needs_drive(monkeypatch):
 def test_records_of_earlier_versions_are_read_without_the_newer_parts():
     record = EpochRecord(epoch=0, steps=1, samples=2, seconds=3.0, wait_s=1.0, values={}, validation={})
     assert (record.copy_s, record.compute_s, record.other_s) == (0, 0, 0)
+
+
+def test_the_table_tells_all_that_the_lines_tell(tmp_path):
+    report = replace(
+        long_run(1, 0),
+        stopped="SIGTERM",
+        resumed_from=tmp_path / "checkpoint-00000007.pt",
+        passed_over=(("checkpoint-00000009.pt", "it ends early"),),
+        not_kept=("the scheduler",),
+        failed_saves=((12, "the disk is full"),),
+    )
+    html = report._repr_html_()
+    for told in ("by SIGTERM", "00000007", "it ends early", "the scheduler", "at step 12: the disk is full"):
+        assert told in html
+        assert told in repr(report)

@@ -208,8 +208,13 @@ class TrainReport(Report):
                     _listed({**record.values, **record.validation}),
                 )
             )
-        if self.checkpoint:
-            rows.append(("checkpoint", "", "", "", str(self.checkpoint)))
+        told = [("stopped", f"by {self.stopped} after step {self.steps}")] if self.stopped else []
+        told += [("resumed from", str(self.resumed_from))] if self.resumed_from else []
+        told += [("passed over", f"{name}: {reason}") for name, reason in self.passed_over]
+        told += [("not kept", what) for what in self.not_kept]
+        told += [("not saved", f"at step {step}: {reason}") for step, reason in self.failed_saves]
+        told += [("checkpoint", str(self.checkpoint))] if self.checkpoint else []
+        rows += [(name, "", "", "", text) for name, text in told]
         if self.best and self.best_value is not None:
             rows.append(("best", "", "", f"{self.best_value:.4g}", str(self.best)))
         return rows

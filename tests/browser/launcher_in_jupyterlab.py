@@ -25,7 +25,7 @@ from playwright.sync_api import Locator, Page, sync_playwright
 
 LAUNCHER = ".colabkit-launcher"
 PANEL = "[aria-label='Training panel']"
-OPEN = ["import colabkit", "colabkit.open_launcher()"]
+OPEN = ["%load_ext colabkit", "%colabkit"]
 VIEW = "application/vnd.jupyter.widget-view+json"
 LOOK_S = 0.05
 
