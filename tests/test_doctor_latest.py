@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import signal
 import sys
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,8 @@ MOST_BYTES = 300_000
 
 @pytest.fixture(autouse=True)
 def nothing_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["colabkit.meters.newest"], "_noted", deque(maxlen=4))
+    for kept in ("_reports", "_loaders"):
+        monkeypatch.setattr(sys.modules["colabkit.meters.newest"], kept, [])
 
 
 def loader(samples: int = 600) -> colabkit.Loader:
@@ -58,7 +59,7 @@ def test_a_loop_after_a_training_is_what_was_last() -> None:
 
 def test_a_loader_that_is_gone_is_not_judged() -> None:
     report = train(lambda batch: 0.5, loader())
-    for _ in loader():
+    for _ in itertools.chain.from_iterable(itertools.repeat(loader(), 8)):
         pass
     gc.collect()
     assert latest() is report
@@ -114,7 +115,14 @@ def test_what_is_no_saved_report_is_one_line(tmp_path: Path) -> None:
         diagnose(tmp_path / "none.json")
     good = train(lambda batch: 0.5, loader()).save(tmp_path / "run.json")
     told = json.loads(good.read_text())
-    for text in ("", "[]", "{}", "nonsense \0", json.dumps({**told, "spent": {"batches": 1}}), '{"spent": null}'):
+    wrong = [
+        {**told, "spent": {"batches": 1}},
+        {**told, "facts": {**told["facts"], "workers": "two"}},
+        {**told, "facts": {**told["facts"], "kind": "none"}},
+        {**told, "spent": {**told["spent"], "recent": [["a", 0, 0, 0, 4]]}},
+        {**told, "spent": {**told["spent"], "wait_s": None}},
+    ]
+    for text in ("", "[]", "{}", "nonsense \0", '{"spent": null}', "[" * 100_000, *map(json.dumps, wrong)):
         good.write_text(text)
         with pytest.raises(BadSource, match=r"a file that TrainReport\.save"):
             diagnose(good)

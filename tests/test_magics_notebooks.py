@@ -37,7 +37,7 @@ CELLS = {
     "idle": "a = 5",
     "loop": "for x, y in colabkit.Loader(data, 8): pass",
     "off": "%dashboard --off",
-    "quiet": "for x, y in colabkit.Loader(data, 8): pass",
+    "quiet": "last = colabkit.Loader(data, 8)\nfor x, y in last: pass",
     "names": "sorted({'x', 'y', 'batch', 'step', 'epoch'} & globals().keys() - {'x', 'y'})",
     "doctor": "%doctor",
 }

@@ -26,6 +26,7 @@ from colabkit.errors import (
 )
 from colabkit.pack_format import read_pack
 from colabkit.packing import pack, verify
+from colabkit.staging import stage
 
 
 @pytest.fixture
@@ -304,6 +305,16 @@ def test_the_same_pack_is_reused_untouched(tmp_path, image_tree, file_hook):
     assert report.reused
     assert "Already packed" in repr(report)
     assert (path.stat().st_ino, path.stat().st_mtime_ns, changes.count) == (before.st_ino, before.st_mtime_ns, 0)
+
+
+def test_a_near_copy_at_another_place_is_the_same_source(tmp_path, image_tree):
+    one = stage(image_tree, to=tmp_path / "one", progress=False).path
+    path = packed(one, tmp_path / "p.h5", size=4)
+    other = stage(image_tree, to=tmp_path / "other", progress=False).path
+    assert pack(other, path, size=4, progress=False).reused
+    (other / "ants" / "one-more.png").write_bytes((other / "ants" / "000.png").read_bytes())
+    with pytest.raises(TargetExists):
+        pack(other, path, size=4, progress=False)
 
 
 def swap_classes(tree: Path) -> None:

@@ -206,6 +206,27 @@ def test_it_opens_and_closes_itself_beside_training(
     assert not is_any_open()
 
 
+def test_a_training_within_a_training_leaves_the_outer_ones_panel_open(
+    loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def step(batch: object) -> float:
+        if not seen:
+            train(lambda inner: 0.5, colabkit.Loader(loader.dataset, 4))
+        seen.append(is_any_open())
+        return 0.5
+
+    stop = show_beside_training()
+    try:
+        train(step, loader)
+    finally:
+        stop()
+    assert seen == [True] * 6
+    assert len([line for line in capsys.readouterr().out.splitlines() if "epoch 1/1" in line]) == 1
+    assert not is_any_open()
+
+
 def test_when_it_opened_itself_it_tells_what_stopped_training(
     loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
 ) -> None:

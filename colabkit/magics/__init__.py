@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "split_line", "unload"]
 
-_unloaders: dict[int, list[Callable[[], None]]] = {}
+_unloaders: dict[InteractiveShell, list[Callable[[], None]]] = {}
 
 
 def load(shell: InteractiveShell) -> None:
@@ -23,7 +23,7 @@ def load(shell: InteractiveShell) -> None:
 
     A name that somebody else has taken stays theirs.
     """
-    if id(shell) in _unloaders:
+    if shell in _unloaders:
         return
     from colabkit.panel import show_beside_training
 
@@ -47,10 +47,10 @@ def load(shell: InteractiveShell) -> None:
                 del known[kind][name]
 
     lines = {("%%" if kind == "cell" else "%") + name for kind, name, _ in ours}
-    _unloaders[id(shell)] = [forget, panels.hide, complete_lines(shell, lines), show_beside_training()]
+    _unloaders[shell] = [forget, panels.hide, complete_lines(shell, lines), show_beside_training()]
 
 
 def unload(shell: InteractiveShell) -> None:
     """Take away what `load()` brought, the panel included."""
-    for undo in _unloaders.pop(id(shell), []):
+    for undo in _unloaders.pop(shell, []):
         undo()

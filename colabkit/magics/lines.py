@@ -75,7 +75,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
     )
 
     def magic(line: str) -> Any:
-        name, _, rest = line.strip().partition(" ")
+        name, rest = [*line.split(maxsplit=1), "", ""][:2]
         name = name.lstrip("%")
         if not name:
             return colabkit.open_launcher()

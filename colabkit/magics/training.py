@@ -99,7 +99,7 @@ class _Assigned(UserDict[str, Any]):
         self.data[name] = value
 
     def has_loss(self) -> bool:
-        """Return whether it was assigned, here or behind the back, as a function's `global loss` does."""
+        """Return whether it was assigned here, or is another one since a function has `global loss`."""
         now = self.data.get("loss", _ABSENT)
         return now is not _ABSENT and (self._is_set or now is not self._before)
 

@@ -135,7 +135,7 @@ def _kind(parse: Callable[[str], Any], needed: str) -> Callable[[str], Any]:
 
 
 def _is_report(text: str) -> bool:
-    return text.endswith(".json")
+    return not text.isidentifier() and ".py:" not in text
 
 
 def _size(text: str) -> int | tuple[int, int]:

@@ -27,6 +27,8 @@ from colabkit.packing.plan import Plan, Table, digest_of
 from colabkit.packing.reading import BrokenMember, SampleReading, read_if_whole
 from colabkit.sources import Item, Listing, Retries, Source, Wanted, read_item
 from colabkit.sources.ranges import RangeSource
+from colabkit.staging.seal import contents_digest
+from colabkit.staging.verifying import near_copy_at
 
 __all__ = ["FilesToPack"]
 
@@ -72,8 +74,9 @@ class FilesToPack:
         )
         self._items: Sequence[Item] = self._labelled.items
         self._extra, self._tables = self._further_fields()
-        digests = [_listing_digest(self._labelled), *map(_table_digest, self._tables)]
-        self.key = digest_of(source.name, options.plain(), digests)
+        origin, contents = _origin_of(source, self._items)
+        digests = [_listing_digest(self._labelled, contents), *map(_table_digest, self._tables)]
+        self.key = digest_of(origin, options.plain(), digests)
 
     @cached_property
     def _are_arrays(self) -> bool:
@@ -273,11 +276,26 @@ def _table_digest(table: Table) -> str:
     return hashlib.sha256(about.encode() + table.values.tobytes()).hexdigest()
 
 
-def _listing_digest(labelled: Labelling) -> str:
-    """Return the SHA-256 of which file, of what size and time, is which sample."""
+def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
+    """Return what a source is known by, and a digest of its contents if there is one.
+
+    Those of a near copy are what it is a copy of, wherever and whenever it was made, unless it was changed since.
+    """
+    near = None if source.can_hang else near_copy_at(Path(source.name))
+    if near is not None:
+        contents, sealed_ns = contents_digest(near[0])
+        if all(item.mtime_ns <= sealed_ns for item in items):
+            return near[1].source, contents
+    return source.name, ""
+
+
+def _listing_digest(labelled: Labelling, contents: str) -> str:
+    """Return the SHA-256 of which file, of what size and time, or of which contents, is which sample."""
     digest = hashlib.sha256("\0".join([item.path for item in labelled.items]).encode("utf-8", "surrogateescape"))
-    for values in ((item.size for item in labelled.items), (item.mtime_ns for item in labelled.items)):
+    times = (0 if contents else item.mtime_ns for item in labelled.items)
+    for values in ((item.size for item in labelled.items), times):
         digest.update(np.fromiter(values, np.int64, len(labelled.items)).tobytes())
+    digest.update(contents.encode())
     digest.update("\0".join(labelled.classes).encode("utf-8", "surrogateescape"))
     for split, numbers in labelled.splits.items():
         digest.update(split.encode())

@@ -44,17 +44,19 @@ def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboa
 
 def show_beside_training() -> Callable[[], None]:
     """Show a panel beside every `train()` from now on, unless one is open; return the function that ends this."""
-    shown: list[Dashboard] = []
+    shown: list[Dashboard | None] = []  # of each run that goes on, as a step may train something itself
 
     def listen(event: meters.Event) -> None:
-        if isinstance(event, meters.RunStarted) and not is_any_open():
-            panel = dashboard()
-            panel.__enter__()
-            panel.listen(event)  # it subscribed while this event was being told
+        if isinstance(event, meters.RunStarted):
+            panel = None if is_any_open() else dashboard()
+            if panel is not None:
+                panel.__enter__()
+                panel.listen(event)  # it subscribed while this event was being told
             shown.append(panel)
         elif isinstance(event, meters.RunEnded) and shown:
             panel = shown.pop()
-            panel.listen(event)  # it may have been told already; the first end counts
-            panel.__exit__(None, None, None)
+            if panel is not None:
+                panel.listen(event)  # it may have been told already; the first end counts
+                panel.__exit__(None, None, None)
 
     return meters.subscribe(listen)

@@ -63,6 +63,7 @@ class Dashboard:
         self._held = ExitStack()
         self._screens: list[Screen] = []
         self._is_begun = False
+        self._beginning = threading.Lock()
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
@@ -73,8 +74,9 @@ class Dashboard:
                 self._screens = [self._asked, TerminalScreen()]
                 held.callback(_closed, self._asked)
                 self._thread = threading.get_ident()
-                held.callback(meters.subscribe(self.listen))
             self._held = held.pop_all()
+        if self._asked is not None:
+            self._held.callback(meters.subscribe(self.listen))
         return self
 
     def __exit__(
@@ -90,8 +92,9 @@ class Dashboard:
         """Take in an event, and paint if it is time to."""
         if self._asked is None or _open[-1:] != [self]:
             return
-        if not self._is_begun:
-            self._begin()
+        with self._beginning:
+            if not self._is_begun:
+                self._begin()
         kind = type(event)
         if kind is meters.RunStarted:
             self._recorder = Recorder(self._doctor(), self._clock)

@@ -7,6 +7,7 @@ at the source, and the CRC32 of each of its blocks.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,17 @@ from colabkit import _files
 from colabkit.errors import Corrupt, cannot
 from colabkit.sources import STAGE_SEAL, Item, block_offsets
 
-__all__ = ["Crcs", "Seal", "is_complete", "read_manifest", "read_seal", "sealed_crcs", "sizes_in", "write_seal"]
+__all__ = [
+    "Crcs",
+    "Seal",
+    "contents_digest",
+    "is_complete",
+    "read_manifest",
+    "read_seal",
+    "sealed_crcs",
+    "sizes_in",
+    "write_seal",
+]
 
 _FORMAT = 2
 
@@ -95,6 +106,18 @@ def read_manifest(folder: Path) -> list[tuple[Item, list[int]]]:
     except (OSError, StopIteration, ValueError, TypeError) as error:
         act = f"read the manifest of {str(folder)!r}"
         raise Corrupt(cannot(act, "it is damaged", "the one that stage() wrote", "Use refresh=True")) from error
+
+
+def contents_digest(folder: Path) -> tuple[str, int]:
+    """Return a SHA-256 of what a near copy was made of, and when it was sealed, in nanoseconds.
+
+    It tells the files' names, sizes and times at the source, and their CRC32s; it is the same wherever the copy is.
+    """
+    with (folder / STAGE_SEAL).open("rb") as file:
+        file.readline()
+        lines = sorted(line.strip() for line in file)
+        sealed_ns = os.fstat(file.fileno()).st_mtime_ns
+    return hashlib.sha256(b"\n".join(lines)).hexdigest(), sealed_ns
 
 
 def sealed_crcs(item: Item, crcs: list[int]) -> dict[int, int]:

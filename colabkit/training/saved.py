@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from colabkit import _files
 from colabkit.errors import BadSource, FileFailed, SourceMissing, cannot
@@ -13,6 +13,8 @@ from colabkit.mounts import user_path
 from colabkit.telemetry import GpuSnapshot, HostSnapshot
 
 __all__ = ["SavedRun", "read_run"]
+
+_Record = TypeVar("_Record")
 
 
 class SavedRun(NamedTuple):
@@ -32,6 +34,7 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
 
     Raises:
         SourceMissing: if there is no such file.
+        FileFailed: if it cannot be read.
         BadSource: if it is no saved report.
     """
     found = user_path(path, "read the report")
@@ -47,21 +50,48 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
         told = json.loads(text)
         return SavedRun(
             _spent_of(told["spent"]),
-            told["facts"] and LoaderFacts(**told["facts"]),
+            None if told["facts"] is None else _made(LoaderFacts, told["facts"]),
             tuple(_host_of(host) for host in told["hosts"]),
             told["precision"],
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         act = f"read the report {str(found)!r}"
         needed, next_step = "a file that TrainReport.save() wrote", "Save the report again"
         raise BadSource(cannot(act, "other contents", needed, next_step)) from error
 
 
 def _spent_of(told: dict[str, Any]) -> MetersSnapshot:
-    parts = tuple(PartSnapshot(**part) for part in told["parts"])
-    return MetersSnapshot(**{**told, "parts": parts, "recent": tuple(StepTimes(*step) for step in told["recent"])})
+    parts = tuple(_made(PartSnapshot, part) for part in told["parts"])
+    return _made(MetersSnapshot, told, parts=parts, recent=tuple(map(_step_of, told["recent"])))
+
+
+def _step_of(told: list[Any]) -> StepTimes:
+    wait_s, copy_s, compute_s, other_s, samples, *rest = told
+    return StepTimes(float(wait_s), float(copy_s), float(compute_s), float(other_s), int(samples), *map(bool, rest))
 
 
 def _host_of(told: dict[str, Any]) -> HostSnapshot:
-    gpus = tuple(GpuSnapshot(**{**gpu, "slowed_by": tuple(gpu["slowed_by"])}) for gpu in told["gpus"])
-    return HostSnapshot(**{**told, "gpus": gpus})
+    gpus = tuple(_made(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in told["gpus"])
+    return _made(HostSnapshot, told, gpus=gpus)
+
+
+def _made(kind: type[_Record], told: dict[str, Any], **made: Any) -> _Record:
+    """Return a record of plain values, and of some that were made of them.
+
+    Raises:
+        TypeError: if a value is not of its field's type.
+    """
+    hints = get_type_hints(kind)
+    for name, value in told.items():
+        if name not in made and not _fits(hints.get(name), value):
+            raise TypeError(f"{kind.__name__}.{name} is {value!r}")
+    return kind(**{**told, **made})
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    options = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        return value in options
+    if any(get_origin(one) is Literal for one in options):
+        return any(_fits(one, value) for one in options)
+    return isinstance(value, (*options, int) if float in options else options)
