@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from colabkit import _files, meters
 from colabkit._reports import Report
 from colabkit.dataset import PackedDataset, open_pack
 
+MAIN = sys.modules["__main__"]
 NUMBERS = itertools.count()
 ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
 
@@ -44,6 +46,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"{symptom:42}{act}")
         for line in said.splitlines():
             terminalreporter.line(f"{'':42}{line}", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def main_module_stays() -> Iterator[None]:
+    """Put the main module back, whose place IPython's shells take: spawned processes ask it where they come from."""
+    yield
+    sys.modules["__main__"] = MAIN
 
 
 def pytest_collection_finish() -> None:

@@ -94,6 +94,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
         assert kept.latest == near_of(near_storage) / "checkpoint-00000030.pt"
         assert len(caplog.records) == 1
         mount.go_on()
+        monkeypatch.setattr(far, "STALLED_S", 60.0)
         kept.save(40, content(40), score=0.3)
         kept.finish()
         assert len(kept.failures) == 3

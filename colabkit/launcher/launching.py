@@ -104,12 +104,16 @@ class Launcher:
         """Begin what a button does, unless something runs."""
         if not self._busy.acquire(blocking=False):
             return
-        self.view.begin()
-        if self._loop is None or threading.current_thread() is threading.main_thread():
-            self._work(action)
-        else:
-            self.view.say("Waiting for the kernel")
-            self._loop.call_soon_threadsafe(self._work, action)
+        try:
+            self.view.begin()
+            if self._loop is not None and threading.current_thread() is not threading.main_thread():
+                self.view.say("Waiting for the kernel")
+                self._loop.call_soon_threadsafe(self._work, action)
+                return
+        except BaseException:  # the front end or the loop is gone
+            self._busy.release()
+            raise
+        self._work(action)
 
     def _work(self, action: Action) -> None:
         """Do what a button does, and tell how it went; nothing that goes wrong leaves the panel."""

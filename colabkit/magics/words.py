@@ -59,7 +59,7 @@ def quoted(word: str, begun: str) -> str | None:
 def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
     variable = _VARIABLE.fullmatch(raw)
     name, *attributes = (variable[1] or variable[2]).split(".") if variable else [""]
-    if name in namespace:
+    if name and name in namespace:
         try:
             return str(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
