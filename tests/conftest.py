@@ -55,6 +55,11 @@ def main_module_stays() -> Iterator[None]:
     sys.modules["__main__"] = MAIN
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run first what forks processes that train: forked from one that has loaded all there is, some end in a crash."""
+    items.sort(key=lambda item: item.path.name != "test_training_processes.py")
+
+
 def pytest_collection_finish() -> None:
     """Take the modules out of what is collected as garbage, or each collection and each fork would touch them all."""
     gc.collect()

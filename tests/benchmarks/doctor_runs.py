@@ -39,7 +39,7 @@ from colabkit.telemetry import sampled
 
 __all__ = ["RUNS", "Run"]
 
-ROUNDS, SECONDS, ENOUGH = 3, 4.0, 40
+ROUNDS, SECONDS, ENOUGH = 3, 4.0, 80
 SIDE, CLASSES = 64, 10
 
 
