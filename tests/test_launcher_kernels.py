@@ -1,28 +1,21 @@
-"""The launcher in real kernels, clicked as a front end clicks: with the newest packages, and with Colab's.
-
-`COLABKIT_COLAB_PYTHON` names the interpreter of an environment with IPython 7.34, ipykernel 6.17.1, ipywidgets 7.7.1
-and torch.
-"""
+"""The launcher in real kernels, clicked as a front end clicks: with the newest packages, and with Colab's."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import Empty
 from typing import Any
 
 import pytest
-from conftest import make_tree, needs
+from conftest import make_tree
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from kernels import KINDS, kernel_of
 
-ROOT = Path(__file__).parent.parent
 OPEN = """
 %load_ext colabkit
 import threading, colabkit
@@ -124,26 +117,13 @@ class Kernel:
         raise TimeoutError("the kernel was not interrupted")
 
 
-@pytest.fixture(scope="module", params=["newest", "colab"])
+@pytest.fixture(scope="module", params=KINDS)
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """Return a kernel in which the launcher is open."""
-    python = sys.executable
-    if request.param == "colab":
-        python = os.environ.get("COLABKIT_COLAB_PYTHON", "")
-        needs("an environment with Colab's versions (COLABKIT_COLAB_PYTHON)", bool(python))
     folder = tmp_path_factory.mktemp("kernel")
-    spec = folder / "kernels" / "launcher"
-    spec.mkdir(parents=True)
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"PYTHONPATH": search, "COLABKIT_NEAR": str(folder / "near"), "IPYTHONDIR": str(folder / "ipython")}
-    argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (spec / "kernel.json").write_text(
-        json.dumps({"argv": argv, "display_name": "launcher", "language": "python", "env": environment})
-    )
     make_tree(folder / "tree", 8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(folder))
-        manager = KernelManager(kernel_name="launcher")
+    with kernel_of(request.param, folder) as name:
+        manager = KernelManager(kernel_name=name)
         manager.start_kernel(cwd=str(folder))
     client = manager.blocking_client()
     try:

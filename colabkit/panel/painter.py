@@ -92,9 +92,10 @@ class Dashboard:
         """Take in an event, and paint if it is time to."""
         if self._asked is None or _open[-1:] != [self]:
             return
-        with self._beginning:
-            if not self._is_begun:
-                self._begin()
+        if not self._is_begun:
+            with self._beginning:
+                if not self._is_begun:
+                    self._begin()
         kind = type(event)
         if kind is meters.RunStarted:
             self._recorder = Recorder(self._doctor(), self._clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from colabkit import _files
@@ -15,6 +16,8 @@ from colabkit.telemetry import GpuSnapshot, HostSnapshot
 __all__ = ["SavedRun", "read_run"]
 
 _Record = TypeVar("_Record")
+
+_hints_of = cache(get_type_hints)
 
 
 class SavedRun(NamedTuple):
@@ -81,7 +84,7 @@ def _made(kind: type[_Record], told: dict[str, Any], **made: Any) -> _Record:
     Raises:
         TypeError: if a value is not of its field's type.
     """
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for name, value in told.items():
         if name not in made and not _fits(hints.get(name), value):
             raise TypeError(f"{kind.__name__}.{name} is {value!r}")
