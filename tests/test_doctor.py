@@ -282,7 +282,7 @@ def test_seconds_saved_are_those_of_an_epoch(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None:
     found = judged(made(wait=0.001))
     assert repr(found).splitlines() == [
-        "Data keeps up: the step itself takes 99% of the time; 634 images/s",
+        "Data keeps up: the step itself takes 99% of the time; 634 images/s in a typical step",
         "Nothing to fix in how data is loaded",
     ]
 
@@ -291,7 +291,8 @@ def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.
     rules_that_give(monkeypatch, replace(told("one", 640.0), call="colabkit.stage('x')", check="look"), told("two"))
     found = judged(made(wait=0.1, facts=replace(GATHERED, samples=6400)))
     assert repr(found).splitlines() == [
-        "Training waits for data 50% of the time; 320 images/s, 640 images/s if data were always there",
+        "Training waits for data 50% of the time; 320 images/s in a typical step, "
+        "640 images/s if data were always there",
         "1. Do one (2.0 times as fast, 10.0 s less an epoch): one was found",
         "   colabkit.stage('x')",
         "2. Do two: two was found",
@@ -303,7 +304,7 @@ def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.
 
 def test_a_loop_that_does_nothing_else_is_not_promised_the_moon() -> None:
     found = judged(made(wait=0.1, compute=1e-7, facts=FOREIGN))
-    assert "640 images/s, over 64,000 images/s if data were always there" in repr(found)
+    assert "640 images/s in a typical step, over 64,000 images/s if data were always there" in repr(found)
     assert "(over 100 times as fast" in repr(found)
     (more,) = [advice for advice in found.advice if advice.rule == "more_workers"]
     assert more.samples_per_s == pytest.approx(1280, rel=0.01)  # four instead of two

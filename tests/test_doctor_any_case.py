@@ -25,7 +25,7 @@ AGAINST = (  # no two of these may stand together
     ({"Use fewer workers or smaller batches, or give back what is staged there"}, {"num_workers="}),
     ({"more workers will not help"}, {"Use 2 workers", "Use 4 workers", "Use 8 workers"}),
     ({"Use smaller batches"}, {"Use larger batches"}),
-    ({"Give staged data back"}, {"to='tmpfs'"}),
+    ({"Give staged data back, since at the limit"}, {"to='tmpfs'"}),
 )
 
 share = st.one_of(st.none(), st.sampled_from([0.0, 0.3, 0.65, 0.9, 0.99, 1.0]), st.floats(0, 1))

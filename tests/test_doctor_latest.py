@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import colabkit
 from colabkit.doctor.asking import diagnose
 from colabkit.errors import BadSource, InvalidOption, SourceMissing
 from colabkit.meters import latest
+from colabkit.telemetry import HostSnapshot, sampled, sampler
 from colabkit.training import TrainReport
 
 MOST_BYTES = 300_000
@@ -70,6 +72,31 @@ def test_a_watched_loader_counts_as_well() -> None:
     for _ in watched:
         pass
     assert latest() is watched.meters
+
+
+def test_a_loop_is_judged_by_the_machine_of_its_time_also_when_nobody_watches_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hot:
+        def snapshot(self) -> HostSnapshot:
+            return replace(with_gpu(slowed_by=("heat",)), at_s=time.monotonic())
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(sampler, "Telemetry", Hot)
+    used, taken = loader(), 0
+    with sampled() as watching:
+        for _ in used:
+            while taken < 3 and watching.latest is None:
+                pass
+            taken += 1
+    assert "slowed_gpu" in [advice.rule for advice in diagnose().advice]
+    later = loader()
+    for _ in later:
+        pass
+    later.meters.timed_s += 60.0
+    assert "slowed_gpu" not in [advice.rule for advice in diagnose(later).advice]
 
 
 def test_looking_into_a_loader_and_a_run_with_nothing_left_count_for_nothing(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
                 "parts": (part("samples", 0.012, 0.001),),
             },
             "another loader": {"facts": FOREIGN, "parts": ()},
+            "rows are as large as the batch that is made of them": {
+                "facts": replace(GATHERED, transform="Normalize()"),
+                "parts": (part("gather", 1e-5), part("augment", 0.003)),
+            },
             "not waited for": {"wait": 0.001},
         },
     ),

@@ -82,9 +82,9 @@ def test_what_has_no_length_has_none_and_is_iterated_all_the_same() -> None:
     assert list(itertools.islice(watch(itertools.count()), 3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("rubbish", [None, 5, "photos", b"photos", {"train": [1]}, DATA])
+@pytest.mark.parametrize("rubbish", [None, 5, "photos", b"photos", {"train": [1]}, DATA, [1, 2]])
 def test_what_gives_no_batches_is_refused_in_one_line(rubbish: object) -> None:
-    with pytest.raises(errors.InvalidOption, match=r"^Cannot watch the loader: a \w+, something that gives batches"):
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot watch: '\w+' is no loader, something that gives batches"):
         watch(rubbish)  # type: ignore[arg-type]
 
 

@@ -33,8 +33,10 @@ class AskedDoctor:
         facts: LoaderFacts | None,
         hosts: Sequence[HostSnapshot],
         cost_share: float | None,
+        is_over: bool,
     ) -> Diagnosis:
         self.spent.append(spent)
+        self.is_over = is_over
         self.facts, self.hosts, self.cost_share = facts, hosts, cost_share
         return DIAGNOSIS
 
@@ -155,9 +157,10 @@ def test_the_doctor_looks_every_two_seconds_and_when_it_is_over(
         assert seen(recorder).diagnosis is DIAGNOSIS
         time.now_s += 0.5
     assert len(doctor.spent) == 5
+    assert not doctor.is_over
     recorder.note(meters.RunEnded(None))
     seen(recorder)
-    assert len(doctor.spent) == 6
+    assert (len(doctor.spent), doctor.is_over) == (6, True)
 
 
 def test_a_real_doctor_is_content_with_what_it_is_shown(time: FakeTime) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from urllib.parse import unquote
@@ -152,7 +153,7 @@ def test_the_shares_of_a_step_stand_in_words_and_are_told_apart_without_colour()
     assert "▒ waiting for data 61%  ▓ copy 3.0%  █ step 33%  ░ other 3.0%" in text
     assert re.search(r"\n  ▒{15}█{8}░  ▒ waiting", text), "24 characters, shares rounded so that they fill it"
     bar = pictures(html)[0]
-    assert bar.attrib["alt"] == "time of a step: waiting for data 61%, copy 3.0%, step 33%, other 3.0%"
+    assert bar.attrib["alt"] == "time of a typical step: waiting for data 61%, copy 3.0%, step 33%, other 3.0%"
     svg = unquote(bar.attrib["src"])
     assert 'width="61.0%" height="100%" fill="url(#h)"' in svg
     assert "stroke-dasharray" in svg
@@ -167,6 +168,13 @@ def test_the_top_advice_stands_with_its_reason_its_call_and_what_is_predicted() 
     assert f"Advice: {found} {gain}{action}{ADVICE.call}" in text_of(html)
     assert "Nothing to fix" in render(STATES["no advice"])[1]
     assert "No advice yet" in render(EMPTY)[1]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_comes_before_all_advice(loss: float) -> None:
+    html, text = render(replace(RUNNING, values={"loss": loss}))
+    assert f"Lower the learning rate, or clip gradients: the loss is {loss}" in text
+    assert ADVICE.call not in html
 
 
 def test_what_fills_up_is_shown_with_its_limit_and_tmpfs_apart_within_the_ram() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from colabkit.telemetry import HostSnapshot, Sampler, running, sampled
+from colabkit.telemetry import HostSnapshot, Sampler, sampled, seen
 from colabkit.telemetry import sampler as module
 
 NAME = "colabkit-telemetry"
@@ -276,8 +276,10 @@ def test_no_descriptor_is_left_on_this_machine():
     assert psutil.Process().num_fds() <= before
 
 
-def test_the_running_sampler_is_known_while_somebody_uses_it():
-    assert running() is None
+def test_what_was_seen_stays_known_when_nobody_watches_any_more():
     with sampled() as sampler:
-        assert running() is sampler
-    assert running() is None
+        until(lambda: sampler.latest is not None)
+    latest = sampler.latest
+    assert seen(latest.at_s - 60, latest.at_s) == sampler.between(latest.at_s - 60, latest.at_s)
+    assert seen(latest.at_s, latest.at_s) == (latest,)
+    assert seen(latest.at_s + 1, latest.at_s + 60) == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import count
@@ -15,17 +15,18 @@ from colabkit._units import format_rate, format_seconds
 from colabkit.doctor.case import Case, case_of
 from colabkit.doctor.diagnosis import Diagnosis, Shares
 from colabkit.doctor.judging import judged
-from colabkit.doctor.watching import Watched, watch
+from colabkit.doctor.watching import Watched, gives_batches, watch
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader import Loader
 from colabkit.meters import LoaderFacts, MetersSnapshot
-from colabkit.telemetry import HostSnapshot, Telemetry, running, sampled
+from colabkit.telemetry import HostSnapshot, Telemetry, sampled, seen
 from colabkit.training import TrainReport
 from colabkit.training.saved import read_run
 
 __all__ = ["diagnose"]
 
 _RECENT_S = 60.0
+_SNAPSHOT_S = 1.0  # that a snapshot of the machine tells of, or a little more
 _WARM_UP = 3
 _OF_A_STEP = ("wrong_device",)  # rules about steps, of which a loader by itself knows nothing
 
@@ -46,7 +47,7 @@ def diagnose(
         InvalidOption: if it is none of these, gives no batch, or nothing was trained yet.
         SourceMissing, BadSource: if a path is not that of a saved report.
     """
-    subject = meters.latest() if of is None else of
+    subject: Any = meters.latest() if of is None else of
     if subject is None:
         found, needed = "nothing that was trained or looped over in this process", "a TrainReport, or a loader"
         raise InvalidOption(cannot("diagnose", found, needed, "Train first, or name what to diagnose"))
@@ -56,20 +57,20 @@ def diagnose(
         return judged(_case(subject.spent, subject.facts, subject.hosts, subject.precision))
     if isinstance(of, str | os.PathLike):
         return judged(_case(*read_run(of)))
-    if not isinstance(of, Iterable) or isinstance(of, bytes | Mapping):
-        found = f"a {type(of).__name__}"
-        needed = "a TrainReport, or a loader"
-        raise InvalidOption(cannot("diagnose", found, needed, "Pass what train() returned, or what gives the batches"))
-    loader = of if isinstance(of, Loader) else watch(of)
+    if not isinstance(subject, Loader | Watched) and not gives_batches(subject):
+        found, needed = f"{type(subject).__name__!r} is no loader", "a TrainReport, or what gives batches"
+        raise InvalidOption(cannot("diagnose", found, needed, "Pass what train() returned, or a DataLoader"))
+    loader = subject if isinstance(subject, Loader) else watch(subject)
     if loader.meters.snapshot().steps:
         return _of_meters(loader.meters)
     return _by_itself(loader if isinstance(loader, Loader) else loader.anew(), seconds)
 
 
 def _of_meters(counts: meters.LoaderMeters) -> Diagnosis:
-    sampler = running()
-    hosts = (sampler and sampler.recent(_RECENT_S)) or (_host_now(),)
-    return judged(_case(counts.snapshot(), counts.facts, hosts))
+    spent = counts.snapshot()
+    recent_s = min(_RECENT_S, sum(step.seconds for step in spent.recent))
+    hosts = seen(counts.timed_s - recent_s - _SNAPSHOT_S, counts.timed_s + _SNAPSHOT_S) or (_host_now(),)
+    return judged(_case(spent, counts.facts, hosts))
 
 
 def _case(

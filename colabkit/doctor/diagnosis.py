@@ -65,9 +65,10 @@ class Diagnosis(Report):
         verdict: what limits the speed: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (work of the host
             beside it), or `"unknown"`.
         sentence: the verdict in words, with its numbers.
-        shares: where the time of a step goes.
-        step_s: seconds of a step.
-        samples_per_s: samples a second now.
+        shares: where the time of a typical step goes: the mean of the middle half, so that a few stragglers, starts of
+            epochs and pauses for checkpoints, which are part of a `TrainReport`'s averages, do not count.
+        step_s: seconds of such a step.
+        samples_per_s: samples a second of such steps.
         ceiling_samples_per_s: samples a second if data were always there; None where not known.
         bottleneck: the loader's part that limits it, as in `"decode"`; None where data does not, or it is not known.
         advice: what would help, the best first, at most three.
@@ -92,7 +93,7 @@ class Diagnosis(Report):
     def _summary(self) -> str:
         lines = [self.sentence]
         if self.samples_per_s and self.verdict != "unknown":
-            lines[0] += f"; {format_rate(self.samples_per_s, 'images')}"
+            lines[0] += f"; {format_rate(self.samples_per_s, 'images')} in a typical step"
             if self.ceiling_samples_per_s and self.ceiling_samples_per_s > 1.05 * self.samples_per_s:
                 ceiling = format_rate(min(self.ceiling_samples_per_s, _MOST_TIMES * self.samples_per_s), "images")
                 over = "over " * (self.ceiling_samples_per_s > _MOST_TIMES * self.samples_per_s)

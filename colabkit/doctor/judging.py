@@ -59,6 +59,7 @@ class Doctor:
         facts: LoaderFacts | None,
         hosts: Sequence[HostSnapshot] = (),
         cost_share: float | None = None,
+        is_over: bool = False,
     ) -> Diagnosis:
         """Return the diagnosis of this instant.
 
@@ -67,6 +68,7 @@ class Doctor:
             facts: what is known of the loader.
             hosts: the newest snapshots of the machine, oldest first.
             cost_share: share of the time that the panel took.
+            is_over: whether no more steps will come.
         """
         case = case_of(
             spent,
@@ -75,7 +77,7 @@ class Doctor:
             cost_share=cost_share,
             precision=self.precision,
         )
-        return judged(case, self._settled(case))
+        return judged(case, self._settled(case), is_over=is_over)
 
     def _settled(self, case: Case) -> Verdict:
         """Return the verdict that stands."""
@@ -102,12 +104,13 @@ def verdict_of(case: Case, standing: Verdict = "unknown") -> Verdict:
     return max(large)[1] if large else "compute"
 
 
-def judged(case: Case, verdict: Verdict | None = None) -> Diagnosis:
+def judged(case: Case, verdict: Verdict | None = None, *, is_over: bool = True) -> Diagnosis:
     """Return the diagnosis of a case.
 
     Args:
         case: what is known.
         verdict: the one that stands; None for the one of this case alone.
+        is_over: whether no more steps will come.
     """
     if verdict is None:
         verdict = verdict_of(case) if case.is_enough else "unknown"
@@ -115,7 +118,7 @@ def judged(case: Case, verdict: Verdict | None = None) -> Diagnosis:
     given = [advice for rule in RULES if (advice := rule(case)) is not None] if case.is_enough else []
     return Diagnosis(
         verdict=verdict,
-        sentence=_sentence(case, verdict),
+        sentence=_sentence(case, verdict, is_over),
         shares=case.shares,
         step_s=case.step.seconds,
         samples_per_s=case.samples_per_s,
@@ -150,12 +153,13 @@ def _best(case: Case, given: list[Advice]) -> tuple[Advice, ...]:
     return (*once.values(),)[:_MOST_ADVICE]
 
 
-def _sentence(case: Case, verdict: Verdict) -> str:
+def _sentence(case: Case, verdict: Verdict, is_over: bool) -> str:
     shares = case.shares
     slowest = f": {_PARTS[case.bottleneck]} is the slowest part" if case.bottleneck in _PARTS else ""
     match verdict:
         case "unknown":
-            return f"Not enough steps yet: {format_count(case.steps)} of {ENOUGH_STEPS}"
+            few = "Too few steps to judge by" if is_over else "Not enough steps yet"
+            return f"{few}: {format_count(case.steps)} of {ENOUGH_STEPS}"
         case "data":
             if case.stolen_s < case.step.wait_s:
                 return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from colabkit import meters
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader.facts import files_of, is_far, path_of
 from colabkit.loader.transfer import marked
 
-__all__ = ["Watched", "samples_in", "watch"]
+__all__ = ["Watched", "gives_batches", "samples_in", "watch"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -30,14 +31,26 @@ def watch(loader: Iterable[T_co]) -> Watched[T_co]:
         loader: gives batches each time that it is iterated.
 
     Raises:
-        InvalidOption: if it cannot be iterated.
+        InvalidOption: if it gives no batches, as a model or a tensor does not.
     """
     if isinstance(loader, Watched):
         return loader
-    if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping):
-        found = f"a {type(loader).__name__}"
-        raise InvalidOption(cannot("watch the loader", found, "something that gives batches", "Pass a DataLoader"))
+    if not gives_batches(loader):
+        found = f"{type(loader).__name__!r} is no loader"
+        raise InvalidOption(cannot("watch", found, "something that gives batches", "Pass a DataLoader"))
     return Watched(loader)
+
+
+def gives_batches(of: Any) -> bool:
+    """Return whether something may be a loader: it can be iterated, and is not known to give anything but batches.
+
+    Models, arrays and tables can be iterated as well, and a list is a loader if it holds batches.
+    """
+    if isinstance(of, str | bytes | Mapping | set | range | torch.nn.Module) or hasattr(of, "shape"):
+        return False
+    if isinstance(of, list | tuple):
+        return not of or bytes_in(of[0]) > 0
+    return isinstance(of, Iterable)
 
 
 class Watched(Generic[T_co]):
@@ -137,8 +150,7 @@ def bytes_in(batch: Any) -> int:
 
 def _clock() -> meters.Clock:
     """Return a clock of the GPU if this process uses one, else of the host."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
         return meters.DeviceClock(lambda: marked(device))
     return meters.HostClock()
@@ -146,8 +158,7 @@ def _clock() -> meters.Clock:
 
 def _device() -> str:
     """Return the GPU that holds tensors of this process, else the CPU."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return "cpu"
     number = torch.cuda.current_device()
     return f"cuda:{number}" if torch.cuda.memory_allocated(number) else "cpu"

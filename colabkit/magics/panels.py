@@ -14,12 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Panels", "run_beside_panel"]
 
+_NOTHING_SEEN = (
+    "No panel: nothing was trained, and no Loader was iterated. Another loader is seen through colabkit.watch(loader)"
+)
+
 
 def run_beside_panel(shell: InteractiveShell, cell: str, **options: Any) -> None:
     """Run a cell's body beside `colabkit.dashboard()`; its last expression is displayed as in any cell."""
     body = Body(shell, cell, is_shown=True)
-    with body.traced(), colabkit.dashboard(**options):
+    with body.traced(), colabkit.dashboard(**options) as panel:
         body.run()
+    if not panel.has_heard:
+        print(_NOTHING_SEEN)  # noqa: T201 - nothing else tells why
 
 
 class Panels:

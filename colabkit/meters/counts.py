@@ -160,7 +160,7 @@ class LoaderMeters:
     """Running totals of one loader. Parts may be written and all may be read from any thread.
 
     `facts` are what is known of the loader; `clock` is that of its newest pass, which `train()` tells how long a step
-    took.
+    took; `timed_s` is when the newest steps were counted, on the scale of `time.monotonic()`.
     """
 
     batches: int = 0
@@ -178,6 +178,7 @@ class LoaderMeters:
     retries: int = 0
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
+    timed_s: float = field(default=0.0, repr=False)
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
     _recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
     _parts: dict[str, _Part] = field(default_factory=dict, repr=False)
@@ -231,6 +232,7 @@ class LoaderMeters:
         """Count the steps that a clock has timed since it was asked before."""
         with self._lock:
             for times in clock.settled():
+                self.timed_s = time.monotonic()
                 self.steps += 1
                 self.wait_s += times.wait_s
                 self.copy_s += times.copy_s

@@ -53,7 +53,7 @@ def _progress(state: PanelState) -> str:
 
 def _time(state: PanelState) -> str:
     parts = words.segments(state)
-    said = "time of a step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
+    said = "time of a typical step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
     bar = stacked_bar(said, [(part.share or 0.0, color) for part, color in zip(parts, _COLORS, strict=True)], 14)
     legend = " ".join(
         f"<span><span aria-hidden='true' style='color:{color}'>{sign}</span> {part.name} <b>{part.text}</b></span>"

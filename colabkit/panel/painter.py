@@ -42,6 +42,9 @@ class Dashboard:
         doctor: makes a doctor, one for each run.
         clock: tells seconds.
         cpu_clock: tells the CPU seconds of the calling thread.
+
+    Attributes:
+        has_heard: whether anything has happened that a panel shows, if it is shown anywhere.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Dashboard:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        self.has_heard = screen is None
         self._asked = screen
         self._refresh_s = refresh_s
         self._machine = machine
@@ -90,6 +94,7 @@ class Dashboard:
 
     def listen(self, event: meters.Event) -> None:
         """Take in an event, and paint if it is time to."""
+        self.has_heard = True
         if self._asked is None or _open[-1:] != [self]:
             return
         if not self._is_begun:

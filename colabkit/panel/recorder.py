@@ -135,7 +135,7 @@ class Recorder:
         number = _gpu_number(facts.device if facts else "")
         if counts and (is_over or now_s >= self._next_look_s):
             self._next_look_s = now_s + _LOOK_S
-            self._diagnosis = self._doctor.look(spent, facts, recent, cost_share)
+            self._diagnosis = self._doctor.look(spent, facts, recent, cost_share, is_over)
         return PanelState(
             phase=self._phase,
             stopped_by=self._stopped_by,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ UNKNOWN = "n/a"
 _MOST_TIMES = 100  # beyond, a factor says nothing
 _LONG_WAIT_S = 1.0  # shorter ones come and go too fast to be read
 _MOST_VALUES = 6
+_CLIPPED = "colabkit.supervised_step(..., clip=1.0)"
 
 
 class Segment(NamedTuple):
@@ -161,7 +163,10 @@ def gauges(state: PanelState) -> tuple[Gauge, ...]:
 
 
 def advised(state: PanelState) -> Advised:
-    """Return the best piece of advice."""
+    """Return the best piece of advice; where the loss is no number, more speed is of no use."""
+    loss = state.values.get("loss")
+    if loss is not None and not math.isfinite(loss):
+        return Advised("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
     diagnosis = state.diagnosis
     if diagnosis is None or (not diagnosis.advice and diagnosis.verdict == "unknown"):
         return Advised("No advice yet")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colabkit.telemetry.machine import Telemetry
-from colabkit.telemetry.sampler import Sampler, running, sampled
+from colabkit.telemetry.sampler import Sampler, sampled, seen
 from colabkit.telemetry.snapshots import GpuSnapshot, HostSnapshot
 
-__all__ = ["GpuSnapshot", "HostSnapshot", "Sampler", "Telemetry", "running", "sampled"]
+__all__ = ["GpuSnapshot", "HostSnapshot", "Sampler", "Telemetry", "sampled", "seen"]

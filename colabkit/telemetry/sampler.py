@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from colabkit.telemetry.machine import Telemetry
 from colabkit.telemetry.snapshots import HostSnapshot
 
-__all__ = ["Sampler", "running", "sampled"]
+__all__ = ["Sampler", "sampled", "seen"]
 
 logger = logging.getLogger("colabkit")
 
@@ -96,8 +96,12 @@ class Sampler:
 
     def recent(self, seconds: float) -> tuple[HostSnapshot, ...]:
         """Return the snapshots of the last seconds, oldest first."""
-        since = self._clock() - seconds
-        return tuple(snapshot for snapshot in self._recent.copy() if snapshot.at_s >= since)
+        now_s = self._clock()
+        return self.between(now_s - seconds, now_s)
+
+    def between(self, since_s: float, until_s: float) -> tuple[HostSnapshot, ...]:
+        """Return the newest snapshots as far as they lie between two instants, oldest first."""
+        return tuple(snapshot for snapshot in self._recent.copy() if since_s <= snapshot.at_s <= until_s)
 
     def curve(self) -> tuple[HostSnapshot, ...]:
         """Return the whole run, oldest first: at most `points` snapshots evenly apart, and the newest."""
@@ -167,6 +171,7 @@ class _Shared:
         self.lock = threading.Lock()
         self.sampler: Sampler | None = None
         self.users = 0
+        self.last: Sampler | None = None  # also when it is over
 
 
 _shared = _Shared()
@@ -180,9 +185,10 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def running() -> Sampler | None:
-    """Return the sampler of this process, None where nobody uses one."""
-    return _shared.sampler
+def seen(since_s: float, until_s: float) -> tuple[HostSnapshot, ...]:
+    """Return the snapshots between two instants, as far as the sampler of this process, or the last one, has any."""
+    sampler = _shared.last
+    return () if sampler is None else sampler.between(since_s, until_s)
 
 
 @contextmanager
@@ -194,7 +200,7 @@ def sampled() -> Iterator[Sampler]:
     shared = _shared
     with shared.lock:
         if shared.sampler is None:
-            shared.sampler = Sampler().start()
+            shared.sampler = shared.last = Sampler().start()
         shared.users += 1
         sampler = shared.sampler
     try:

@@ -220,8 +220,8 @@ def others_on_the_cpu(case: Case) -> Advice | None:
         return None
     return Advice(
         "others_on_the_cpu",
-        f"other processes use {foreign:.1f} of {cpus:g} CPU{'s' * (cpus != 1)}",
-        "End them",
+        f"they use {foreign:.1f} of {cpus:g} CPU{'s' * (cpus != 1)}",
+        "End other processes",
         "",
         confidence="high",
         check="top shows who they are",

@@ -18,6 +18,7 @@ _BURSTY = 0.1
 _THROTTLED = 2.0
 _READ_TWICE = 2.0
 _LEAST_LEFT = 0.1  # of the time, whatever is saved
+_SIZING = ("ResizedCrop", "CenterCrop", "Resize")  # transforms that make large samples small
 _LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
 _CHECK_HEADSPACE = "headspace(step, loader) measures the speed of the step alone"
 
@@ -134,9 +135,11 @@ def slow_transform(case: Case) -> Advice | None:
     elif gpu is not None and not gpu.is_lost:
         found, action = f"transforming a sample takes {each}", "Transform on the GPU"
         call, speed = "colabkit.Loader(..., device='cuda')", forecast_of(case).without_loader()
-    else:
+    elif any(word in (case.facts.transform or "") for word in _SIZING):
         found, action = f"transforming a sample takes {each}", "Store the samples at the size that is trained on"
         call = packing(case)
+    else:
+        return None
     return Advice("slow_transform", found + _if_full(case), action, call, speed, check=_CHECK_HEADSPACE)
 
 
