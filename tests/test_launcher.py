@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,8 +49,10 @@ def test_drive_is_mounted_first_unless_another_folder_stands_for_it() -> None:
     assert verbs(plan_of(Settings("drive:birds"), "stage", needs_mount=False)) == ["stage"]
 
 
-@pytest.mark.parametrize("source", ["data.tfrecord", "part.tfrecord-00000-of-00010", "data.lmdb", "s-{000..012}.tar"])
-def test_records_are_packed_from_where_they_are(source: str) -> None:
+@pytest.mark.parametrize(
+    "source", ["data.tfrecord", "part.tfrecord-00000-of-00010", "data.lmdb", "s-{000..012}.tar", "birds.CSV"]
+)
+def test_records_and_tables_are_packed_from_where_they_are(source: str) -> None:
     assert verbs(plan_of(Settings(source), "train")) == ["pack"]
 
 
@@ -88,7 +91,7 @@ def test_other_options_make_another_pack_and_other_epochs_do_not() -> None:
         (Settings("birds", work=""), "an empty work folder"),
         (Settings("a\nb"), "a line break in the source"),
         (Settings("a\u2028b"), "a line break in the source"),
-        (Settings("birds", size="6\n4"), "a line break in the size"),
+        (Settings("birds", size="6\n4"), "a line break in the image size"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(form: Settings, said: str) -> None:
@@ -104,7 +107,8 @@ def test_what_lies_on_no_mount_is_not_probed(source: str) -> None:
 
 def test_a_wrong_size_is_an_error_of_the_family() -> None:
     packing = plan_of(Settings("birds", size="wide"), "pack").steps[-1]
-    with pytest.raises(InvalidOption, match="'wide' is not one number"):
+    said = "Cannot pack it: 'wide' as Image size, one number, or height x width as in 240x320. Check Image size."
+    with pytest.raises(InvalidOption, match=re.escape(said)):
         packing.arguments({"staged": SimpleNamespace(path="near")})
 
 

@@ -22,6 +22,7 @@ from colabkit.environment import near_folder
 from colabkit.errors import ColabkitError
 from colabkit.launcher import texts
 from colabkit.launcher.code import code_of
+from colabkit.launcher.fields import in_fields
 from colabkit.launcher.plan import Action, Plan, plan_of
 from colabkit.launcher.running import carry_out, noted, on_interrupt
 from colabkit.launcher.settings import Settings, places
@@ -131,7 +132,9 @@ class Launcher:
                 self.view.note("")  # that it is being stopped
                 self.view.say(_STOPPED)
             except Exception as error:
-                self.view.say(_told(error), is_error=True)
+                told, fields = _told(error, action)
+                self.view.say(told, is_error=True)
+                self.view.point_to(fields)
             finally:
                 self.view.end()
                 self._busy.release()
@@ -156,19 +159,20 @@ def _code(settings: Settings) -> str:
     try:
         return code_of(_plan(settings, "train"))
     except ColabkitError as error:
-        return f"# {error}\n"
+        return f"# {in_fields(error, 'train')[0]}\n"
 
 
 def _places() -> list[tuple[str, str]]:
     return places(colabkit.runtime(), os.path.abspath(near_folder(os.environ)))
 
 
-def _told(error: Exception) -> str:
+def _told(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
+    """Return what is said of an error, and the fields to look at."""
     if os.environ.get("COLABKIT_DEBUG") == "1":
-        return "".join(traceback.format_exception(error))
+        return "".join(traceback.format_exception(error)), ()
     if isinstance(error, ColabkitError):
-        return str(error)
-    return f"{type(error).__name__}: {error}\nWith COLABKIT_DEBUG=1 in the environment all of it is shown here."
+        return in_fields(error, action)
+    return f"{type(error).__name__}: {error}\nWith COLABKIT_DEBUG=1 in the environment all of it is shown here.", ()
 
 
 def _main_loop() -> asyncio.AbstractEventLoop | None:

@@ -6,31 +6,43 @@ magics, so what is shown as code and what is called cannot differ.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from colabkit.errors import InvalidOption, cannot
 from colabkit.fetching.addresses import FSSPEC, WEB, address_of
-from colabkit.launcher.settings import Settings
+from colabkit.launcher.settings import FIELDS, PACK_OPTIONS, Settings
 from colabkit.options import VERBS, Verb, arguments_of, look_up_in, parser_of
 
-__all__ = ["Action", "Plan", "Result", "Step", "Training", "plan_of"]
+__all__ = ["Action", "Plan", "Result", "Step", "Training", "is_read_by_pack", "plan_of"]
 
 Action: TypeAlias = Literal["probe", "stage", "pack", "train"]
 
-_RECORDS = re.compile(
-    r"\.(tfrecords?|tfrec|lmdb|mdb)(-\d+-of-\d+)?/?$|\*|\{(\d+\.\.\d+|[^{},]*,[^{}]*)\}", re.IGNORECASE
+_READ_BY_PACK = re.compile(
+    r"\.(csv|tsv|parquet)$|\.(tfrecords?|tfrec|lmdb|mdb)(-\d+-of-\d+)?/?$|\*|\{(\d+\.\.\d+|[^{},]*,[^{}]*)\}",
+    re.IGNORECASE,
 )
-"""How the names of records end, or hold a pattern of shards: `pack()` reads those itself, and stages them if they are
-far."""
+"""How the names of tables and records end, or hold a pattern of shards: `pack()` reads those itself, a table's labels
+with its files, and stages records that are far."""
 
 _VERBS = {verb.name: verb for verb in VERBS}
 _DRIVE = "drive:"
 _NAME_CHARS = 40
+
+
+class _FormParser(argparse.ArgumentParser):
+    """A parser that names the field whose text cannot be meant."""
+
+    def error(self, message: str) -> NoReturn:
+        flag, _, said = message.removeprefix("argument --").partition(": ")
+        given, _, needed = said.partition(" is not ")
+        label = FIELDS.get(flag.replace("-", "_"), flag)
+        raise InvalidOption(cannot(self.prog, f"{given} as {label}", needed, f"Check {label}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,7 @@ class Step:
             str(getattr(results[word.name], word.attribute)) if isinstance(word, Result) else word
             for word in self.words
         ]
-        parsed = parser_of(self.verb, f"%{self.verb.name}").parse_args(words)
+        parsed = parser_of(self.verb, f"{self.verb.name} it", _FormParser).parse_args(words)
         return arguments_of(self.verb, parsed, lambda name: look_up_in(results, name))
 
 
@@ -98,11 +110,13 @@ class Plan:
     """What a button does: calls in their order, and training at the end or None.
 
     Attributes:
+        source: what the user named, as it may be shown.
         steps: the calls.
         training: what is trained with what they made.
         secret: the source where it is an address that holds more than may be shown, else empty.
     """
 
+    source: str
     steps: tuple[Step, ...]
     training: Training | None = None
     secret: str = ""
@@ -122,7 +136,7 @@ def plan_of(settings: Settings, action: Action, *, needs_mount: bool = True) -> 
     """
     act = f"{action} it" if action != "train" else "train on it"
     source = _checked(act, "source", settings.source)
-    work = _checked(act, "work folder", settings.work)
+    work = _checked(act, "work", settings.work)
     steps: list[Step] = []
     far = (source,) if action in ("probe", "stage") else (source, work)
     if needs_mount and any(path.startswith(_DRIVE) for path in far):
@@ -131,31 +145,38 @@ def plan_of(settings: Settings, action: Action, *, needs_mount: bool = True) -> 
         if source.startswith("samples:") or "://" in source:
             needed = "a folder or a file, on this machine or a mount"
             raise InvalidOption(cannot(f"probe {_shown(source)!r}", "nothing on a mount", needed, "Stage it instead"))
-        return Plan((*steps, Step("probed", _VERBS["probe"], (_path(source),), "Probing")))
-    is_staged = action == "stage" or not _RECORDS.search(source)
+        return Plan(source, (*steps, Step("probed", _VERBS["probe"], (_path(source),), "Probing")))
+    is_staged = action == "stage" or not is_read_by_pack(source)
     if is_staged:
         steps.append(Step("staged", _VERBS["stage"], (_path(source), *_option("to", settings.to)), "Staging"))
-    secret = source if _shown(source) != source else ""
+    shown = _shown(source)
+    secret = source if shown != source else ""
     if action == "stage":
-        return Plan(tuple(steps), secret=secret)
+        return Plan(shown, tuple(steps), secret=secret)
     options = _pack_options(act, settings)
     folder = f"{_path(work).rstrip('/') or '/'}/{_folder_name(source, options)}"
     near = Result("staged", "path") if is_staged else _path(source)
     steps.append(Step("packed", _VERBS["pack"], (near, f"{folder}/pack.h5", *options), "Packing"))
     if action == "pack":
-        return Plan(tuple(steps), secret=secret)
+        return Plan(shown, tuple(steps), secret=secret)
     training = Training(settings.batch_size, settings.epochs, int(settings.channels), f"{folder}/checkpoints")
-    return Plan(tuple(steps), training, secret)
+    return Plan(shown, tuple(steps), training, secret)
+
+
+def is_read_by_pack(source: str) -> bool:
+    """Return whether `pack()` reads a source itself, by its name."""
+    return _READ_BY_PACK.search(source) is not None
 
 
 def _checked(act: str, name: str, text: str) -> str:
     """Return a field's text without the space around it, if there is any, and it is one line."""
-    text = text.strip()
+    text, label = text.strip(), FIELDS[name]
     if not text:
-        raise InvalidOption(cannot(act, f"an empty {name}", "a path or an address", f"Fill in the {name}"))
+        found = f"an empty {label.lower()}"
+        raise InvalidOption(cannot(act, found, "a path or an address", f"Fill in {label}"))
     if len(text.splitlines()) > 1 or "\0" in text:
-        needed = "one line of text"
-        raise InvalidOption(cannot(act, f"a line break in the {name}", needed, f"Check the {name}"))
+        found = f"a line break in the {label.lower()}"
+        raise InvalidOption(cannot(act, found, "one line of text", f"Check {label}"))
     return text
 
 
@@ -172,7 +193,7 @@ def _pack_options(act: str, settings: Settings) -> tuple[str, ...]:
     """Return the words for what differs from the defaults of `pack()`."""
     defaults = {option.name: option.default for option in _VERBS["pack"].options}
     words: list[str] = []
-    for name in ("size", "encoding", "labels", "splits", "channels", "on_bad"):
+    for name in PACK_OPTIONS:
         value = getattr(settings, name).strip()
         if value and value != str(defaults[name]):
             words += _option(name.replace("_", "-"), _checked(act, name, value))

@@ -6,22 +6,30 @@ What `_train` does and what `code_of` shows are the same calls; a test compares 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import colabkit
 from colabkit._reports import Report, printable
-from colabkit.errors import InvalidOption, cannot
-from colabkit.launcher.plan import Plan, Training
+from colabkit.errors import BadImage, BadSource, ColabkitError, InvalidOption, cannot
+from colabkit.labels import label_samples
+from colabkit.launcher.plan import Plan, Training, is_read_by_pack
+from colabkit.launcher.settings import FIELDS
+from colabkit.sources import Listing
+from colabkit.staging.looking import looked_at_by
 
 if TYPE_CHECKING:
     from colabkit.panel.screens import Screen
 
 __all__ = ["carry_out", "noted", "on_interrupt"]
+
+_TO_COME = {"staged": SimpleNamespace(path=Path("near"))}  # for a look at the arguments before anything is done
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 
@@ -40,25 +48,67 @@ def carry_out(plan: Plan, screen: Screen, begin: Callable[[str], None], done: Ca
     """
     results: dict[str, Any] = {}
     for step in plan.steps:
+        step.arguments(_TO_COME)
+    for step in plan.steps:
         begin(step.doing)
-        results[step.name] = getattr(colabkit, step.verb.call)(**step.arguments(results))
+        with _naming(plan.source, results), looked_at_by(functools.partial(_check_labels, plan)):
+            results[step.name] = getattr(colabkit, step.verb.call)(**step.arguments(results))
         done(step.name, results[step.name])
     if plan.training is not None:
         begin(plan.training.doing)
-        done("report", _train(plan.training, results["packed"], screen))
+        done("report", _train(plan.source, plan.training, results["packed"], screen))
 
 
-def _train(training: Training, packed: Any, screen: Screen) -> Report:
+@contextlib.contextmanager
+def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
+    """Have errors of the block that judge the data name what the user named, and not its near copy."""
+    try:
+        yield
+    except (BadSource, BadImage, InvalidOption) as error:
+        if "staged" not in results:
+            raise
+        raise type(error)(str(error).replace(repr(str(results["staged"].path)), repr(source))) from error
+
+
+def _check_labels(plan: Plan, listing: Listing) -> None:
+    """Refuse files that the plan cannot pack or train on, by their names, before they are copied.
+
+    Raises:
+        ColabkitError: as `pack()` raises it once they are near, and the training.
+    """
+    packing = next((step for step in plan.steps if step.name == "packed"), None)
+    if packing is None:
+        return
+    given = packing.arguments(_TO_COME)
+    try:
+        labelled = label_samples(listing, plan.source, labels=given["labels"], splits=given["splits"])
+    except ColabkitError:
+        if any(is_read_by_pack(item.path) or item.path.endswith(".tar") for item in listing.items):
+            return  # a folder of records: what is in them is not known yet
+        raise
+    if plan.training is not None:
+        _check_kind(plan.source, labelled.kind)
+
+
+def _check_kind(source: str, kind: str) -> None:
+    """Refuse labels that a small network is not trained on."""
+    if kind != "class":
+        found = "no labels" if kind == "none" else f"{kind} labels"
+        needed, next_step = (
+            "a class for each image",
+            f"Check {FIELDS['labels']}, or train on it with a loss of your own",
+        )
+        raise InvalidOption(cannot(f"train a small network on {source!r}", found, needed, next_step))
+
+
+def _train(source: str, training: Training, packed: Any, screen: Screen) -> Report:
     """Train a small network on a pack and return the report."""
     import torch
 
     from colabkit.panel import Dashboard
 
     data = colabkit.open_pack(packed.path)
-    if (kind := data.info.meta["label_kind"]) != "class":
-        found = "no labels" if kind == "none" else f"{kind} labels"
-        needed, next_step = "a class for each image", "Check its labels, or train on it with a loss of your own"
-        raise InvalidOption(cannot(f"train a small network on {data.source!r}", found, needed, next_step))
+    _check_kind(source, data.info.meta["label_kind"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = packed.sample_shape or (64, 64, training.channels)
     options: dict[str, Any] = {"size": shape[:2], "device": device, "transform": colabkit.augment.Normalize()}

@@ -8,7 +8,25 @@ from pathlib import PurePath
 from colabkit._units import format_bytes
 from colabkit.environment import DiskReport, RuntimeReport
 
-__all__ = ["Settings", "places"]
+__all__ = ["FIELDS", "PACK_OPTIONS", "Settings", "places"]
+
+FIELDS = {
+    "source": "Source",
+    "to": "Near copy",
+    "batch_size": "Batch size",
+    "epochs": "Epochs",
+    "work": "Work folder",
+    "size": "Image size",
+    "encoding": "Encoding",
+    "labels": "Labels",
+    "splits": "Splits",
+    "channels": "Channels",
+    "on_bad": "Bad files",
+}
+"""What the fields are called beside them, by the names of `Settings`, in the form's order."""
+
+PACK_OPTIONS = ("size", "encoding", "labels", "splits", "channels", "on_bad")
+"""The fields that are options of `pack()`, by the same names, which unfold."""
 
 _SHARED_TMPFS = "/dev/shm"
 

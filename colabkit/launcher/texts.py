@@ -12,6 +12,7 @@ from colabkit.progress import Progress
 __all__ = [
     "ACCENT",
     "LINE",
+    "POINTED",
     "ROOT",
     "as_text",
     "code",
@@ -24,7 +25,7 @@ __all__ = [
     "sheet",
 ]
 
-ROOT = "colabkit-launcher"
+ROOT, POINTED = "colabkit-launcher", "colabkit-pointed"
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _SURFACE = "var(--jp-layout-color2,var(--colab-secondary-surface-color,var(--vscode-textCodeBlock-background,#8882)))"
@@ -46,6 +47,7 @@ def sheet(kept: str) -> str:
         "& .widget-html-content": "flex:1 1 auto;width:100%",
         "& .colabkit-field": "display:flex;flex-direction:row;align-items:flex-start;height:auto;min-height:28px",
         "& .widget-label": f"text-align:left;color:{_TEXT};{_FONT};line-height:28px;height:28px;margin:0 8px 0 0",
+        f"& .{POINTED}>.widget-label": f"color:{_ALARM};font-weight:600",
         "& input,& select,& button": _FONT,
         "& select": "height:28px;line-height:20px;padding:0 6px",
         "& .widget-radio-box": "width:auto;height:auto;padding:2px 0;margin:0!important",

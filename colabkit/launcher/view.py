@@ -5,14 +5,14 @@ Only core widgets, and only what ipywidgets 7.7 and 8 share. Nothing is decided 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
 from colabkit._reports import Report
 from colabkit.launcher import texts
 from colabkit.launcher.plan import Action
-from colabkit.launcher.settings import Settings
+from colabkit.launcher.settings import FIELDS, PACK_OPTIONS, Settings
 from colabkit.progress import Progress
 
 __all__ = ["View"]
@@ -75,9 +75,7 @@ class View:
         self._bar = widgets.FloatProgress(max=1.0, layout=self._layout(width="auto", height="16px", margin="0"))
         self._bar.style.bar_color = texts.ACCENT
         self._work = self._column(self._bar, self._numbers)
-        self._options = self._column(
-            *(self.fields[name] for name in ("size", "encoding", "labels", "splits", "channels", "on_bad"))
-        )
+        self._options = self._column(*(self.fields[name] for name in PACK_OPTIONS))
         self._lines = [self._line(*row.values()) for row in self._rows]
         for hidden in (self._work, self._options, self._lines[1]):
             hidden.layout.display = "none"
@@ -106,6 +104,7 @@ class View:
         for button in self.buttons.values():
             button.disabled = True
         self.reports, self._noted = [], ""
+        self.point_to(())
         _put(self._table, "")
         _put(self._panel, "")
 
@@ -135,6 +134,14 @@ class View:
         """Show a message in place of the one before; notes stay."""
         self._said, self._is_error = text, is_error
         _put(self._message, texts.message(self.said, is_error=is_error))
+
+    def point_to(self, names: Iterable[str]) -> None:
+        """Mark these fields, and no others; those that are folded away unfold."""
+        names = set(names)
+        for name, field in self.fields.items():
+            (field.add_class if name in names else field.remove_class)(texts.POINTED)
+        if not names.isdisjoint(PACK_OPTIONS):
+            self.options_switch.value = True
 
     def note(self, text: str) -> None:
         """Show a note below the messages until the next click."""
@@ -195,40 +202,37 @@ class View:
         widgets, default = self._widgets, Settings()
         encodings = [("auto", "auto"), ("raw: pixels", "raw"), ("source: the files' own bytes", "source")]
         bad = [("raise an error", "raise"), ("skip: leave it out", "skip"), ("blank: a black image", "blank")]
-        choices: dict[str, tuple[str, list[tuple[str, str]]]] = {
-            "encoding": ("Encoding", [*encodings, ("jpeg: encoded anew", "jpeg")]),
-            "channels": ("Channels", [("3: RGB", "3"), ("1: luminance", "1")]),
-            "on_bad": ("Bad files", bad),
+        choices: dict[str, list[tuple[str, str]]] = {
+            "encoding": [*encodings, ("jpeg: encoded anew", "jpeg")],
+            "channels": [("3: RGB", "3"), ("1: luminance", "1")],
+            "on_bad": bad,
         }
         lines = {
-            "source": ("Source", "a path, drive:birds, an address, or samples:digits"),
-            "work": ("Work folder", "of packs and checkpoints"),
-            "size": ("Image size", "as they are, or 224, or 240x320"),
-            "labels": ("Labels", "auto, a column, or none"),
-            "splits": ("Splits", "as the source's folders say"),
+            "source": "a path, drive:birds, an address, or samples:digits",
+            "work": "of packs and checkpoints",
+            "size": "as they are, or 224, or 240x320",
+            "labels": "auto, a column, or none",
+            "splits": "as the source's folders say",
         }
-        numbers = {"batch_size": "Batch size", "epochs": "Epochs"}
         return {
             **{
-                name: self._field(widgets.Text, label, value=getattr(default, name), placeholder=hint)
-                for name, (label, hint) in lines.items()
+                name: self._field(widgets.Text, name, value=getattr(default, name), placeholder=hint)
+                for name, hint in lines.items()
             },
             **{
-                name: self._field(widgets.Dropdown, label, _SHORT_WIDTH, options=options, value=getattr(default, name))
-                for name, (label, options) in choices.items()
+                name: self._field(widgets.Dropdown, name, _SHORT_WIDTH, options=options, value=getattr(default, name))
+                for name, options in choices.items()
             },
             **{
-                name: self._field(
-                    widgets.BoundedIntText, label, "184px", min=1, max=_MOST, value=getattr(default, name)
-                )
-                for name, label in numbers.items()
+                name: self._field(widgets.BoundedIntText, name, "184px", min=1, max=_MOST, value=getattr(default, name))
+                for name in ("batch_size", "epochs")
             },
-            "to": self._field(widgets.RadioButtons, "Near copy", options=near, value=default.to),
+            "to": self._field(widgets.RadioButtons, "to", options=near, value=default.to),
         }
 
-    def _field(self, kind: Any, label: str, width: str = "auto", **traits: Any) -> Any:
+    def _field(self, kind: Any, name: str, width: str = "auto", **traits: Any) -> Any:
         layout = self._layout(width=width, max_width="100%", margin="0")
-        field = kind(description=label, layout=layout, style={"description_width": f"{_LABEL_PX}px"}, **traits)
+        field = kind(description=FIELDS[name], layout=layout, style={"description_width": f"{_LABEL_PX}px"}, **traits)
         field.add_class("colabkit-field")
         return field
 

@@ -31,6 +31,7 @@ from colabkit.sources import (
 )
 from colabkit.staging.copying import Copy, good_blocks
 from colabkit.staging.extracting import Archive, check_extracted, extracted
+from colabkit.staging.looking import look_at
 from colabkit.staging.planning import (
     ARCHIVE_JOURNAL,
     JOURNAL,
@@ -161,6 +162,7 @@ class Job:
             else:
                 listing = source.list()
         check_listing(self.act, source, listing)
+        look_at(listing)
         return listing, reading
 
     def _unchanged(self, begun: Begun, listing: Listing) -> tuple[Path, Seal] | None:
