@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
@@ -152,7 +152,7 @@ PATHS = ONE_LINE.map(
 )  # maps, so none is drawn anew
 
 
-@settings(max_examples=300, deadline=None)  # a busy machine takes its time
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # where others work, too
 @given(PATHS, PATHS)
 def test_any_path_survives_in_the_code(source: str, work: str) -> None:
     plan = plan_of(Settings(source, work=work), "train")
