@@ -60,7 +60,9 @@ def test_a_click_does_its_work_and_shows_the_reports(panel: Launcher, action: st
     click(panel, action)
     assert panel.view.said.startswith("Done in ")
     assert list(panel.results) == results
-    assert all(report._repr_html_() in panel.view.html for report in panel.results.values())
+    tables = [report._repr_html_().partition("</div>") for report in panel.results.values()]
+    assert all(f"{line}</div></summary>{table}</details>" in panel.view.html for line, _, table in tables)
+    assert panel.view.html.count("<details open") == 1
 
 
 def test_stage_and_train_trains_beside_the_live_panel_with_checkpoints(

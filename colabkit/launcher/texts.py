@@ -59,7 +59,11 @@ def sheet(kept: str) -> str:
         "& button.colabkit-switch": f"background:none;box-shadow:none;border:0;padding:0;color:{_TEXT}",
         "& button:focus-visible": f"outline:2px solid {ACCENT};outline-offset:2px",
         "& .progress": "margin:4px 0;height:8px;border-radius:4px;overflow:hidden",
-        "& table": "font-size:13px",
+        "& summary": "list-style-type:'▸ ';padding-left:12px;text-indent:-12px",
+        "& details[open]>summary": "list-style-type:'▾ '",
+        "& summary>div": "display:inline;font-weight:400!important",
+        "& details[open]>summary>div": "font-weight:600!important",
+        "& table": "font-size:13px;margin:4px 0 0 12px",
         "& td:last-child": "overflow-wrap:anywhere;min-width:140px",
         "& td:not(:last-child)": "white-space:nowrap",
         "& [aria-label='Training panel']": f"border:0!important;border-top:1px solid {LINE}!important;"
@@ -71,7 +75,7 @@ def sheet(kept: str) -> str:
         "& .colabkit-field": "flex-wrap:wrap",
         "& .colabkit-field>.widget-label": "width:100%!important;line-height:22px;height:22px",
         "& .colabkit-hint": "padding-left:0!important",
-        "& table,& tbody": "display:block",
+        "& table,& tbody": "display:block;margin-left:0",
         "& tr": "display:flex;flex-wrap:wrap;gap:0 4px",
         "& th": "flex:0 0 68px",
         "& td:last-child": "flex:1 1 150px",
@@ -131,11 +135,18 @@ def as_text(progress: Progress) -> str:
     return " · ".join(parts)
 
 
-def report(found: Report) -> str:
-    """Return a report as it shows itself, in a frame that scrolls where it is narrow."""
+def report(found: Report, *, is_open: bool) -> str:
+    """Return a report as its line, below which its table unfolds, in a frame that scrolls where it is narrow.
+
+    Args:
+        found: the report.
+        is_open: whether the table is unfolded.
+    """
+    line, _, table = found._repr_html_().partition("</div>")
     return (
-        f"<div style='{_FONT};color:{_TEXT};border-top:1px solid {LINE};padding:8px 0;overflow-x:auto'>"
-        f"{found._repr_html_()}</div>"
+        f"<details{' open' if is_open else ''} style='{_FONT};color:{_TEXT};border-top:1px solid {LINE};padding:8px 0;"
+        f"overflow-x:auto'><summary style='cursor:pointer;overflow-wrap:anywhere'>{line}</div></summary>{table}"
+        "</details>"
     )
 
 

@@ -23,7 +23,7 @@ _ACTIONS: dict[Action, tuple[str, str]] = {
     "pack": ("Pack", "Stage it, then pack it into one file"),
     "train": ("Stage and train", "Stage it, pack it, then train a small network on it"),
 }
-_LABEL_PX = 104
+_LABEL_PX, _SHORT_LABEL_PX = 104, 48
 _HINT = "a path, also drive:birds; an address or share link of an archive; or samples:digits"
 _OPTIONS, _CODE = "Pack options", "Show the code"
 _OPEN, _SHUT = "▾", "▸"
@@ -115,6 +115,7 @@ class View:
         nothing.
         """
         self.progress(None)
+        self._show_reports(self.reports, is_over=True)
         for button in self.buttons.values():
             button.disabled = False
         self._lines[self._turn].layout.display = "none"
@@ -160,8 +161,12 @@ class View:
 
     def report(self, report: Report) -> None:
         """Show a report below those of the same run."""
-        self.reports.append(report)
-        _put(self._table, "".join(map(texts.report, self.reports)))
+        self._show_reports([*self.reports, report], is_over=False)
+
+    def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
+        """Show a line of each report, and unfolded the last one's table once nothing runs any more."""
+        _put(self._table, "".join(texts.report(one, is_open=is_over and one is reports[-1]) for one in reports))
+        self.reports = reports
 
     def paint(self, html: str, text: str, final: bool) -> None:
         """Show a frame of the live panel."""
@@ -177,7 +182,8 @@ class View:
 
     def _built(self, kept: str) -> Any:
         style = self._widgets.HTML(texts.sheet(kept), layout=self._layout(display="none"))
-        form = [self.fields[name] for name in ("to", "batch_size", "epochs", "work")]
+        numbers = self._line(self.fields["batch_size"], self.fields["epochs"], gap="6px 28px")
+        form = [self.fields["to"], numbers, self.fields["work"]]
         hint = self._html(texts.hint(_HINT, _LABEL_PX + 8))
         frame = self._layout(
             padding="16px 18px", border=f"1px solid {texts.LINE}", max_width="760px", grid_gap="12px", margin="0"
@@ -224,15 +230,17 @@ class View:
                 for name, options in choices.items()
             },
             **{
-                name: self._field(widgets.BoundedIntText, name, "184px", min=1, max=_MOST, value=getattr(default, name))
-                for name in ("batch_size", "epochs")
+                name: self._field(
+                    widgets.BoundedIntText, name, f"{px + 80}px", px, min=1, max=_MOST, value=getattr(default, name)
+                )
+                for name, px in {"batch_size": _LABEL_PX, "epochs": _SHORT_LABEL_PX}.items()
             },
             "to": self._field(widgets.RadioButtons, "to", options=near, value=default.to),
         }
 
-    def _field(self, kind: Any, name: str, width: str = "auto", **traits: Any) -> Any:
+    def _field(self, kind: Any, name: str, width: str = "auto", label_px: int = _LABEL_PX, **traits: Any) -> Any:
         layout = self._layout(width=width, max_width="100%", margin="0")
-        field = kind(description=FIELDS[name], layout=layout, style={"description_width": f"{_LABEL_PX}px"}, **traits)
+        field = kind(description=FIELDS[name], layout=layout, style={"description_width": f"{label_px}px"}, **traits)
         field.add_class("colabkit-field")
         return field
 
@@ -270,8 +278,8 @@ class View:
     def _html(self, text: str) -> Any:
         return self._widgets.HTML(text, layout=self._layout(margin="0", **({} if text else {"display": "none"})))
 
-    def _line(self, *children: Any) -> Any:
-        line = self._widgets.HBox(children, layout=self._layout(flex_flow="row wrap", grid_gap="8px"))
+    def _line(self, *children: Any, gap: str = "8px") -> Any:
+        line = self._widgets.HBox(children, layout=self._layout(flex_flow="row wrap", grid_gap=gap))
         line.add_class("colabkit-line")
         return line
 

@@ -43,14 +43,14 @@ class KeptFrames:
         """There is nothing to let go of."""
 
 
-def write_photos(folder: Path, count: int) -> Path:
-    """Write JPEG files of 384x512 in two classes: pieces of two photos."""
+def write_photos(folder: Path, count: int, size: tuple[int, int] = (384, 512)) -> Path:
+    """Write JPEG files in two classes: pieces of two photos."""
     random = np.random.default_rng(0)
     for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
         (folder / name).mkdir(parents=True)
         for number in range(count // 2):
-            top, left = random.integers(0, photo.shape[0] - 384), random.integers(0, photo.shape[1] - 512)
-            piece = Image.fromarray(photo[top : top + 384, left : left + 512])
+            top, left = (random.integers(0, whole - part) for whole, part in zip(photo.shape, size, strict=False))
+            piece = Image.fromarray(photo[top : top + size[0], left : left + size[1]])
             piece.save(folder / name / f"{number:03d}.jpg", quality=90)
     return folder
 

@@ -1,0 +1,76 @@
+"""Make the pictures of the launcher in README: a real run in JupyterLab, in light and dark.
+
+pip install ".[bench]" jupyterlab && python tests/browser/launcher_picture.py --chromium /usr/bin/chromium
+
+It clicks "Stage and train" for pieces of scikit-learn's two photos, which lie in a folder that stands for Drive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import tempfile
+from pathlib import Path
+
+from lab import READY, do, open_lab, save_notebook, server
+from panel_picture import TARGET, write_photos
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+LAUNCHER = ".colabkit-launcher"
+COLORS = 256  # of a picture: all that it shows, in half the bytes
+
+
+def fill(page: Page, label: str, text: str) -> None:
+    page.get_by_label(label, exact=True).fill(text)
+
+
+def take(page: Page, path: Path) -> None:
+    """Write a picture of the launcher, with few colours."""
+    image = Image.open(io.BytesIO(page.locator(LAUNCHER).screenshot())).convert("RGB")
+    few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
+    print(path, image.size, path.stat().st_size)
+
+
+def take_pictures(page: Page, address: str, target: Path, epochs: int) -> None:
+    open_lab(page, address, "launcher.ipynb")
+    page.wait_for_function("window.jupyterapp.shell.currentWidget?.sessionContext !== undefined")
+    page.evaluate(READY)
+    do(page, "notebook:run-all-cells")
+    page.wait_for_selector(LAUNCHER, timeout=60_000)
+    fill(page, "Source", "drive:photos")
+    fill(page, "Epochs", str(epochs))
+    page.locator(f"{LAUNCHER} button:visible", has_text="Stage and train").first.click()
+    panel = page.locator(f"{LAUNCHER} [aria-label='Training panel']")
+    panel.get_by_text(f"epoch {epochs // 3}/{epochs}").wait_for(timeout=120_000)
+    for theme in ("light", "dark"):
+        do(page, "apputils:change-theme", theme=f"JupyterLab {theme.capitalize()}")
+        page.wait_for_timeout(1000)  # until it is painted
+        panel.get_by_text("Nothing to fix").wait_for(timeout=60_000)  # the change of themes took a CPU
+        take(page, target / f"launcher-{theme}.png")
+    do(page, "notebook:shutdown-kernel")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--target", type=Path, default=TARGET)
+    options = parser.parse_args()
+    options.target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        write_photos(Path(name) / "drive" / "photos", 2000, (48, 48))
+        os.environ["OMP_NUM_THREADS"] = "1"  # the browser paints meanwhile
+        os.environ["COLABKIT_DRIVE"] = str(Path(name) / "drive")
+        save_notebook(Path(name) / "launcher.ipynb", ["%load_ext colabkit", "%colabkit"])
+        browser = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 960, "height": 1400}, device_scale_factor=2)
+        with server(Path(name)) as address:
+            take_pictures(page, address, options.target, options.epochs)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
