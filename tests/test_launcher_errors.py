@@ -167,6 +167,13 @@ def test_a_bad_image_is_told_of_the_users_source(panel: Launcher, image_tree: Pa
     [
         (InvalidOption, "Use size=(240, 320), say", "pack", "Use Image size: 240x320, say.", ["size"]),
         (InvalidOption, "Leave size out, or use encoding='jpeg'", "pack", None, ["size", "encoding"]),
+        (
+            InvalidOption,
+            "Use {'train': 0.8, 'test': 0.2}, say",
+            "pack",
+            "Use Splits: train=0.8,test=0.2, say.",
+            ["splits"],
+        ),
         (InvalidOption, "Give size=, or nothing", "pack", "Give Image size, or nothing.", ["size"]),
         (BadImage, "Repair it, or use on_bad='skip'", "pack", "Repair it, or use Bad files: skip.", ["on_bad"]),
         (BadSource, "Use labels=None", "train", "Use Pack with Labels: none.", ["labels"]),
@@ -183,6 +190,17 @@ def test_a_next_step_names_fields_where_there_are_such_and_stays_where_not(
     assert text.startswith(f"Cannot pack 'a': {found}, none. ")
     assert said is None or text.endswith(said)
     assert list(names) == fields
+
+
+def test_where_the_next_step_names_no_field_the_one_that_it_is_about_is_marked(
+    panel: Launcher, image_tree: Path
+) -> None:
+    fill(panel, source=str(image_tree), labels="species")
+    assert "no column 'species'" in click(panel, "pack")
+    assert pointed(panel) == ["labels"]
+    fill(panel, labels="auto", splits="foo=1")
+    assert "'foo' is no split" in click(panel, "pack")
+    assert pointed(panel) == ["splits"]
 
 
 def test_the_fields_are_options_of_the_calls_and_the_forms_values() -> None:

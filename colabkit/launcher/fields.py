@@ -14,9 +14,13 @@ from colabkit.launcher.settings import FIELDS
 __all__ = ["in_fields"]
 
 _OPTION = re.compile(rf"\b({'|'.join(FIELDS)})=('[^']*'|\([^)]*\)|\w+)?")
+_SHARES = re.compile(r"(?<!=)\{('train'[^}]*)\}")
+_AS_TYPED = str.maketrans({"'": "", " ": "", ":": "="})
 _LEFT_OUT = re.compile(rf"\bLeave ({'|'.join(FIELDS)}) out\b")
 _IN_CODE = re.compile(r"\b(a function|functions) of the path\b(?! in code)")
 _MOUNT = "run colabkit.mount() if it is on Drive"
+_ABOUT = {"label": "labels", "split": "splits", "read": "source", "fetch": "source"}
+"""The field to look at where the next step names none, by the verb of what cannot be done."""
 _PATH, _ANOTHER = "Check the path", "Choose another path"
 
 
@@ -33,9 +37,12 @@ def in_fields(error: ColabkitError, action: Action) -> tuple[str, tuple[str, ...
     if isinstance(error, TargetExists):
         step = step.replace(_ANOTHER, f"Choose another {FIELDS['work']}")
     step = _LEFT_OUT.sub(lambda found: f"Leave {FIELDS[found[1]]} empty", step)
+    step = _SHARES.sub(lambda found: f"{FIELDS['splits']}: {found[1].translate(_AS_TYPED)}", step)
     step = _OPTION.sub(lambda found: _labelled(found[1], found[2] or "", action), step)
     step = _IN_CODE.sub(r"\1 of the path in code", step)
-    return f"{before}{dot}{step}", tuple(name for name, label in FIELDS.items() if label in step)
+    named = tuple(name for name, label in FIELDS.items() if label in step)
+    verb = before.removeprefix("Cannot ").partition(" ")[0]
+    return f"{before}{dot}{step}", named or ((_ABOUT[verb],) if verb in _ABOUT else ())
 
 
 def _labelled(name: str, value: str, action: Action) -> str:
