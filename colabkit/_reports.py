@@ -10,7 +10,7 @@ import html
 import shutil
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -71,11 +71,23 @@ class Report(ABC):
         """Whether nothing is wrong with what the report is about."""
         return True
 
+    def tell_in(self, worded: Callable[[str], str]) -> None:
+        """Say from now on what to do next in other words than Python's, as those of a terminal; `to_dict()` stays.
+
+        Args:
+            worded: brings a text in which names and paths are quoted to these words.
+        """
+        object.__setattr__(self, "_worded", worded)
+
+    def _worded(self, text: str) -> str:
+        """Return a text of ours as it is told, in Python's words unless `tell_in` has brought others."""
+        return text
+
     def __repr__(self) -> str:
-        return self._summary()
+        return self._worded(self._summary())
 
     def _repr_html_(self) -> str:
-        first = self._summary().splitlines()[0]
+        first = self._worded(self._summary()).splitlines()[0]
         return html_table(first, self._rows())
 
     def text_table(self) -> str:
@@ -84,7 +96,7 @@ class Report(ABC):
         width = max((len(printable(row[0])) for row in rows), default=0)
         indent = " " * (width + 4)
         columns = max(40, shutil.get_terminal_size().columns - 1)
-        lines = [printable(line) for line in self._summary().split("\n")]
+        lines = [printable(line) for line in self._worded(self._summary()).split("\n")]
         for name, *values in rows:
             text = printable("  ".join(values)) or "-"
             lines.append(

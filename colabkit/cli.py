@@ -1,8 +1,8 @@
 """The command `colabkit`: the verbs of the magics in a terminal.
 
 Exit status 0 when done; 1 after an error of colabkit or of the user's own file, and where the report is not good: a
-damaged pack, a training that was stopped, a loader that `doctor` finds too slow; 2 for arguments that cannot be meant;
-130 after Ctrl-C. Errors are on standard error: one line, below the user's own lines where those failed.
+damaged pack, a training that was stopped, a loader that `doctor` finds too slow; 2 for arguments that the command does
+not take; 130 after Ctrl-C. Errors are on standard error: one line, below the user's own lines where those failed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from typing import Any
 import colabkit
 from colabkit._reports import printable
 from colabkit.errors import ColabkitError, InvalidOption, SourceMissing, cannot
-from colabkit.options import VERBS, arguments_of, look_up_in, parser_of
+from colabkit.options import VERBS, Verb, VerbParser, arguments_of, look_up_in, parser_of, tell_in, words_of
 
 __all__ = ["main"]
+
+_STATUS = (
+    "Exit status: 0 when done, 1 after an error and where a report is not good, 2 for arguments that the command does "
+    "not take, 130 after Ctrl-C."
+)
+
+_PREFIX = "colabkit "  # of a verb in a line
 
 _loaded: set[str] = set()
 """The user's files that were run."""
@@ -33,9 +40,10 @@ _loaded: set[str] = set()
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
-    parser = argparse.ArgumentParser(prog="colabkit", description="Data near, packed and prefetched, for training.")
+    about = "Data near, packed and prefetched, for training."
+    parser = argparse.ArgumentParser(prog="colabkit", description=about, epilog=_STATUS)
     parser.add_argument("--version", action="version", version=f"colabkit {colabkit.__version__}")
-    commands = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    commands = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=VerbParser)
     for verb in VERBS:
 
         def make(**options: Any) -> argparse.ArgumentParser:
@@ -44,17 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         command = parser_of(verb, f"colabkit {verb.name}", make)
         command.add_argument("--json", action="store_true", help="print the report as JSON")
+    parsed = parser.parse_args(arguments)
+    verb = next(verb for verb in VERBS if verb.name == parsed.verb.replace("-", "_"))
     try:
-        parsed = parser.parse_args(arguments)
-        verb = next(verb for verb in VERBS if verb.name == parsed.verb.replace("-", "_"))
         if parsed.json and hasattr(parsed, "progress"):
             parsed.progress = False
         with _panel() if verb.name == "train" and sys.stdout.isatty() and not parsed.json else nullcontext():
             report = getattr(colabkit, verb.call)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
-        return _failed(printable(error))
+        return _failed(_told(error, verb))
     except KeyboardInterrupt as interrupt:
-        _failed(printable(interrupt) or "interrupted")
+        _failed(_told(interrupt, verb) or "interrupted")
         return 130
     except Exception as error:
         trace = _of_the_user(error.__traceback__)
@@ -63,8 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
         return _failed(f"your file failed: {type(error).__name__}: {printable(error)}")
+    tell_in(report, verb, _PREFIX)
     print(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
     return 0 if report.is_good else 1
+
+
+def _told(error: BaseException, verb: Verb) -> str:
+    """Return what an error says, in a terminal's words unless it is a call in the user's own file that failed."""
+    is_theirs = _of_the_user(error.__traceback__) is not None
+    return printable(error if is_theirs else words_of(verb, _PREFIX)(str(error)))
 
 
 def _failed(said: str) -> int:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import numbers
 import os
 import traceback
+from collections.abc import Callable
 
 from colabkit._reports import printable
 
@@ -186,6 +187,18 @@ def cannot(act: str, found: str, needed: str, next_step: str) -> str:
         next_step: a sentence that says what to do, without its full stop.
     """
     return f"Cannot {act}: {found}, {needed}. {next_step}."
+
+
+def reword(error: ShownInOneLine, worded: Callable[[str], str]) -> None:
+    """Bring the message of an error to other words, in place.
+
+    Args:
+        error: with one message.
+        worded: brings a text to these words.
+    """
+    error.args = (worded(str(error)),)
+    if isinstance(error, ImportError):  # which shows this instead
+        error.msg = error.args[0]
 
 
 def check_whole_number(act: str, name: str, value: object, least: int) -> None:

@@ -47,10 +47,30 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.C
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_options_are_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--treads", "4"], "there is no option --treads (did you mean --threads?)"),
+        (["a", "--jsn"], "there is no option --jsn (did you mean --json?)"),
+        (["a", "b"], "unrecognized arguments: b"),
+    ],
+)
+def test_what_a_verb_does_not_take_is_its_usage_with_a_hint_and_exit_status_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as done:
-        main(["stage", "somewhere", "--treads", "4"])
+        main(["stage", *words])
     assert done.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: colabkit stage [-h] [--to TO]")
+    assert shown.endswith(f"colabkit stage: error: {said}\n")
+
+
+def test_the_help_tells_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(status in said for status in ("0 when done", "1 after an error", "2 for arguments", "130 after Ctrl-C"))
 
 
 def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_a_wrong_option_is_one_line_and_leaves_the_kernel_alone(
     result = shell.run_cell("%stage somewhere --treads 4")
     assert isinstance(result.error_in_exec, InvalidOption)
     shown = capsys.readouterr().out.strip()
-    assert shown.startswith("InvalidOption: Cannot run %stage: unrecognized arguments: --treads 4, its arguments are")
+    assert shown.startswith("InvalidOption: Cannot run %stage: there is no option --treads (did you mean --threads?)")
     assert len(shown.splitlines()) == 1
 
 

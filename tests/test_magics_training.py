@@ -220,7 +220,7 @@ def test_magics_and_commands_in_the_body_work(shell: InteractiveShell) -> None:
         ("data --state seen", InvalidOption, "state has 'seen', a list"),
         ("'half", InvalidOption, "no closing quotation"),
         ("", InvalidOption, "the following arguments are required: pack"),
-        ("data --treads 4", InvalidOption, "unrecognized arguments: --treads 4"),
+        ("data --batch-sze 4", InvalidOption, "there is no option --batch-sze (did you mean --batch-size?)"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(

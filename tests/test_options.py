@@ -134,9 +134,8 @@ def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
 
 
 def test_a_misspelt_object_is_suggested() -> None:
-    with pytest.raises(
-        InvalidOption, match=r"Cannot use 'modle': no variable of this name, one that is defined\. Did you mean model\."
-    ):
+    said = r"Cannot use 'modle': there is no variable of this name, and one is needed\. Did you mean model\."
+    with pytest.raises(InvalidOption, match=said):
         parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
 
 
@@ -149,6 +148,26 @@ def test_arguments_that_cannot_be_meant_are_one_line(words: list[str]) -> None:
         parse(*words)
     assert str(caught.value).startswith("Cannot run ")
     assert "--help" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *CELLS], ids=lambda verb: verb.name)
+def test_an_unknown_option_is_named_first_with_the_one_that_may_be_meant(verb: Verb) -> None:
+    flags = [option.flag for option in verb.options if option.flag]
+    for flag in flags:
+        misspelt = flag[:-2] + flag[-1]
+        with pytest.raises(InvalidOption) as caught:
+            parser_of(verb, "%it").parse_args([misspelt, "1"])
+        assert f"Cannot run %it: there is no option {misspelt} (did you mean {flag}?)" in str(caught.value)
+
+
+def test_words_behind_two_dashes_are_no_options() -> None:
+    assert parse("stage", "--", "--a-folder")["source"] == "--a-folder"
+
+
+def test_no_labels_may_be_written_as_in_python() -> None:
+    assert all(parse("pack", "a", "b", "--labels", word)["labels"] is None for word in ("none", "None"))
+    assert all(parse("prepare", "a", "--save-to", word)["save_to"] is None for word in ("none", "None"))
+    assert parse("pack", "a", "b", "--splits", "none")["splits"] == "none", "a column: leaving it out says None"
 
 
 def test_options_with_a_default_need_not_be_given() -> None:

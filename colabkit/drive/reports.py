@@ -45,7 +45,7 @@ class MountReport(Report):
             ("My Drive", str(self.path)),
             ("mounted at", str(self.mountpoint)),
             ("mode", mode),
-            *(("note", note) for note in self.notes),
+            *(("note", self._worded(note)) for note in self.notes),
         ]
 
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from traceback import walk_tb
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import colabkit
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, ShownInOneLine, cannot, reword
 from colabkit.magics.panels import Panels, run_beside_panel
 from colabkit.magics.training import train_on_cell
 from colabkit.magics.words import split_line
-from colabkit.options import CELLS, DASHBOARD, VERBS, Verb, arguments_of, look_up_in, parser_of
+from colabkit.options import (
+    CELLS,
+    DASHBOARD,
+    VERBS,
+    Verb,
+    arguments_of,
+    look_up_in,
+    parser_of,
+    tell_in,
+    words_of,
+)
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -45,14 +57,14 @@ def cell_magics(shell: InteractiveShell) -> dict[str, CellMagic]:
     def run_train(line: str, cell: str) -> Any:
         return train_on_cell(shell, line, cell)
 
-    return {verb.name: _told(verb, run) for verb, run in ((train, run_train), (dashboard, run_dashboard))}
+    return {verb.name: _told(shell, verb, run) for verb, run in ((train, run_train), (dashboard, run_dashboard))}
 
 
 def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
     def run(line: str) -> Any:
         return getattr(colabkit, verb.call)(**_arguments(shell, verb, line, f"%{verb.name}"))
 
-    return _told(verb, run)
+    return _told(shell, verb, run)
 
 
 def _dashboard(shell: InteractiveShell, panels: Panels) -> LineMagic:
@@ -64,7 +76,7 @@ def _dashboard(shell: InteractiveShell, panels: Panels) -> LineMagic:
             panels.show(**options)
             print(_SHOWN)  # noqa: T201 - nothing else is to be seen of it yet
 
-    return _told(DASHBOARD, run)
+    return _told(shell, DASHBOARD, run)
 
 
 def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
@@ -92,8 +104,11 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
     return _known_to_ipython(magic, "colabkit", text)
 
 
-def _told(verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a magic that tells its options, those of the cell magic of its name among them."""
+def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a magic that tells its options, those of the cell magic of its name among them.
+
+    What it returns or raises speaks in the words of its line.
+    """
     is_cell = verb in CELLS
     text = parser_of(verb, f"{'%%' if is_cell else '%'}{verb.name}").format_help()
     if not is_cell:  # IPython takes no cell magic without a cell, so this is where its options can be asked for
@@ -104,9 +119,21 @@ def _told(verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
         if any(word in _HELP for word in split_line(line, {})):
             print(text)  # noqa: T201 - help is what is asked for
             return None
-        return run(line, *cell)
+        try:
+            found = run(line, *cell)
+        except ShownInOneLine as error:
+            if not _is_of(shell.user_ns, error.__traceback__):
+                reword(error, words_of(verb, "%"))
+            raise
+        tell_in(found, verb, "%")
+        return found
 
     return _known_to_ipython(magic, verb.name, text)
+
+
+def _is_of(namespace: dict[str, Any], trace: TracebackType | None) -> bool:
+    """Return whether an error came through code of the notebook, whose calls are in Python."""
+    return any(frame.f_globals is namespace for frame, _ in walk_tb(trace))
 
 
 def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callable[..., Any]:

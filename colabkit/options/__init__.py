@@ -7,9 +7,10 @@ of the kind `object` is a Python object: in a notebook the name of a variable, i
 from __future__ import annotations
 
 from colabkit.options.cells import CELLS, DASHBOARD, LOADING
-from colabkit.options.parsing import arguments_of, given_in, look_up_in, parser_of
+from colabkit.options.parsing import VerbParser, arguments_of, given_in, look_up_in, parser_of
 from colabkit.options.verb import Option, Verb
 from colabkit.options.verbs import VERBS
+from colabkit.options.wording import tell_in, words_of
 
 __all__ = [
     "CELLS",
@@ -18,8 +19,11 @@ __all__ = [
     "VERBS",
     "Option",
     "Verb",
+    "VerbParser",
     "arguments_of",
     "given_in",
     "look_up_in",
     "parser_of",
+    "tell_in",
+    "words_of",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,10 +12,28 @@ from colabkit._units import parse_bytes
 from colabkit.errors import InvalidOption, cannot
 from colabkit.options.verb import Verb
 
-__all__ = ["arguments_of", "given_in", "look_up_in", "parser_of"]
+__all__ = ["VerbParser", "arguments_of", "given_in", "look_up_in", "parser_of"]
 
 
-class _Parser(argparse.ArgumentParser):
+class VerbParser(argparse.ArgumentParser):
+    """A parser that refuses what it does not know itself, with the option that may be meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return what `argparse` does, where everything is known."""
+        words = list(sys.argv[1:] if args is None else args)
+        options = words[: words.index("--")] if "--" in words else words
+        known = self._option_string_actions
+        for name in (word.partition("=")[0] for word in options if word.startswith("--") and " " not in word):
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                self.error(f"there is no option {name}{f' (did you mean {near[0]}?)' if near else ''}")
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+
+class _RaisingParser(VerbParser):
     """A parser that raises instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -23,7 +42,9 @@ class _Parser(argparse.ArgumentParser):
         raise InvalidOption(cannot(f"run {self.prog}", message, needed, f"See {self.prog} --help"))
 
 
-def parser_of(verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser] = _Parser) -> argparse.ArgumentParser:
+def parser_of(
+    verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser] = _RaisingParser
+) -> argparse.ArgumentParser:
     """Return the parser of a verb's options; unsuited arguments raise `InvalidOption`.
 
     Args:
@@ -121,7 +142,7 @@ def look_up_in(namespace: Mapping[str, Any], name: str) -> Any:
         return namespace[name]
     near = difflib.get_close_matches(name, [key for key in namespace if not key.startswith("_")], n=2)
     hint = f"Did you mean {' or '.join(near)}" if near else "Define it first"
-    raise InvalidOption(cannot(f"use {name!r}", "no variable of this name", "one that is defined", hint))
+    raise InvalidOption(cannot(f"use {name!r}", "there is no variable of this name", "and one is needed", hint))
 
 
 def _kind(parse: Callable[[str], Any], needed: str) -> Callable[[str], Any]:
@@ -144,7 +165,7 @@ def _size(text: str) -> int | tuple[int, int]:
 
 
 def _labels(text: str) -> str | list[str] | None:
-    if text == "none":
+    if text.lower() == "none":
         return None
     return [name.strip() for name in text.split(",")] if "," in text else text
 

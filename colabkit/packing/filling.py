@@ -329,5 +329,5 @@ def too_many_bad(plan: Plan, bad: Sequence[Bad]) -> BadImage:
     first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
     needed = f"at most {plan.most_bad}"
     return BadImage(
-        cannot(plan.act, f"{len(bad)} bad files or more, first {first}", needed, "Check the source, or raise max_bad")
+        cannot(plan.act, f"{len(bad)} bad files or more, first {first}", needed, "Check the source, or raise max_bad=")
     )

@@ -166,7 +166,8 @@ class ProbeReport(Report):
         first = [("advice", self.recommendation), *([("caveat", self.caveat)] if self.caveat else [])]
         panels = self._panels()
         last = [("solid bar", _BEST)] if panels else []
-        return html_table(self._summary().splitlines()[0], [*first, *self._rows(), *last]) + svg(panels)
+        told = [(name, self._worded(text)) for name, text in first]
+        return html_table(self._worded(self._summary()).splitlines()[0], [*told, *self._rows(), *last]) + svg(panels)
 
 
 def _counted(count: int, thing: str) -> str:

@@ -180,7 +180,7 @@ class PublishReport(Report):
             ("path", str(self.path)),
             ("bytes", format_bytes(self.published_bytes)),
             ("checked", self.checked),
-            ("sent", "yes" if self.is_sent else "later; colabkit.flush() waits for it"),
+            ("sent", "yes" if self.is_sent else self._worded("later; colabkit.flush() waits for it")),
         ]
 
 

@@ -108,7 +108,7 @@ def train(
     schedule = Schedule(save_every)
     if save_to is None and save_every != "epoch":
         next_step = "Name the folder of the checkpoints by save_to="
-        raise InvalidOption(cannot(act, f"save_every={save_every!r} without save_to", "both", next_step))
+        raise InvalidOption(cannot(act, f"save_every={save_every!r} without save_to=", "both or none", next_step))
     judged_by = validate_of(validate, step, loader), validation_steps(validate_every), monitor, mode
     ends_at = None if deadline is None else moment(act, "deadline", deadline)
     started = time.monotonic()
