@@ -162,6 +162,15 @@ def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: p
     )
 
 
+def test_ctrl_c_without_a_folder_says_that_nothing_is_saved_and_what_would(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["signal"] = signal
+    run(shell, "%%train data --batch-size 8\nif step == 1: signal.raise_signal(signal.SIGINT)")
+    (last,) = shown_by(capsys)[-1:]
+    assert "Training stopped after step 2: nothing is saved. Name a folder by --save-to to keep checkpoints" in last
+
+
 def test_an_error_shows_the_cells_line_and_not_what_runs_it(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:

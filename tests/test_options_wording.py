@@ -151,6 +151,16 @@ def test_a_magic_is_told_its_own_options_and_python_its_own(
     assert "Cannot train: --save-every 5min without --save-to, both or none." in shown_by(capsys)[0]
 
 
+def test_a_magic_that_cannot_save_on_drive_offers_to_save_nothing(
+    shell: InteractiveShell, image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr("colabkit.mounts.mounts", list)
+    pack = shell.run_line_magic("prepare", f"'{image_tree}' --no-progress")
+    assert "Run %mount first" in repr(pack)
+    assert "or use --save-to none to save nothing" in repr(pack)
+
+
 def test_a_call_in_a_cell_below_a_magic_is_told_in_python(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,23 @@ def legend_of(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+def test_a_figure_is_written_where_it_is_asked_for_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "run.png"
+    path.write_text("the one before")
+    assert run().plot(str(path)).axes
+    assert path.read_bytes().startswith(b"\x89PNG")
+    run().plot(tmp_path / "run.PDF")
+    assert (tmp_path / "run.PDF").read_bytes().startswith(b"%PDF")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run.PDF", "run.png"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("run.odt", "'.odt' is no format"), ("run", "its name has no ending")])
+def test_a_figures_name_says_its_format_or_is_one_line_of_error(tmp_path, name, said):
+    with pytest.raises(InvalidOption, match=rf"Cannot save the figure as '.*': {said}.*png, .* is needed\. Name it"):
+        run().plot(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_value_has_its_axes_with_training_and_validation(tmp_path, data):
     report = train(
         lambda batch: {"loss": torch.tensor(0.5), "rate": 3},

@@ -67,10 +67,17 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_a_report(tmp_path, dat
     assert [record.samples for record in again.epochs] == [22, 22]
 
 
-def test_ctrl_c_without_a_folder_still_gives_the_report(data):
-    with pytest.raises(TrainingInterrupted, match="after step 2: not saved") as caught:
+def test_ctrl_c_without_a_folder_still_gives_the_report_and_promises_no_checkpoint(data, caplog):
+    with pytest.raises(TrainingInterrupted, match=r"step 2: nothing is saved\. Name a folder by save_to=") as caught:
         train(pressed(signal.SIGINT, 2), Loader(data, 4))
     assert caught.value.report.checkpoint is None
+    assert caplog.messages == ["stopping after this step; nothing is saved; Ctrl-C again stops at once"]
+
+
+def test_ctrl_c_with_a_folder_promises_a_last_checkpoint(tmp_path, data, caplog):
+    with pytest.raises(TrainingInterrupted):
+        train(pressed(signal.SIGINT, 2), Loader(data, 4), save_to=tmp_path)
+    assert caplog.messages == ["stopping after this step with a last checkpoint; Ctrl-C again stops at once"]
 
 
 def test_a_key_that_bounces_is_pressed_once(tmp_path, data):

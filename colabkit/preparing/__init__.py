@@ -339,7 +339,7 @@ def _keeping_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[
     try:
         folder = Path(os.path.abspath(user_path(save_to, f"save packs in {str(save_to)!r}")))
     except NotMounted as error:
-        return None, str(error)
+        return None, f"{str(error).rstrip('.')}, or use save_to=None to save nothing"
     if os.path.isabs(name) and folder.is_relative_to(name):
         return None, f"{str(folder)!r} lies in the source, which is never written to"
     return folder, ""

@@ -64,8 +64,8 @@ def train(
     an epoch if need be. They are copied between two steps and written in the background; what is due by steps or time
     waits until the one before is written, the end of an epoch and the best so far are saved at once.
 
-    Ctrl-C ends the training
-    after the step that runs, with a last checkpoint; so do SIGTERM and SIGHUP, which are then sent on.
+    Ctrl-C ends the training after the step that runs, with a last checkpoint; so do SIGTERM and SIGHUP, which are then
+    sent on. Without `save_to` nothing is saved.
 
     Under `torch.distributed` every process calls this; the first one writes, and its numbers of `validate` count.
 
@@ -91,7 +91,7 @@ def train(
         on_step: called after each step with its record.
 
     Raises:
-        TrainingInterrupted: a `KeyboardInterrupt`, after Ctrl-C and a last checkpoint; it holds the report.
+        TrainingInterrupted: a `KeyboardInterrupt`, after Ctrl-C and a last checkpoint, if any; it holds the report.
         InvalidOption: if an argument cannot be meant, or the checkpoints are of other data or another `state`.
         TargetExists: if `resume` is false and there are checkpoints.
         Corrupt: if all checkpoints are damaged.
@@ -120,7 +120,7 @@ def train(
         judge = Judge(*judged_by, processes)
         saving = Saving(folder, keep_last, judge.rule, parts, step, loader, processes)
         stack.callback(saving.close)
-        stops = stack.enter_context(Stops(ends_at, processes.count > 1))
+        stops = stack.enter_context(Stops(ends_at, processes.count > 1, folder is not None))
         run = _Run(step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled()))
         run.resume(resume)
         report = run.through(epochs, started)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from colabkit import _files
+from colabkit._partials import Partial
 from colabkit._units import format_count
 from colabkit.errors import InvalidOption, MissingPackage, cannot
+from colabkit.mounts import user_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from colabkit.telemetry import HostSnapshot
     from colabkit.training.report import EpochRecord, TrainReport
 
-__all__ = ["plot_run"]
+__all__ = ["plot_run", "write_figure"]
 
 # Of Okabe and Ito's palette, told apart by all eyes; hatches and dashes tell them apart without colour.
 _BLUE, _VERMILLION, _GREEN, _PURPLE, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
@@ -65,6 +70,21 @@ def plot_run(report: TrainReport) -> Figure:
         for column, draw in enumerate(drawings):
             draw(figure.add_subplot(grid[row, column] if len(drawings) > 1 else grid[row, :]))
     return figure
+
+
+def write_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file, which is replaced in one rename; see `TrainReport.plot`."""
+    act = f"save the figure as {os.fspath(path)!r}"
+    target = user_path(path, act).absolute()
+    formats = figure.canvas.get_supported_filetypes()
+    if (ending := target.suffix[1:].lower()) not in formats:
+        found = f"{target.suffix!r} is no format of a picture" if ending else "its name has no ending"
+        raise InvalidOption(cannot(act, found, f"one of {', '.join(formats)} is needed", "Name it run.png, say"))
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=ending)
+    with _files.translated(act), Partial(target) as partial:
+        _files.write_file(partial.path, drawn.getvalue(), durable=True)
+        partial.publish(replace=True)
 
 
 def _draw_time(axes: Axes, *, epochs: Sequence[EpochRecord]) -> None:

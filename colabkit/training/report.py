@@ -122,16 +122,25 @@ class TrainReport(Report):
         """Whether it came to its end and every checkpoint is where it should be."""
         return self.stopped is None and not self.failed_saves
 
-    def plot(self) -> Figure:
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Return a figure: where the time went, speed, use of the machine, and the values over the steps.
+
+        Args:
+            path: a file to write it to as well, as `"run.png"` or `"run.pdf"`; `drive:` is allowed.
 
         Raises:
             MissingPackage: without matplotlib.
-            InvalidOption: if nothing was trained yet.
+            InvalidOption: if nothing was trained yet, or the path's ending names no format of a picture.
+            FileFailed: if it cannot be written.
+            NotEnoughSpace: if the disk is full.
+            NotMounted: if it is on Drive, which is not mounted.
         """
-        from colabkit.training.plot import plot_run  # matplotlib is heavy, and needed here alone
+        from colabkit.training.plot import plot_run, write_figure  # matplotlib is heavy, and needed here alone
 
-        return plot_run(self)
+        figure = plot_run(self)
+        if path is not None:
+            write_figure(figure, path)
+        return figure
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` takes, at most some 200 kB.
@@ -229,7 +238,9 @@ class TrainingInterrupted(ShownInOneLine, KeyboardInterrupt):
 
     def __init__(self, report: TrainReport) -> None:
         self.report = report
-        saved = f"checkpoint {str(report.checkpoint)!r}; the same call goes on" if report.checkpoint else "not saved"
+        saved = "nothing is saved. Name a folder by save_to= to keep checkpoints, after which the same call goes on"
+        if report.checkpoint:
+            saved = f"checkpoint {str(report.checkpoint)!r}; the same call goes on"
         super().__init__(f"Training stopped after step {report.steps}: {saved}")
 
 

@@ -42,16 +42,18 @@ class Stops:
     Args:
         deadline: by `time.monotonic`, or None.
         waits_for_others: whether other processes train too: then no wait is ended, since they have to be told first.
+        saves: whether a last checkpoint follows, which is told.
 
     Attributes:
         reserve_s: seconds before the deadline at which the training has to end.
     """
 
-    def __init__(self, deadline: float | None, waits_for_others: bool) -> None:
+    def __init__(self, deadline: float | None, waits_for_others: bool, saves: bool) -> None:
         self.reserve_s = RESERVE_S
         self._strength = 0
         self._deadline = deadline
         self._waits_for_others = waits_for_others
+        self._saves = saves
         self._may_end = False
         self._waiting_thread = 0
         self._pressed_at: float | None = None
@@ -131,7 +133,8 @@ class Stops:
             self.note(_strength_of("SIGHUP" if number == signal.SIGHUP else "SIGTERM"))
         elif self._pressed_at is None:
             self._pressed_at = time.monotonic()
-            logger.warning("stopping after this step with a last checkpoint; Ctrl-C again stops at once")
+            last = " with a last checkpoint" if self._saves else "; nothing is saved"
+            logger.warning("stopping after this step%s; Ctrl-C again stops at once", last)
             self.note(_strength_of("Ctrl-C"))
         elif time.monotonic() - self._pressed_at >= BOUNCE_S:
             raise KeyboardInterrupt
