@@ -58,6 +58,21 @@ def format_count(count: float) -> str:
     return f"{round(count):,}"
 
 
+def format_things(count: int, thing: str, things: str = "") -> str:
+    """Return a number of things, as in `"1 file"`, `"2,000 files"`, `"2 retries"` or `"3 classes"`.
+
+    Args:
+        count: how many.
+        thing: one of them.
+        things: several of them, where that is not formed as usual.
+    """
+    if count != 1 and not things:
+        is_y = thing.endswith("y") and thing[-2] not in "aeiou"
+        ending = "ies" if is_y else "es" if thing.endswith(("s", "x", "ch", "sh")) else "s"
+        things = (thing[:-1] if is_y else thing) + ending
+    return f"{format_count(count)} {thing if count == 1 else things}"
+
+
 def format_rate(per_second: float, unit: str) -> str:
     """Return a rate, as in `"12,300 images/s"`; rates under ten keep one decimal."""
     number = f"{per_second:.1f}" if per_second < 9.95 else format_count(per_second)

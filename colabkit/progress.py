@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from colabkit._units import format_count, format_seconds
+from colabkit._units import format_count, format_seconds, format_things
 
 __all__ = ["Progress", "ProgressBar", "Show", "heartbeat", "shown_by"]
 
@@ -173,9 +173,9 @@ class ProgressBar:
 
     def _annotate(self, now: float, still_s: float) -> None:
         self._shown = now
-        notes = [f"{format_count(self._files_done)}/{format_count(self._files)} files"] if self._files else []
+        notes = [f"{format_count(self._files_done)}/{format_things(self._files, 'file')}"] if self._files else []
         if self._retries:
-            notes.append(f"{format_count(self._retries)} {'retry' if self._retries == 1 else 'retries'}")
+            notes.append(format_things(self._retries, "retry"))
         if still_s > _STILL_S:
             notes.append(f"nothing for {format_seconds(int(still_s))}")
         self._bar.set_postfix_str(", ".join(notes), refresh=False)

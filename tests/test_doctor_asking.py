@@ -141,7 +141,7 @@ def test_an_unused_loader_is_timed_by_itself_and_does_not_move(data: PackedDatas
     state = loader.state_dict()
     found = diagnose(loader, seconds=BRIEF)
     assert found.sentence.startswith("The loader alone: ")
-    assert " for a batch of 4; " in found.sentence
+    assert " a batch of 4 on average; " in found.sentence
     assert found.verdict == "unknown"
     assert found.samples_per_s > 0
     assert found.ceiling_samples_per_s is None
@@ -189,7 +189,7 @@ def test_passes_of_one_batch_are_enough() -> None:
     for loader in ([torch.zeros(5, 2)], DataLoader(TensorDataset(torch.zeros(5, 2)), 8)):
         found = diagnose(loader, seconds=BRIEF)
         assert found.samples_per_s > 0
-        assert " for a batch of 5; " in found.sentence
+        assert " a batch of 5 on average; " in found.sentence
         check(found)
 
 

@@ -158,7 +158,7 @@ def test_a_dry_run_of_ocamlfuse_lists_bytes_and_what_is_unsent(ocamlfuse):
     ocamlfuse.queue("ToUpload", "Uploading", "ToUpload")
     report = colabkit.clear_cache(ocamlfuse.point, dry_run=True)
     assert report.unsent == 3
-    assert "3 files are sent first" in repr(report)
+    assert "3 files to send first" in repr(report)
     assert "Would lose: nothing" in repr(report)
     assert "those of 3 files" in colabkit.clear_cache(ocamlfuse.point, dry_run=True, force=True).loss
     assert report.freed_bytes >= 100_000
@@ -199,7 +199,7 @@ def test_ocamlfuse_keeps_everything_where_uploads_are_not_done_in_time(ocamlfuse
     assert len(ocamlfuse.calls()) == 1
     assert mounted_at(ocamlfuse.point) == ["fuse.google-drive-ocamlfuse"]
     report = colabkit.clear_cache(ocamlfuse.point, timeout=5, force=True)
-    assert report.loss == "2 files that were not uploaded"
+    assert report.loss == "2 files not uploaded"
 
 
 def test_uploads_that_show_only_after_unmounting_are_kept_too(tmp_path):
@@ -218,7 +218,7 @@ def test_unmount_counts_what_shows_only_afterwards(tmp_path):
     mounted = Ocamlfuse(tmp_path / "gd")
     mounted.environ["OCAMLFUSE_UNSENT"] = "2"
     with mounted:
-        assert "2 files wait in its queue" in colabkit.unmount(mounted.point).sent
+        assert "2 files in its queue" in colabkit.unmount(mounted.point).sent
 
 
 def test_a_queue_that_is_not_there_is_not_taken_for_an_empty_one(ocamlfuse):
@@ -269,7 +269,7 @@ def test_flush_and_unmount_of_ocamlfuse_wait_for_uploads(ocamlfuse):
     assert "in memory cannot be seen" in repr(colabkit.flush(ocamlfuse.point))
     ocamlfuse.queue("ToUpload")
     for call in (colabkit.flush, colabkit.unmount):
-        with pytest.raises(TimedOut, match="1 files not uploaded"):
+        with pytest.raises(TimedOut, match="1 file not uploaded"):
             call(ocamlfuse.point, timeout=0.5)
     ocamlfuse.queue()
     (pid,) = ocamlfuse.pids()
@@ -392,7 +392,7 @@ def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, rclone):
     with RcloneMount(point, root, tmp_path / "cache", rc=True, options=["--vfs-write-back", "1h"]):
         (point / "written.txt").write_text("written")
         assert colabkit.clear_cache(point, dry_run=True).unsent == 1
-        with pytest.raises(TimedOut, match="1 files not uploaded"):
+        with pytest.raises(TimedOut, match="1 file not uploaded"):
             colabkit.unmount(point, timeout=0.5)
         assert mounted_at(point) == ["fuse.rclone"]
 

@@ -396,7 +396,7 @@ def test_reports_say_what_was_made(tmp_path, image_tree):
     assert str(report.path) in repr(report)
     assert "<table" in report._repr_html_()
     whole = verify(report.path, progress=False)
-    assert repr(whole).endswith("is whole: all 24 samples are as they were sealed")
+    assert repr(whole).endswith("is whole: 24 samples, each as it was sealed")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -113,7 +113,7 @@ def test_bad_files_are_listed_and_the_others_stay_aligned(tmp_path, tree, monkey
     report = pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options, **WAYS[way])
     check(report.path, whole, {"train": numbers}, on_bad, report)
     assert [name for name, _ in report.bad] == names
-    assert f"{len(names)} bad files, first '{names[0]}' (" in repr(report)
+    assert f"{len(names)} bad file{'s' * (len(names) > 1)}, first '{names[0]}' (" in repr(report)
     assert pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options).bad == report.bad
 
 
@@ -156,8 +156,10 @@ def test_a_split_without_a_good_file_is_left_out_or_black(tmp_path, options):
 @pytest.mark.parametrize("max_bad", [0.3, 0.99, 500])
 def test_a_source_without_a_good_file_is_an_error(tmp_path, tree, on_bad, options, max_bad):
     spoil(tree, *range(FILES))
-    with pytest.raises((BadImage, BadSource), match=r"Cannot pack '.*tree'"):
+    with pytest.raises((BadImage, BadSource), match=r"Cannot pack '.*tree'") as caught:
         pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=max_bad, progress=False, **options)
+    if max_bad == 500:
+        assert str(caught.value).endswith("Check the source."), "to allow more does not help"
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]
 
 
@@ -172,10 +174,9 @@ def test_more_bad_files_than_allowed_are_an_error_that_counts_them(tmp_path, tre
         assert [name for name, _ in report.bad] == names
         (tmp_path / "p.h5").unlink()
     names += spoil(tree, 1 + allowed)
-    with pytest.raises(
-        BadImage, match=rf"Cannot pack '.*tree': {allowed + 1} bad files.* first '{names[0]}'"
-    ) as caught:
+    with pytest.raises(BadImage, match=rf"Cannot pack '.*tree': {allowed + 1} bad file.* first '{names[0]}'") as caught:
         pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=max_bad, threads=1, progress=False, **options)
+    assert ("1 bad file or more" in str(caught.value)) == (allowed == 0)
     assert f"at most {allowed}" in str(caught.value)
     assert "max_bad" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]

@@ -99,7 +99,7 @@ def test_the_layout_of_scene_text_has_labels(tmp_path):
 def test_images_that_the_count_misses_are_told(tmp_path):
     values = {b"num-samples": b"7", b"image-000000001": image(1), b"label-000000001": b"one"}
     listing = LmdbSource(lmdb_of(tmp_path / "db", values)).list()
-    assert ("num-samples", "it says b'7', and there are 1 images") in listing.skipped
+    assert ("num-samples", "it says b'7', and it holds 1 image") in listing.skipped
 
 
 def test_a_label_that_is_no_text_is_an_error(tmp_path):

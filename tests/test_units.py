@@ -6,7 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colabkit._units import format_bytes, format_count, format_fill, format_rate, format_seconds, format_share
+from colabkit._units import (
+    format_bytes,
+    format_count,
+    format_fill,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_things,
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "thing", "text"),
+    [
+        (1, "bad file", "1 bad file"),
+        (0, "file", "0 files"),
+        (1797, "file", "1,797 files"),
+        (1, "retry", "1 retry"),
+        (2, "retry", "2 retries"),
+        (2, "array", "2 arrays"),
+        (3, "class", "3 classes"),
+        (2, "batch", "2 batches"),
+        (2, "GPU", "2 GPUs"),
+    ],
+)
+def test_one_thing_is_never_told_as_several(count, thing, text):
+    assert format_things(count, thing) == text
+
 
 FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from colabkit import _files
+from colabkit._units import format_things
 from colabkit.checkpoint.sealed import Damaged, Sealed, prune, put, readable, sealed_in
 from colabkit.checkpoint.writing import give_way
 from colabkit.environment import can_hang
@@ -81,7 +82,7 @@ class Far:
         needed = "a mount that answers"
         next_step = "Run colabkit.mount(force=True) if it is Drive, then run this again"
         if len(self._left) >= _MOST_LEFT:
-            found = f"{str(self.folder)!r} still has {len(self._left)} earlier calls to answer"
+            found = f"{str(self.folder)!r} still has {format_things(len(self._left), 'earlier call')} to answer"
             raise TimedOut(cannot(act, found, needed, next_step))
         with Calls(run, Level(1, is_fixed=True), stalled_s, on_wait, tries=1) as calls:
             try:

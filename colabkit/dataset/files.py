@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colabkit._units import format_count
+from colabkit._units import format_things
 from colabkit.dataset.indices import chosen_numbers
 from colabkit.dataset.samples import ImageFiles, image_of
 from colabkit.decode import decode_image
@@ -110,8 +110,8 @@ class FileDataset(Dataset[Any]):
         return image, self.labels[place].item() if self._is_class else self.labels[place].clone()
 
     def __repr__(self) -> str:
-        classes = f", {format_count(len(self.classes))} classes" if self.classes else ""
-        return f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_count(len(self))} files{classes}"
+        classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
+        return f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_things(len(self), 'file')}{classes}"
 
     def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> FileDataset:
         """Return a view of some samples, in the order given.

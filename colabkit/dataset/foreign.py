@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from colabkit._files import HDF5_USER_BLOCK_BYTES, translated
+from colabkit._units import format_things
 from colabkit.dataset.hdf5 import Found, Reader, examined, names_in, opened, stamp_of
 from colabkit.dataset.samples import ArrayColumn, Batch, Column, FileSamples, Numbers, RaggedColumn, Stored, values_of
 from colabkit.dataset.sealed import OpenSplit
@@ -110,7 +111,8 @@ def find_foreign(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
         content, is_ragged = _content(act, list(samples.values()))
         for split, labels_of in told.items():
             if labels_of.shape[0] != samples[split].shape[0]:
-                found = f"{samples[split].shape[0]} samples and {labels_of.shape[0]} labels in {split}"
+                of_each = (samples[split].shape[0], "sample"), (labels_of.shape[0], "label")
+                found = f"{' and '.join(format_things(*one) for one in of_each)} in {split}"
                 raise BadSource(cannot(act, found, "as many labels as samples", "Name the labels of these samples"))
         stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in told.items()}
     labels, kind, classes = _labels(act, stored)

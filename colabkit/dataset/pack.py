@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from colabkit._reports import html_table
-from colabkit._units import format_bytes, format_count
+from colabkit._units import format_bytes, format_count, format_things
 from colabkit.dataset.foreign import DataSetNames, find_foreign, is_foreign, open_foreign
 from colabkit.dataset.packed import PackedDataset
 from colabkit.dataset.picture import Picture, draw
@@ -143,11 +143,13 @@ class Pack(Mapping[str, PackedDataset]):
         shape = self.info.meta["sample_shape"]
         what = "images" if self.info.fields[SAMPLES].content == "image" else "samples"
         what += f" {'x'.join(map(str, shape))}" if shape else " of several sizes" if what == "images" else ""
-        classes = f", {len(self.classes)} classes" if self.classes else ""
+        classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
         sizes, missing = self._file_bytes()
         size = format_bytes(sizes)
         if self.info.shards:
-            size += f" in {len(self.info.shards)} shards" + (f", {missing} of them missing" if missing else "")
+            size += f" in {format_things(len(self.info.shards), 'shard')}" + (
+                f", {missing} of them missing" if missing else ""
+            )
         return f"Pack {str(self.path)!r}: {splits}; {what}{classes}, {size}"
 
     def _file_bytes(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colabkit._units import format_count
+from colabkit._units import format_count, format_things
 from colabkit.dataset.indices import chosen_numbers, no_index
 from colabkit.dataset.samples import Batch, ImageFiles, Numbers
 from colabkit.dataset.sealed import OpenSplit
@@ -237,7 +237,7 @@ class PackedDataset(Dataset[Any]):
         meta = self.info.meta
         shape = f" {'x'.join(map(str, meta['sample_shape']))}" if meta.get("sample_shape") else ""
         what = "images" if self.info.fields[self.fields[0]].content == "image" else "samples"
-        classes = f", {format_count(len(self.classes))} classes" if self.classes else ""
+        classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
         count, whole = format_count(len(self)), format_count(self.info.count(self.split_name))
         size = count if self._numbers is None else f"{count} of {whole}"
         return f"PackedDataset {self.split_name!r}: {size} {what}{shape}{classes}"

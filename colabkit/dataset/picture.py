@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from colabkit._reports import printable
-from colabkit._units import format_count
+from colabkit._units import format_count, format_things
 from colabkit.dataset.packed import PackedDataset
 from colabkit.dataset.samples import Numbers
 
@@ -49,7 +49,7 @@ class Picture:
     indices: tuple[int, ...]
 
     def __repr__(self) -> str:
-        return f"Picture of {len(self.indices)} samples"
+        return f"Picture of {format_things(len(self.indices), 'sample')}"
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]] | None:
         return None if len(self._png) > _MOST_PNG_BYTES else (self._png, self._size)
@@ -89,7 +89,7 @@ def draw(data: PackedDataset, chosen: Numbers, label_kind: str, title: str) -> P
 
     shown = [_shown(_field(data[int(number)])) for number in chosen]
     texts = [printable(_label_text(data, int(number), label_kind)) for number in chosen]
-    count = f"{printable(title)}: {format_count(len(shown))} of {format_count(len(data))} samples"
+    count = f"{printable(title)}: {format_count(len(shown))} of {format_things(len(data), 'sample')}"
     font = _font(_TEXT * _SCALE, all(text.isascii() for text in [count, *texts]))
     columns, wide, high = _grid([image.size for image in shown])
     below = _TEXT + 10 if label_kind != "none" else 0
@@ -152,7 +152,7 @@ def _shown(value: Any) -> Image.Image:
     from PIL import Image
 
     if not isinstance(value, Tensor):
-        return _written(value if isinstance(value, str) else f"{format_count(len(value))} bytes")
+        return _written(value if isinstance(value, str) else f"{format_things(len(value), 'byte')}")
     array = value.numpy()
     if array.ndim >= 3 and array.shape[-3] in (1, 3):
         array = np.moveaxis(array, -3, -1)

@@ -108,10 +108,10 @@ def _by_itself(loader: Loader | Watched[Any], seconds: float) -> Diagnosis:
     case = replace(_case(spent, loader.meters.facts, hosts), is_enough=True)
     found = judged(case, "unknown")
     rate = format_rate(case.samples_per_s, "images")
-    a_batch = format_seconds(case.step.seconds)
+    a_batch = f"{format_seconds(case.step.seconds)} a batch of {case.step.samples} on average"
     return replace(
         found,
-        sentence=f"The loader alone: {rate}, {a_batch} for a batch of {case.step.samples}; faster steps wait for it",
+        sentence=f"The loader alone: {rate}, {a_batch}; faster steps wait for it",
         shares=Shares(),
         ceiling_samples_per_s=None,
         advice=tuple(

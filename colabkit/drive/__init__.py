@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from colabkit._units import format_count, format_seconds
+from colabkit._units import format_seconds
 from colabkit.drive.drivefs import DriveFs, asked, check_can_mount, mount_in_colab
-from colabkit.drive.mountpoints import GIVE_UP, detach, liveness, mount_failed
+from colabkit.drive.mountpoints import GIVE_UP, counted_files, detach, liveness, mount_failed
 from colabkit.drive.ocamlfuse import Ocamlfuse
 from colabkit.drive.rclone import Rclone
 from colabkit.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport
@@ -329,7 +329,7 @@ def _to_be_found(act: str, place: Place, point: str | None) -> Mount | None:
 def _at_stake(unsent: int | None, timeout: float) -> str:
     if unsent is None:
         return f"what cannot be sent in {format_seconds(timeout)}"
-    return f"those of {format_count(unsent)} files that cannot be sent in {format_seconds(timeout)}" if unsent else ""
+    return f"those of {counted_files(unsent)} that cannot be sent in {format_seconds(timeout)}" if unsent else ""
 
 
 def _check_not_inside(found: Mount, act: str) -> None:

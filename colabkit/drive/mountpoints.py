@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from colabkit import _processes
+from colabkit._units import format_things
 from colabkit.errors import MountFailed, TimedOut, cannot
 from colabkit.mounts import Mount, mounts
 
 __all__ = [
     "Daemon",
+    "counted_files",
     "daemons",
     "detach",
     "is_mounted",
@@ -46,6 +48,11 @@ try:
 except OSError as error:
     print(error.errno)
 """
+
+
+def counted_files(count: int | None) -> str:
+    """Return a number of files as text; None is one that is not known."""
+    return "an unknown number of files" if count is None else format_things(count, "file")
 
 
 def mount_failed(cause: str, found: str, needed: str, next_step: str, act: str = "mount Drive") -> MountFailed:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from colabkit import _files, _processes
+from colabkit._units import format_things
 from colabkit.drive.mountpoints import (
     NOTHING_WAITS,
     Daemon,
+    counted_files,
     detach,
     is_mounted,
     liveness,
@@ -109,7 +111,7 @@ class Ocamlfuse:
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
                 return f"its database names nothing to send; what {PROGRAM} keeps in memory cannot be seen from here"
         unsent = self.unsent()
-        found = f"{'an unknown number of' if unsent is None else unsent} files not uploaded after {timeout:g} s"
+        found = f"{counted_files(unsent)} not uploaded after {timeout:g} s"
         raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
@@ -122,7 +124,7 @@ class Ocamlfuse:
         self.send(act, timeout, progress)
         self._take_away(act, timeout)
         if unsent := self.unsent():
-            return f"{unsent} files wait in its queue for the next mount, do not clear its cache"
+            return f"{format_things(unsent, 'file')} in its queue for the next mount, do not clear its cache"
         return f"{PROGRAM} says that {NOTHING_WAITS}"
 
     def _take_away(self, act: str, timeout: float) -> None:
@@ -161,13 +163,13 @@ class Ocamlfuse:
             self._take_away(act, timeout)
             unsent = self.unsent()
             if unsent != 0 and not force:
-                found = f"{'an unknown number of' if unsent is None else unsent} files not uploaded"
+                found = f"{counted_files(unsent)} not uploaded"
                 needed = "none, as they would be lost"
                 raise UnsentWrites(cannot(act, found, needed, "Try again, or give them up with force=True"))
             finished = self._run(["-cc", *self._identity()], act, timeout)
             # Without stored consent it ends with status 1, but after it has cleared: what counts is what is left.
             if left := [path for path in self._cached() if not path.name.startswith("cache.db")]:
-                found = f"{PROGRAM} -cc left {len(left)} files and said {_said(finished)!r}"
+                found = f"{PROGRAM} -cc left {format_things(len(left), 'file')} and said {_said(finished)!r}"
                 raise mount_failed("unknown", found, "an empty cache", f"Look at {str(self.cache)!r}", act)
         except ColabkitError:
             if not is_mounted(self.mount.point):
@@ -175,7 +177,7 @@ class Ocamlfuse:
                     self.mount_again(timeout)
             raise
         self.mount_again(timeout)
-        return "" if unsent == 0 else f"{'some' if unsent is None else unsent} files that were not uploaded"
+        return "" if unsent == 0 else f"{counted_files(unsent)} not uploaded"
 
     def _identity(self) -> list[str]:
         """Return the arguments that say whose cache is meant: all but the mountpoint and what only mounting needs."""

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from colabkit.drive.mountpoints import GIVE_UP, NOTHING_WAITS, Daemon, detach, mount_failed, serving, wait_until
+from colabkit.drive.mountpoints import (
+    GIVE_UP,
+    NOTHING_WAITS,
+    Daemon,
+    counted_files,
+    detach,
+    mount_failed,
+    serving,
+    wait_until,
+)
 from colabkit.errors import MountFailed, NotMounted, TimedOut, UnsentWrites, cannot
 from colabkit.mounts import Mount
 from colabkit.progress import heartbeat
@@ -82,7 +91,7 @@ class Rclone:
         with heartbeat("upload", timeout, progress) as tick:
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
                 return f"rclone says that {NOTHING_WAITS}"
-        found = f"{self.unsent()} files not uploaded after {timeout:g} s"
+        found = f"{counted_files(self.unsent())} not uploaded after {timeout:g} s"
         raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:

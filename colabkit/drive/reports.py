@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit._reports import Report
-from colabkit._units import format_bytes, format_count, format_seconds
+from colabkit._units import format_bytes, format_count, format_seconds, format_things
 
 __all__ = ["CacheReport", "FlushReport", "MountReport", "UnmountReport"]
 
@@ -125,7 +125,7 @@ class CacheReport(Report):
         if self.dry_run:
             doing = f"Would clear the {self.kind} cache of {str(self.mountpoint)!r}"
             first = (
-                f"; {format_count(self.unsent)} files are sent first" if self.unsent and self.kind != "rclone" else ""
+                f"; {format_things(self.unsent, 'file')} to send first" if self.unsent and self.kind != "rclone" else ""
             )
             lost = self.loss or "nothing"
             return f"{doing}: {format_bytes(self.freed_bytes)} to free{stays}{first}\nWould lose: {lost}"

@@ -75,7 +75,7 @@ class RuntimeReport(Report):
     def _summary(self) -> str:
         gpus = "; ".join(map(repr, self.gpus)) or "no GPU"
         place = "" if self.place == "Python" else f"{self.place}, "
-        return f"{place}Python {self.python}: {self.cpus:g} CPUs, {self.memory!r}, {gpus}"
+        return f"{place}Python {self.python}: {self.cpus:g} CPU{'' if self.cpus == 1 else 's'}, {self.memory!r}, {gpus}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         memory = f"{format_bytes(self.memory.available_bytes)} of {format_bytes(self.memory.total_bytes)} available"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from colabkit._units import format_bytes
+from colabkit._units import format_bytes, format_things
 from colabkit.errors import BadSource, cannot
 from colabkit.labels.splitting import Kind
 from colabkit.sources import Item
@@ -167,7 +167,8 @@ def _check_filled(act: str, what: str, cells: Sequence[Any], items: Sequence[Ite
         return
     empty = [row for row, cell in enumerate(cells) if cell is None or (type(cell) is float and math.isnan(cell))]
     if empty:
-        found = f"{what} is empty for {items[empty[0]].path!r}, and for {len(empty)} of {len(cells)} samples in all"
+        count = f"{len(empty)} of {format_things(len(cells), 'sample')}"
+        found = f"{what} is empty for {items[empty[0]].path!r}, and for {count} in all"
         raise BadSource(cannot(act, found, "a value for each", "Fill them, or leave these samples out"))
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from colabkit._units import format_things
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.pack_format import SPLITS
 from colabkit.sampler import epoch_order
@@ -161,7 +162,7 @@ def fold_numbers(
     check_whole_number(act, "n", n, 0)
     check_whole_number(act, "seed", seed, 0)
     if n < k:
-        raise InvalidOption(cannot(act, f"{n} samples", "at least one for each fold", "Use fewer folds"))
+        raise InvalidOption(cannot(act, format_things(n, "sample"), "at least one for each fold", "Use fewer folds"))
     stratum_of = np.zeros(n, np.int64) if strata is None else _codes(act, "strata", strata, n)
     if groups is not None:
         group_of = _codes(act, "groups", groups, n)
@@ -229,7 +230,7 @@ def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int
     """Return values as numbers from 0, in their order."""
     array = np.asarray(values)
     if array.shape != (n,):
-        found, needed = f"{name} of shape {array.shape}", f"one value for each of {n} samples"
+        found, needed = f"{name} of shape {array.shape}", f"one value for each of {format_things(n, 'sample')}"
         raise InvalidOption(cannot(act, found, needed, "Give as many values as samples"))
     try:
         codes = np.unique(array, return_inverse=True)[1]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from colabkit import meters
+from colabkit._units import format_things
 from colabkit.augment import Draws, Transform
 from colabkit.augment.checks import checked_size, shown
 from colabkit.errors import BadImage, ColabkitError, cannot, check_whole_number
@@ -179,14 +180,18 @@ class Loader:
     def __repr__(self) -> str:
         share = self._share()
         about = [
-            f"{len(self)} batches of {self.batch_size}",
+            f"{format_things(len(self), 'batch')} of {self.batch_size}",
             self._position.order_text,
             f"on {self.device}",
             *([f"rank {share.rank} of {share.world_size}"] if share.world_size > 1 else []),
             *([f"transform {_name_of(self.transform)}"] if self.transform is not None else []),
             f"samples in {self.tier}",
         ]
-        what = f"{type(self.dataset).__name__} of {self._count:,} samples" if self._feed is None else self._feed.about
+        what = (
+            f"{type(self.dataset).__name__} of {format_things(self._count, 'sample')}"
+            if self._feed is None
+            else self._feed.about
+        )
         return f"Loader of {what}: {', '.join(about)}"
 
     @property
@@ -304,7 +309,7 @@ class Loader:
                 if not counts.batches % _SETTLED_EVERY:
                     counts.settle(clock)
             if not start and counts.batches == received and self._bad.found:
-                found = f"{plan.samples(0)} image files of which none can be decoded"
+                found = f"{format_things(plan.samples(0), 'image file')} of which none can be decoded"
                 raise BadImage(cannot("load an epoch", found, "a good one at least", "See loader.bad_samples"))
             self._position.reached(epoch, 0, is_over=True)  # also if the last batches held bad samples only
         finally:

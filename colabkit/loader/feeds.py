@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import StackDataset
 
+from colabkit._units import format_things
 from colabkit.dataset import FileDataset, ImageFiles, Pack, PackedDataset
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader.gather import RowGather
@@ -117,7 +118,7 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
         rows = {name: RowGather(*_rows(act, name, value)) for name, value in arrays.items()}
         columns = dict(rows)
         count = _length(act, arrays)
-        about = f"arrays of {count:,} samples"
+        about = f"arrays of {format_things(count, 'sample')}"
         fingerprint = _digest(rows)
         labels = [*arrays][1] if len(arrays) > 1 else None
     if fields is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from colabkit._units import format_things
 from colabkit.augment import PerSample, is_per_sample
 from colabkit.augment.checks import shown
 from colabkit.errors import InvalidOption, cannot, check_whole_number
@@ -110,13 +111,13 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
     world = share.world_size
     among = "" if world == 1 else f" for {world} processes"
     if drop_last and len(order) >= world:
-        found = f"batch_size={batch_size} with drop_last, and {len(order)} samples{among}"
+        found = f"batch_size={batch_size} with drop_last, and {format_things(len(order), 'sample')}{among}"
         needed = "at least one full batch" if world == 1 else f"a full batch for each, {batch_size * world} samples"
         next_step = f"Use batch_size={len(order) // world} or less, or drop_last=False"
         raise InvalidOption(cannot(act, found, needed, next_step))
     needed = "at least one sample" if world == 1 else f"one for each of {world} processes"
     next_step = "Check the data set" if world == 1 or not len(order) else "Use fewer processes"
-    raise InvalidOption(cannot(act, f"{len(order)} samples", needed, next_step))
+    raise InvalidOption(cannot(act, format_things(len(order), "sample"), needed, next_step))
 
 
 def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:

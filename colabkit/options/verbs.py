@@ -34,7 +34,12 @@ _PACKED = (
     Option("fields", "further columns to keep, as in age,caption or Z=age", None, "fields"),
     Option("seed", "decides which sample goes to which split", 0, "number"),
     Option("on_bad", "raise, skip or blank a file that cannot be decoded", "raise", words=("raise", "skip", "blank")),
-    Option("max_bad", "more bad files are an error: a share, or a number of them", 0.1, "amount"),
+    Option(
+        "max_bad",
+        "more bad files are an error: a share, which allows at least one unless it is 0, or a number of them",
+        0.1,
+        "amount",
+    ),
 )
 
 TRAINING = (

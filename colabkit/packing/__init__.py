@@ -115,7 +115,8 @@ def pack(
         seed: decides which sample goes to which split.
         on_bad: what becomes of a file that cannot be decoded: `"raise"` an error, `"skip"` leaves it out, `"blank"`
             keeps a black image in its place. The pack and the report list each.
-        max_bad: more bad files than that are an error: a share, as 0.1, or a whole number of them.
+        max_bad: more bad files than that are an error: a share, as 0.1, or a whole number of them. A share above 0
+            allows at least one.
         shard_bytes: write several files of about this size, as `"256MiB"`, and `out` as their index; an interrupted
             call is gone on with from whole shards.
         executor: any executor of `concurrent.futures`, as `Client.get_executor()` of Dask: packs one shard a task. All

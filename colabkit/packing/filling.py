@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit import _files
+from colabkit._units import format_things
 from colabkit.environment import usable_cpus
 from colabkit.errors import BadImage, cannot
 from colabkit.pack_format import DataSet
@@ -327,7 +328,6 @@ def _rows(made: Made, column: Sequence[Any]) -> npt.NDArray[np.uint8]:
 def too_many_bad(plan: Plan, bad: Sequence[Bad]) -> BadImage:
     """Return the error for more bad files than are allowed."""
     first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
-    needed = f"at most {plan.most_bad}"
-    return BadImage(
-        cannot(plan.act, f"{len(bad)} bad files or more, first {first}", needed, "Check the source, or raise max_bad=")
-    )
+    found = f"{format_things(len(bad), 'bad file')} or more, first {first}"
+    next_step = "Check the source" if len(bad) == plan.samples else "Check the source, or raise max_bad="
+    return BadImage(cannot(plan.act, found, f"at most {plan.most_bad}", next_step))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from colabkit import _files
-from colabkit._units import format_bytes, format_seconds
+from colabkit._units import format_bytes, format_seconds, format_things
 from colabkit.decode import decode_array, decode_image
 from colabkit.environment import memory_limits
 from colabkit.errors import BadImage, BadSource, InvalidOption, cannot
@@ -194,8 +194,9 @@ class FilesToPack:
             raise BadImage(cannot(act, str(reason), "an image file", next_step)) from reason
         if not kinds:
             item, reason = bad[0]
-            found = f"{len(bad)} files that were looked at are bad, first {item.path!r} ({reason})"
-            raise BadImage(cannot(options.act, found, "a good one among them", "Check the source, or raise max_bad"))
+            found = f"no good file among {len(bad)} that were looked at, first {item.path!r} ({reason})"
+            next_step = "Check the source" if len(bad) == len(self._items) else "Check the source, or raise max_bad="
+            raise BadImage(cannot(options.act, found, "and an image is needed", next_step))
         return _Look(tuple(kinds), decode_s / len(kinds))
 
     def _read(self, items: Sequence[Item]) -> list[tuple[Item, bytes | BrokenMember]]:
@@ -240,7 +241,7 @@ def column_table(act: str, field: str, column: str, values: list[Any]) -> Table:
     """
     missing = sum(value is None for value in values)
     if missing:
-        found = f"{missing} of {len(values)} cells of {column!r} are empty"
+        found = f"{missing} of {format_things(len(values), 'cell')} of {column!r} are empty"
         raise BadSource(cannot(act, found, "a value for each sample", "Fill them, or leave the field out"))
     if all(isinstance(value, str) for value in values):
         encoded = tuple(value.encode("utf-8", "surrogateescape") for value in values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit._reports import Report
-from colabkit._units import format_bytes, format_count, format_rate, format_seconds
+from colabkit._units import format_bytes, format_count, format_rate, format_seconds, format_things
 
 __all__ = ["PackReport", "VerifyReport"]
 
@@ -59,20 +59,20 @@ class PackReport(Report):
     def _summary(self) -> str:
         samples = sum(self.splits.values())
         shape = f" {'x'.join(map(str, self.sample_shape))}" if self.sample_shape else ""
-        kind = "samples" if self.encoding == "array" else "images"
-        size = f"{format_count(samples)} {kind}{shape}, {format_bytes(self.pack_bytes)}"
+        kind = "sample" if self.encoding == "array" else "image"
+        size = f"{format_things(samples, kind)}{shape}, {format_bytes(self.pack_bytes)}"
         size += f" in {self.shards} shards" if self.shards > 1 else ""
         if self.reused:
             return f"Already packed at {str(self.path)!r}: {size}; overwrite=True packs it again"
-        rate = format_rate(samples / max(self.seconds, 1e-9), kind)
-        notes = f", {self.retries} retries" if self.retries else ""
+        rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
+        notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
         if self.left_out:
             path, why = self.left_out[0]
-            notes += f", {format_count(len(self.left_out))} other files left out, as {path!r} ({why})"
+            notes += f", {format_things(len(self.left_out), 'other file')} left out, as {path!r} ({why})"
         text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
         if self.bad:
             path, why = self.bad[0]
-            text += f"\n{format_count(len(self.bad))} bad files, first {path!r} ({why}); .bad lists them"
+            text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why}); .bad lists them"
         return f"{text}\nEncoding {self.encoding}: {self.note}" if self.note else text
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -113,9 +113,9 @@ class VerifyReport(Report):
 
     def _summary(self) -> str:
         if not self.damaged:
-            return f"{str(self.path)!r} is whole: all {format_count(self.samples)} samples are as they were sealed"
+            return f"{str(self.path)!r} is whole: {format_things(self.samples, 'sample')}, each as it was sealed"
         first = ", ".join(f"{split}[{index}]" for split, index in self.damaged[:_LISTED])
-        damage = f"{len(self.damaged)} of {format_count(self.samples)} samples, first {first}"
+        damage = f"{len(self.damaged)} of {format_things(self.samples, 'sample')}, first {first}"
         if self.damaged_files != (self.path.name,):
             damage += f", in {', '.join(map(repr, self.damaged_files))}"
         return f"{str(self.path)!r} is damaged: {damage}; pack or stage it again"

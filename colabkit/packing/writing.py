@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colabkit import _files, _partials
+from colabkit._units import format_things
 from colabkit.errors import BadSource, ColabkitError, TargetExists, cannot
 from colabkit.pack_format import create_pack, read_pack, seal_pack
 from colabkit.packing.compaction import Compaction
@@ -111,4 +112,6 @@ def whole_pack(path: Path, about: Mapping[str, Any]) -> Written | None:
 
 def none_good(plan: Plan) -> BadSource:
     """Return the error for a source without a good sample."""
-    return BadSource(cannot(plan.act, f"none of {plan.samples} samples is good", "at least one", "Check the source"))
+    return BadSource(
+        cannot(plan.act, f"none of {format_things(plan.samples, 'sample')} is good", "at least one", "Check the source")
+    )

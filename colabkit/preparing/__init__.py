@@ -79,7 +79,7 @@ def prepare(
         fields: further columns.
         seed: of the splits.
         on_bad: what becomes of files that cannot be decoded.
-        max_bad: how many there may be.
+        max_bad: how many there may be; a share above 0 allows at least one.
         save_to: the folder that keeps packs; None saves nothing. Where Drive is not mounted nothing is saved on it.
         threads: reads in flight, or `"auto"`.
         refresh: pack the source anew, whatever is there, and save the new pack in place of the old one.

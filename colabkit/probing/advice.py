@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colabkit._units import format_bytes, format_count, format_seconds
+from colabkit._units import format_bytes, format_count, format_seconds, format_things
 from colabkit.mounts import DRIVEFS
 from colabkit.probing.report import ProbeReport, ReadRate, best_rate
 
@@ -80,13 +80,13 @@ def _of_small_files(report: ProbeReport, best: ReadRate) -> str:
     tree_s, best_tree_s = _tree_seconds(report, alone), _tree_seconds(report, best)
     if best is alone:
         first = f"1,000 small files take {format_seconds(cost_s)}, and more threads do not help"
-        whole = f"; the {format_count(report.files)} files here {format_seconds(best_tree_s)}" if best_tree_s else ""
+        whole = f"; the {format_things(report.files, 'file')} here {format_seconds(best_tree_s)}" if best_tree_s else ""
     else:
         first = f"1,000 small files take {format_seconds(cost_s)} one by one and {format_seconds(best_s)}{_with(best)}"
         whole = ""
         if tree_s and best_tree_s:
-            count = format_count(report.files)
-            whole = f"; the {count} files here {format_seconds(tree_s)} and {format_seconds(best_tree_s)}"
+            files = format_things(report.files, "file")
+            whole = f"; the {files} here {format_seconds(tree_s)} and {format_seconds(best_tree_s)}"
     return f"{first}{whole}. {_next_step(report, best, best_s, best_tree_s)}"
 
 

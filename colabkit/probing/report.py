@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from colabkit._reports import Report, html_table
-from colabkit._units import format_bytes, format_count, format_rate, format_seconds, format_share
+from colabkit._units import format_bytes, format_count, format_rate, format_seconds, format_share, format_things
 from colabkit.probing.plot import BLUE, GREEN, Bar, Panel, svg, text_bars
 
 __all__ = ["ProbeReport", "ReadRate", "best_rate"]
@@ -115,10 +115,12 @@ class ProbeReport(Report):
         where = f"{self.path!r} ({self.fstype})" if self.fstype else repr(self.path)
         facts = [] if self.open_s is None else [f"a file opens in {format_seconds(self.open_s)}"]
         if best := best_rate(self.small, of_bytes=False):
-            facts.append(f"{format_rate(best.reads_per_s or 0, 'files')} with {_counted(best.concurrency, 'thread')}")
+            facts.append(
+                f"{format_rate(best.reads_per_s or 0, 'files')} with {format_things(best.concurrency, 'thread')}"
+            )
         if best := best_rate(self.large, of_bytes=True):
             rate = f"{format_bytes(best.bytes_per_s or 0)}/s"
-            facts.append(f"{rate} of one file in {_counted(best.concurrency, 'range')}")
+            facts.append(f"{rate} of one file in {format_things(best.concurrency, 'range')}")
         if self.errors:
             facts.append(self.error_text)
         first = f"Probed {where}: {', '.join(facts) or 'nothing could be measured'}"
@@ -135,8 +137,7 @@ class ProbeReport(Report):
         if self.type == "folder":
             rate = "n/a" if self.listing_rate is None else format_rate(self.listing_rate, "entries")
             part = "the whole tree" if self.is_complete else "a part of the tree"
-            entries = "1 entry" if self.listed_entries == 1 else f"{format_count(self.listed_entries)} entries"
-            rows.append(("listing", f"{rate}; {entries}, {part}"))
+            rows.append(("listing", f"{rate}; {format_things(self.listed_entries, 'entry')}, {part}"))
         sized = "" if self.sized_files == self.files else f" in {format_count(self.sized_files)} of them"
         largest = f", the largest {format_bytes(self.largest_bytes)}" if self.sized_files > 1 else ""
         rows.append(("files", f"{format_count(self.files)}; {format_bytes(self.sized_bytes)}{sized}{largest}"))
@@ -168,10 +169,6 @@ class ProbeReport(Report):
         last = [("solid bar", _BEST)] if panels else []
         told = [(name, self._worded(text)) for name, text in first]
         return html_table(self._worded(self._summary()).splitlines()[0], [*told, *self._rows(), *last]) + svg(panels)
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _bar(rate: ReadRate, value: float | None, text: Callable[[float], str], is_best: bool) -> Bar:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from colabkit._units import format_things
 from colabkit.errors import BadArchive, BadSource, cannot
 from colabkit.sources.concurrency import still_moving
 from colabkit.sources.items import Listing, broken_archive
@@ -161,7 +162,9 @@ class _Values:
             if image != key and image in images:
                 labels[image] = self._text(found.act, row)
         if labels and count is not None and count != b"%d" % len(images):
-            found.skipped.append((_COUNT_KEY.decode(), f"it says {count!r}, and there are {len(images)} images"))
+            found.skipped.append(
+                (_COUNT_KEY.decode(), f"it says {count!r}, and it holds {format_things(len(images), 'image')}")
+            )
         return labels
 
     def _text(self, act: str, row: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from colabkit._files import translated
+from colabkit._units import format_things
 from colabkit.environment import can_hang
 from colabkit.errors import BadSource, InvalidOption, MissingPackage, SourceMissing, cannot
 from colabkit.mounts import Mount, mounts, user_path
@@ -143,7 +144,7 @@ class ManifestSource:
     def _items(self, table: _Table, found: Mapping[str, os.stat_result | None]) -> tuple[Item, ...]:
         if missing := [path for path, stats in found.items() if stats is None]:
             count = sum(found[path] is None for path in table.paths)
-            told = f"no file {missing[0]!r}, and {count} of {len(table.paths)} rows like it"
+            told = f"no file {missing[0]!r}, and {count} of {format_things(len(table.paths), 'row')} like it"
             needed = "a file for each row"
             raise SourceMissing(cannot(self._act, told, needed, "Check the paths, or run colabkit.mount() for Drive"))
         items = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from colabkit._files import translated
+from colabkit._units import format_things
 from colabkit.environment import can_hang
 from colabkit.errors import InvalidOption, SourceMissing, cannot
 from colabkit.mounts import mounts, user_path
@@ -128,7 +129,7 @@ def _expanded(act: str, path: Path) -> list[Path]:
     """
     files = list(dict.fromkeys(_matches(act, path)))
     if missing := [file for file in files if not file.is_file()]:
-        told = f"no file {str(missing[0])!r}, and {len(missing)} of {len(files)} shards like it"
+        told = f"no file {str(missing[0])!r}, and {len(missing)} of {format_things(len(files), 'shard')} like it"
         raise SourceMissing(cannot(act, told, "every shard", "Check the path, or stage the shards that are missing"))
     if not files:
         raise SourceMissing(cannot(act, "no file of this pattern", "at least one shard", "Check the path"))

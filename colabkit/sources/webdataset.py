@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from colabkit._units import format_bytes
+from colabkit._units import format_bytes, format_things
 from colabkit.errors import BadArchive, BadSource, cannot
 from colabkit.sources.items import Listing
 from colabkit.sources.members import directory_of
@@ -94,7 +94,9 @@ class WebDatasetSource(RangeSource):
                             unread[part.extension] += 1
                     found.add(f"{shard}/{key}", payload.offset, payload.size, fields)
         for extension, count in unread.items():
-            found.skipped.append((f"*.{extension}", f"{count} members that are neither the sample's own nor a label"))
+            found.skipped.append(
+                (f"*.{extension}", f"{format_things(count, 'member')}, neither the sample's own nor a label")
+            )
         return found.finish()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit._reports import Report
-from colabkit._units import format_bytes, format_count, format_rate, format_seconds
+from colabkit._units import format_bytes, format_count, format_rate, format_seconds, format_things
 
 __all__ = ["PublishReport", "StagePlan", "StageReport", "UnstageReport"]
 
@@ -46,7 +46,7 @@ class StagePlan(Report):
     def _summary(self) -> str:
         if self.kind == "address":
             return f"Would fetch {self.source!r} and stage it to {str(self.path)!r} ({self.target}: {self.why})"
-        files = "an archive" if self.files is None else _files(self.files)
+        files = "an archive" if self.files is None else format_things(self.files, "file")
         size = f"{files}, {format_bytes(self.read_bytes)} to read, {format_bytes(self.staged_bytes)} near"
         there = f", {format_bytes(self.present_bytes)} there already" if self.present_bytes else ""
         return f"Would stage {self.source!r} to {str(self.path)!r}: {size}{there} ({self.target}: {self.why})"
@@ -110,15 +110,19 @@ class StageReport(Report):
     def _summary(self) -> str:
         if self.is_dry and self.plan is not None:
             return repr(self.plan)
-        size = f"{_files(self.files)}, {format_bytes(self.staged_bytes)}"
+        size = f"{format_things(self.files, 'file')}, {format_bytes(self.staged_bytes)}"
         if self.reused and self.is_refreshed:
             return f"Nothing has changed at {self.source!r}: {str(self.path)!r} stays, {size}"
         if self.reused:
             return f"Already staged at {str(self.path)!r}: {size}; refresh=True looks for changes"
         rate = format_rate(self.files / max(self.seconds, 1e-9), "files")
         notes = f", {format_bytes(self.resumed_bytes)} of it there already" if self.resumed_bytes else ""
-        notes += f", {self.retries} retries" if self.retries else ""
-        notes += f", {len(self.skipped)} links or special files skipped" if self.skipped else ""
+        notes += f", {format_things(self.retries, 'retry')}" if self.retries else ""
+        notes += (
+            f", {format_things(len(self.skipped), 'link or special file', 'links or special files')} skipped"
+            if self.skipped
+            else ""
+        )
         return f"Staged {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -182,10 +186,6 @@ class PublishReport(Report):
             ("checked", self.checked),
             ("sent", "yes" if self.is_sent else self._worded("later; colabkit.flush() waits for it")),
         ]
-
-
-def _files(count: int) -> str:
-    return f"{format_count(count)} {'file' if count == 1 else 'files'}"
 
 
 def _first(skipped: tuple[tuple[str, str], ...]) -> str:

@@ -105,7 +105,11 @@ def read_manifest(folder: Path) -> list[tuple[Item, list[int]]]:
         return [(Item(path, size, mtime_ns), crcs) for path, size, mtime_ns, *crcs in rows]
     except (OSError, StopIteration, ValueError, TypeError) as error:
         act = f"read the manifest of {str(folder)!r}"
-        raise Corrupt(cannot(act, "it is damaged", "the one that stage() wrote", "Use refresh=True")) from error
+        raise Corrupt(
+            cannot(
+                act, "it is damaged", "the one that stage() wrote is needed", "Run colabkit.stage(..., refresh=True)"
+            )
+        ) from error
 
 
 def contents_digest(folder: Path) -> tuple[str, int]:

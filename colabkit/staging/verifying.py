@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit._reports import Report
-from colabkit._units import format_bytes, format_count, format_seconds
+from colabkit._units import format_bytes, format_seconds, format_things
 from colabkit.progress import ProgressBar
 from colabkit.staging.copying import good_blocks
 from colabkit.staging.seal import Seal, read_manifest, read_seal, sealed_crcs
@@ -33,10 +33,10 @@ class StageVerifyReport(Report):
     def _summary(self) -> str:
         if not self.damaged:
             size = format_bytes(self.checked_bytes)
-            return f"{str(self.path)!r} is whole: all {format_count(self.files)} files, {size}, are as they were staged"
+            return f"{str(self.path)!r} is whole: {format_things(self.files, 'file')}, {size}, each as it was staged"
         first = ", ".join(map(repr, self.damaged[:5]))
-        damage = f"{len(self.damaged)} of {format_count(self.files)} files, first {first}"
-        return f"{str(self.path)!r} is damaged: {damage}; stage it again with refresh=True"
+        damage = f"{len(self.damaged)} of {format_things(self.files, 'file')}, first {first}"
+        return f"{str(self.path)!r} is damaged: {damage}; run colabkit.stage(..., refresh=True)"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [("damaged", str(len(self.damaged))), ("checked in", format_seconds(self.seconds))]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from colabkit._reports import Report
-from colabkit._units import format_rate, format_seconds
+from colabkit._units import format_rate, format_seconds, format_things
 from colabkit.checkpoint import random_state, restore_random_state
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.loader import Loader
@@ -51,12 +51,16 @@ class HeadspaceReport(Report):
     loading_samples_per_s: float
 
     def _summary(self) -> str:
-        a_batch = f"{format_seconds(self.step_s)} for a batch of {self.batch_size}"
-        return f"The step alone: {format_rate(self.samples_per_s, 'images')}, {a_batch}; no loader can raise this"
+        a_step = f"{format_seconds(self.step_s)} a step of {format_things(self.batch_size, 'image')}"
+        return f"The step alone: {format_rate(self.samples_per_s, 'images')}, {a_step}; no loader can raise this"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
-            ("step alone", format_rate(self.samples_per_s, "images"), f"{self.steps} steps on {self.batches} batches"),
+            (
+                "step alone",
+                format_rate(self.samples_per_s, "images"),
+                f"{format_things(self.steps, 'step')} on {format_things(self.batches, 'batch')}",
+            ),
             ("loader alone", format_rate(self.loading_samples_per_s, "images"), "the batches that were cached"),
         ]
 

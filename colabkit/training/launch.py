@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from colabkit._units import format_things
 from colabkit.environment import usable_cpus
 from colabkit.errors import InvalidOption, LaunchFailed, cannot, check_whole_number
 
@@ -49,7 +50,9 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     if not callable(function):
         raise InvalidOption(cannot(act, f"a {type(function).__name__}", "a function", "Pass it without calling it"))
     if gpus and count > gpus:
-        raise InvalidOption(cannot(act, f"processes={count}", f"at most one for each of {gpus} GPUs", "Use fewer"))
+        raise InvalidOption(
+            cannot(act, f"processes={count}", f"at most one for each of {format_things(gpus, 'GPU')}", "Use fewer")
+        )
     if torch.cuda.is_initialized():
         next_step = "Restart the runtime, and make models and move tensors inside the function"
         raise InvalidOption(cannot(act, "CUDA in use in this process", "processes that begin without it", next_step))

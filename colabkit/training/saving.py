@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from colabkit._units import format_things
 from colabkit.checkpoint import Checkpoint, Checkpoints, random_state, restore_random_state
 from colabkit.errors import InvalidOption, LaunchFailed, TargetExists, cannot, check_whole_number
 from colabkit.loader import Loader
@@ -166,11 +167,11 @@ class Saving:
             restore_random_state(content["random"][self._processes.rank])
         not_kept = []
         if world_size != self._processes.count:
-            not_kept.append(f"random generators of {world_size} processes, now {self._processes.count}")
+            not_kept.append(f"random generators of {format_things(world_size, 'process')}, now {self._processes.count}")
         loaded, now_rates = self._loader.state_dict(), _rates_of(self._state)
         before, now = content["loader"]["global_batch"], loaded["global_batch"]
         if before != now:
-            not_kept.append(f"batches of {before} samples, now {now}")
+            not_kept.append(f"batches of {format_things(before, 'sample')}, now {now}")
         not_kept += [
             f"{name}={now!r} of the Loader: {loaded[name]!r} goes on"
             for name, now in order.items()
