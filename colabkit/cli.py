@@ -110,7 +110,9 @@ def _look_up(reference: str) -> Any:
     """Return the object that `FILE.py:NAME` names."""
     file, colon, name = reference.rpartition(":")
     if not colon:
-        raise InvalidOption(cannot(f"use {reference!r}", "no ':' in it", "FILE.py:NAME", "Name file and variable"))
+        raise InvalidOption(
+            cannot(f"use {reference!r}", "no ':' in it", "as in FILE.py:NAME", "Name file and variable")
+        )
     return look_up_in(vars(_module(os.path.abspath(file))), name)
 
 
@@ -119,7 +121,7 @@ def _module(file: str) -> ModuleType:
     path = Path(file)
     spec = importlib.util.spec_from_file_location(f"colabkit_file_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "FILE.py:NAME", "Check the path"))
+        raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "as in FILE.py:NAME", "Check the path"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     _loaded.add(file)

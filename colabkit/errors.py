@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import re
 import traceback
 from collections.abc import Callable
 
@@ -187,6 +188,16 @@ def cannot(act: str, found: str, needed: str, next_step: str) -> str:
         next_step: a sentence that says what to do, without its full stop.
     """
     return f"Cannot {act}: {found}, {needed}. {next_step}."
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, with its article, as in `"an int"`, `"a list"`, `"the class Linear"` or `"None"`."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if re.match('[AEIOaeio]|[FHLMNRSX][A-Z]|nd', name) else 'a'} {name}"
 
 
 def reword(error: ShownInOneLine, worded: Callable[[str], str]) -> None:

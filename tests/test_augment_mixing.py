@@ -123,8 +123,8 @@ def test_mixing_needs_the_whole_batch_and_changes_labels():
 @pytest.mark.parametrize(
     ("labels", "found"),
     [
-        (None, "a NoneType of labels"),
-        ([0] * 8, "a list of labels"),
+        (None, "labels are None"),
+        ([0] * 8, "labels are a list"),
         (torch.zeros(7, dtype=torch.int64), r"labels torch.int64 \[7\]"),
         (torch.zeros(8), r"labels torch.float32 \[8\]"),
         (torch.zeros(8, 4), r"labels torch.float32 \[8, 4\]"),

@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import colabkit
 from colabkit import errors
-from colabkit.errors import ColabkitError, cannot
+from colabkit.errors import ColabkitError, cannot, kind_of
 
 PACKAGE = Path(colabkit.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -288,3 +289,24 @@ def test_the_gate_over_changes_finds_what_it_should(source):
 )
 def test_the_gate_over_changes_lets_reading_pass(source):
     assert list(changes(source)) == []
+
+
+class MLP:
+    """A name that is spelt."""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3, "an int"),
+        ([], "a list"),
+        (None, "None"),
+        (np.zeros(2), "an ndarray"),
+        (np.uint8(2), "a uint8"),
+        (int, "the class int"),
+        (MLP(), "an MLP"),
+        (pytest, "a module"),
+    ],
+)
+def test_what_a_value_is_has_its_article(value: object, text: str) -> None:
+    assert kind_of(value) == text

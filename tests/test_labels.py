@@ -130,7 +130,7 @@ def test_an_image_outside_of_class_folders_is_refused_and_named():
 
 
 def test_no_image_and_no_file_are_told_apart():
-    with pytest.raises(BadSource, match="none of its 2 files is an image"):
+    with pytest.raises(BadSource, match="no image among 2 files"):
         tree_of("a/1.txt", "b/2.csv")
     with pytest.raises(BadSource, match=r"Cannot label 'source': no files at all"):
         tree_of()

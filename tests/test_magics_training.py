@@ -160,6 +160,10 @@ def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: p
     assert line.startswith(
         "InvalidOption: Cannot train: the cell sets loss to a Tensor of shape [8, 2], a single number"
     )
+    assert "Use its mean" in line
+    run(shell, "%%train data --batch-size 8\nloss = 'hello'")
+    (line,) = shown_by(capsys)[-1:]
+    assert "sets loss to a str, a single number or a dict of numbers is taken. Use another name" in line
 
 
 def test_ctrl_c_without_a_folder_says_that_nothing_is_saved_and_what_would(

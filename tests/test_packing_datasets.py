@@ -263,7 +263,7 @@ WRONG = {
     "has labels in words": (Samples([(1.0, "owl")]), BadSource, "the label 'owl', where .*classes. are none"),
     "has odd labels": (Samples([(1.0, [3, 4])]), BadSource, r"a label of int64 \[2\]"),
     "has a label that is NaN": (Samples([(1.0, 2.0), (1.0, np.nan)]), BadImage, "'sample 1' .* a label that is NaN"),
-    "has objects": (Samples([(1.0, 2, object())]), BadSource, "'Z' is a object, in sample 0"),
+    "has objects": (Samples([(1.0, 2, object())]), BadSource, "'Z' is an object, in sample 0"),
     "has empty tuples": (Samples([()]), BadSource, "an empty tuple"),
     "has no key of samples": (Samples([{"a": 1, "b": 2}]), BadSource, "samples of a, b"),
     "has a bad key": (Samples([{"x": 1, "a/b": 2}]), InvalidOption, "a field named 'a/b'"),

@@ -197,7 +197,7 @@ def test_a_shard_of_bad_files_alone_is_left_out(tmp_path, tree):
         path.write_bytes(b"none")
     shutil.rmtree(tree / "val")
     shutil.rmtree(tree / "test")
-    with pytest.raises(BadSource, match="none of 6 samples is good"):
+    with pytest.raises(BadSource, match="no good one among 6 samples"):
         packed(tree, tmp_path / "none.h5", 2 * ROW, on_bad="skip", max_bad=6, size=4)
     assert leftovers(tmp_path) == []
 

@@ -93,10 +93,10 @@ def test_unstage_refuses_what_stage_did_not_make(image_tree, tmp_path):
     forged = make_tree(tmp_path / "forged", 1)
     (forged / STAGE_SEAL).write_text('{"format": 1}')
     before = state_of(image_tree), state_of(forged)
-    with pytest.raises(SourceMissing):
+    with pytest.raises(SourceMissing, match=r"it was not staged, so there is nothing to remove\. Name the path that"):
         unstage(tmp_path / "nowhere")
     for path in (image_tree, image_tree / "ants" / "000.png", forged, forged / "ants"):
-        with pytest.raises(NotSealed):
+        with pytest.raises(NotSealed, match=r"it was not staged and is no near copy, so it was left alone\. Name the"):
             unstage(path)
     assert (state_of(image_tree), state_of(forged)) == before
 

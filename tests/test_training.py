@@ -284,9 +284,11 @@ def test_a_loss_that_is_not_a_number_is_shown_as_such(data):
 )
 def test_a_step_that_returns_something_else_is_refused_at_its_first_batch(data, result, heard):
     calls: list[int] = []
-    with pytest.raises(InvalidOption, match="a loss, a dict of numbers, or None"):
+    with pytest.raises(InvalidOption, match="a loss, a dict of numbers, or None") as caught:
         train(lambda batch: calls.append(1) or result, Loader(data, 4))
     assert len(calls) == 1
+    has_mean = isinstance(result, dict) and hasattr(result["loss"], "mean")
+    assert ("its mean" in str(caught.value)) == has_mean
     assert [type(event) for event in heard][-1] is meters.RunEnded
 
 
@@ -426,7 +428,7 @@ def test_a_state_of_the_wrong_kind_is_one_line(data, state):
 
 def test_only_our_loader_and_a_callable_step_are_taken(data):
     for step, loader in ((nothing, [1]), (None, Loader(data, 4))):
-        with pytest.raises(InvalidOption, match=r"a callable step and a colabkit\.Loader"):
+        with pytest.raises(InvalidOption, match=r"they have to be a function and a colabkit\.Loader"):
             train(step, loader)
     with pytest.raises(InvalidOption, match="epochs='2'"):
         train(nothing, Loader(data, 4), epochs="2")

@@ -220,7 +220,7 @@ def test_time_is_told_without_validations(data):
 
 
 def test_a_step_whose_state_is_unknown_is_not_saved_without_a_word(tmp_path, data):
-    with pytest.raises(InvalidOption, match=r"a step of your own without state=, what it changes\. Pass state="):
+    with pytest.raises(InvalidOption, match=r"of your own without state=, which names what it changes\. Pass state="):
         colabkit.train(nothing, Loader(data, 4), save_to=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -16,7 +16,7 @@ from colabkit.augment.draws import Draws
 from colabkit.augment.geometry import Geometry
 from colabkit.augment.per_sample import is_per_sample
 from colabkit.augment.transform import Transform
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 
 __all__ = ["Compose", "geometry_of", "parted", "steps_of"]
 
@@ -70,7 +70,7 @@ class Compose(_Steps):
     def __init__(self, transforms: Iterable[Callable[..., Any]], *others: Any) -> None:
         act = "compose transforms"
         if others or not isinstance(transforms, Iterable):
-            found = f"{1 + len(others)} arguments" if others else f"a {type(transforms).__name__}"
+            found = f"{1 + len(others)} arguments" if others else kind_of(transforms)
             raise InvalidOption(cannot(act, found, "a list of them", "Put them in brackets: Compose([...])"))
         flat: list[Callable[..., Any]] = []
         for transform in transforms:

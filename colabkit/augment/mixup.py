@@ -12,7 +12,7 @@ from torch import Tensor
 from colabkit.augment.checks import checked_number
 from colabkit.augment.draws import Draws
 from colabkit.augment.transform import Transform, check_images
-from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 
 __all__ = ["MixUp"]
 
@@ -71,7 +71,7 @@ class MixUp(Transform):
         found = (
             f"labels {labels.dtype} {list(labels.shape)}"
             if isinstance(labels, Tensor)
-            else f"a {type(labels).__name__} of labels"
+            else f"labels are {kind_of(labels)}"
         )
         if is_numbers and labels.device.type == "cpu" and count:
             low, high = int(labels.min()), int(labels.max())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colabkit.augment.draws import Draws
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 
 __all__ = ["Transform", "check_images"]
 
@@ -66,7 +66,7 @@ def check_images(act: str, images: Tensor, fill: float = 0) -> None:
     """
     is_tensor = isinstance(images, Tensor)
     if not is_tensor or images.ndim != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
-        found = f"{images.dtype} {list(images.shape)}" if is_tensor else f"a {type(images).__name__}"
+        found = f"{images.dtype} {list(images.shape)}" if is_tensor else kind_of(images)
         needed = "a uint8 or floating tensor [B, C, H, W]"
         raise InvalidOption(cannot(act, found, needed, "Give a batch of images"))
     if images.dtype == torch.uint8 and not (0 <= fill <= 255 and fill == int(fill)):

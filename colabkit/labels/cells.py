@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit._units import format_bytes, format_things
-from colabkit.errors import BadSource, cannot
+from colabkit.errors import BadSource, cannot, kind_of
 from colabkit.labels.splitting import Kind
 from colabkit.sources import Item
 
@@ -189,5 +189,4 @@ def _plain(value: Any) -> Any:
 
 def _named(cells: Sequence[Any], row: int, items: Sequence[Item]) -> str:
     names = {str: "text", bool: "a bool", int: "a whole number", float: "a float"}
-    kind = type(cells[row])
-    return f"{names.get(kind, f'a {kind.__name__}')} for {items[row].path!r}"
+    return f"{names.get(type(cells[row])) or kind_of(cells[row])} for {items[row].path!r}"

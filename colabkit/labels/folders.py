@@ -150,7 +150,7 @@ def samples_of(act: str, listing: Listing) -> tuple[dict[str, list[int]], tuple[
         for row in chosen:
             del others[row]
     if not images:
-        told = f"none of its {format_things(len(items), 'file')} is an image" if items else "no files at all"
+        told = f"no image among {format_things(len(items), 'file')}" if items else "no files at all"
         raise BadSource(cannot(act, told, _LAYOUT, "Check the path"))
     reasons = dict.fromkeys(others, "no image by its name") | dict.fromkeys(hidden, "hidden")
     return images, (*listing.skipped, *((items[row].path, reasons[row]) for row in sorted(reasons)))

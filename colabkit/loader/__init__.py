@@ -14,7 +14,7 @@ from colabkit import meters
 from colabkit._units import format_things
 from colabkit.augment import Draws, Transform
 from colabkit.augment.checks import checked_size, shown
-from colabkit.errors import BadImage, ColabkitError, cannot, check_whole_number
+from colabkit.errors import BadImage, ColabkitError, cannot, check_whole_number, kind_of
 from colabkit.loader.building import Asked, built_by_sample, built_of_feed
 from colabkit.loader.decoding import BadSamples, OnBad
 from colabkit.loader.engines import failed
@@ -160,7 +160,7 @@ class Loader:
         if self._feed is None:
             self.dataset = as_samples(act, self.dataset)
             given = {"fields": fields is not None, "as_dict": as_dict, "size": size is not None}
-            why = why or (f"a {type(self.dataset).__name__}", "load a pack, image files or arrays")
+            why = why or (kind_of(self.dataset), "load a pack, image files or arrays")
             check_beside(act, {**given, "on_bad": on_bad != "raise"}, why)
             self._count = len(self.dataset)
             self._built = built_by_sample(act, asked, self.dataset, collate_fn)

@@ -16,7 +16,7 @@ from torch.utils.data import StackDataset
 
 from colabkit._units import format_things
 from colabkit.dataset import FileDataset, ImageFiles, Pack, PackedDataset
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 from colabkit.loader.gather import RowGather
 from colabkit.loader.portions import Numbers
 from colabkit.pack_format import LABELS, SAMPLES
@@ -178,7 +178,7 @@ def as_samples(act: str, dataset: Any) -> Any:
         if is_path:
             next_step = "Pass FileDataset(path) for a folder of images, or open_pack(path)['train'] for a pack"
         needed = "a data set with a length and an index, or arrays"
-        raise InvalidOption(cannot(act, f"a {kind.__name__}", needed, next_step))
+        raise InvalidOption(cannot(act, kind_of(dataset), needed, next_step))
     arrays, structure = found
     _length(act, arrays)
     return StackDataset(**arrays) if structure == "dict" else StackDataset(*arrays.values())
@@ -238,12 +238,12 @@ def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
         raise InvalidOption(cannot(act, found, "a tuple for fields", next_step))
     else:
         return None
-    what = f"a {type(dataset).__name__}"
+    what = kind_of(dataset)
     if not named:
         raise InvalidOption(cannot(act, f"{what} without arrays", "tensors and arrays in it", "Pass a data set"))
     for name, value in named.items():
         if not isinstance(value, Tensor | np.ndarray):
-            found = f"{f'item {name}' if structure == 'tuple' else repr(name)} of {what} is a {type(value).__name__}"
+            found = f"{f'item {name}' if structure == 'tuple' else repr(name)} of {what} is {kind_of(value)}"
             next_step = "Make it one by numpy.asarray, or pass a data set"
             raise InvalidOption(cannot(act, found, "tensors and arrays", next_step))
     return named, "dict" if structure == "dict" else "tuple"

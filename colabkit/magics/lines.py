@@ -37,6 +37,7 @@ LINES = (*(verb for verb in VERBS if verb.is_magic), DASHBOARD)
 """What there are line magics of, `%colabkit` apart."""
 
 _HELP = ("--help", "-h")
+_VARIABLES = "\nA word {NAME} or $NAME is the variable's value; within a longer word these stay as they are written.\n"
 _SHOWN = "The panel is shown beside each cell that loops over a Loader; %dashboard --off ends that"
 
 
@@ -97,7 +98,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
         if name not in magics:
             near = difflib.get_close_matches(name, magics, n=1)
             next_step = f"Did you mean {near[0]}" if near else "See %colabkit --help"
-            needed = f"one of {', '.join(magics)}"
+            needed = f"there are {', '.join(magics)}"
             raise InvalidOption(cannot(f"run %colabkit {name}", "no such verb", needed, next_step))
         return magics[name](rest)
 
@@ -114,6 +115,7 @@ def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Calla
     if not is_cell:  # IPython takes no cell magic without a cell, so this is where its options can be asked for
         cells = (parser_of(cell, f"%%{cell.name}") for cell in CELLS if cell.name == verb.name)
         text += "".join(f"\n{parser.format_help()}" for parser in cells)
+    text += _VARIABLES if verb.options else ""
 
     def magic(line: str, *cell: str) -> Any:
         if any(word in _HELP for word in split_line(line, {})):

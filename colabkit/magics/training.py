@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import colabkit
-from colabkit.errors import InvalidOption, SourceMissing, cannot
+from colabkit.errors import InvalidOption, SourceMissing, cannot, kind_of
 from colabkit.magics.bodies import Body
 from colabkit.magics.words import split_line
 from colabkit.options import CELLS, LOADING, arguments_of, given_in, look_up_in, parser_of
@@ -123,8 +123,9 @@ def _checked(loss: Any) -> Any:
     if isinstance(loss, Mapping) or is_number(loss):
         return loss
     shape = f" of shape {list(loss.shape)}" if hasattr(loss, "shape") else ""
-    found = f"the cell sets loss to a {type(loss).__name__}{shape}"
-    needed, next_step = "a single number, or a dict of numbers", "Use its mean, or another name"
+    found = f"the cell sets loss to {kind_of(loss)}{shape}"
+    needed = "a single number or a dict of numbers is taken"
+    next_step = "Use its mean, or another name" if hasattr(loss, "mean") else "Use another name for what is no loss"
     raise InvalidOption(cannot("train", found, needed, next_step))
 
 
@@ -148,7 +149,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     if isinstance(found, colabkit.Loader):
         if flags:
             held = f"{', '.join(flags)} beside {name!r}, which is a Loader"
-            raise InvalidOption(cannot("train", held, "one or the other", "Leave them out, or name its data set"))
+            raise InvalidOption(cannot("train", held, "and has its own", "Leave them out, or name its data set"))
         return found
     if isinstance(found, colabkit.PackReport):
         found = found.path
@@ -157,8 +158,8 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     if isinstance(found, colabkit.Pack):
         found = found[loading["split"]]
     elif "split" in given:
-        held = f"--split beside {name!r}, which is a {type(found).__name__}"
-        raise InvalidOption(cannot("train", held, "a pack", "Leave it out"))
+        held = f"--split beside {name!r}, which is {kind_of(found)}"
+        raise InvalidOption(cannot("train", held, "and packs alone have splits", "Leave it out"))
     return colabkit.Loader(
         found,
         loading["batch_size"],
@@ -196,7 +197,7 @@ def _unnamed_state(body: Body, namespace: Mapping[str, Any]) -> InvalidOption:
     used = sorted(body.names() & namespace.keys())
     have = [name for name in used if hasattr(type(namespace[name]), "load_state_dict")]
     next_step = f"Add --state {' '.join(have)}" if have else "Add --state model optimizer, say"
-    return InvalidOption(cannot("train", "--save-to without --state", "what checkpoints are to hold", next_step))
+    return InvalidOption(cannot("train", "--save-to without --state", "which names what checkpoints hold", next_step))
 
 
 def _parser() -> Any:

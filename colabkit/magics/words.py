@@ -63,11 +63,11 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         try:
             return str(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
-            needed = "an attribute that is there"
+            needed = "and one that is there is needed"
             raise InvalidOption(cannot(f"use {raw!r}", str(error), needed, "Check its name")) from error
     try:
         return "".join(shlex.split(raw))
     except ValueError as error:
         raise InvalidOption(
-            cannot(f"read {line.strip()!r}", str(error).lower(), "closed quotes", "Close the quote")
+            cannot(f"read {line.strip()!r}", str(error).lower(), "each that is opened needs one", "Close the quote")
         ) from error

@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.errors import BadSource, InvalidOption, cannot
+from colabkit.errors import BadSource, InvalidOption, cannot, kind_of
 from colabkit.pack_format import SAMPLES, Field
 from colabkit.packing.makers import Made
 from colabkit.packing.values import is_array
@@ -47,7 +47,7 @@ def rows_of(act: str, name: str, value: Any) -> tuple[Rows | Blobs, str]:
         kind = value.dtype.kind if is_lazy else ""
         rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else np.asarray(value)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        found = f"{name} is a {type(value).__name__} that is no array ({' '.join(str(error).split()):.80})"
+        found = f"{name} is {kind_of(value)} that is no array ({' '.join(str(error).split()):.80})"
         raise InvalidOption(cannot(act, found, "numbers of one shape, or text", "Convert it")) from error
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _blobs_of(act, name, rows)
@@ -64,7 +64,7 @@ def _blobs_of(act: str, name: str, rows: npt.NDArray[Any]) -> tuple[Blobs, str]:
         return tuple(values), "bytes"
     told = f"{name} holds Python objects" if rows.ndim == 1 else f"{name} holds text of shape {list(rows.shape)}"
     odd = next((value for value in values if not isinstance(value, str)), None) if rows.ndim == 1 else None
-    told += f", a {type(odd).__name__} among them" if odd is not None else ""
+    told += f", {kind_of(odd)} among them" if odd is not None else ""
     raise InvalidOption(cannot(act, told, "numbers of one shape, or one text for each sample", "Convert it"))
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from colabkit.decode import decode_pillow, encode_jpeg
 from colabkit.decode.fitting import Pixels, fitted
-from colabkit.errors import BadImage, BadSource, ColabkitError, InvalidOption, cannot
+from colabkit.errors import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of
 from colabkit.labels import Kind
 from colabkit.pack_format import LABELS, SAMPLES, Field
 from colabkit.packing.makers import Encoding, Made, Unequal, Value
@@ -137,7 +137,7 @@ class DatasetSamples:
         values = {name: _at(first, place) for name, place in self._places.items()}
         self.is_image = _is_image(values[SAMPLES])
         if not self.is_image and (self._pictures.size is not None or self._pictures.encoding == "jpeg"):
-            found, needed = f"size= or encoding= for a {_named(values[SAMPLES])}", "images"
+            found, needed = f"size= or encoding= for {_named(values[SAMPLES])}", "images"
             raise InvalidOption(cannot(self._act, found, needed, "Leave it out"))
         self.fields = tuple(self._made(name, value) for name, value in values.items())
         self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
@@ -191,7 +191,7 @@ class DatasetSamples:
             except (KeyError, IndexError, TypeError) as error:
                 raise UnlikeFirst(f"it has no {name!r}") from error
             if name == SAMPLES and _is_image(value) != self.is_image:
-                raise UnlikeFirst(f"{name!r} is a {_named(value)}, unlike in the first")
+                raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first")
             values.append(self._alike(made, self._value(name, value)))
         return tuple(values)
 
@@ -375,15 +375,15 @@ def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
-        raise _Unfit(f"{name!r} is a {_named(value)} that is no array") from error
+        raise _Unfit(f"{name!r} is {_named(value)} that is no array") from error
     if found.dtype.kind not in "biufc" or found.dtype.itemsize > (16 if found.dtype.kind == "c" else 8):
-        raise _Unfit(f"{name!r} is a {_named(value)}")
+        raise _Unfit(f"{name!r} is {_named(value)}")
     return found
 
 
 def _named(value: Any) -> str:
     dtype = getattr(value, "dtype", None)
-    return type(value).__name__ + (f" of {dtype} {list(getattr(value, 'shape', ()))}" if dtype is not None else "")
+    return kind_of(value) + (f" of {dtype} {list(getattr(value, 'shape', ()))}" if dtype is not None else "")
 
 
 def _is_image(value: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.decode import check_image, decode_array, decode_image, encode_jpeg, row_decoder
-from colabkit.errors import BadImage, BadSource, cannot
+from colabkit.errors import BadImage, BadSource, cannot, kind_of
 from colabkit.pack_format import SAMPLES, Field
 from colabkit.sources import Item, Source
 
@@ -237,7 +237,7 @@ def _suited(path: str, made: Made, value: Any) -> Value:
     if made.field.is_ragged:
         kind = str if made.field.content == "text" else bytes
         if not isinstance(value, kind):
-            found, needed = f"a {type(value).__name__}", f"{kind.__name__} like the first"
+            found, needed = kind_of(value), f"{kind.__name__} like the first"
             raise BadSource(cannot(act, found, needed, next_step))
         return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     given = np.asarray(value)

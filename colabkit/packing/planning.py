@@ -17,7 +17,7 @@ from colabkit import _files
 from colabkit._units import format_bytes, format_seconds, format_things
 from colabkit.decode import decode_array, decode_image
 from colabkit.environment import memory_limits
-from colabkit.errors import BadImage, BadSource, InvalidOption, cannot
+from colabkit.errors import BadImage, BadSource, InvalidOption, cannot, kind_of
 from colabkit.labels import Labelling, label_samples
 from colabkit.mounts import read_file
 from colabkit.pack_format import LABELS, Field
@@ -263,7 +263,7 @@ def _made_by(act: str, name: str, first: Any) -> Made:
         return Made(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
     array = np.asarray(first)
     if array.dtype.kind not in "biuf":
-        found = f"the function of the field {name!r} returned a {type(first).__name__}"
+        found = f"the function of the field {name!r} returned {kind_of(first)}"
         raise InvalidOption(cannot(act, found, "numbers, an array or text", "Convert it in the function"))
     return Made(Field(name, "array"), array.shape, array.dtype.str)
 

@@ -113,5 +113,7 @@ def whole_pack(path: Path, about: Mapping[str, Any]) -> Written | None:
 def none_good(plan: Plan) -> BadSource:
     """Return the error for a source without a good sample."""
     return BadSource(
-        cannot(plan.act, f"none of {format_things(plan.samples, 'sample')} is good", "at least one", "Check the source")
+        cannot(
+            plan.act, f"no good one among {format_things(plan.samples, 'sample')}", "at least one", "Check the source"
+        )
     )

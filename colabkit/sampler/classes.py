@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 from colabkit.sampler.network import Positions, check_range, permute_each
 from colabkit.sampler.orders import by_chunks, set_whole_number
 from colabkit.sampler.randoms import Stream, hashed, key_of
@@ -116,7 +116,7 @@ def _labels(labels: npt.ArrayLike) -> npt.NDArray[np.integer]:
     try:
         checked = np.asarray(labels)
     except (TypeError, ValueError, RuntimeError) as error:
-        found = f"labels in a {type(labels).__name__} that NumPy cannot read"
+        found = f"labels in {kind_of(labels)} that NumPy cannot read"
         raise InvalidOption(cannot(_ACT, found, "one whole number a sample", "Pass an array of classes")) from error
     if checked.ndim != 1 or not checked.size or checked.dtype.kind not in "iub":
         found = f"labels of shape {checked.shape} and type {checked.dtype}"

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 from colabkit.sampler.network import CHUNK, MAX_SAMPLES, Positions, check_range, epoch_order
 
 __all__ = ["Order", "Sequential", "Shuffled", "by_chunks", "set_whole_number"]
@@ -44,7 +44,7 @@ def set_whole_number(order: object, name: str, value: int, least: int, most: int
     Raises:
         InvalidOption: if the value is no whole number of at least `least` and at most `most`.
     """
-    act = f"make a {type(order).__name__} order"
+    act = f"make {kind_of(order)} order"
     check_whole_number(act, name, value, least)
     if most is not None and value > most:
         raise InvalidOption(cannot(act, f"{name}={value}", f"{most} at most", f"Use {name}={most} or less"))

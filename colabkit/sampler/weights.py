@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 from colabkit.sampler.network import Positions, check_range
 from colabkit.sampler.orders import by_chunks, set_whole_number
 from colabkit.sampler.randoms import Stream, Words64, hashed, key_of, uniforms
@@ -139,7 +139,7 @@ def _weights(weights: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
         checked = np.asarray(weights).astype(np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        found = f"weights in a {type(weights).__name__} that NumPy cannot read"
+        found = f"weights in {kind_of(weights)} that NumPy cannot read"
         raise InvalidOption(cannot(_ACT, found, "one number a sample", "Pass an array of numbers")) from error
     if checked.ndim != 1 or not checked.size:
         found = f"weights of shape {checked.shape}"

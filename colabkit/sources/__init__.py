@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from colabkit._files import translated
 from colabkit.environment import can_hang, resolved
-from colabkit.errors import BadSource, InvalidOption, SourceMissing, cannot
+from colabkit.errors import BadSource, InvalidOption, SourceMissing, cannot, kind_of
 from colabkit.fetching.addresses import FSSPEC, address_of
 from colabkit.mounts import mounts, user_path
 from colabkit.sources.answering import answer_of
@@ -115,7 +115,7 @@ def open_source(source: AnySource) -> Source:
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not name or not isinstance(name, str):
         needed = "a path, an address, a table of paths or 'samples:digits'"
-        raise InvalidOption(cannot(f"read {source!r:.60}", f"a {type(source).__name__}", needed, "Pass its path"))
+        raise InvalidOption(cannot(f"read {source!r:.60}", kind_of(source), needed, "Pass its path"))
     if "://" in name or name.startswith(("drive.google.com/", "docs.google.com/")):
         return _open_address(name)
     act = f"read {name!r}"

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from colabkit._files import translated
 from colabkit._units import format_things
 from colabkit.environment import can_hang
-from colabkit.errors import BadSource, InvalidOption, MissingPackage, SourceMissing, cannot
+from colabkit.errors import BadSource, InvalidOption, MissingPackage, SourceMissing, cannot, kind_of
 from colabkit.mounts import Mount, mounts, user_path
 from colabkit.sources.answering import answer_of
 from colabkit.sources.concurrency import STALLED_S, concurrently
@@ -80,7 +80,7 @@ class ManifestSource:
         self._act = f"read {self.name!r}"
         is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
-            found = f"a {type(table).__name__}" if self._file is None else f"a name that ends in {self._file.suffix!r}"
+            found = kind_of(table) if self._file is None else f"a name that ends in {self._file.suffix!r}"
             needed = f"a pandas DataFrame, a list of paths, or a file of {', '.join(TABLE_SUFFIXES)}"
             raise InvalidOption(cannot(self._act, found, needed, "Read it with pandas, and pass the DataFrame"))
         far = mounts()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from colabkit._units import format_bytes, format_things
-from colabkit.errors import BadArchive, BadSource, cannot
+from colabkit.errors import BadArchive, BadSource, cannot, kind_of
 from colabkit.sources.items import Listing
 from colabkit.sources.members import directory_of
 from colabkit.sources.ranges import (
@@ -208,7 +208,7 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _bad_label(found.act, path, column, "bytes that are no JSON", "JSON") from error
     if not isinstance(values, dict):
-        raise _bad_label(found.act, path, column, f"a {type(values).__name__} in JSON", "an object with keys")
+        raise _bad_label(found.act, path, column, f"{kind_of(values)} in JSON", "an object with keys")
     fields = {}
     for key, value in values.items():
         name = f"{column}.{key}"

@@ -42,6 +42,8 @@ from colabkit.staging.verifying import near_copy_at
 
 __all__ = ["PublishReport", "StagePlan", "StageReport", "UnstageReport", "publish", "stage", "unstage"]
 
+_NAME_COPY = "Name the path that stage() returned; a copy at a path of your own is not found by its source"
+
 
 def stage(
     source: AnySource,
@@ -146,9 +148,9 @@ def unstage(path: AnySource | StageReport) -> UnstageReport:
         if given := [(folder, size) for folder, size in freed if size is not None]:
             return UnstageReport(given[0][0], sum(size for _, size in given))
         if is_near and os.path.lexists(name):
-            said = "there is no near copy of it, and it is none"
-            raise NotSealed(cannot(act, said, "what stage() made", "Nothing was removed"))
-    raise SourceMissing(cannot(act, "there is no near copy of it", "what stage() made", "Nothing was removed"))
+            told = "it was not staged and is no near copy"
+            raise NotSealed(cannot(act, told, "so it was left alone", _NAME_COPY))
+    raise SourceMissing(cannot(act, "it was not staged", "so there is nothing to remove", _NAME_COPY))
 
 
 def _places_of(source: AnySource, name: str, act: str, *, is_near: bool) -> Iterator[tuple[Path, str, Path | None]]:

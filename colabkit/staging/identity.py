@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 from colabkit.fetching.addresses import Address, address_of
 from colabkit.mounts import user_path
 from colabkit.sources import AnySource, Source
@@ -72,6 +72,6 @@ def _table_lines(source: Any) -> list[str]:
         return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
     to_csv = getattr(source, "to_csv", None)
     if to_csv is None:
-        found, needed = f"a {type(source).__name__}", "a path, an address or a table of paths"
+        found, needed = kind_of(source), "a path, an address or a table of paths"
         raise InvalidOption(cannot(f"read {source!r:.60}", found, needed, "Pass the path as a text"))
     return [str(to_csv(index=False))]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 from colabkit.loader import Loader
 from colabkit.training.saving import Stateful
 from colabkit.training.steps import SupervisedStep
@@ -21,11 +21,14 @@ _JUDGES = "a function that returns a dict of numbers"
 def check_step(act: str, step: Any, loader: Any) -> None:
     """Raise `InvalidOption` unless a step can be called and a loader is one."""
     if not callable(step) or not isinstance(loader, Loader):
-        found = f"a {type(step).__name__} and a {type(loader).__name__}"
+        found = f"step is {kind_of(step)} and loader is {kind_of(loader)}"
         next_step = f"Pass {act.split(maxsplit=1)[0]}(step, loader)"
-        raise InvalidOption(cannot(act, found, "a callable step and a colabkit.Loader", next_step))
+        raise InvalidOption(cannot(act, found, "they have to be a function and a colabkit.Loader", next_step))
     if isinstance(step, nn.Module):
-        needed, hint = "a function of a batch that also updates it", "Use supervised_step(model, optimizer)"
+        needed, hint = (
+            "it has to be a function of a batch that updates the model",
+            "Use supervised_step(model, optimizer)",
+        )
         raise InvalidOption(cannot(act, "the step is a model", needed, hint))
 
 
@@ -37,17 +40,19 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
     """
     if state is None:
         if is_saved and not isinstance(step, Stateful):
-            found, needed = "a step of your own without state=", "what it changes"
+            found, needed = "a step of your own without state=", "which names what it changes"
             next_step = "Pass state={'model': model, 'optimizer': optimizer}, or state={} if it changes nothing"
             raise InvalidOption(cannot(act, found, needed, next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
     if not isinstance(state, Mapping):
-        found = f"state is a {type(state).__name__}"
-        raise InvalidOption(cannot(act, found, "a dict of names and objects", "Use state={'model': model}"))
+        found = f"state is {kind_of(state)}"
+        raise InvalidOption(
+            cannot(act, found, "it has to be a dict of names and objects", "Use state={'model': model}")
+        )
     for name, part in state.items():
         if not isinstance(part, Stateful):
-            found = f"state has {name!r}, a {type(part).__name__}"
-            raise InvalidOption(cannot(act, found, "objects with state_dict and load_state_dict", "Leave it out"))
+            found = f"state has {name!r}, {kind_of(part)}"
+            raise InvalidOption(cannot(act, found, "without state_dict and load_state_dict", "Leave it out"))
     return dict(state)
 
 
@@ -55,15 +60,15 @@ def validate_of(validate: Any, step: Any, loader: Loader) -> Any:
     """Return what to call for a validation: a function as it is, a loader as the usual step evaluates it."""
     if validate is loader:
         found = "validate is the training's Loader"
-        raise InvalidOption(cannot(_ACT, found, "another one", "Make one of held-out samples"))
+        raise InvalidOption(cannot(_ACT, found, "it has to be another one", "Make one of held-out samples"))
     if isinstance(validate, Loader):
         if not isinstance(step, SupervisedStep):
             found = "validate is a Loader beside a step of your own"
-            raise InvalidOption(cannot(_ACT, found, _JUDGES, "Evaluate the model in a function"))
+            raise InvalidOption(cannot(_ACT, found, f"it has to be {_JUDGES}", "Evaluate the model in a function"))
         return lambda: step.evaluate(validate)
     if validate is not None and not callable(validate):
-        found = f"validate is a {type(validate).__name__}"
-        raise InvalidOption(cannot(_ACT, found, f"a Loader or {_JUDGES}", "Pass one of these"))
+        found = f"validate is {kind_of(validate)}"
+        raise InvalidOption(cannot(_ACT, found, f"it has to be a Loader or {_JUDGES}", "Pass one of these"))
     return validate
 
 

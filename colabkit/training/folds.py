@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from colabkit._reports import Report
 from colabkit.dataset import PackedDataset
-from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 from colabkit.training.report import TrainReport
 from colabkit.training.values import is_number
 
@@ -85,7 +85,7 @@ def k_fold(
         InvalidOption: if there are fewer samples or groups than folds, or `run` returns something else.
     """
     if not isinstance(dataset, PackedDataset):
-        found = f"a {type(dataset).__name__}"
+        found = kind_of(dataset)
         raise InvalidOption(cannot("part the folds", found, "a split of a pack", "Pass open_pack(path)['train']"))
     done: list[TrainReport | Mapping[str, float]] = []
     values: list[Mapping[str, float]] = []
@@ -115,5 +115,7 @@ def _numbers(report: Any) -> Mapping[str, float]:
         return {**report.epochs[-1].values, **report.epochs[-1].validation} if report.epochs else {}
     if isinstance(report, Mapping) and all(is_number(value) for value in report.values()):
         return {str(name): float(value) for name, value in report.items()}
-    found = f"run returned a {type(report).__name__}"
-    raise InvalidOption(cannot("compare the folds", found, "the report of train(), or a dict of numbers", "Return one"))
+    found = f"run returned {kind_of(report)}"
+    raise InvalidOption(
+        cannot("compare the folds", found, "it has to be the report of train(), or a dict of numbers", "Return one")
+    )

@@ -19,7 +19,7 @@ from torch import distributed
 
 from colabkit._units import format_things
 from colabkit.environment import usable_cpus
-from colabkit.errors import InvalidOption, LaunchFailed, cannot, check_whole_number
+from colabkit.errors import InvalidOption, LaunchFailed, cannot, check_whole_number, kind_of
 
 __all__ = ["notebook_launch"]
 
@@ -48,7 +48,7 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     count = (gpus or 2) if processes is None else processes
     check_whole_number(act, "processes", count, 1)
     if not callable(function):
-        raise InvalidOption(cannot(act, f"a {type(function).__name__}", "a function", "Pass it without calling it"))
+        raise InvalidOption(cannot(act, kind_of(function), "a function", "Pass it without calling it"))
     if gpus and count > gpus:
         raise InvalidOption(
             cannot(act, f"processes={count}", f"at most one for each of {format_things(gpus, 'GPU')}", "Use fewer")
@@ -148,6 +148,6 @@ def _check_result(result: Any) -> None:
     try:
         pickle.dumps(result)
     except Exception as error:  # pickling runs the objects' own code
-        found = f"a {type(result).__name__} ({error})"
+        found = f"{kind_of(result)} ({error})"
         needed, next_step = "something that can be pickled", "Return numbers, text, or what train() returns"
         raise InvalidOption(cannot("bring back what the function returned", found, needed, next_step)) from error

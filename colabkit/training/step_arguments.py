@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 from colabkit.training.saving import Stateful
 
 __all__ = ["check_objects", "check_options", "check_scheduler", "pair_of"]
@@ -22,18 +22,16 @@ _MAKE = "make a supervised step"
 def check_objects(model: Any, optimizer: Any, loss: Any) -> None:
     """Raise `InvalidOption` unless these are a model, an optimizer of its parameters, and a function."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        found = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+        found = f"model is {kind_of(model)} and optimizer is {kind_of(optimizer)}"
         next_step = "Pass supervised_step(model, optimizer)"
-        raise InvalidOption(cannot(_MAKE, found, "a torch model and a torch optimizer", next_step))
+        raise InvalidOption(cannot(_MAKE, found, "they have to be a torch model and a torch optimizer", next_step))
     if isinstance(loss, type) or not callable(loss):
-        found = (
-            f"loss is {'the class' if isinstance(loss, type) else 'a'} {getattr(loss, '__name__', type(loss).__name__)}"
-        )
+        found = f"loss is {kind_of(loss)}"
         next_step = f"Use loss={loss.__name__}()" if isinstance(loss, type) else "Use loss=nn.CrossEntropyLoss()"
-        raise InvalidOption(cannot(_MAKE, found, "a function of scores and labels", next_step))
+        raise InvalidOption(cannot(_MAKE, found, "it has to be a function of scores and labels", next_step))
     owned = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
-        found, needed = "an optimizer of none of the model's parameters", "one of this model's"
+        found, needed = "the optimizer has none of the model's parameters", "which it is to update"
         raise InvalidOption(cannot(_MAKE, found, needed, "Make the optimizer of model.parameters() of this very model"))
 
 
@@ -43,15 +41,15 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         return
     step = getattr(scheduler, "step", None)
     if not callable(step) or not isinstance(scheduler, Stateful):
-        found, needed = f"scheduler is a {type(scheduler).__name__}", "one of torch.optim.lr_scheduler"
+        found, needed = f"scheduler is {kind_of(scheduler)}", "it has to be one of torch.optim.lr_scheduler"
         raise InvalidOption(cannot(_MAKE, found, needed, "Leave it out, or make it of the optimizer"))
     taken = inspect.signature(step).parameters.values()
     if any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in taken):
-        found = f"a {type(scheduler).__name__}, whose step() takes a metric"
+        found = f"scheduler is {kind_of(scheduler)}, whose step() takes a metric"
         next_step = "Leave it out and call its step(metric) in the function that you pass as validate="
-        raise InvalidOption(cannot(_MAKE, found, "a scheduler that counts updates", next_step))
+        raise InvalidOption(cannot(_MAKE, found, "it has to count updates", next_step))
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        found, needed = "a scheduler of another optimizer", "one of this optimizer"
+        found, needed = "the scheduler is of another optimizer", "it has to be of this one"
         raise InvalidOption(cannot(_MAKE, found, needed, "Make it of the optimizer that you pass"))
 
 
@@ -91,10 +89,10 @@ def pair_of(act: str, batch: Any) -> tuple[Tensor, Tensor]:
             images, labels = batch.values()
     if isinstance(images, Tensor) and isinstance(labels, Tensor):
         return images, labels
-    found = f"a {type(batch).__name__}"
+    found = f"the batch is {kind_of(batch)}"
     if isinstance(batch, tuple | list):
         found += f" of {', '.join(type(one).__name__ for one in batch) or 'nothing'}"
     elif isinstance(batch, Mapping):
         found += f" of {', '.join(map(repr, batch)) or 'nothing'}"
     next_step = "Pass train() a function of the batch that calls this step with (images, labels)"
-    raise InvalidOption(cannot(act, found, "two tensors, images and labels", next_step))
+    raise InvalidOption(cannot(act, found, "it has to be two tensors, images and labels", next_step))

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 from colabkit.training.precision import Amp, Precision, check_precision, precision_on
 from colabkit.training.saving import Stateful, plain
 from colabkit.training.step_arguments import check_objects, check_options, check_scheduler, pair_of
@@ -397,8 +397,10 @@ def _single(value: Any) -> Tensor:
     """Return a loss if it is a single number."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
-    found = f"tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    raise InvalidOption(cannot(_TAKE, f"the loss is a {found}", "a single number in a tensor", "Return its mean"))
+    is_tensor = isinstance(value, Tensor)
+    found = f"the loss is {f'a tensor of shape {list(value.shape)}' if is_tensor else kind_of(value)}"
+    next_step = "Return its mean" if is_tensor else "Return what torch computes, not its value"
+    raise InvalidOption(cannot(_TAKE, found, "it has to be a single number in a tensor", next_step))
 
 
 def _right(scores: Tensor, labels: Tensor) -> Tensor:

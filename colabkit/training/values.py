@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, kind_of
 
 __all__ = ["Curve", "Means", "Recorder", "Values", "is_number", "numbers_of", "samples_of", "values_of"]
 
@@ -43,12 +43,13 @@ def numbers_of(result: object) -> dict[str, float]:
 
 def _checked(result: object, giver: str, needed: str) -> Values:
     if not isinstance(result, Mapping):
-        found = f"{giver} returned a {type(result).__name__}"
-        raise InvalidOption(cannot("train", found, needed, "Return one of these"))
+        found = f"{giver} returned {kind_of(result)}"
+        raise InvalidOption(cannot("train", found, f"it may return {needed}", "Return one of these"))
     for name, value in result.items():
         if not is_number(value):
-            found = f"{giver} returned {name!r} as a {type(value).__name__}"
-            raise InvalidOption(cannot("train", found, f"{needed}, each a single one", "Return its mean, say"))
+            found = f"{giver} returned {name!r} as {kind_of(value)}"
+            next_step = "Return its mean, say" if hasattr(value, "mean") else "Return a number, or leave it out"
+            raise InvalidOption(cannot("train", found, f"it may return {needed}, each a single number", next_step))
     return {name: _kept(value) for name, value in result.items()}
 
 
