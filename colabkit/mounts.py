@@ -157,7 +157,7 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
             cannot(
                 act,
                 f"no single Drive mount for {text!r} to be in",
-                "one mount",
+                "which stands for one",
                 "Run colabkit.mount() first, or set COLABKIT_DRIVE to the folder that drive: stands for",
             )
         )

@@ -25,7 +25,7 @@ __all__ = ["ClassTree", "Tree", "by_folder", "class_tree", "samples_of"]
 _IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})
 _ARRAY = "npy"
 _ENDINGS = _IMAGES | {_ARRAY}
-_LAYOUT = "one folder of images for each class, as in 'cats/1.jpg'"
+_LAYOUT = "labels need one folder of images for each class, as in 'cats/1.jpg'"
 
 Rows = npt.NDArray[np.int64]
 ByFolder = Mapping[str, list[int]]

@@ -78,14 +78,14 @@ def checked_options(
     _check_choice(act, "encoding", encoding, _ENCODINGS)
     _check_choice(act, "on_bad", on_bad, _ON_BAD)
     if quality > 100:
-        raise InvalidOption(cannot(act, f"quality={quality}", "a quality from 1 to 100", "Use 90, say"))
+        raise InvalidOption(cannot(act, f"quality={quality}", "it goes from 1 to 100", "Use quality=90, say"))
     if channels not in (1, 3):
         raise InvalidOption(cannot(act, f"channels={channels!r}", "3 for RGB or 1 for luminance", "Use one of them"))
     if isinstance(max_bad, bool) or not isinstance(max_bad, int | float) or not 0 <= max_bad < math.inf:
-        found, needed = f"max_bad={max_bad!r}", "a share below 1, or a whole number of samples"
+        found, needed = f"max_bad={max_bad!r}", "it is a share below 1 or a whole number of samples"
         raise InvalidOption(cannot(act, found, needed, "Use max_bad=0.01 or max_bad=50, say"))
     if encoding == "source" and size is not None:
-        found, needed = "size= with encoding='source'", "one of them, since such a pack keeps the files' own bytes"
+        found, needed = "size= with encoding='source'", "which keeps the files' own bytes"
         raise InvalidOption(cannot(act, found, needed, "Leave size out, or use encoding='jpeg'"))
     return PackOptions(
         act=act,
@@ -109,7 +109,7 @@ def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
     both: Any = (size, size) if isinstance(size, int) else size
     is_pair = isinstance(both, tuple | list) and len(both) == 2
     if not is_pair or not all(isinstance(side, int) and side is not True and side >= 1 for side in both):
-        found, needed = f"size={size!r}", "a whole number, or height and width"
+        found, needed = f"size={size!r}", "it is a whole number, or height and width"
         raise InvalidOption(cannot(act, found, needed, "Use size=224 or size=(240, 320), say"))
     if both[0] * both[1] > MAX_PIXELS:
         found, needed = f"size={size!r}", f"at most {MAX_PIXELS} pixels, which is what images may have"

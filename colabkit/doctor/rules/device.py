@@ -220,7 +220,7 @@ def others_on_the_cpu(case: Case) -> Advice | None:
         return None
     return Advice(
         "others_on_the_cpu",
-        f"they use {foreign:.1f} of {cpus:g} CPU{'s' * (cpus != 1)}",
+        f"other processes use {foreign:.1f} of {cpus:g} CPU{'s' * (cpus != 1)}",
         "End other processes",
         "",
         confidence="high",
