@@ -16,7 +16,8 @@ def resnet18(classes: int = 10, width: int = 64, seed: int = 0) -> nn.Module:
     """Return a residual network of 18 layers for 224x224 images of three channels, its first stage so wide.
 
     He et al. 2015, "Deep Residual Learning for Image Recognition", table 1; with `width=64` it has their sizes.
-    Below 8, torch 2.15 on a CPU frees memory twice in the backward pass of its 1x1 convolutions in channels-last.
+    Below 16, the backward pass of its 1x1 convolutions writes past its memory on a CPU with AVX-512, in channels-last
+    (https://github.com/uxlfoundation/oneDNN/issues/6035; below 8 on others).
     """
     torch.manual_seed(seed)
     layers: list[nn.Module] = [

@@ -55,7 +55,7 @@ def learned(
     ("model", "arrays", "batch_size", "epochs", "rate"),
     [
         (small_vit, ((28, 28, 1), 10, 640, 160, 70.0), 32, 3, 1e-3),
-        (lambda: resnet18(4, width=8), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 3e-3),
+        (lambda: resnet18(4, width=16), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 3e-3),
     ],
     ids=["ViT on digits", "ResNet on leaves"],
 )

@@ -332,6 +332,22 @@ def test_what_cannot_be_meant_is_one_line_at_once(options, message):
         supervised_step(**{"model": CNN, "optimizer": sgd(CNN), **options})
 
 
+@pytest.mark.parametrize(("channels", "is_last"), [(8, False), (16, True)])
+def test_models_on_which_torch_fails_in_channels_last_memory_do_not_get_it(channels, is_last):
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 3), nn.Conv2d(channels, 4, 1, stride=2), nn.Flatten(), nn.LazyLinear(3)
+    )
+    images = torch.rand(2, 3, 11, 11).contiguous(memory_format=torch.channels_last)
+    model(images)
+    seen: list[bool] = []
+    model.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    step((images, torch.tensor([0, 1])))
+    assert seen == [is_last]
+
+
 def test_channels_last_lays_out_weights_images_and_what_the_optimizer_knows():
     model, step = made()
     step(batches()[0])

@@ -23,6 +23,7 @@ from colabkit.training.wrapping import (
     compiled,
     convolutions,
     ddp_in,
+    fails_in_channels_last,
     is_one_of_several,
     to_channels_last,
 )
@@ -64,7 +65,7 @@ def supervised_step(
         amp: mixed precision: `"bf16"`, `"fp16"` with scaled gradients, or False; `"auto"` takes bf16 on GPUs of compute
             capability 8.0 and more, fp16 on those of 7.0 and more, none elsewhere.
         channels_last: keep images and the weights of convolutions in channels-last memory; None does so on a GPU, and
-            leaves both as they are on a CPU.
+            leaves both as they are on a CPU, but for images of models on which torch fails there.
         accumulate: batches whose gradients are averaged to one update.
         clip: the largest norm that all gradients together may have; None leaves them alone.
         compile: compile the model with `torch.compile`; text is its mode, as `"reduce-overhead"`.
@@ -132,7 +133,7 @@ class SupervisedStep:
         self._autocast: AbstractContextManager[Any] = nullcontext()
         self._scaler: torch.amp.GradScaler | None = None
         self._scaler_state: dict[str, Any] = {}
-        self._is_channels_last = False
+        self._layout: torch.memory_format | None = None
         self._ddp: DistributedDataParallel | None = None
         self._forward: Forward = model
         self._evaluated: Forward = model
@@ -278,9 +279,12 @@ class SupervisedStep:
         self._scaler = None
         if precision.name == "fp16":
             self._scaler = self._new_scaler()
-        self._is_channels_last = self._wants_channels_last()
-        if self._is_channels_last:
+        self._layout = None
+        if self._wants_channels_last():
+            self._layout = torch.channels_last
             to_channels_last(self._model, self._optimizer)
+        elif device.type == "cpu" and fails_in_channels_last(self._model):
+            self._layout = torch.contiguous_format
         self._ddp = ddp_in(self._given)
         self._forward = self._given
         self._evaluated = self._given if self._ddp is None else self._model  # no exchange: ranks may differ in batches
@@ -320,8 +324,8 @@ class SupervisedStep:
             raise self._elsewhere(images if images.device != device else labels)
         if images.dtype is torch.uint8:
             images = images.to(torch.float32).div_(255)
-        if self._is_channels_last and images.dim() == 4:
-            images = images.contiguous(memory_format=torch.channels_last)
+        if self._layout is not None and images.dim() == 4:
+            images = images.contiguous(memory_format=self._layout)
         return images, labels
 
     def _elsewhere(self, tensor: Tensor) -> InvalidOption:

@@ -14,10 +14,20 @@ from torch.optim import Optimizer
 from colabkit.errors import InvalidOption, MissingPackage, cannot
 from colabkit.training.saving import plain
 
-__all__ = ["Forward", "average", "compiled", "convolutions", "ddp_in", "is_one_of_several", "to_channels_last"]
+__all__ = [
+    "Forward",
+    "average",
+    "compiled",
+    "convolutions",
+    "ddp_in",
+    "fails_in_channels_last",
+    "is_one_of_several",
+    "to_channels_last",
+]
 
 Forward: TypeAlias = Callable[[Tensor], Any]
 
+_LANES = 16
 _NO_COMPILER = re.compile(r"No working C\+\+ compiler|Failed to find C compiler")
 
 
@@ -36,6 +46,22 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
         for name, value in known.items():
             if isinstance(value, Tensor) and value.shape == weight.shape:
                 known[name] = value.contiguous(memory_format=torch.channels_last)
+
+
+def fails_in_channels_last(model: nn.Module) -> bool:
+    """Return whether the backward pass of a model crashes on a CPU, or is wrong, with images in channels-last memory.
+
+    That of strided 1x1 convolutions over fewer channels than a vector has lanes, 16 with AVX-512, writes past its
+    memory.
+    Source: https://github.com/uxlfoundation/oneDNN/issues/6035, open in November 2026.
+    """
+    return any(
+        isinstance(module, nn.Conv2d)
+        and module.kernel_size == (1, 1)
+        and module.stride != (1, 1)
+        and module.in_channels // module.groups < _LANES
+        for module in model.modules()
+    )
 
 
 def is_one_of_several() -> bool:
