@@ -133,6 +133,7 @@ class ToldClock:
 
     def __init__(self, steps: Sequence[StepTimes]) -> None:
         self.steps = list(steps)
+        self.left_s = 0.0
 
     def settled(self) -> list[StepTimes]:
         told, self.steps = self.steps, []

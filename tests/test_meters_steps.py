@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -194,3 +195,18 @@ def test_steps_that_a_stream_is_behind_with_are_counted_when_it_has_come_by_also
     found = counts.snapshot()
     assert (found.steps, found.compute_s, found.passes) == (60, 60.0, 3)
     assert not counts._earlier
+
+
+def test_steps_are_of_the_time_when_they_were_taken_however_late_a_stream_is_asked():
+    stream, counts = Stream(), LoaderMeters()
+    clock = DeviceClock(stream.mark)
+    counts.begin_pass(clock)
+    taken_s = time.perf_counter() - 60.0
+    for number in range(3):
+        clock.given(None)
+        stream.work(1.0)
+        clock.stepped(taken_s, taken_s, taken_s + number, 1)
+    counts.settle(clock)
+    stream.host_s += 60.0
+    assert counts.snapshot().steps == 3
+    assert counts.timed_s == pytest.approx(time.monotonic() - 58.0, abs=20.0)

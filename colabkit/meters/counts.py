@@ -160,7 +160,7 @@ class LoaderMeters:
     """Running totals of one loader. Parts may be written and all may be read from any thread.
 
     `facts` are what is known of the loader; `clock` is that of its newest pass, which `train()` tells how long a step
-    took; `timed_s` is when the newest steps were counted, on the scale of `time.monotonic()`.
+    took; `timed_s` is when the newest step that was counted was over, on the scale of `time.monotonic()`.
     """
 
     batches: int = 0
@@ -231,8 +231,10 @@ class LoaderMeters:
     def settle(self, clock: Clock) -> None:
         """Count the steps that a clock has timed since it was asked before."""
         with self._lock:
-            for times in clock.settled():
-                self.timed_s = time.monotonic()
+            newest = clock.settled()
+            if newest:  # a stream may have come by long before it was asked
+                self.timed_s = max(self.timed_s, time.monotonic() - (time.perf_counter() - clock.left_s))
+            for times in newest:
                 self.steps += 1
                 self.wait_s += times.wait_s
                 self.copy_s += times.copy_s

@@ -83,11 +83,15 @@ class Clock(Protocol):
     def is_behind(self) -> bool:
         """Whether there are steps that are not over yet."""
 
+    @property
+    def left_s(self) -> float:
+        """When the host was done with the newest step, by `time.perf_counter`; 0 before the first."""
+
 
 class HostClock:
     """Times the steps of a CPU by the host's clock."""
 
-    __slots__ = ("_apart_s", "_compute_s", "_is_first", "_noted")
+    __slots__ = ("_apart_s", "_compute_s", "_is_first", "_noted", "left_s")
 
     def __init__(self) -> None:
         # What is noted at each step is worked out later: fast loaders give 10,000 batches a second.
@@ -95,6 +99,7 @@ class HostClock:
         self._compute_s: float | None = None
         self._apart_s = 0.0
         self._is_first = True
+        self.left_s = 0.0
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
         """A batch is there."""
@@ -119,7 +124,7 @@ class HostClock:
             user_s = max(0.0, left - given - apart_s)
             compute_s = user_s if told_s is None else min(told_s, user_s)
             found.append(StepTimes(given - asked, 0.0, compute_s, user_s - compute_s, samples, self._is_first))
-            self._is_first = False
+            self._is_first, self.left_s = False, left
         return found
 
     @property
@@ -142,6 +147,7 @@ class DeviceClock:
         self._former_end: Mark | None = None
         self._apart_s = 0.0
         self._former_apart_s = 0.0
+        self.left_s = 0.0
         self._noted: deque[_OnDevice] = deque()
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
@@ -169,6 +175,7 @@ class DeviceClock:
             if len(self._noted) > _UNREAD:
                 self._noted.popleft()
         self._former_end, self._end, self._marks = end, None, None
+        self.left_s = left
         self._former_apart_s, self._apart_s = self._apart_s, 0.0
 
     def settled(self) -> list[StepTimes]:
