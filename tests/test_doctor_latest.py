@@ -30,7 +30,7 @@ MOST_BYTES = 300_000
 
 @pytest.fixture(autouse=True)
 def nothing_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kept in ("_reports", "_loaders"):
+    for kept in ("_reports", "_loaders", "_leader"):
         monkeypatch.setattr(sys.modules["colabkit.meters.newest"], kept, [])
 
 
@@ -72,6 +72,19 @@ def test_a_watched_loader_counts_as_well() -> None:
     for _ in watched:
         pass
     assert latest() is watched.meters
+
+
+def test_of_loaders_used_in_turn_the_one_that_began_is_judged() -> None:
+    training, validation, test = loader(), loader(), loader()
+    used: list[colabkit.Loader] = [training, validation, training, validation, test, validation, training, validation]
+    judged = []
+    for one in used:
+        next(iter(one))
+        judged.append([known.meters for known in (training, validation, test)].index(latest()))
+    assert judged == [0, 1, 0, 0, 2, 1, 0, 0]
+    del training, used[:], one
+    gc.collect()
+    assert latest() is test.meters
 
 
 def test_a_loop_is_judged_by_the_machine_of_its_time_also_when_nobody_watches_any_more(

@@ -40,7 +40,7 @@ def diagnose(
         of: a `TrainReport`, or the path of one that was saved; a `Loader`, or another loader wrapped by `watch()`, that
             a loop has used; or any loader, as torch's `DataLoader`, which is then iterated by itself for a while: that
             tells how fast it is, and what would make it faster. None for what was trained or looped over last in this
-            process.
+            process; of loaders used in turn, as for training and validation, for the first.
         seconds: how long to iterate it, if it was not used before.
 
     Raises:
