@@ -82,7 +82,9 @@ def test_what_has_no_length_has_none_and_is_iterated_all_the_same() -> None:
     assert list(itertools.islice(watch(itertools.count()), 3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("rubbish", [None, 5, "photos", b"photos", {"train": [1]}, DATA, [1, 2]])
+@pytest.mark.parametrize(
+    "rubbish", [None, 5, "photos", b"photos", {"train": [1]}, DATA, [1, 2], [DataLoader(DATA)], [DATA]]
+)
 def test_what_gives_no_batches_is_refused_in_one_line(rubbish: object) -> None:
     with pytest.raises(errors.InvalidOption, match=r"^Cannot watch: '\w+' is no loader, something that gives batches"):
         watch(rubbish)  # type: ignore[arg-type]
@@ -108,7 +110,8 @@ def test_batches_samples_passes_and_steps_are_counted() -> None:
 
 
 def test_waiting_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 3.0, 4.0, 6.0, 7.0])  # asked, given, left, given, left; asking for the third is not timed
+    # Asked, given, left, given, left; asking for the third is not timed.
+    now = itertools.chain([0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
     monkeypatch.setattr(watching.time, "perf_counter", lambda: next(now))
     watched = watch(Named([torch.zeros(8), torch.zeros(8)]))
     for _ in watched:
@@ -232,6 +235,14 @@ def test_a_batch_is_let_go_before_the_next_one_is_made() -> None:
         ("text", 1),
         (5, 1),
         (None, 1),
+        ((torch.zeros(7, 3), torch.zeros(7), torch.tensor(0.5)), 7),
+        ((torch.zeros(7, 3), torch.zeros(7), None, 0.5), 7),
+        ((torch.zeros(7, 3), (torch.zeros(7), torch.zeros(7, 2))), 7),
+        ((torch.zeros(7, 3), [torch.zeros(2, 4), torch.zeros(3, 4)]), 2),
+        ({"epoch": 1, "task": "birds", "image": torch.zeros(7, 3)}, 7),
+        ((torch.tensor(1.0), torch.tensor(2.0)), 1),
+        (torch.eye(7).to_sparse(), 7),
+        ((torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), torch.zeros(2)), 2),
         (type("Odd", (), {"shape": "7"})(), 7),
         (type("Odd", (), {"shape": (None, 3)})(), 1),
         (type("Odd", (), {"shape": lambda self: (7,)})(), 1),
@@ -239,6 +250,33 @@ def test_a_batch_is_let_go_before_the_next_one_is_made() -> None:
 )
 def test_samples_are_those_of_the_last_field_of_a_batch(batch: Any, samples: int) -> None:
     assert samples_in(batch) == samples
+
+
+class Graphs:
+    """A batch of somebody else's that tells nothing in the usual words."""
+
+
+def test_an_object_that_does_not_tell_holds_what_its_loader_puts_into_a_batch() -> None:
+    watched = watch(DataLoader(DATA, 5, collate_fn=lambda _: Graphs()))
+    assert [type(batch) for batch in watched] == [Graphs, Graphs]
+    assert watched.meters.samples == 10
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided),
+        (torch.zeros(0, 3), torch.zeros(0)),
+        (["a", "b"], torch.zeros(2)),
+        Graphs(),
+    ],
+    ids=["sparse", "nested", "empty", "texts with labels", "object"],
+)
+def test_whatever_batches_are_watching_them_changes_nothing(batch: Any) -> None:
+    for loader in ([batch] * 3, Named([batch] * 3)):
+        assert all(given is batch for given in watch(loader))
+        assert len(list(watch(loader))) == 3
 
 
 def test_facts_are_what_a_data_loader_tells_of_itself(tmp_path: Path) -> None:
