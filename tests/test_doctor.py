@@ -148,7 +148,7 @@ def test_the_slowest_part_is_named_where_data_is_late() -> None:
 
 def test_too_few_steps_are_said_to_be_too_few_and_nothing_is_advised() -> None:
     found = Doctor().look(spent_of(shared(0.9, 15)), DRIVE, [FULL], 0.5)
-    assert (found.verdict, found.sentence) == ("unknown", "Not enough steps yet: 12 of 50")
+    assert (found.verdict, found.sentence) == ("unknown", "Not enough steps yet: 12 of 50, the first ones apart")
     assert (found.advice, found.ceiling_samples_per_s, found.bottleneck) == ((), None, None)
     assert repr(found) == found.sentence
 
@@ -169,6 +169,14 @@ def test_a_verdict_does_not_flicker_around_its_threshold() -> None:
 
 def test_data_is_let_off_below_three_points_under_its_threshold() -> None:
     assert looks(Doctor(), 0.21, 0.16, 0.16)[-1] == "compute"
+
+
+def test_the_last_look_says_what_the_run_comes_to_at_once() -> None:
+    doctor, calm = Doctor(), spent_of(shared(0.01))
+    assert looks(doctor, 0.5) == ["data"]
+    last = doctor.look(calm, GATHERED, [QUIET], is_over=True)
+    assert last == judged(case_of(calm, GATHERED, [QUIET]))
+    assert last.verdict == "compute"
 
 
 def test_three_verdicts_in_turn_convince_nobody() -> None:
@@ -285,6 +293,15 @@ def test_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None
         "Data keeps up: the step itself takes 99% of the time; 634 images/s in a typical step",
         "Nothing to fix in how data is loaded",
     ]
+
+
+def test_where_data_slows_training_and_nothing_is_known_that_helps_it_is_not_said_that_all_is_well() -> None:
+    for wait in (0.1, 0.01):
+        found = replace(judged(made(wait=wait)), advice=())
+        assert repr(found).splitlines()[1:] == ["No advice"]
+        assert not found.needs_nothing
+    assert judged(made(wait=0.001)).needs_nothing
+    assert not judged(made(other=0.1)).needs_nothing
 
 
 def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.MonkeyPatch) -> None:

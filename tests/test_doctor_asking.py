@@ -87,7 +87,7 @@ def test_of_a_report_it_is_about_the_machine_of_that_time(data: PackedDataset) -
 
 def test_a_report_without_steps_has_too_few(data: PackedDataset) -> None:
     found = diagnose(train(lambda batch: None, Loader(data, 4), epochs=0))
-    assert found.sentence == "Too few steps to judge by: 0 of 50"
+    assert found.sentence == "Too few steps to judge by: 0 of 50, the first ones apart"
     check(found)
 
 

@@ -11,10 +11,10 @@ from xml.etree.ElementTree import Element, fromstring
 import pytest
 from panel_states import ADVICE, DIAGNOSIS, EMPTY, FINISHED, HOST, RUNNING, STATES
 
-from colabkit.doctor import Shares
+from colabkit.doctor import Shares, Verdict
 from colabkit.panel.charts import BLUE, GREEN, GREY, PURPLE, VERMILLION, line_chart, thinned
 from colabkit.panel.render import render
-from colabkit.panel.state import PanelState
+from colabkit.panel.state import PanelState, Phase
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[31m\udcff\n"
 by_state = pytest.mark.parametrize("state", STATES.values(), ids=STATES)
@@ -166,8 +166,31 @@ def test_the_top_advice_stands_with_its_reason_its_call_and_what_is_predicted() 
     action, found, gain = ADVICE.action.rstrip("."), ADVICE.found, "about 1,490 images/s (3.1×)"
     assert text.splitlines()[-2:] == [f"  {action}: {found}", f"  → {gain}  {ADVICE.call}"]
     assert f"Advice: {found} {gain}{action}{ADVICE.call}" in text_of(html)
-    assert "Nothing to fix" in render(STATES["no advice"])[1]
-    assert "No advice yet" in render(EMPTY)[1]
+
+
+@pytest.mark.parametrize(
+    ("phase", "verdict", "wait", "said"),
+    [
+        ("running", "unknown", 0.0, "No advice yet"),
+        ("finished", "unknown", 0.0, "No advice"),
+        ("running", "data", 0.5, "No advice"),
+        ("finished", "compute", 0.1, "No advice"),
+        ("running", "compute", 0.01, "Nothing to fix"),
+    ],
+)
+def test_without_advice_it_is_told_whether_all_is_well_and_whether_some_may_come(
+    phase: Phase, verdict: Verdict, wait: float, said: str
+) -> None:
+    diagnosis = replace(DIAGNOSIS, verdict=verdict, shares=Shares(wait, compute=1 - wait), advice=())
+    _, text = render(replace(RUNNING, phase=phase, diagnosis=diagnosis))
+    assert text.splitlines()[-1].strip() == said
+
+
+def test_a_call_of_two_statements_is_shown_whole_in_text() -> None:
+    call = "colabkit.pack('/content/drive/MyDrive/birds', 'pack.h5', size=..., encoding='raw'); "
+    call += "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
+    diagnosis = replace(DIAGNOSIS, advice=(replace(ADVICE, call=call),))
+    assert call in render(replace(RUNNING, diagnosis=diagnosis))[1]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from colabkit.doctor.diagnosis import Shares
+from colabkit.doctor.diagnosis import HIGH, MODERATE, Shares
 from colabkit.doctor.machine import Machine, machine_of
 from colabkit.doctor.timing import enough, late_share, quick_compute_s, settled_steps, typical
 from colabkit.meters import LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
 from colabkit.telemetry import HostSnapshot
 
-__all__ = ["HIGH", "MODERATE", "Case", "case_of"]
-
-MODERATE, HIGH = 0.05, 0.20
-"""Shares of a step that waiting for data may take. Source: TensorFlow's profiler, input_pipeline_analysis.py."""
+__all__ = ["Case", "case_of"]
 
 _GREEDY = 0.15  # of the CPUs: what a loader has to take to slow a step
 _SATURATED = 0.85  # of the CPUs

@@ -8,7 +8,10 @@ from typing import Literal, TypeAlias
 from colabkit._reports import Report
 from colabkit._units import format_rate, format_seconds, format_share
 
-__all__ = ["Advice", "Diagnosis", "Shares", "Verdict"]
+__all__ = ["HIGH", "MODERATE", "Advice", "Diagnosis", "Shares", "Verdict"]
+
+MODERATE, HIGH = 0.05, 0.20
+"""Shares of a step that waiting for data may take. Source: TensorFlow's profiler, input_pipeline_analysis.py."""
 
 Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "unknown"]
 _MOST_TIMES = 100  # as fast: more than that is a loop that does nothing else
@@ -90,6 +93,11 @@ class Diagnosis(Report):
         """Whether nothing holds training up but the step itself."""
         return self.verdict in ("compute", "unknown")
 
+    @property
+    def needs_nothing(self) -> bool:
+        """Whether data keeps up, so that without advice there is nothing to fix in how it is loaded."""
+        return self.verdict == "compute" and self.shares.wait < MODERATE
+
     def _summary(self) -> str:
         lines = [self.sentence]
         if self.samples_per_s and self.verdict != "unknown":
@@ -99,7 +107,7 @@ class Diagnosis(Report):
                 over = "over " * (self.ceiling_samples_per_s > _MOST_TIMES * self.samples_per_s)
                 lines[0] += f", {over}{ceiling} if data were always there"
         if not self.advice and self.verdict != "unknown":
-            lines.append("Nothing to fix in how data is loaded" if self.verdict == "compute" else "No advice")
+            lines.append("Nothing to fix in how data is loaded" if self.needs_nothing else "No advice")
         for number, advice in enumerate(self.advice, 1):
             lines.append(f"{number}. {advice.action}{_gain(advice, self.samples_per_s)}: {advice.found}")
             if advice.call:

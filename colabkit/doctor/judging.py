@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from colabkit._units import format_count, format_share
-from colabkit.doctor.case import HIGH, MODERATE, Case, case_of
-from colabkit.doctor.diagnosis import Advice, Diagnosis, Verdict
+from colabkit.doctor.case import Case, case_of
+from colabkit.doctor.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
 from colabkit.doctor.rules import RULES
 from colabkit.doctor.timing import ENOUGH_STEPS
 from colabkit.doctor.what_if import forecast_of
@@ -77,7 +77,8 @@ class Doctor:
             cost_share=cost_share,
             precision=self.precision,
         )
-        return judged(case, self._settled(case), is_over=is_over)
+        settled = self._settled(case)
+        return judged(case, None if is_over else settled, is_over=is_over)  # the last look is what diagnose() says
 
     def _settled(self, case: Case) -> Verdict:
         """Return the verdict that stands."""
@@ -159,7 +160,7 @@ def _sentence(case: Case, verdict: Verdict, is_over: bool) -> str:
     match verdict:
         case "unknown":
             few = "Too few steps to judge by" if is_over else "Not enough steps yet"
-            return f"{few}: {format_count(case.steps)} of {ENOUGH_STEPS}"
+            return f"{few}: {format_count(case.steps)} of {ENOUGH_STEPS}, the first ones apart"
         case "data":
             if case.stolen_s < case.step.wait_s:
                 return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"

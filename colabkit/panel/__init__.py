@@ -21,9 +21,9 @@ def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboa
     """Return a context manager that shows a live panel while its block runs.
 
     It says what training waits for and what would help, beside `train()`, beside any loop over a `Loader`, and beside
-    one over another loader that `watch()` watches. It appears when such a loop begins. Beside a loop,
-    epochs are numbered as the loader does it, the ones before the panel included. It shows the share of the time that
-    it takes itself, and is painted less often where painting takes more than 0.5%.
+    one over another loader that `watch()` watches. It appears when such a loop begins. Beside a loop, epochs are
+    numbered as the loader does it, the ones before the panel included. It shows the share of the time that it takes
+    itself, and is painted less often where painting takes more than 0.5%.
 
     Args:
         refresh_s: seconds between frames, at least 0.5.

@@ -23,6 +23,7 @@ _SIGNS = ("▨", "▥", "■", "⊟")  # of the parts of a step, as they are dra
 _LIVE_POINTS, _FINAL_POINTS = 32, 120
 _NARROW_PX = 600  # below this width texts have two lines
 _ALMOST_FULL = 0.9
+_SHOWN_OF_A_CALL = 140  # characters that two lines hold at most
 
 
 def as_html(state: PanelState) -> str:
@@ -100,7 +101,7 @@ def _gauge(gauge: words.Gauge) -> str:
 
 def _advice(state: PanelState) -> str:
     action, found, gain, call = words.advised(state)
-    reason = f"Advice: {found}" if found else "Advice"
+    reason, call = f"Advice: {found}" if found else "Advice", words.clipped(call, _SHOWN_OF_A_CALL)
     return (
         f"<div style='border-top:1px solid {_TRACK};margin-top:14px;padding-top:8px;display:flex;gap:14px;"
         "justify-content:space-between;white-space:nowrap;font-size:14px'>"

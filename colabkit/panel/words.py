@@ -31,6 +31,7 @@ UNKNOWN = "n/a"
 _MOST_TIMES = 100  # beyond, a factor says nothing
 _LONG_WAIT_S = 1.0  # shorter ones come and go too fast to be read
 _MOST_VALUES = 6
+_MOST_OF_A_CALL = 240  # characters; half a call is of no use
 _CLIPPED = "colabkit.supervised_step(..., clip=1.0)"
 
 
@@ -168,17 +169,20 @@ def advised(state: PanelState) -> Advised:
     if loss is not None and not math.isfinite(loss):
         return Advised("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
     diagnosis = state.diagnosis
-    if diagnosis is None or (not diagnosis.advice and diagnosis.verdict == "unknown"):
-        return Advised("No advice yet")
-    if not diagnosis.advice:
-        return Advised("Nothing to fix")
+    if diagnosis is None or not diagnosis.advice:
+        if diagnosis is not None and diagnosis.needs_nothing:
+            return Advised("Nothing to fix")
+        is_early = diagnosis is None or diagnosis.verdict == "unknown"
+        return Advised("No advice yet" if is_early and not state.is_over else "No advice")
     advice = diagnosis.advice[0]
     gain = ""
     if advice.samples_per_s is not None:
         gain = f"about {_counted(advice.samples_per_s)} images/s"
         if 0 < advice.samples_per_s <= _MOST_TIMES * diagnosis.samples_per_s:
             gain += f" ({advice.samples_per_s / diagnosis.samples_per_s:.1f}×)"
-    return Advised(clipped(advice.action, 100).rstrip("."), clipped(advice.found, 110), gain, clipped(advice.call, 140))
+    return Advised(
+        clipped(advice.action, 100).rstrip("."), clipped(advice.found, 110), gain, clipped(advice.call, _MOST_OF_A_CALL)
+    )
 
 
 def values(state: PanelState) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from colabkit._units import format_bytes, format_count, format_seconds, format_share
-from colabkit.doctor.case import HIGH, Case
-from colabkit.doctor.diagnosis import Advice
+from colabkit.doctor.case import Case
+from colabkit.doctor.diagnosis import HIGH, Advice
 from colabkit.doctor.rules.rule import Rule, is_hdf5, packing, quoted
 from colabkit.doctor.what_if import forecast_of
 
