@@ -93,7 +93,7 @@ def test_a_folder_without_images_is_refused_before_it_is_copied(panel: Launcher,
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("a")
     fill(panel, source="notes")
-    assert "'notes': none of its 1 files is an image" in click(panel, "pack")
+    assert "'notes': no image among 1 file" in click(panel, "pack")
     assert panel.view.said.endswith("Check Source.")
     assert pointed(panel) == ["source"]
     assert panel.results == {}
