@@ -215,6 +215,12 @@ def test_a_loader_without_batches_is_one_line_of_error(empty: Any) -> None:
         diagnose(empty, seconds=BRIEF)
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_time_that_never_ends_is_one_line_of_error(seconds: float) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: seconds=(nan|inf), a number of seco"):
+        diagnose(DataLoader(Slow(8), 4), seconds=seconds)
+
+
 @pytest.mark.parametrize("rubbish", RUBBISH)
 def test_rubbish_is_one_line_of_error(rubbish: Any) -> None:
     with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose: '\w+' is no loader, a TrainReport, or what .*"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -44,7 +45,7 @@ def diagnose(
         seconds: how long to iterate it, if it was not used before.
 
     Raises:
-        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet.
+        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` never end.
         SourceMissing, BadSource: if a path is not that of a saved report.
     """
     subject: Any = meters.latest() if of is None else of
@@ -87,6 +88,9 @@ def _host_now() -> HostSnapshot:
 
 def _by_itself(loader: Loader | Watched[Any], seconds: float) -> Diagnosis:
     """Iterate a loader, and tell how fast it is."""
+    if not math.isfinite(seconds):
+        given_s = f"seconds={seconds}"
+        raise InvalidOption(cannot("diagnose the loader", given_s, "a number of seconds", "Use seconds=5, say"))
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
     with sampled() as sampler, aside as counts:
