@@ -101,7 +101,8 @@ def test_ctrl_c_and_bad_syntax_are_one_line(outputs: dict[str, list[NotebookNode
     assert stopped.startswith("TrainingInterrupted: Training stopped after step 1: nothing is saved. Name a folder by ")
     assert "by --save-to to keep checkpoints" in stopped
     assert re.fullmatch(
-        r"InvalidOption: Cannot run the cell: .* in line 2, 'model\(x', valid Python\. Mend that line\.", broken
+        r"InvalidOption: Cannot run the cell: .* in line 2, 'model\(x', which is no valid Python\. Mend that line\.",
+        broken,
     )
 
 

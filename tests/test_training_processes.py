@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 import colabkit
 from colabkit import _processes, meters
+from colabkit._units import format_things
 from colabkit.errors import InvalidOption, LaunchFailed
 from colabkit.training.processes import Processes
 
@@ -98,7 +99,7 @@ def test_training_goes_on_with_another_number_of_processes(tmp_path, numbers, wh
     rest = trained(numbers, tmp_path, after)
     assert {epoch: sorted(samples) for epoch, samples in by_epoch(first + rest).items()} == EVERY_SAMPLE_ONCE
     assert rest[0]["samples"] == [COUNT, COUNT]
-    not_kept = [] if before == after else [f"random generators of {before} processes, now {after}"]
+    not_kept = [] if before == after else [f"random generators of {format_things(before, 'process')}, now {after}"]
     assert rest[0]["not_kept"] == not_kept
     assert rest[0]["loss"] == pytest.approx(whole[after][0]["loss"], rel=1e-3)
     if before == after:

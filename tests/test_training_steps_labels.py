@@ -75,7 +75,7 @@ def test_a_loss_that_is_no_number_passes_and_one_of_many_is_refused():
         (nn.CrossEntropyLoss(reduction="none"), r"a tensor of shape \[8\]"),
         (lambda scores, labels: 0.5, "a float"),
     ):
-        with pytest.raises(InvalidOption, match=f"the loss is {found}, a single number"):
+        with pytest.raises(InvalidOption, match=f"the loss is {found}, it has to be a single number"):
             made(Constant(SCORES), loss)[1](batch)
 
 
