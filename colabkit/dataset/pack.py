@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -187,9 +187,5 @@ class Pack(Mapping[str, PackedDataset]):
             *([("fields", f"X, Y, {', '.join(further)}")] if further else []),
             ("source", self.source),
             ("seal", "none" if meta.get("is_foreign") else self.info.seal[:_SEAL_CHARS]),
-            *((name, _counted(meta[key], unit)) for name, key, unit in _LEFT if meta.get(key)),
+            *((name, format_things(len(meta[key]), unit)) for name, key, unit in _LEFT if meta.get(key)),
         ]
-
-
-def _counted(things: Sized, unit: str) -> str:
-    return f"{format_count(len(things))} {unit}{'' if len(things) == 1 else 's'}"

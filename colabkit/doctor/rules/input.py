@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colabkit._units import format_bytes, format_count, format_seconds, format_share
+from colabkit._units import format_bytes, format_count, format_seconds, format_share, format_things
 from colabkit.doctor.case import Case
 from colabkit.doctor.diagnosis import HIGH, Advice
 from colabkit.doctor.rules.rule import Rule, is_hdf5, packing, quoted
@@ -183,10 +183,11 @@ def more_workers(case: Case) -> Advice | None:
     # One worker's pace is known where it is all that is waited for, or the wait itself is the work.
     a_batch_s = case.step.seconds * facts.workers if facts.workers else case.step.wait_s
     speed = min(forecast_of(case).samples_per_s(workers=most), case.step.samples * most / max(a_batch_s, 1e-9))
+    workers, cpus = format_things(facts.workers, "worker"), format_things(most, "CPU")
     return Advice(
         "more_workers",
-        f"{_counted(facts.workers, 'worker')} on {_counted(most, 'CPU')}, of which {format_share(rate)} is busy",
-        f"Use {_counted(most, 'worker')}",
+        f"{workers} on {cpus}, of which {format_share(rate)} is busy",
+        f"Use {format_things(most, 'worker')}",
         f"num_workers={most}",
         speed,
         check="the CPU's share rises",
@@ -220,7 +221,7 @@ def too_many_workers(case: Case) -> Advice | None:
         return None
     return Advice(
         "too_many_workers",
-        f"{facts.workers} workers share {_counted(most, 'CPU')}",
+        f"{facts.workers} workers share {format_things(most, 'CPU')}",
         "Use as many workers as CPUs; more workers will not help",
         f"num_workers={most}",
         confidence="low",
@@ -321,7 +322,7 @@ def throttled(case: Case) -> Advice | None:
     if not is_slower and not retries:
         return None
     found = [f"steps take {case.slowdown:.1f} times as long as at first"] if is_slower else []
-    found += [f"{_counted(retries, 'read')} of the source had to be tried again"] if retries else []
+    found += [f"{format_things(retries, 'read')} of the source had to be tried again"] if retries else []
     return Advice(
         "throttled",
         ", and ".join(found),
@@ -347,10 +348,6 @@ def _if_full(case: Case) -> str:
 def _place(case: Case) -> str:
     path = quoted(case.facts.path)
     return "files far away" if path == "..." else f"{path}, far away"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{format_count(count)} {noun}{'s' * (count != 1)}"
 
 
 def _fits_in_ram(case: Case) -> bool:
