@@ -31,7 +31,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit.doctor import Advice, Diagnosis, Doctor, judging
-from colabkit.doctor.case import case_of
+from colabkit.doctor.case import Case, case_of
 from colabkit.doctor.judging import judged
 from colabkit.doctor.timing import enough, late_share, settled_steps, typical
 from colabkit.meters import StepTimes
@@ -144,6 +144,23 @@ def test_the_slowest_part_is_named_where_data_is_late() -> None:
     assert found.bottleneck == "decode"
     assert found.sentence.endswith(": decoding is the slowest part")
     assert judged(made(wait=0.001, facts=DECODED, parts=parts)).bottleneck is None
+
+
+def test_the_first_pass_is_not_judged_by_once_later_ones_have_enough() -> None:
+    decoded = shared(0.5)
+    first = replace(spent_of(decoded, parts=(part("decode", 1e-3),)), recent=())
+
+    def later(count: int) -> Case:
+        steps = [*decoded, *shared(0.0, count)]
+        spent = spent_of(steps, parts=first.parts, passes=2, first_pass=first)
+        return case_of(spent, DECODED, [FULL])
+
+    assert judged(later(49)).bottleneck == "decode"
+    found = judged(later(51))
+    assert found.verdict == "compute"
+    assert found.bottleneck is None
+    assert not found.advice
+    assert later(51).passes == 2
 
 
 def test_too_few_steps_are_said_to_be_too_few_and_nothing_is_advised() -> None:

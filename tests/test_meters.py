@@ -97,6 +97,24 @@ def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
     assert [step.is_first for step in found.recent] == [True, False, True, False]
 
 
+def test_what_the_first_pass_came_to_is_kept_when_another_begins():
+    counts = LoaderMeters()
+    assert counts.snapshot().first_pass is None
+    counts.begin_pass(HostClock())
+    counts.add("decode", 10, 100, 0.5)
+    begun = counts.snapshot()
+    assert begun.first_pass is None
+    for _ in range(2):
+        counts.begin_pass(HostClock())
+        counts.add("decode", 1, 1, 0.25)
+    spent = counts.snapshot()
+    assert spent.first_pass is not None
+    assert spent.first_pass.parts == begun.parts
+    assert (spent - spent.first_pass).parts[0].samples == 2
+    assert (spent - LoaderMeters().snapshot()).first_pass == spent.first_pass
+    assert (spent - begun).first_pass is None  # it is another's first pass
+
+
 def test_a_part_tells_its_usual_worst_call_and_the_cpu_it_got():
     counts = LoaderMeters()
     for number in range(100):

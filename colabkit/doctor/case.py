@@ -30,7 +30,8 @@ class Case:
         quick_s: seconds that the step itself takes when nothing disturbs it.
         late: share of the time that a few long waits take.
         slowdown: seconds of the newest third of the steps over those of the oldest.
-        spent: what the loader counted.
+        spent: what the loader counted while these steps were taken.
+        passes: over the loader that began, of all.
         facts: what is known of the loader.
         machine: what the machine was like.
         cost_share: share of the time that the panel took; None where there is none.
@@ -44,6 +45,7 @@ class Case:
     late: float
     slowdown: float
     spent: MetersSnapshot
+    passes: int
     facts: LoaderFacts
     machine: Machine
     cost_share: float | None = None
@@ -171,13 +173,17 @@ def case_of(
     """Return what the doctor sees of a run.
 
     Args:
-        spent: what its loader counted; the newest steps are judged by.
+        spent: what its loader counted; the newest steps are judged by, without those of the first pass as soon as there
+            are enough.
         facts: what is known of the loader.
         hosts: snapshots of the machine meanwhile.
         cost_share: of the panel.
         precision: of the step.
     """
-    is_whole = spent.steps <= len(spent.recent)  # the run's first steps are among them
+    passes, first = spent.passes, spent.first_pass
+    if first is not None and enough(settled_steps((spent - first).recent, 0)):
+        spent = spent - first  # the first pass is not like the others: it fills caches
+    is_whole = spent.passes == passes and spent.steps <= len(spent.recent)  # the run's first steps are among them
     steps = settled_steps(spent.recent) if is_whole else settled_steps(spent.recent, 0)
     third = len(steps) // 3
     slowdown = 1.0
@@ -192,6 +198,7 @@ def case_of(
         late_share(steps),
         slowdown,
         spent,
+        passes,
         facts or LoaderFacts("foreign"),
         machine_of(hosts),
         cost_share,

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from colabkit.meters.facts import LoaderFacts
 from colabkit.meters.steps import Clock, StepTimes
@@ -82,6 +82,7 @@ class MetersSnapshot:
         queue_room: groups that could have waited, summed likewise.
         retries: reads of a far source that were tried again.
         recent: the newest steps, up to 512, oldest first.
+        first_pass: what this was when the second pass began, without `recent`; None before.
     """
 
     batches: int = 0
@@ -99,6 +100,7 @@ class MetersSnapshot:
     queue_room: int = 0
     retries: int = 0
     recent: tuple[StepTimes, ...] = field(default=(), repr=False)
+    first_pass: MetersSnapshot | None = field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -141,6 +143,7 @@ class MetersSnapshot:
             queue_room=self.queue_room - earlier.queue_room,
             retries=self.retries - earlier.retries,
             recent=self.recent[max(0, len(self.recent) - steps) :],
+            first_pass=None if earlier.passes else self.first_pass,
         )
 
 
@@ -182,6 +185,7 @@ class LoaderMeters:
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
     _recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
     _parts: dict[str, _Part] = field(default_factory=dict, repr=False)
+    _first_pass: MetersSnapshot | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @contextmanager
@@ -223,6 +227,8 @@ class LoaderMeters:
 
     def begin_pass(self, clock: Clock) -> None:
         """Count a pass, which `clock` times; what the one before has not told yet is taken in later."""
+        if self.passes == 1:
+            self._first_pass = replace(self.snapshot(), recent=())
         self.passes += 1
         if self.clock is not None:
             self._earlier.append(self.clock)
@@ -281,6 +287,7 @@ class LoaderMeters:
             self.queue_room,
             self.retries,
             tuple(self._recent.copy()),
+            self._first_pass,
         )
 
 

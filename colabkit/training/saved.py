@@ -65,7 +65,11 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
 
 def _spent_of(told: dict[str, Any]) -> MetersSnapshot:
     parts = tuple(_made(PartSnapshot, part) for part in told["parts"])
-    return _made(MetersSnapshot, told, parts=parts, recent=tuple(map(_step_of, told["recent"])))
+    recent = tuple(map(_step_of, told["recent"]))
+    first = told.get("first_pass")
+    return _made(
+        MetersSnapshot, told, parts=parts, recent=recent, first_pass=None if first is None else _spent_of(first)
+    )
 
 
 def _step_of(told: list[Any]) -> StepTimes:

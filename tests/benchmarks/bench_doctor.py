@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_doctor.py [--only traces,runs] [--json out.json]
 
 A run's verdict has to be the planted one; the speed that was predicted for the mend is compared with the speed after
-it, each the median of three rounds in which both runs alternate. A scenario takes about half a minute, in a process of
-its own; those with a slow drive need FUSE.
+it, each the median of five rounds in which both runs alternate. A scenario takes about a minute, in a process of its
+own; those with a slow drive need FUSE.
 """
 
 from __future__ import annotations

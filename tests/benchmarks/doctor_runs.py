@@ -39,7 +39,7 @@ from colabkit.telemetry import sampled
 
 __all__ = ["RUNS", "Run"]
 
-ROUNDS, SECONDS, ENOUGH = 3, 4.0, 80
+ROUNDS, SECONDS, ENOUGH = 5, 4.0, 80
 SIDE, CLASSES = 64, 10
 
 
@@ -179,8 +179,7 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
 def predicted_by(run: Run, found: Diagnosis) -> float | None:
     """Return the speed that a diagnosis promises of the mend; None if it promises nothing."""
     given = {advice.rule: advice.samples_per_s for advice in found.advice}
-    promised = next((given[rule] for rule in run.rules if given.get(rule)), None)
-    return found.ceiling_samples_per_s if promised is None and run.after is not None else promised
+    return next((given[rule] for rule in run.rules if given.get(rule)), None)
 
 
 # What is loaded
@@ -364,18 +363,18 @@ def logging() -> None:
     in_python(300_000)
 
 
-STAGED = ("far_files", "far_files_to_pack")
+COPY_NEAR = ("far_files", "throttled")
 RUNS: Sequence[Run] = (
-    Run("files on a slow drive", "data", STAGED[:1], far(file_loader, open_s=0.1, at_once=8), file_loader),
-    Run("files on a slow drive, a longer step", "data", STAGED[:1], far(file_loader, open_s=0.15, at_once=8),
+    Run("files on a slow drive", "data", COPY_NEAR, far(file_loader, open_s=0.1, at_once=8), file_loader),
+    Run("files on a slow drive, a longer step", "data", COPY_NEAR, far(file_loader, open_s=0.15, at_once=8),
         file_loader, width=24),
-    Run("files on a drive with a narrow line", "data", STAGED[:1], far(file_loader, bandwidth=3e6), file_loader),
-    Run("torch's DataLoader of a slow drive", "data", STAGED, far(lambda f: torch_files(f, 2), open_s=0.03),
+    Run("files on a drive with a narrow line", "data", COPY_NEAR, far(file_loader, bandwidth=3e6), file_loader),
+    Run("torch's DataLoader of a slow drive", "data", COPY_NEAR, far(lambda f: torch_files(f, 2), open_s=0.03),
         lambda f: torch_files(f, 2)),
-    Run("samples from a slow drive in processes", "data", STAGED,
+    Run("samples from a slow drive in processes", "data", COPY_NEAR,
         far(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
         lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True)),
-    Run("a pack on a slow drive", "data", STAGED[:1], far(large_rows, bandwidth=12e6, direct_io=False), large_rows),
+    Run("a pack on a slow drive", "data", COPY_NEAR, far(large_rows, bandwidth=12e6, direct_io=False), large_rows),
     Run("decoding, a light step", "data", ("slow_decoding",), crops, raw(32)),
     Run("decoding, a longer step", "data", ("slow_decoding",), crops, raw(32), width=24),
     Run("decoding by one worker", "data", ("slow_decoding",), lambda f: crops(f, num_workers=1), raw(32)),

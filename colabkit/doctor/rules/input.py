@@ -105,7 +105,7 @@ def slow_decoding(case: Case) -> Advice | None:
     """The CPU decodes the same images in every epoch."""
     if not case.is_starved or case.bottleneck != "decode":
         return None
-    part, is_kept = case.part("decode"), case.spent.passes < 2 and case.facts.tier in ("gpu", "ram", "disk")
+    part, is_kept = case.part("decode"), case.passes < 2 and case.facts.tier in ("gpu", "ram", "disk")
     later = "; later epochs take what this one keeps" if is_kept else ""
     return Advice(
         "slow_decoding",
@@ -231,9 +231,9 @@ def too_many_workers(case: Case) -> Advice | None:
 def slow_start(case: Case) -> Advice | None:
     """Each epoch begins with a long wait."""
     spent, facts = case.spent, case.facts
-    if spent.passes < 2 or not spent.seconds or facts.keeps_workers is not False:
+    if case.passes < 2 or not spent.seconds or facts.keeps_workers is not False:
         return None
-    each_s = spent.first_s / spent.passes
+    each_s = spent.first_s / max(1, spent.passes)
     if spent.first_s < _SLOW_START * spent.seconds or each_s < 10 * case.step.seconds:
         return None
     is_torch = facts.kind == "foreign"
@@ -299,7 +299,7 @@ def chunks_do_not_fit(case: Case) -> Advice | None:
 def cache_too_small(case: Case) -> Advice | None:
     """Later epochs read from storage what the first one has read."""
     size, free, read = _data_bytes(case), case.machine.ram_free_bytes, case.machine.read_bytes_per_s
-    if case.spent.passes < 2 or not case.is_starved or size is None or free is None or read is None:
+    if case.passes < 2 or not case.is_starved or size is None or free is None or read is None:
         return None
     needed = _needed_bytes_per_s(case)
     if case.facts.is_far or not needed or read < 0.5 * needed:
