@@ -152,10 +152,10 @@ def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> N
     column -= added
     for place, table in enumerate(rounds):
         changed, other = (column, row) if place % 2 else (row, column)
-        table.take(other, out=added, mode="wrap")  # nothing wraps: without a mode numpy would copy `out`
+        table.take(other, out=added, mode="clip")  # nothing is clipped: by default numpy would copy `out`
         changed += added
-    of_columns.take(column, out=added, mode="wrap")
-    of_rows.take(row, out=cells, mode="wrap")
+    of_columns.take(column, out=added, mode="clip")
+    of_rows.take(row, out=cells, mode="clip")
     cells += added
 
 
