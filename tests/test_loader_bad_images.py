@@ -186,6 +186,20 @@ def test_an_epoch_without_a_good_image_is_an_error(tmp_path):
         list(loader)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_number_of_batches_may_be_left_out_in_a_row(tmp_path, size, workers):
+    photos(tmp_path / "f", 12)
+    for path in files_of(tmp_path / "f")[:-1]:
+        path.write_bytes(b"no image at all")
+    loader = Loader(FileDataset(tmp_path / "f"), size, on_bad="skip", num_workers=workers, size=8)
+    sizes: list[int] = []
+    thread = threading.Thread(target=lambda: sizes.extend(len(labels) for _, labels in loader), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert sizes == [1]
+
+
 def test_a_resumed_epoch_may_end_with_bad_images_only(bad):
     first = Loader(bad, 9, on_bad="skip", sampler=[0, 1, 2, 3, 5, 6, 7, 8, 11, *BAD, CUT])
     assert len(next(iter(first))[0]) == 9

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -409,3 +411,23 @@ def test_a_group_that_fails_is_the_same_in_the_calling_thread_and_in_others(star
     with pytest.raises(ValueError, match=said):
         got.extend(taken(start(portions(1), FakeMaker(at))))
     assert [batch.reached for batch in got] == [SIZE] * whole
+
+
+LEFT_OPEN = """
+import torch
+from colabkit import Loader
+from colabkit.augment import RandomResizedCrop
+
+images = torch.zeros(4096, 3, 64, 64, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+coming = iter(Loader(images, 32, num_workers=2, transform=RandomResizedCrop(48)))
+print(tuple(next(coming).shape))
+"""
+
+
+@pytest.mark.parametrize(("ending", "status"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+def test_a_script_may_end_in_the_middle_of_an_iteration(ending: str, status: int) -> None:
+    command = [sys.executable, "-c", LEFT_OPEN + ending]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (status, "(32, 3, 48, 48)\n"), done.stderr
+        assert "terminate called" not in done.stderr

@@ -7,10 +7,13 @@ share, those of the oldest group first.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -155,6 +158,7 @@ class Workers:
         ]
         for thread in self._threads:
             thread.start()
+        _live.add(self)
 
     def ready(self) -> int:
         """Return how many groups `take` would give at once."""
@@ -283,6 +287,9 @@ class Workers:
             group = self._under_way.popleft()
             if group.batches:
                 self._ready.put(group)
+            elif group.error is None:  # all its samples were left out: nobody will take it
+                self._room += 1
+                self._changed.notify_all()
             if group.error is not None:
                 self._is_over = True
                 self._changed.notify_all()
@@ -290,3 +297,17 @@ class Workers:
                 return
         if self._is_exhausted and not self._under_way:
             self._ready.put(None)
+
+
+_live: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop all threads while the interpreter still runs: ending one that is inside torch would abort the process."""
+    for workers in tuple(_live):
+        workers.close()
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of these threads
+    os.register_at_fork(after_in_child=_live.clear)
