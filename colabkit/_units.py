@@ -58,11 +58,11 @@ def format_count(count: float) -> str:
     return f"{round(count):,}"
 
 
-def format_things(count: int, thing: str, things: str = "") -> str:
-    """Return a number of things, as in `"1 file"`, `"2,000 files"`, `"2 retries"` or `"3 classes"`.
+def format_things(count: float, thing: str, things: str = "") -> str:
+    """Return a number of things, as in `"1 file"`, `"2,000 files"`, `"2 retries"`, `"3 classes"` or `"1.5 CPUs"`.
 
     Args:
-        count: how many.
+        count: how many, which may be a fraction.
         thing: one of them.
         things: several of them, where that is not formed as usual.
     """
@@ -70,7 +70,8 @@ def format_things(count: int, thing: str, things: str = "") -> str:
         is_y = thing.endswith("y") and thing[-2] not in "aeiou"
         ending = "ies" if is_y else "es" if thing.endswith(("s", "x", "ch", "sh")) else "s"
         things = (thing[:-1] if is_y else thing) + ending
-    return f"{format_count(count)} {thing if count == 1 else things}"
+    number = format_count(count) if count == round(count) else f"{count:g}"
+    return f"{number} {thing if count == 1 else things}"
 
 
 def format_rate(per_second: float, unit: str) -> str:

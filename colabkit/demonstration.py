@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from colabkit import _files
 from colabkit._reports import Report
-from colabkit._units import format_count, format_seconds, format_share
+from colabkit._units import format_count, format_seconds, format_share, format_things
 from colabkit.augment import Normalize
 from colabkit.dataset import PackedDataset, open_pack
 from colabkit.decode import decode_image
@@ -114,7 +114,7 @@ class DemoReport(Report):
                 f"{self.accuracy_on} accuracy",
                 "",
                 f"{100 * self.accuracy:.1f}%",
-                f"after {self.epochs} epoch{'s' * (self.epochs > 1)}",
+                f"after {format_things(self.epochs, 'epoch', 'epochs')}",
             ),
         ]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from colabkit._reports import Report
-from colabkit._units import format_bytes
+from colabkit._units import format_bytes, format_things
 from colabkit.environment.devices import GpuReport, gpus
 from colabkit.environment.limits import MemoryReport, allowed_cpus, memory_limits, usable_cpus
 from colabkit.environment.places import Place, current_place, place_of
@@ -75,7 +75,7 @@ class RuntimeReport(Report):
     def _summary(self) -> str:
         gpus = "; ".join(map(repr, self.gpus)) or "no GPU"
         place = "" if self.place == "Python" else f"{self.place}, "
-        return f"{place}Python {self.python}: {self.cpus:g} CPU{'' if self.cpus == 1 else 's'}, {self.memory!r}, {gpus}"
+        return f"{place}Python {self.python}: {format_things(self.cpus, 'CPU')}, {self.memory!r}, {gpus}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         memory = f"{format_bytes(self.memory.available_bytes)} of {format_bytes(self.memory.total_bytes)} available"

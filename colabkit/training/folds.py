@@ -10,6 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from colabkit._reports import Report
+from colabkit._units import format_things
 from colabkit.dataset import PackedDataset
 from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 from colabkit.training.report import TrainReport
@@ -46,7 +47,7 @@ class KFoldReport(Report):
     def _summary(self) -> str:
         found = ", ".join(f"{name} {value:.4g} ± {self.spread[name]:.2g}" for name, value in self.mean.items())
         ended = f"; stopped by {self.stopped}, the same call goes on" if self.stopped else ""
-        return f"{len(self.folds)} fold{'s' * (len(self.folds) != 1)}: {found or 'no numbers'}{ended}"
+        return f"{format_things(len(self.folds), 'fold')}: {found or 'no numbers'}{ended}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from colabkit import _files
 from colabkit._partials import Partial
 from colabkit._reports import Report
-from colabkit._units import format_rate, format_seconds, format_share
+from colabkit._units import format_rate, format_seconds, format_share, format_things
 from colabkit.errors import ShownInOneLine
 from colabkit.meters import LoaderFacts, MetersSnapshot
 from colabkit.mounts import user_path
@@ -182,7 +182,7 @@ class TrainReport(Report):
         return target
 
     def _summary(self) -> str:
-        count = f"{self.trained} epoch{'s' * (self.trained != 1)}"
+        count = format_things(self.trained, "epoch", "epochs")
         in_all = f" ({len(self.epochs)} in all)" if self.trained != len(self.epochs) else ""
         lines = [f"Trained {count}{in_all}"]
         if self.stopped and not self.samples_per_s:

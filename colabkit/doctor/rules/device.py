@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colabkit._units import format_bytes, format_seconds, format_share
+from colabkit._units import format_bytes, format_seconds, format_share, format_things
 from colabkit.doctor.case import Case
 from colabkit.doctor.diagnosis import HIGH, Advice
 from colabkit.doctor.rules.rule import Rule
@@ -77,7 +77,7 @@ def tiny_batches(case: Case) -> Advice | None:
         return None
     return Advice(
         "tiny_batches",
-        f"a step of {samples} sample{'s' * (samples != 1)} takes {format_seconds(seconds)}, much of it to launch it",
+        f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it to launch it",
         "Use larger batches",
         f"batch_size={8 * samples}",
         check="images a second rise with the batch size",
@@ -220,7 +220,7 @@ def others_on_the_cpu(case: Case) -> Advice | None:
         return None
     return Advice(
         "others_on_the_cpu",
-        f"other processes use {foreign:.1f} of {cpus:g} CPU{'s' * (cpus != 1)}",
+        f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}",
         "End other processes",
         "",
         confidence="high",
