@@ -174,6 +174,8 @@ def test_a_bad_image_is_told_of_the_users_source(panel: Launcher, image_tree: Pa
             "Use Splits: train=0.8,test=0.2, say.",
             ["splits"],
         ),
+        (InvalidOption, "Use splits={'train': 0.8}", "pack", "Use Splits: train=0.8.", ["splits"]),
+        (BadSource, "Rename 'a size=3.png'", "pack", "Rename 'a size=3.png'.", []),
         (InvalidOption, "Give size=, or nothing", "pack", "Give Image size, or nothing.", ["size"]),
         (BadImage, "Repair it, or use on_bad='skip'", "pack", "Repair it, or use Bad files: skip.", ["on_bad"]),
         (BadSource, "Use labels=None", "train", "Use Pack with Labels: none.", ["labels"]),

@@ -10,10 +10,10 @@ import re
 from colabkit.errors import BadSource, ColabkitError, SourceMissing, TargetExists
 from colabkit.launcher.plan import Action
 from colabkit.launcher.settings import FIELDS
+from colabkit.options import in_other_words
 
 __all__ = ["in_fields"]
 
-_OPTION = re.compile(rf"\b({'|'.join(FIELDS)})=('[^']*'|\([^)]*\)|\w+)?")
 _SHARES = re.compile(r"(?<!=)\{('train'[^}]*)\}")
 _AS_TYPED = str.maketrans({"'": "", " ": "", ":": "="})
 _LEFT_OUT = re.compile(rf"\bLeave ({'|'.join(FIELDS)}) out\b")
@@ -37,8 +37,8 @@ def in_fields(error: ColabkitError, action: Action) -> tuple[str, tuple[str, ...
     if isinstance(error, TargetExists):
         step = step.replace(_ANOTHER, f"Choose another {FIELDS['work']}")
     step = _LEFT_OUT.sub(lambda found: f"Leave {FIELDS[found[1]]} empty", step)
-    step = _SHARES.sub(lambda found: f"{FIELDS['splits']}: {found[1].translate(_AS_TYPED)}", step)
-    step = _OPTION.sub(lambda found: _labelled(found[1], found[2] or "", action), step)
+    step = _SHARES.sub(r"splits={\1}", step)
+    step = in_other_words(step, lambda name, value: _labelled(name, value, action))
     step = _IN_CODE.sub(r"\1 of the path in code", step)
     named = tuple(name for name, label in FIELDS.items() if label in step)
     verb = before.removeprefix("Cannot ").partition(" ")[0]
@@ -46,9 +46,12 @@ def in_fields(error: ColabkitError, action: Action) -> tuple[str, tuple[str, ...
 
 
 def _labelled(name: str, value: str, action: Action) -> str:
-    """Return a field and what to put into it, as in `"Labels: none"`."""
-    if not value:
-        return FIELDS[name]
-    plain = value.strip("'").lower() if value == "None" else value.strip("'()").replace(", ", "x")
+    """Return a field and what to put into it, as in `"Labels: none"`; empty for an option without a field."""
+    if not value or name not in FIELDS:
+        return FIELDS.get(name, "")
+    if value.startswith("{"):
+        plain = value.strip("{}").translate(_AS_TYPED)
+    else:
+        plain = value.lower() if value == "None" else value.strip("'()").replace(", ", "x")
     text = f"{FIELDS[name]}: {plain}"
     return f"Pack with {text}" if (action, name, plain) == ("train", "labels", "none") else text

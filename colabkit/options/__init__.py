@@ -10,7 +10,7 @@ from colabkit.options.cells import CELLS, DASHBOARD, LOADING
 from colabkit.options.parsing import VerbParser, arguments_of, given_in, look_up_in, parser_of
 from colabkit.options.verb import Option, Verb
 from colabkit.options.verbs import VERBS
-from colabkit.options.wording import tell_in, words_of
+from colabkit.options.wording import in_other_words, tell_in, words_of
 
 __all__ = [
     "CELLS",
@@ -22,6 +22,7 @@ __all__ = [
     "VerbParser",
     "arguments_of",
     "given_in",
+    "in_other_words",
     "look_up_in",
     "parser_of",
     "tell_in",

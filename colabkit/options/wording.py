@@ -12,7 +12,7 @@ from colabkit._reports import Report
 from colabkit.options.verb import Option, Verb
 from colabkit.options.verbs import VERBS
 
-__all__ = ["tell_in", "words_of"]
+__all__ = ["in_other_words", "tell_in", "words_of"]
 
 _QUOTED = r"""(?:'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
 _TOLD = re.compile(
@@ -26,6 +26,26 @@ _TOLD = re.compile(
 )
 _OF_PYTHON = ("labels", "splits", "fields")
 """Kinds that messages name without a value where a function is meant, which a line cannot give."""
+
+
+def in_other_words(text: str, option: Callable[[str, str], str], call: Callable[[str, str], str] | None = None) -> str:
+    """Return a text with the options and calls of Python that it names in other words; what is in quotes stays.
+
+    Args:
+        text: of an error or a report.
+        option: returns other words for `name=value`, of which the value may be missing; empty to leave it as it is.
+        call: likewise for `colabkit.name(...)`, with its parentheses and what is in them; None to leave each as it is.
+    """
+
+    def told(match: re.Match[str]) -> str:
+        other = ""
+        if match["name"]:
+            other = option(match["name"], match["value"])
+        elif match["verb"] and call:
+            other = call(match["verb"], match["call"])
+        return other or match[0]
+
+    return _TOLD.sub(told, text)
 
 
 def words_of(verb: Verb, prefix: str) -> Callable[[str], str]:
@@ -42,14 +62,13 @@ def words_of(verb: Verb, prefix: str) -> Callable[[str], str]:
     options = {option.name: option for option in verb.options}
     verbs = {known.call: known for known in VERBS if known.is_magic or prefix != "%"}
 
-    def told(match: re.Match[str]) -> str:
-        if match["name"] in options:
-            return _told_option(options[match["name"]], match["value"]) or match[0]
-        if match["verb"] in verbs:
-            return _told_call(verbs[match["verb"]], match["call"], prefix) or match[0]
-        return match[0]
+    def told_option(name: str, value: str) -> str:
+        return _told_option(options[name], value) if name in options else ""
 
-    return lambda text: _TOLD.sub(told, text)
+    def told_call(name: str, given: str) -> str:
+        return _told_call(verbs[name], given, prefix) if name in verbs else ""
+
+    return lambda text: in_other_words(text, told_option, told_call)
 
 
 def tell_in(found: Any, verb: Verb, prefix: str) -> None:
