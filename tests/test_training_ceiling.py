@@ -92,8 +92,10 @@ def test_a_step_that_fails_leaves_all_as_it_was(data):
 @pytest.mark.parametrize("options", [{"batches": 0}, {"seconds": 0}, {"seconds": "soon"}])
 def test_what_cannot_be_meant_is_one_line(data, options):
     setup = Setup(data)
-    with pytest.raises(InvalidOption, match="headspace"):
+    with pytest.raises(InvalidOption, match=r"^Cannot measure the headspace: "):
         colabkit.headspace(setup.step, setup.loader, **options)
+    with pytest.raises(InvalidOption, match=r"^Cannot measure the headspace: .* Pass headspace\(step, loader\)\.$"):
+        colabkit.headspace(setup.step, data)
 
 
 def test_what_no_state_holds_is_put_back_too_and_half_a_step_is_refused(data):

@@ -18,12 +18,12 @@ _ACT = "train"
 _JUDGES = "a function that returns a dict of numbers"
 
 
-def check_step(act: str, step: Any, loader: Any) -> None:
-    """Raise `InvalidOption` unless a step can be called and a loader is one."""
+def check_step(act: str, call: str, step: Any, loader: Any) -> None:
+    """Raise `InvalidOption` unless a step can be called and a loader is one; `call` is the function that takes them."""
     if not callable(step) or not isinstance(loader, Loader):
         found = f"step is {kind_of(step)} and loader is {kind_of(loader)}"
-        next_step = f"Pass {act.split(maxsplit=1)[0]}(step, loader)"
-        raise InvalidOption(cannot(act, found, "they have to be a function and a colabkit.Loader", next_step))
+        needed = "they have to be a function and a colabkit.Loader"
+        raise InvalidOption(cannot(act, found, needed, f"Pass {call}(step, loader)"))
     if isinstance(step, nn.Module):
         needed, hint = (
             "it has to be a function of a batch that updates the model",

@@ -88,22 +88,22 @@ def headspace(
     Raises:
         InvalidOption: if it is not known what the step changes, gradients wait to be applied, or the loader is empty.
     """
-    act = "headspace"
-    check_step(act, step, loader)
+    act = "measure the headspace"
+    check_step(act, "headspace", step, loader)
     check_whole_number(act, "batches", batches, 1)
     duration = duration_s(act, "seconds", seconds)
-    parts = state_of("measure the headspace", state, step, is_saved=True)
+    parts = state_of(act, state, step, is_saved=True)
     if isinstance(step, Stateful):
         parts["the step"] = step
     if not getattr(step, "is_whole", True):
         found, needed = "gradients that wait to be applied", "a step between two updates"
-        raise InvalidOption(cannot("measure the headspace", found, needed, "Call step.flush() first"))
+        raise InvalidOption(cannot(act, found, needed, "Call step.flush() first"))
     with _as_it_was(parts), Processes() as processes:
         began = time.perf_counter()
         cached = loader.peek(batches)
         loading_s = time.perf_counter() - began
         if not cached:
-            raise InvalidOption(cannot("measure the headspace", "a loader without batches", "one", "Give it samples"))
+            raise InvalidOption(cannot(act, "a loader without batches", "one", "Give it samples"))
         sizes = [samples_of(batch) for batch in cached]
         endless = cycle(zip(cached, sizes, strict=True))
         warm = [_timed(step, next(endless)[0], loader) for _ in range(_WARM_UP)]

@@ -100,7 +100,7 @@ def train(
     act = "train"
     check_whole_number(act, "epochs", epochs, 0)
     check_whole_number(act, "keep_last", keep_last, 1)
-    check_step(act, step, loader)
+    check_step(act, "train", step, loader)
     if mode not in ("min", "max"):
         raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use one of these"))
     parts = state_of(act, state, step, save_to is not None)
