@@ -106,14 +106,14 @@ def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _look_up(reference: str) -> Any:
+def _look_up(reference: str, kind: str) -> Any:
     """Return the object that `FILE.py:NAME` names."""
     file, colon, name = reference.rpartition(":")
     if not colon:
         raise InvalidOption(
             cannot(f"use {reference!r}", "no ':' in it", "as in FILE.py:NAME", "Name file and variable")
         )
-    return look_up_in(vars(_module(os.path.abspath(file))), name)
+    return look_up_in(vars(_module(os.path.abspath(file))), name, kind)
 
 
 @cache

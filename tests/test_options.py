@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import colabkit
 from colabkit.errors import InvalidOption
@@ -22,6 +26,8 @@ from colabkit.options import (
     look_up_in,
     parser_of,
 )
+
+LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
 
 by_name = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
 
@@ -91,7 +97,7 @@ def test_what_a_line_gives_is_told_from_defaults() -> None:
 def test_no_options_means_the_functions_defaults(verb: Verb) -> None:
     required = [option.name for option in verb.options if option.is_required]
     parsed = parser_of(verb, verb.name).parse_args(required)
-    values = arguments_of(verb, parsed, lambda name: name)
+    values = arguments_of(verb, parsed, lambda name, kind: name)
     assert values == {option.name: option.name if option.is_required else option.default for option in verb.options}
 
 
@@ -104,7 +110,7 @@ def test_every_option_is_explained_in_the_help(verb: Verb) -> None:
 
 def parse(verb_name: str, *words: str, **objects: object) -> dict[str, object]:
     verb = next(verb for verb in VERBS if verb.name == verb_name)
-    return arguments_of(verb, parser_of(verb, verb_name).parse_args(words), lambda name: look_up_in(objects, name))
+    return arguments_of(verb, parser_of(verb, verb_name).parse_args(words), partial(look_up_in, objects))
 
 
 def test_values_get_their_kinds() -> None:
@@ -137,6 +143,31 @@ def test_a_misspelt_object_is_suggested() -> None:
     said = r"Cannot use 'modle': there is no variable of this name, and one is needed\. Did you mean model\."
     with pytest.raises(InvalidOption, match=said):
         parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
+
+
+@pytest.mark.parametrize(
+    ("objects", "step"),
+    [
+        ({}, "Define it first"),
+        ({"loader": LOADER}, "Name a loader, as loader"),
+        ({"nopes": LOADER, "loader": LOADER}, "Did you mean nopes"),
+        ({"_nope": LOADER, "Nope": list[int], "noper": "a text", "node": 3}, "Define it first"),
+    ],
+)
+def test_only_what_could_be_a_loader_is_suggested_to_the_doctor(objects: dict[str, object], step: str) -> None:
+    class Closed:
+        @property
+        def shape(self) -> tuple[int, ...]:
+            raise ValueError("its file is closed")
+
+    with pytest.raises(InvalidOption) as caught:
+        parse("doctor", "nope", np=np, nope_=Closed(), **objects)
+    assert str(caught.value).endswith(f"and one is needed. {step}.")
+
+
+def test_a_module_is_not_suggested_where_an_object_is_meant() -> None:
+    with pytest.raises(InvalidOption, match=r"and one is needed\. Define it first\.$"):
+        parse("train", "npp", "loader", np=np)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_line_takes_what_is_advised_to_it_as_the_value_that_python_is_advised(
     assert line.startswith(f"--{'no-' if value is False else ''}{option.name.replace('_', '-')}")
     required = [other.name for other in verb.options if other.is_required]
     parsed = parser_of(verb, "%it").parse_args([*required, *split_line(line, {})])
-    assert arguments_of(verb, parsed, lambda name: name)[option.name] == value
+    assert arguments_of(verb, parsed, lambda name, kind: name)[option.name] == value
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -83,7 +84,7 @@ class Step:
             for word in self.words
         ]
         parsed = parser_of(self.verb, f"{self.verb.name} it", _FormParser).parse_args(words)
-        return arguments_of(self.verb, parsed, lambda name: look_up_in(results, name))
+        return arguments_of(self.verb, parsed, partial(look_up_in, results))
 
 
 @dataclass(frozen=True, slots=True)

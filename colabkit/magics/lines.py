@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import partial
 from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -149,4 +150,4 @@ def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callab
 def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dict[str, Any]:
     namespace = shell.user_ns
     parsed = parser_of(verb, prog).parse_args(split_line(line, namespace))
-    return arguments_of(verb, parsed, lambda name: look_up_in(namespace, name))
+    return arguments_of(verb, parsed, partial(look_up_in, namespace))

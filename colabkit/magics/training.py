@@ -6,6 +6,7 @@ import os
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     """
     namespace = shell.user_ns
     words = split_line(line, namespace)
-    arguments = arguments_of(_VERB, _parser().parse_args(words), lambda name: look_up_in(namespace, name))
+    arguments = arguments_of(_VERB, _parser().parse_args(words), partial(look_up_in, namespace))
     body = Body(shell, cell)
     if arguments["save_to"] is not None and arguments["state"] is None:
         raise _unnamed_state(body, namespace)

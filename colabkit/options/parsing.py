@@ -6,6 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
 from colabkit._units import parse_bytes
@@ -13,6 +14,9 @@ from colabkit.errors import InvalidOption, cannot
 from colabkit.options.verb import Verb
 
 __all__ = ["VerbParser", "arguments_of", "given_in", "look_up_in", "parser_of"]
+
+
+_MOST_NAMED = 3  # loaders in a message
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -102,21 +106,21 @@ def parser_of(
     return parser
 
 
-def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str], Any]) -> dict[str, Any]:
+def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str, str], Any]) -> dict[str, Any]:
     """Return the keyword arguments for the verb's function.
 
     Args:
         verb: whose function.
         parsed: what its parser returned.
-        look_up: turns the text of an `object` into the object.
+        look_up: turns the text of an `object` or `subject` and that kind into the object.
     """
     values = {option.name: getattr(parsed, option.name) for option in verb.options}
     for option in verb.options:
         given = values[option.name]
         if given is not None and (option.kind == "object" or (option.kind == "subject" and not _is_report(given))):
-            values[option.name] = look_up(given)
+            values[option.name] = look_up(given, option.kind)
         elif option.kind == "objects" and given is not None:
-            values[option.name] = {name.rpartition(":")[2]: look_up(name) for name in given}
+            values[option.name] = {name.rpartition(":")[2]: look_up(name, "object") for name in given}
     return values
 
 
@@ -132,16 +136,25 @@ def given_in(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
     return set(vars(parser.parse_args(words)))
 
 
-def look_up_in(namespace: Mapping[str, Any], name: str) -> Any:
+def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") -> Any:
     """Return a variable by name.
 
+    Args:
+        namespace: of the variables.
+        name: of one of them.
+        kind: `object`, or `subject` for what the doctor judges.
+
     Raises:
-        InvalidOption: if there is none; near names are suggested.
+        InvalidOption: if there is none; near names of what may be meant are suggested, or else what can be judged.
     """
     if name in namespace:
         return namespace[name]
-    near = difflib.get_close_matches(name, [key for key in namespace if not key.startswith("_")], n=2)
+    could_be = _could_be_judged if kind == "subject" else _is_no_module
+    known = [key for key, value in namespace.items() if not key.startswith("_") and could_be(value)]
+    near = difflib.get_close_matches(name, known, n=2)
     hint = f"Did you mean {' or '.join(near)}" if near else "Define it first"
+    if kind == "subject" and known and not near:
+        hint = f"Name a loader, as {' or '.join(known[:_MOST_NAMED])}"
     raise InvalidOption(cannot(f"use {name!r}", "there is no variable of this name", "and one is needed", hint))
 
 
@@ -153,6 +166,20 @@ def _kind(parse: Callable[[str], Any], needed: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r} is not {needed}") from error
 
     return parsed
+
+
+def _is_no_module(value: Any) -> bool:
+    return not isinstance(value, ModuleType)
+
+
+def _could_be_judged(value: Any) -> bool:
+    from colabkit.doctor.watching import gives_batches  # needs torch, without which the options are loaded
+    from colabkit.training import TrainReport
+
+    try:
+        return isinstance(value, TrainReport) or (not isinstance(value, type | GenericAlias) and gives_batches(value))
+    except Exception:  # somebody's object that cannot even be looked at, as what is left of a closed HDF5 file
+        return False
 
 
 def _is_report(text: str) -> bool:
