@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import colabkit
 from colabkit import meters
-from colabkit.errors import InvalidOption, SourceMissing
+from colabkit.errors import BadSource, InvalidOption, SourceMissing
 from colabkit.magics import split_line
 from colabkit.options import VERBS
 
@@ -133,6 +133,21 @@ def test_the_doctor_judges_what_is_named_or_was_last(shell: InteractiveShell, tm
     assert shell.run_line_magic("doctor", "report") == last
     report.save(tmp_path / "run.json")
     assert shell.run_line_magic("doctor", f"'{tmp_path}/run.json'").verdict == last.verdict
+
+
+@pytest.mark.parametrize("line", ["DataLoader(data)", "DataLoader(data, batch_size=4) --seconds 1", "loaders['train']"])
+def test_the_doctor_asks_for_a_name_where_an_expression_is_given(shell: InteractiveShell, line: str) -> None:
+    with pytest.raises(InvalidOption, match=r"is an expression, and %doctor takes the name of a variable\. Assign it"):
+        shell.run_line_magic("doctor", line)
+
+
+def test_a_saved_report_may_be_called_like_an_expression(
+    shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run(1).json").write_text("{}")
+    with pytest.raises(BadSource, match=r"TrainReport\.save"):
+        shell.run_line_magic("doctor", "run(1).json")
 
 
 def test_an_error_is_one_line_without_a_traceback(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:

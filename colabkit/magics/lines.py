@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Callable
 from functools import partial
 from traceback import walk_tb
@@ -37,6 +39,7 @@ CellMagic = Callable[[str, str], Any]
 LINES = (*(verb for verb in VERBS if verb.is_magic), DASHBOARD)
 """What there are line magics of, `%colabkit` apart."""
 
+_EXPRESSION = re.compile(r"[A-Za-z_][\w.]*[(\[]")
 _HELP = ("--help", "-h")
 _VARIABLES = "\nA word {NAME} or $NAME is the variable's value; within a longer word these stay as they are written.\n"
 _SHOWN = "The panel is shown beside each cell that loops over a Loader; %dashboard --off ends that"
@@ -149,5 +152,16 @@ def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callab
 
 def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dict[str, Any]:
     namespace = shell.user_ns
-    parsed = parser_of(verb, prog).parse_args(split_line(line, namespace))
+    words = split_line(line, namespace)
+    if any(option.kind == "subject" for option in verb.options):
+        _check_is_named(verb, line, words)
+    parsed = parser_of(verb, prog).parse_args(words)
     return arguments_of(verb, parsed, partial(look_up_in, namespace))
+
+
+def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:
+    """Refuse an expression, whose words would pass for the path of a report and more arguments."""
+    if any(_EXPRESSION.match(word) and not os.path.exists(word) for word in words):
+        found, needed = "this is an expression", f"and %{verb.name} takes the name of a variable"
+        next_step = f"Assign it first, as in loader = ..., and run %{verb.name} loader"
+        raise InvalidOption(cannot(f"use {line.strip()!r}", found, needed, next_step))
