@@ -67,6 +67,21 @@ def test_a_cell_whose_loop_is_not_seen_is_told_of_watch(
     assert not [line for line in shown_by(capsys) if "No panel" in line]
 
 
+def test_a_loop_that_was_never_seen_is_told_of_watch_when_the_panel_is_switched_off(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hints(*cells: str) -> int:
+        for cell in ("%dashboard", *cells, "%dashboard --off", "%dashboard --off"):
+            run(shell, cell).raise_error()
+        return sum("colabkit.watch(loader)" in line for line in shown_by(capsys))
+
+    shell.push({"foreign": DataLoader(TensorDataset(torch.zeros(8, 2)), 4)})
+    assert hints("for batch in foreign: pass", "a = 5") == 1
+    assert hints("for batch in foreign: pass", LOOP, "a = 5") == 0
+    assert hints("%dashboard --screen none", "for batch in foreign: pass") == 0
+    assert hints() == 0, "no cell ran beside it"
+
+
 def test_options_are_those_of_the_function(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, f"%%dashboard --screen none\n{LOOP}").raise_error()
     assert shown_by(capsys) == []

@@ -256,7 +256,11 @@ def test_it_can_be_shown_again(loader: colabkit.Loader) -> None:
     for _ in range(2):
         with panel:
             list(loader)
+        assert panel.has_heard
     assert [final for _, _, final in screen.frames].count(True) == 2
+    with panel:
+        pass
+    assert not panel.has_heard, "of what was before it was entered"
 
 
 def test_a_block_without_a_loop_shows_nothing() -> None:

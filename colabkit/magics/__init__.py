@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "split_line", "unload"]
 
-_unloaders: dict[InteractiveShell, list[Callable[[], None]]] = {}
+_unloaders: dict[InteractiveShell, list[Callable[[], object]]] = {}
 
 
 def load(shell: InteractiveShell) -> None:

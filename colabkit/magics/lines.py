@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import colabkit
 from colabkit.errors import InvalidOption, ShownInOneLine, cannot, reword
-from colabkit.magics.panels import Panels, run_beside_panel
+from colabkit.magics.panels import NOTHING_SEEN, Panels, run_beside_panel
 from colabkit.magics.training import train_on_cell
 from colabkit.magics.words import split_line
 from colabkit.options import (
@@ -76,7 +76,8 @@ def _dashboard(shell: InteractiveShell, panels: Panels) -> LineMagic:
     def run(line: str) -> None:
         options = _arguments(shell, DASHBOARD, line, f"%{DASHBOARD.name}")
         if options.pop("off"):
-            panels.hide()
+            if panels.hide():
+                print(NOTHING_SEEN)  # noqa: T201 - nothing else tells why
         else:
             panels.show(**options)
             print(_SHOWN)  # noqa: T201 - nothing else is to be seen of it yet

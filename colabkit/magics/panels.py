@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from colabkit.panel import Dashboard
 
-__all__ = ["Panels", "run_beside_panel"]
+__all__ = ["NOTHING_SEEN", "Panels", "run_beside_panel"]
 
-_NOTHING_SEEN = (
+NOTHING_SEEN = (
     "No panel: nothing was trained, and no Loader was iterated. Another loader is seen through colabkit.watch(loader)"
 )
 
@@ -25,7 +25,7 @@ def run_beside_panel(shell: InteractiveShell, cell: str, **options: Any) -> None
     with body.traced(), colabkit.dashboard(**options) as panel:
         body.run()
     if not panel.has_heard:
-        print(_NOTHING_SEEN)  # noqa: T201 - nothing else tells why
+        print(NOTHING_SEEN)  # noqa: T201 - nothing else tells why
 
 
 class Panels:
@@ -40,24 +40,27 @@ class Panels:
         self._options: dict[str, Any] = {}
         self._open: list[Dashboard] = []
         self._is_on = False
+        self._has_heard: bool | None = None  # in the cells so far; None before the first
 
     def show(self, **options: Any) -> None:
         """Show it from the next cell on, with the options of `dashboard()`."""
         colabkit.dashboard(**options)  # what cannot be meant is said here
         self._options = options
         if not self._is_on:
-            self._is_on = True
+            self._is_on, self._has_heard = True, None
             self._shell.events.register("pre_run_cell", self._enter)
             self._shell.events.register("post_run_cell", self._leave)
 
-    def hide(self) -> None:
-        """Show it no more. May be called twice."""
+    def hide(self) -> bool:
+        """Show it no more, and return whether cells ran beside it in vain. May be called twice."""
+        is_vain = self._is_on and self._has_heard is False
         if self._is_on:
             self._is_on = False
             self._shell.events.unregister("pre_run_cell", self._enter)
             self._shell.events.unregister("post_run_cell", self._leave)
         while self._open:
             self._open.pop().__exit__(None, None, None)
+        return is_vain
 
     def _enter(self, info: Any) -> None:
         panel = colabkit.dashboard(**self._options)
@@ -66,5 +69,6 @@ class Panels:
 
     def _leave(self, result: Any) -> None:
         if self._open:
-            error = result.error_in_exec
-            self._open.pop().__exit__(None if error is None else type(error), error, None)
+            error, panel = result.error_in_exec, self._open.pop()
+            panel.__exit__(None if error is None else type(error), error, None)
+            self._has_heard = panel.has_heard or bool(self._has_heard)

@@ -44,7 +44,7 @@ class Dashboard:
         cpu_clock: tells the CPU seconds of the calling thread.
 
     Attributes:
-        has_heard: whether anything has happened that a panel shows, if it is shown anywhere.
+        has_heard: whether anything has happened that a panel shows since it was entered, if it is shown anywhere.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Dashboard:
             _open.append(self)
             held.callback(_open.remove, self)
             self._is_begun = False
+            self.has_heard = self._asked is None
             if self._asked is not None:
                 self._screens = [self._asked, TerminalScreen()]
                 held.callback(_closed, self._asked)
