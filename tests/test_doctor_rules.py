@@ -204,6 +204,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "sizes are not known": {"facts": replace(ON_DISK, sample_bytes=None)},
             "samples are not counted": {"facts": replace(ON_DISK, samples=None)},
             "far": {"facts": replace(ON_DISK, is_far=True)},
+            "made or in memory": {"facts": replace(ON_DISK, path=None)},
             "not waited for": {"wait": 0.001},
         },
     ),

@@ -302,8 +302,8 @@ def cache_too_small(case: Case) -> Advice | None:
     if case.passes < 2 or not case.is_starved or size is None or free is None or read is None:
         return None
     needed = _needed_bytes_per_s(case)
-    if case.facts.is_far or not needed or read < 0.5 * needed:
-        return None
+    if case.facts.is_far or case.facts.path is None or not needed or read < 0.5 * needed:
+        return None  # samples without a path are made or in memory, and it is something else that reads
     if _fits_in_ram(case):
         action = "Let go of what fills the RAM, or keep the data in tmpfs"
         call = f"colabkit.stage({quoted(case.facts.path)}, to='tmpfs')"
