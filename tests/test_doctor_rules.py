@@ -339,7 +339,10 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {"host": replace(QUIET, disk_free_bytes=GIB)},
         {"room": {"host": QUIET}, "not known": {"host": replace(QUIET, disk_free_bytes=None)}},
     ),
-    "costly_panel": ({"cost_share": 0.02}, {"cheap": {"cost_share": 0.005}, "none": {"cost_share": None}}),
+    "costly_panel": (
+        {"cost_share": 0.02, "compute_s": 60.0},
+        {"cheap": {"cost_share": 0.005}, "none": {"cost_share": None}, "a run of seconds": {"compute_s": 5.0}},
+    ),
 }
 ALL = {rule.__name__: rule for rule in RULES}
 NEIGHBOURS = [(name, why) for name, (_, others) in TABLE.items() for why in others]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from doctor_cases import made
 from panel_states import FakeTime, Frames, machine, took
 
 from colabkit import meters
+from colabkit.doctor.rules.safety import costly_panel
 from colabkit.meters import LoaderMeters
 from colabkit.panel import Dashboard
 from colabkit.panel.pace import Pace
@@ -73,6 +75,13 @@ def test_turns_of_other_threads_are_theirs_but_not_the_wait_for_a_front_end(wall
 def test_it_is_painted_every_8_seconds_however_much_that_costs() -> None:
     time = FakeTime()
     assert paced(time, 1.0, 20).interval_s == 8.0
+
+
+def test_what_the_doctor_advises_for_a_costly_panel_makes_it_slower_than_it_is_by_itself() -> None:
+    advice = costly_panel(made(cost_share=0.02, compute_s=60.0))
+    advised_s = float(advice.call.rpartition("refresh_s=")[2].rstrip(")"))
+    time = FakeTime()
+    assert advised_s > paced(time, 1.0, 20).interval_s
 
 
 class Slow(Frames):

@@ -13,6 +13,7 @@ _RAM = 0.85
 _SHM = 0.1
 _DISK_BYTES = 2 << 30
 _PANEL = 0.01
+_PANEL_SETTLED_S = 20.0  # its first frames are the nearest; a costly one doubles the time to the next, up to 8 s
 
 
 def full_ram(case: Case) -> Advice | None:
@@ -59,14 +60,14 @@ def full_disk(case: Case) -> Advice | None:
 
 
 def costly_panel(case: Case) -> Advice | None:
-    """Watching takes more than a hundredth of the time."""
-    if case.cost_share is None or case.cost_share <= _PANEL:
+    """Watching takes more than a hundredth of the time, also after the panel has slowed down by itself."""
+    if case.cost_share is None or case.cost_share <= _PANEL or case.spent.seconds < _PANEL_SETTLED_S:
         return None
     return Advice(
         "costly_panel",
         f"the panel takes {format_share(case.cost_share)} of the time",
         "Let it paint less often",
-        "colabkit.dashboard(refresh_s=5)",
+        "colabkit.dashboard(refresh_s=30)",
     )
 
 
