@@ -393,3 +393,72 @@ def test_what_is_for_one_sample_is_refused_among_transforms_of_a_batch(of_one):
     ) as caught:
         Compose([of_one, Normalize()])
     assert "\n" not in str(caught.value)
+
+
+def process_ids(loader: Loader) -> list[int]:
+    """Return which process made each sample of the next epoch."""
+    return [int(process) for batch in loader for process in batch[0]]
+
+
+def test_persistent_workers_make_every_epoch_and_end_with_their_loader() -> None:
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 2}
+    loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, persistent_workers=True, **options)
+    anew = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, **options)
+    first = set(process_ids(loader))
+    assert len(first) == 2
+    next(iter(loader))  # seen enough of an epoch
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        anew.set_epoch(epoch)
+        made, again = list(loader), list(anew)
+        assert all(torch.equal(one[1], other[1]) for one, other in zip(made, again, strict=True))
+        assert {int(process) for batch in made for process in batch[0]} <= first
+        assert not {int(process) for batch in again for process in batch[0]} & first
+
+
+def test_random_samples_are_the_same_in_persistent_workers() -> None:
+    def drawn(**options: Any) -> list[list[float]]:
+        loader = Loader(Squares(make=lambda i: torch.rand(())), 4, shuffle=True, num_workers=2, **options)
+        return [torch.cat(list(loader)).tolist() for _ in range(3)]
+
+    assert drawn(persistent_workers=True) == drawn()
+
+
+def test_persistent_workers_that_an_interrupt_has_ended_are_replaced() -> None:
+    loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, num_workers=2, persistent_workers=True)
+    first = set(process_ids(loader))
+    for process in first:
+        os.kill(process, signal.SIGINT)  # as the terminal does to all processes
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    later = process_ids(loader)
+    assert len(later) == 23
+    assert not first & set(later)
+
+
+def test_an_iteration_inside_another_has_processes_of_its_own() -> None:
+    loader = Loader(Squares(make=lambda i: i), 4, num_workers=1, persistent_workers=True)
+    whole = [batch.tolist() for batch in loader]
+    for batch, expected in zip(loader, whole, strict=True):
+        assert batch.tolist() == expected
+        assert [inner.tolist() for inner in loader] == whole
+
+
+def test_workers_persist_after_an_error_of_a_sample() -> None:
+    def make(number: int) -> int:
+        if number == 17:
+            raise ValueError("seventeen")
+        return os.getpid()
+
+    loader = Loader(Squares(make=make), 4, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        with pytest.raises(LoaderFailed, match="seventeen"):
+            list(loader)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [(Squares(), {"num_workers": 0}), (torch.arange(23), {}), (torch.arange(23), {"num_workers": 2})],
+)
+def test_persistent_workers_are_refused_where_there_are_none(dataset: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=r"persistent_workers=True with .*, worker processes to keep\. Leave it"):
+        Loader(dataset, 4, persistent_workers=True, **options)

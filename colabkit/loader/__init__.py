@@ -93,6 +93,8 @@ class Loader:
         num_workers: threads that decode and transform, or processes; None for as many as CPUs may be used; with 0 all
             is done where a batch is asked for, but for what is sent to a GPU.
         prefetch_batches: how many batches are made ahead; None chooses by their size.
+        persistent_workers: let worker processes live on between epochs, which saves a tenth of a second for each; what
+            is changed in the data set meanwhile is not seen by them. Threads need none of it.
         rank: number of this process; None asks `torch.distributed`.
         world_size: how many processes there are; None likewise.
 
@@ -128,6 +130,7 @@ class Loader:
         on_bad: OnBad = "raise",
         num_workers: int | None = None,
         prefetch_batches: int | None = None,
+        persistent_workers: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -153,7 +156,16 @@ class Loader:
         sides = None if size is None else checked_size(act, size)
         share = share_of(act, rank, world_size)
         asked = Asked(
-            batch_size, self.device, transform, sides, keep, num_workers, prefetch_batches, self._bad, self.meters
+            batch_size,
+            self.device,
+            transform,
+            sides,
+            keep,
+            num_workers,
+            prefetch_batches,
+            persistent_workers,
+            self._bad,
+            self.meters,
         )
         why = why_one_by_one(transform, collate_fn)
         self._feed = None if why else feed_of(act, self.dataset, fields, as_dict)

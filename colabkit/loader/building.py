@@ -18,6 +18,7 @@ from colabkit.loader.engines import Engine, InProcesses, OnDevice
 from colabkit.loader.feeds import Column, Feed, check_channels
 from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
+from colabkit.loader.options import check_without_processes
 from colabkit.loader.paging import Populating, mapped_rows
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
@@ -48,6 +49,7 @@ class Asked:
         keep: where samples shall live.
         num_workers: threads or processes; None for as many as CPUs may be used.
         prefetch_batches: how many are made ahead; None chooses.
+        persistent_workers: whether processes live on between epochs.
         bad: what is done about image files that cannot be decoded.
         counts: the loader's meters.
     """
@@ -59,6 +61,7 @@ class Asked:
     keep: Keep
     num_workers: int | None
     prefetch_batches: int | None
+    persistent_workers: bool
     bad: BadSamples
     counts: LoaderMeters
 
@@ -121,9 +124,17 @@ def built_by_sample(act: str, asked: Asked, dataset: Any, collate_fn: Callable[[
     """
     nothing = Room(None, 0, 0)
     tier = choose_tier(act, asked.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
+    if not asked.workers:
+        check_without_processes(act, asked.persistent_workers, "num_workers=0")
     of_sample = asked.transform if is_per_sample(asked.transform) else None
     workers = SampleWorkers(
-        dataset, of_sample, collate_fn, asked.workers, asked.prefetch_batches, asked.device.type == "cuda"
+        dataset,
+        of_sample,
+        collate_fn,
+        asked.workers,
+        asked.prefetch_batches,
+        asked.device.type == "cuda",
+        asked.persistent_workers,
     )
     stages = Stages() if of_sample is not None else Stages(at_last=asked.transform)
     return Built(asked, tier, InProcesses(workers, asked.device, asked.counts), stages)
@@ -142,6 +153,7 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
     Raises:
         InvalidOption: if what was asked for does not fit the samples.
     """
+    check_without_processes(act, asked.persistent_workers, f"{feed.about}, which threads load")
     samples = feed.samples
     is_decoded = not (isinstance(samples, RowGather) or callable(samples))
     if not is_decoded:

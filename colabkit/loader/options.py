@@ -22,6 +22,7 @@ __all__ = [
     "check_counts",
     "check_skipping",
     "check_transform",
+    "check_without_processes",
     "order_of",
     "share_of",
     "usable_device",
@@ -87,6 +88,13 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
         found = f"{names} beside {why[0]}, for which samples are made one by one"
         raise InvalidOption(cannot(act, found, "one of the two", f"Leave {names} out, or {why[1]}"))
+
+
+def check_without_processes(act: str, persistent_workers: bool, why: str) -> None:
+    """Raise `InvalidOption` if processes that there are not shall live on; `why` says what makes samples instead."""
+    if persistent_workers:
+        found, needed = f"persistent_workers=True with {why}", "worker processes to keep"
+        raise InvalidOption(cannot(act, found, needed, "Leave it out: only a data set in Python has some"))
 
 
 def check_skipping(act: str, on_bad: str, share: Share) -> None:

@@ -7,7 +7,9 @@ with any number of workers, and after a resume.
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
+import os
 import pickle
 import time
 import traceback
@@ -24,7 +26,7 @@ from colabkit.augment import Draws
 from colabkit.dataset import FileDataset, PackedDataset
 from colabkit.errors import ColabkitError
 from colabkit.loader.portions import Portion
-from colabkit.loader.seeding import generators_kept, seed_all
+from colabkit.loader.seeding import generators_kept, seed_generators, seeds_of
 from colabkit.loader.structures import mapped
 
 __all__ = ["Failure", "Made", "SampleWorkers"]
@@ -103,9 +105,9 @@ class _Sampled(Dataset[Any]):
         number, next_step = -1, ""
         try:
             samples = []
-            for seed, epoch, position, number in keys:
+            for (*_, number), seed in zip(keys, _seeds_of(keys), strict=True):
                 next_step = f"Run dataset[{number}] to see it"
-                seed_all(Draws(seed, epoch, np.array([position])))
+                seed_generators(seed)
                 sample = self._dataset[number]
                 if self._transform is not None:
                     next_step = f"Run transform on the first field of dataset[{number}] to see it"
@@ -135,6 +137,7 @@ class SampleWorkers:
         num_workers: processes; with 0 samples are made where the batch is asked for.
         prefetch_batches: batches that each process makes ahead; None for torch's default.
         pin_memory: whether a thread puts batches in page-locked memory.
+        persistent_workers: whether processes live on between epochs.
     """
 
     def __init__(
@@ -145,37 +148,90 @@ class SampleWorkers:
         num_workers: int,
         prefetch_batches: int | None,
         pin_memory: bool,
+        persistent_workers: bool = False,
     ) -> None:
-        self._dataset = _Sampled(dataset, sample_transform, collate_fn or default_collate)
-        self._num_workers = num_workers
-        self._prefetch = None
-        if num_workers:
-            self._prefetch = max(1, -(-(prefetch_batches or 2 * num_workers) // num_workers))
-        self._pin_memory = pin_memory
+        sampled = _Sampled(dataset, sample_transform, collate_fn or default_collate)
+        prefetch = max(1, -(-(prefetch_batches or 2 * num_workers) // num_workers)) if num_workers else None
+        self._new_pool = functools.partial(_Pool, sampled, num_workers, prefetch, pin_memory, persistent_workers)
+        self._is_kept = persistent_workers
+        self._idle: list[_Pool] = []  # one at most, which no iteration uses
 
     def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Iterator[tuple[Made, int, int]]:
         """Yield the batches of an epoch, each with how many samples have been received after it, and its position."""
         plan = _Plan(seed, epoch, portions)
-        loader = DataLoader(
-            self._dataset,
-            batch_sampler=plan,
-            num_workers=self._num_workers,
-            collate_fn=_as_made,
-            prefetch_factor=self._prefetch,
-            pin_memory=self._pin_memory,
-            generator=torch.Generator(),  # or each epoch would draw from the caller's
-        )
-        ready = iter(loader)
+        pool = self._kept_pool() or self._new_pool()
+        is_sound = False
         try:
-            for made in ready:
+            for made in pool.begin(plan):
                 yield made, *plan.taken()
+            is_sound = True
+        except GeneratorExit:  # the user has seen enough
+            is_sound = True
+            raise
         except (OSError, EOFError) as error:  # of the pipes between processes
             raise RuntimeError(f"a worker process is gone ({type(error).__name__}: {error})") from error
         finally:
-            # Else processes would live as long as an error whose traceback holds them.
-            getattr(ready, "_shutdown_workers", lambda: None)()
+            if is_sound and self._is_kept and not self._idle:
+                self._idle.append(pool)
+            else:
+                pool.close()
         if plan.error is not None:
             raise plan.error
+
+    def _kept_pool(self) -> _Pool | None:
+        """Return the processes of an epoch before, if there are some that live and that no other iteration uses."""
+        try:
+            pool = self._idle.pop()
+        except IndexError:
+            return None
+        return pool if pool.is_alive else None
+
+
+class _Pool:
+    """Worker processes, for one epoch or for several in turn."""
+
+    def __init__(
+        self, dataset: Dataset[Any], num_workers: int, prefetch: int | None, pin_memory: bool, persistent_workers: bool
+    ) -> None:
+        self._plans = _Plans()
+        self._ready: Iterator[Made] | None = None
+        self._owner = os.getpid()
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=self._plans,
+            num_workers=num_workers,
+            collate_fn=_as_made,
+            prefetch_factor=prefetch,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            generator=torch.Generator(),  # or each epoch would draw from the caller's
+        )
+
+    def begin(self, plan: _Plan) -> Iterator[Made]:
+        """Return the batches of a plan; what is left of the one before it is dropped."""
+        self._plans.now = plan
+        self._ready = iter(self._loader)
+        return self._ready
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no process has ended, as an interrupt from the keyboard ends all; False in a forked child."""
+        return self._owner == os.getpid() and all(worker.is_alive() for worker in getattr(self._ready, "_workers", ()))
+
+    def close(self) -> None:
+        """End the processes, which else would live as long as an error whose traceback holds them."""
+        shut_down = getattr(self._ready, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+
+class _Plans:
+    """A batch sampler that gives what is planned now: a `DataLoader` takes no other once it is made."""
+
+    now: _Plan
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.now)
 
 
 class _Plan:
@@ -224,6 +280,14 @@ def _failure(error: Exception, where: str, next_step: str) -> Failure:
     except Exception:
         pickled = pickle.dumps(RuntimeError(text))
     return Failure(f"{where}{text}", next_step, pickled, told)
+
+
+def _seeds_of(keys: Sequence[Key]) -> list[int]:
+    """Return a seed for each of the samples of a batch."""
+    if not keys:
+        return []
+    seed, epoch, *_ = keys[0]
+    return seeds_of(Draws(seed, epoch, np.array([position for *_, position, _ in keys])))
 
 
 def _as_made(made: Any) -> Any:

@@ -236,14 +236,11 @@ def slow_start(case: Case) -> Advice | None:
     each_s = spent.first_s / max(1, spent.passes)
     if spent.first_s < _SLOW_START * spent.seconds or each_s < 10 * case.step.seconds:
         return None
-    is_torch = facts.kind == "foreign"
-    action = "Keep the workers between epochs" if is_torch else "Load a pack, which needs no worker processes"
-    call = "persistent_workers=True" if is_torch else f"{packing(case)}; {_LOAD_PACK}"
     return Advice(
         "slow_start",
         f"the first batch of each epoch takes {format_seconds(each_s)}",
-        action,
-        call,
+        "Keep the workers between epochs",
+        "persistent_workers=True",
         case.samples_per_s / max(_LEAST_LEFT, 1 - spent.first_s / spent.seconds),
     )
 
