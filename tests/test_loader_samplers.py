@@ -53,27 +53,28 @@ def seeded(seed: int) -> torch.Generator:
 class OfEvens:
     """A sampler of the user's own, not torch's: told the epoch, it gives other even numbers first."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = (N + 1) // 2) -> None:
         self.epoch = 0
+        self.length = length
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return (N + 1) // 2
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         yield from np.roll(np.arange(0, N, 2), self.epoch)
 
 
 class Buckets:
-    """A batch sampler without a `batch_size`, whose batches differ in size."""
+    """A batch sampler without a `batch_size`, whose batches differ in size, and hold more than `BATCH` as a rule."""
 
     def __len__(self) -> int:
-        return 4
+        return 5
 
     def __iter__(self) -> Iterator[list[int]]:
-        yield from ([1, 2, 3], [4], [22, 20, 5, 6, 7, 8], [0, 1])
+        yield from ([1, 2, 3], [4], [22, 20, 5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [0, 1, 21])
 
 
 ORDERS: dict[str, Callable[[], Any]] = {
@@ -173,7 +174,7 @@ def test_len_is_what_comes_and_what_listeners_are_told(name):
     assert len(stream) == len(taken) > 1
     (started,) = [event for event in events if isinstance(event, meters.EpochStarted)]
     assert started.batches == len(taken)
-    assert started.samples >= len(flat(taken))
+    assert started.samples >= len(flat(taken)) or name == "buckets"
     if name not in ("batches", "batches of a rank", "full batches", "buckets"):
         assert started.samples == len(flat(taken))
 
@@ -215,6 +216,24 @@ def test_resume_at_every_batch_of_every_epoch_equals_the_uninterrupted_stream(na
             got += flat(batches(resumed))
         assert got == expected[number]
         assert flat(batches(resumed)) == expected[number + 1]
+
+
+@pytest.mark.parametrize("name", ["buckets", "misjudged"])
+def test_listeners_are_told_of_a_batch_at_least_while_the_end_is_not_known(name):
+    samplers = {"buckets": Buckets, "misjudged": lambda: OfEvens(length=3)}
+    events: list[meters.Event] = []
+    stream = loader(samplers[name](), batch_size=2)
+    got = batches(stream, 4 if name == "buckets" else 3)
+    resumed = loader(samplers[name](), batch_size=2)
+    resumed.load_state_dict(stream.state_dict())
+    unsubscribe = meters.subscribe(events.append)
+    try:
+        got += batches(resumed)
+    finally:
+        unsubscribe()
+    assert flat(got) == [int(sample) for some in samplers[name]() for sample in np.atleast_1d(some)]
+    (started,) = [event for event in events if isinstance(event, meters.EpochStarted)]
+    assert (started.batches, started.samples) == (1, 1)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -152,7 +152,7 @@ class Plan(Protocol):
     """The batches of one process, epoch by epoch."""
 
     def batches(self, start: int) -> int:
-        """Return how many batches an epoch has after so many samples of it."""
+        """Return how many batches an epoch has after so many samples of it; 0 only if it is known to be over."""
 
     def samples(self, start: int) -> int:
         """Return how many samples these batches hold."""

@@ -130,7 +130,8 @@ class Position:
 
         Args:
             state: of `state_dict`.
-            is_end: tells whether an epoch has no batch after so many samples.
+            is_end: tells whether an epoch is known to have no batch after so many samples; those that it does not know
+                of end as soon as they are asked for more.
 
         Raises:
             InvalidOption: if the state is of other data, of another order, of an unknown version, or not whole.

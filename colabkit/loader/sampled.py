@@ -21,6 +21,7 @@ from colabkit.sampler.randoms import key_of
 
 __all__ = ["SampledPlan", "gives_batches", "seed_of"]
 
+_STORED = (Sequence, np.ndarray, torch.Tensor)  # hold what they give, so it can be counted
 _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
@@ -45,20 +46,20 @@ class SampledPlan:
     drop_last: bool
 
     def batches(self, start: int) -> int:
-        """Return how many batches an epoch has after so many samples of it; of a batch sampler at most."""
+        """Return how many batches an epoch has after so many samples of it; in mid-epoch of a batch sampler about."""
         if not self.gives_batches:
-            return len(self._pass(start))
-        if isinstance(self.sampler, Sequence):
+            return max(self._least(start), len(self._pass(start)))
+        if isinstance(self.sampler, _STORED):
             return sum(stop > start for stop in itertools.accumulate(map(_size, self.sampler)))
-        return max(0, len(self.sampler) - start // self._size_of_batches)
+        return max(self._least(start), len(self.sampler) - start // self._size_of_batches)
 
     def samples(self, start: int) -> int:
-        """Return how many samples these batches hold; of a batch sampler at most."""
+        """Return how many samples these batches hold; of a batch sampler about."""
         if not self.gives_batches:
-            return self._pass(start).stop - start
-        if isinstance(self.sampler, Sequence):
+            return max(self._least(start), self._pass(start).stop - start)
+        if isinstance(self.sampler, _STORED):
             return max(0, sum(map(_size, self.sampler)) - start)
-        return max(0, len(self.sampler) * self._size_of_batches - start)
+        return max(self._least(start), len(self.sampler) * self._size_of_batches - start)
 
     def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
         """Yield these batches, passing over the samples before them.
@@ -93,6 +94,11 @@ class SampledPlan:
             position += len(batch)
             if position > start:
                 yield batch[max(0, len(batch) - (position - start)) :]
+
+    def _least(self, start: int) -> int:
+        """Return how many batches come at least: one in mid-epoch, where the end shows only when it comes."""
+        is_known = isinstance(self.sampler, _STORED) or type(self.sampler) in _OF_SINGLE_SAMPLES
+        return 1 if start and not is_known else 0
 
     def _pass(self, start: int) -> Pass:
         return Pass.of(len(self.sampler), start, self.batch_size, Share(), self.drop_last)
