@@ -24,7 +24,7 @@ from torch.utils.data import (
 from colabkit import meters
 from colabkit.augment import RandomResizedCrop
 from colabkit.dataset import open_pack
-from colabkit.errors import InvalidOption
+from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.loader import Loader
 from colabkit.sampler import Balanced, BlockShuffled, Sequential, Shuffled, Weighted
 
@@ -77,6 +77,19 @@ class Buckets:
         yield from ([1, 2, 3], [4], [22, 20, 5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [0, 1, 21])
 
 
+class ByGlobals(torch.utils.data.Sampler[int]):
+    """A sampler that shuffles by a global generator, as many do."""
+
+    def __init__(self, permuted: Callable[[int], Any]) -> None:
+        self.permuted = permuted
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.permuted(N).tolist())
+
+
 ORDERS: dict[str, Callable[[], Any]] = {
     "balanced": lambda: Balanced(LABELS, seed=2),
     "balanced longer": lambda: Balanced(LABELS, num_samples=37, seed=2),
@@ -98,6 +111,9 @@ SINGLES: dict[str, Callable[[], Any]] = {
     "array": lambda: np.random.default_rng(1).permutation(N),
     "tensor": lambda: torch.randperm(N, generator=seeded(1)),
     "own": OfEvens,
+    "by torch's global generator": lambda: ByGlobals(torch.randperm),
+    "by NumPy's global generator": lambda: ByGlobals(np.random.permutation),
+    "by Python's global generator": lambda: ByGlobals(lambda n: np.array(random.sample(range(n), n))),
 }
 LISTS: dict[str, Callable[[], Any]] = {
     "batches": lambda: BatchSampler(RandomSampler(range(N), generator=seeded(3)), 5, drop_last=False),
@@ -107,6 +123,7 @@ LISTS: dict[str, Callable[[], Any]] = {
     "arrays": lambda: [np.array([3, 1]), np.array([2, 2, 2])],
     "tensors": lambda: list(torch.arange(20).view(4, 5)),
     "buckets": Buckets,
+    "batches by a global generator": lambda: BatchSampler(ByGlobals(torch.randperm), 5, drop_last=False),
 }
 ALL = {**ORDERS, **SINGLES, **LISTS}
 
@@ -175,7 +192,7 @@ def test_len_is_what_comes_and_what_listeners_are_told(name):
     (started,) = [event for event in events if isinstance(event, meters.EpochStarted)]
     assert started.batches == len(taken)
     assert started.samples >= len(flat(taken)) or name == "buckets"
-    if name not in ("batches", "batches of a rank", "full batches", "buckets"):
+    if name not in ("batches by a global generator", "batches", "batches of a rank", "full batches", "buckets"):
         assert started.samples == len(flat(taken))
 
 
@@ -276,6 +293,31 @@ def test_the_orders_of_torchs_samplers_depend_on_seeds_and_epochs_alone(name):
     assert own is None or torch.equal(sampler.generator.get_state(), own)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", [name for name in ALL if "global" in name])
+def test_orders_drawn_from_the_global_generators_depend_on_seed_and_epoch_alone(name, workers):
+    """Where threads make the batches, too; and the caller's generators are as they were."""
+
+    def order(seed: int, epoch: int) -> list[int]:
+        stream = loader(ALL[name](), seed=seed, num_workers=workers, prefetch_batches=workers or None)
+        stream.set_epoch(epoch)
+        return flat(batches(stream))
+
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    orders = [order(seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert len(set(map(tuple, orders))) == 3
+    assert all(sorted(each) == list(range(N)) for each in orders)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+    torch.manual_seed(2)
+    np.random.seed(2)
+    random.seed(2)
+    assert [order(0, 0), order(0, 1), order(1, 0)] == orders
+
+
 def test_generators_of_other_seeds_give_other_orders():
     orders = [flat(batches(loader(RandomSampler(range(N), generator=seeded(seed))))) for seed in (1, 2)]
     assert orders[0] != orders[1]
@@ -368,6 +410,29 @@ def test_a_sampler_beside_shuffle_is_refused():
             loader(Sequential(N), shuffle=shuffle)
     with pytest.raises(InvalidOption, match="True, False or 'block'"):
         loader(shuffle="blocks")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fails_at", [0, 1, 9])
+def test_what_a_sampler_raises_is_the_cause_of_the_loaders_error_wherever_it_comes(fails_at, workers):
+    class Failing:
+        is_asked_again = False
+
+        def __len__(self) -> int:
+            return N
+
+        def __iter__(self) -> Iterator[int]:
+            for number in range(N):
+                if number == fails_at and self.is_asked_again:
+                    raise RuntimeError("no more")
+                yield number
+
+    sampler = Failing()
+    stream = loader(sampler, num_workers=workers, prefetch_batches=workers or None)
+    sampler.is_asked_again = True
+    with pytest.raises(LoaderFailed, match="Cannot make a batch: RuntimeError: no more") as caught:
+        batches(stream)
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 class Misjudged(list[int]):

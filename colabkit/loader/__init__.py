@@ -79,7 +79,9 @@ class Loader:
             are one by `Compose([...])`: of `colabkit.augment` for batches, of torchvision for single samples.
         sampler: the order, instead of `shuffle`: one of `colabkit.sampler`, such as `Balanced(labels)`, or any iterable
             of numbers of samples, or of lists of them that are batches, with a length. What torch's draw depends on the
-            seed of their generator, on `seed` and the epoch; `set_epoch` is called on those that have it.
+            seed of their generator, on `seed` and the epoch; so does what others draw from the global generators until
+            they give their first, equally in all processes. One that draws later resumes if it has a generator of its
+            own and seeds it in `set_epoch`, which is called on those that have it.
         collate_fn: makes a batch of a list of samples, as of `DataLoader`.
         fields: names of the fields that batches have, in this order; None for all. Packs and files call their samples
             `X` and their labels `Y`, arrays of a tuple are `0`, `1` and so on. What is transformed is the one that

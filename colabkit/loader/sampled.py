@@ -13,15 +13,17 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from colabkit.augment import Draws
 from colabkit.augment.checks import shown
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader.portions import Pass, Portion, Share
-from colabkit.loader.seeding import generators_kept
+from colabkit.loader.seeding import generators_kept, seed_all
 from colabkit.sampler.randoms import key_of
 
 __all__ = ["SampledPlan", "gives_batches", "seed_of"]
 
 _STORED = (Sequence, np.ndarray, torch.Tensor)  # hold what they give, so it can be counted
+_OF_SAMPLERS = 1  # a stream of draws that no transform has
 _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
@@ -32,7 +34,8 @@ class SampledPlan:
     Attributes:
         sampler: gives numbers of samples, or a list of them for each batch, as a batch sampler does; with a length.
         gives_batches: whether it gives lists.
-        seed: of the loader: where the sampler draws from a generator, as torch's do, each epoch has one of its own.
+        seed: of the loader: where the sampler draws from a generator, as torch's do, or shuffles by the global ones
+            when it is asked for its first, what it draws depends on this seed and the epoch.
         n: samples in the data set.
         batch_size: where the sampler gives single samples.
         drop_last: leave out a last batch that is not full.
@@ -62,14 +65,23 @@ class SampledPlan:
         return max(self._least(start), len(self.sampler) * self._size_of_batches - start)
 
     def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
-        """Yield these batches, passing over the samples before them.
+        """Return these batches, passing over the samples before them.
+
+        The sampler is asked for its first at once: it may draw from the global generators, which no thread may touch.
 
         Raises:
-            InvalidOption: if the sampler gives something else than numbers of samples.
+            InvalidOption: while it is iterated, if the sampler gives something else than numbers of samples.
         """
+        try:
+            given = _given(self.sampler, self.seed, epoch)
+        except Exception as error:
+            given = _failing(error)  # in its turn, as what fails later
+        return self._portions(given, start, most_batches)
+
+    def _portions(self, given: Iterator[Any], start: int, most_batches: int) -> Iterator[Portion]:
         position, count = start, 1
         waiting: list[Sequence[Any]] = []
-        for batch in self._batches(epoch, start):
+        for batch in self._batches(given, start):
             position += len(batch)
             waiting.append(batch)
             if len(waiting) == count:
@@ -78,8 +90,7 @@ class SampledPlan:
         if waiting:
             yield _portion(waiting, position, self.n)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Sequence[Any]]:
-        given = _given(self.sampler, self.seed, epoch)
+    def _batches(self, given: Iterator[Any], start: int) -> Iterator[Sequence[Any]]:
         if not self.gives_batches:
             numbers = itertools.islice(given, start, None)
             while batch := list(itertools.islice(numbers, self.batch_size)):
@@ -133,6 +144,7 @@ def _given(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
 
     A sampler is told the epoch if it wants to know. Those of torch read their generator when they are asked for the
     first sample: until then they have one that depends on the epoch, else a resumed epoch would have another order.
+    So have those that shuffle by the global generators, which are as they were afterwards.
     """
     kept = []
     for each in _nested(sampler):
@@ -144,12 +156,19 @@ def _given(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
             own = 0 if each.generator is None else each.generator.initial_seed()
             each.generator = torch.Generator().manual_seed(key_of(own, seed, epoch))
     try:
-        given = iter(sampler)
-        first = list(itertools.islice(given, 1))
+        with generators_kept():
+            seed_all(Draws(seed, epoch, np.zeros(1, np.int64), _OF_SAMPLERS))
+            given = iter(sampler)
+            first = list(itertools.islice(given, 1))
     finally:
         for each, generator in kept:
             each.generator = generator
     return itertools.chain(first, given)
+
+
+def _failing(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
 
 
 def _size(batch: Any) -> int:
