@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, seal_fields
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from colabkit import _processes
 from colabkit.augment import Compose, Cutout, MixUp, PerSample, RandomHorizontalFlip, RandomResizedCrop
@@ -243,6 +243,67 @@ def test_a_sampler_of_the_users_own_is_not_parted_again():
             reference.set_epoch(number)
             assert samples == list(reference)
         assert set(itertools.chain(*taken)) == set(range(n))
+
+
+@pytest.mark.parametrize("name", ["distributed", "batches"])
+def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(name):
+    data = torch.arange(32)
+
+    def loaders(world_size: int, state: State | None = None) -> list[Loader]:
+        made = []
+        for rank in range(world_size):
+            sampler: Any = DistributedSampler(data, world_size, rank, seed=2)
+            sampler = sampler if name == "distributed" else BatchSampler(sampler, 4, drop_last=False)
+            made.append(Loader(data, 4, sampler=sampler, rank=rank, world_size=world_size))
+        for loader in made if state else ():
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return made
+
+    expected = [steps(loaders(2)), steps(loaders(1))]
+    taken = loaders(2)
+    got = steps(taken, 2)
+    state = state_of(taken)
+    assert (state["samples"], state["world_size"], state["global_batch"]) == (8, 2, 8)
+    assert got + steps(loaders(2, state)) == expected[0]
+    before_told = {name: value for name, value in state.items() if name != "world_size"}
+    assert got + steps(loaders(2, before_told)) == expected[0]
+    with pytest.raises(InvalidOption) as caught:
+        loaders(1, state)
+    assert str(caught.value) == (
+        "Cannot resume the Loader: a state within an epoch that a sampler parted among 2 processes, as many now, not 1."
+        " Start as many, or begin this epoch anew: set_epoch(0)."
+    )
+    steps(taken)  # the next epoch
+    (alone,) = loaders(1, state_of(taken))
+    assert alone.next_epoch == 2
+    alone.set_epoch(0)
+    assert steps([alone]) == expected[1]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        RandomResizedCrop(8),
+        PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)),
+        lambda images: images + torch.randint(0, 100, images.shape).to(torch.uint8),
+    ],
+    ids=["ours", "per sample", "at last"],
+)
+def test_ranks_under_a_sampler_of_the_users_own_draw_random_numbers_of_their_own(transform):
+    images = torch.arange(32 * 32).view(1, 1, 32, 32).remainder(100).to(torch.uint8).repeat(16, 1, 1, 1)
+
+    def made(rank: int, world_size: int, after: int = 0) -> list[bytes]:
+        sampler = DistributedSampler(images, world_size, rank, shuffle=False)
+        share = {"rank": rank, "world_size": world_size}
+        loader = Loader(images, 2, sampler=sampler, transform=transform, num_workers=0, **share)
+        taken = list(itertools.islice(loader, after))
+        resumed = Loader(images, 2, sampler=sampler, transform=transform, num_workers=0, **share)
+        resumed.load_state_dict(loader.state_dict())
+        return [image.numpy().tobytes() for batch in [*taken, *resumed] for image in batch]
+
+    of_ranks = [made(rank, 2) for rank in range(2)]
+    assert not set(of_ranks[0]) & set(of_ranks[1])
+    assert [made(rank, 2, after=2) for rank in range(2)] == of_ranks
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the loopback interface is called lo on Linux")

@@ -316,6 +316,7 @@ def test_another_transform_batch_size_or_thread_count_is_no_reason_to_refuse(raw
         ({"epoch": 1.5}, "resume the Loader"),
         ({"samples": -4}, "resume the Loader"),
         ({"samples": "4"}, "resume the Loader"),
+        ({"world_size": "two"}, "resume the Loader"),
     ],
     ids=str,
 )

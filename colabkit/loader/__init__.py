@@ -62,7 +62,7 @@ class Loader:
     - Rows are not checked against their CRCs, which would take as long as gathering them: `verify()` does that. Image
       files of a pack are.
     - Under `torch.distributed` every process gets its share of each global batch; every sample comes once in an epoch,
-      and all processes get equally many batches.
+      and all processes get equally many batches. A sampler of the user's own says itself which samples are whose.
     - A map-style data set, a `collate_fn`, a transform of torchvision and `augment.PerSample` run in worker processes.
       On the CPU the transforms of `colabkit.augment`, `PerBatch` among them, run in worker threads. Other callables on
       a batch run where the batch is handed over, with the global generators seeded by its position, so that what they
@@ -230,7 +230,10 @@ class Loader:
 
     @property
     def received(self) -> tuple[int, int]:
-        """Epoch, and samples of it that all processes have received: `epoch` and `samples` of `state_dict()`."""
+        """Epoch, and samples of it that all processes have received: `epoch` and `samples` of `state_dict()`.
+
+        With a sampler of the user's own, samples that this process has received.
+        """
         return self._position.received
 
     def set_epoch(self, epoch: int) -> None:
@@ -241,19 +244,24 @@ class Loader:
         """Return where the user is: what `load_state_dict` needs to go on after the last batch received.
 
         Positions count the samples that all processes together have received, so a state of one process serves all.
+        With a sampler of the user's own they count those that each process has received, so it serves all as long as
+        these are equally many.
         """
-        return self._position.state_dict(self.batch_size * self._share().world_size)
+        return self._position.state_dict(self.batch_size, self._share().world_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration go on where `state` was taken, in the same order.
 
         Batch size, number of processes and threads, device, transform and prefetching may differ; seed and shuffle are
-        taken from the state.
+        taken from the state. A sampler of the user's own gives each process samples of its own: with one, the number of
+        processes may differ only if the state was taken at the end of an epoch.
 
         Raises:
-            InvalidOption: if the state is of other data, of another sampler, of an unknown version, or not whole.
+            InvalidOption: if the state is of other data, of another sampler, of another number of processes that a
+                sampler of the user's own served, of an unknown version, or not whole.
         """
-        self._position.load(state, lambda samples: not self._plan().batches(samples))
+        world_size = self._share().world_size
+        self._position.load(state, lambda samples: not self._plan().batches(samples), world_size)
         self.seed = self._position.seed
 
     def peek(self, batches: int = 1) -> list[Any]:
@@ -368,10 +376,12 @@ class Loader:
 
     def _plan(self) -> Plan:
         """Return the batches of this process, as many as there are now."""
-        position = self._position
+        position, share = self._position, self._share()
         if position.pure_order is not None:
-            return OrderedPlan(position.pure_order, self.batch_size, self.drop_last, self._share())
-        return SampledPlan(position.order, self._gives_batches, self.seed, self._count, self.batch_size, self.drop_last)
+            return OrderedPlan(position.pure_order, self.batch_size, self.drop_last, share)
+        return SampledPlan(
+            position.order, self._gives_batches, self.seed, self._count, self.batch_size, self.drop_last, share
+        )
 
     def _fingerprint(self) -> str:
         if self._feed is not None:

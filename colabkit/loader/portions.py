@@ -46,7 +46,8 @@ class Portion:
         numbers: which samples, `int64 [S]`.
         positions: their places in the epoch's global order, `int64 [S]`.
         sizes: samples of each batch.
-        reached: for each batch, how many samples of the epoch all ranks have received after it.
+        reached: for each batch, how many samples of the epoch all ranks have received after it; under a sampler of the
+            user's own, how many this rank has.
     """
 
     numbers: Numbers

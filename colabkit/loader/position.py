@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from colabkit._units import format_things
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.loader.sampled import seed_of
 from colabkit.sampler import BlockShuffled, Order, Sequential, Shuffled
@@ -107,11 +108,13 @@ class Position:
         """Note that the user has received so many samples of an epoch."""
         self._reached = (epoch + 1, 0) if is_over else (epoch, samples)
 
-    def state_dict(self, global_batch: int) -> dict[str, Any]:
+    def state_dict(self, batch_size: int = 0, world_size: int = 1) -> dict[str, Any]:
         """Return the position as plain values.
 
         Args:
-            global_batch: samples of a step, of all processes together; told, not needed.
+            batch_size: samples of a step of one process; told, not needed.
+            world_size: how many processes there are; needed for samplers of the user's own, whose samples each process
+                counts for itself.
         """
         epoch, samples = self._reached
         return {
@@ -122,26 +125,29 @@ class Position:
             "seed": self.seed,
             "epoch": epoch,
             "samples": samples,
-            "global_batch": global_batch,
+            "global_batch": batch_size * world_size,
+            "world_size": world_size,
         }
 
-    def load(self, state: dict[str, Any], is_end: Callable[[int], bool]) -> None:
+    def load(self, state: dict[str, Any], is_end: Callable[[int], bool], world_size: int = 1) -> None:
         """Take the position of a state, with its order.
 
         Args:
             state: of `state_dict`.
             is_end: tells whether an epoch is known to have no batch after so many samples; those that it does not know
                 of end as soon as they are asked for more.
+            world_size: how many processes there are.
 
         Raises:
-            InvalidOption: if the state is of other data, of another order, of an unknown version, or not whole.
+            InvalidOption: if the state is of other data, of another order, of another number of processes where that
+                counts, of an unknown version, or not whole.
         """
         act = "resume the Loader"
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != _VERSION:
             found = f"a state of version {version!r}"
             raise InvalidOption(cannot(act, found, f"version {_VERSION}", "Start the epoch anew"))
-        if missing := [name for name in self.state_dict(0) if name not in state]:
+        if missing := [name for name in self.state_dict() if name not in state and name != "world_size"]:
             found = f"a state without {', '.join(missing)}"
             raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch anew"))
         if state["fingerprint"] != self._fingerprint:
@@ -149,11 +155,17 @@ class Position:
                 cannot(act, "a state of another data set", "the state of this one", "Open the pack it was taken with")
             )
         numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples")]
+        numbers.append(state.get("world_size", world_size))  # states of before do not tell
         if not all(type(number) is int for number in numbers) or min(numbers[1:]) < 0:
-            found = f"a state with order_seed, seed, epoch and samples {', '.join(map(repr, numbers))}"
+            found = f"a state with order_seed, seed, epoch, samples and world_size {', '.join(map(repr, numbers))}"
             raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch anew"))
-        order_seed, seed, epoch, samples = numbers
-        self._take(self._order_of(act, str(state["order"]), order_seed))
+        order_seed, seed, epoch, samples, processes = numbers
+        order = self._order_of(act, str(state["order"]), order_seed)
+        if not isinstance(order, Order) and samples and processes != world_size:
+            found = f"a state within an epoch that a sampler parted among {format_things(processes, 'process')}"
+            next_step = f"Start as many, or begin this epoch anew: set_epoch({epoch})"
+            raise InvalidOption(cannot(act, found, f"as many now, not {world_size}", next_step))
+        self._take(order)
         self.seed = seed
         self._next = self._reached = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
 

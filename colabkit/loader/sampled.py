@@ -29,7 +29,9 @@ _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, Wei
 
 @dataclass(frozen=True, slots=True)
 class SampledPlan:
-    """Batches as a sampler of the user's own gives them; which process this is, is its own business.
+    """Batches as a sampler of the user's own gives them; which samples are this process's, is its own business.
+
+    Positions are counted in each process for itself: one that has got k samples stands where all have got k.
 
     Attributes:
         sampler: gives numbers of samples, or a list of them for each batch, as a batch sampler does; with a length.
@@ -39,6 +41,7 @@ class SampledPlan:
         n: samples in the data set.
         batch_size: where the sampler gives single samples.
         drop_last: leave out a last batch that is not full.
+        share: which process this is, so that each draws random numbers of its own.
     """
 
     sampler: Any
@@ -47,6 +50,7 @@ class SampledPlan:
     n: int
     batch_size: int
     drop_last: bool
+    share: Share
 
     def batches(self, start: int) -> int:
         """Return how many batches an epoch has after so many samples of it; in mid-epoch of a batch sampler about."""
@@ -85,10 +89,10 @@ class SampledPlan:
             position += len(batch)
             waiting.append(batch)
             if len(waiting) == count:
-                yield _portion(waiting, position, self.n)
+                yield _portion(waiting, position, self.n, self.share)
                 waiting, count = [], min(2 * count, most_batches)
         if waiting:
-            yield _portion(waiting, position, self.n)
+            yield _portion(waiting, position, self.n, self.share)
 
     def _batches(self, given: Iterator[Any], start: int) -> Iterator[Sequence[Any]]:
         if not self.gives_batches:
@@ -182,7 +186,7 @@ def _nested(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None)
 
 
-def _portion(batches: list[Sequence[Any]], stop: int, n: int) -> Portion:
+def _portion(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> Portion:
     sizes = tuple(map(len, batches))
     reached = np.cumsum([stop - sum(sizes), *sizes])[1:]
     try:
@@ -192,7 +196,9 @@ def _portion(batches: list[Sequence[Any]], stop: int, n: int) -> Portion:
         is_good = False
     if not is_good:
         raise next(_no_sample(some, n) for some in itertools.chain.from_iterable(batches) if not _is_sample(some, n))
-    return Portion(numbers, np.arange(stop - len(numbers), stop), sizes, tuple(reached.tolist()))
+    # As if the processes had taken samples in turn, as those of torch's DistributedSampler do.
+    positions = np.arange(stop - len(numbers), stop) * share.world_size + share.rank
+    return Portion(numbers, positions, sizes, tuple(reached.tolist()))
 
 
 def _is_sample(number: Any, n: int) -> bool:
