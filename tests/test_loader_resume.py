@@ -312,6 +312,7 @@ def test_another_transform_batch_size_or_thread_count_is_no_reason_to_refuse(raw
         ({"order": 3}, "resume the Loader"),
         ({"order_seed": "five"}, "resume the Loader"),
         ({"seed": None}, "resume the Loader"),
+        ({"seed": True}, "resume the Loader"),
         ({"epoch": -1}, "resume the Loader"),
         ({"epoch": 1.5}, "resume the Loader"),
         ({"samples": -4}, "resume the Loader"),
@@ -329,6 +330,32 @@ def test_a_state_of_something_else_or_spoilt_is_refused_and_changes_nothing(raw,
         loader.load_state_dict({**state, **change})
     assert loader.state_dict() == before
     assert loader.shuffle is False
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.intc])
+def test_whole_numbers_of_numpy_make_states_that_are_plain_json(number):
+    """Also a state that holds them, as one of before might, is taken."""
+
+    def made(state: Any = None, **options: Any) -> Loader:
+        loader = Loader(torch.arange(N), number(BATCH), rank=number(0), world_size=number(2), **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    for options in ({"shuffle": True, "seed": number(3)}, {"num_workers": number(2)}, {"sampler": range(N)}):
+        loader = made(**options)
+        loader.set_epoch(number(2))
+        expected = [batch.tolist() for batch in loader]
+        loader.set_epoch(number(2))
+        got = [batch.tolist() for batch in itertools.islice(loader, number(1))]
+        state = loader.state_dict()
+        assert {type(value) for value in state.values()} == {int, str}
+        assert (state["epoch"], loader.received[0]) == (2, 2)
+        of_before = {name: number(value) if isinstance(value, int) else value for name, value in state.items()}
+        for each in (json.loads(json.dumps(state)), of_before):
+            resumed = made(each, **options)
+            assert json.loads(json.dumps(resumed.state_dict())) == state
+            assert got + [batch.tolist() for batch in resumed] == expected
 
 
 @pytest.mark.parametrize("state", [None, [], "state", {}, {"version": 2}], ids=repr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -142,6 +143,10 @@ class Loader:
         for name, value, least in (("prefetch_batches", prefetch_batches, 1), ("num_workers", num_workers, 0)):
             if value is not None:
                 check_whole_number(act, name, value, least)
+        batch_size, seed = operator.index(batch_size), operator.index(seed)  # NumPy's overflow, and are no JSON
+        num_workers, prefetch_batches = (
+            value if value is None else operator.index(value) for value in (num_workers, prefetch_batches)
+        )
         check_transform(act, transform)
         check_callable(act, "collate_fn", collate_fn, "Pass a function of a list of samples")
         self.dataset = wrapped(act, dataset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
@@ -177,7 +178,7 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
     check_whole_number(act, "rank", rank, 0)
     if rank >= world_size:
         raise InvalidOption(cannot(act, f"rank={rank}", f"one from 0 to {world_size - 1}", "Count ranks from 0"))
-    return Share(rank, world_size)
+    return Share(operator.index(rank), operator.index(world_size))
 
 
 def usable_device(act: str, device: Any) -> torch.device:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 from colabkit._units import format_things
@@ -83,6 +85,7 @@ class Position:
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
         check_whole_number("set the epoch", "epoch", epoch, 0)
+        epoch = operator.index(epoch)
         if epoch != self._next[0]:
             self._next = (epoch, 0)
         self._reached = self._next
@@ -156,10 +159,11 @@ class Position:
             )
         numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples")]
         numbers.append(state.get("world_size", world_size))  # states of before do not tell
-        if not all(type(number) is int for number in numbers) or min(numbers[1:]) < 0:
+        are_whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
+        if not are_whole or min(numbers[1:]) < 0:
             found = f"a state with order_seed, seed, epoch, samples and world_size {', '.join(map(repr, numbers))}"
             raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch anew"))
-        order_seed, seed, epoch, samples, processes = numbers
+        order_seed, seed, epoch, samples, processes = map(operator.index, numbers)
         order = self._order_of(act, str(state["order"]), order_seed)
         if not isinstance(order, Order) and samples and processes != world_size:
             found = f"a state within an epoch that a sampler parted among {format_things(processes, 'process')}"

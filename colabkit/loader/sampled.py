@@ -137,7 +137,7 @@ def seed_of(sampler: Any) -> int:
     for each in _nested(sampler):
         seed, generator = getattr(each, "seed", None), getattr(each, "generator", None)
         if isinstance(seed, int):
-            return seed
+            return operator.index(seed)
         if isinstance(generator, torch.Generator):
             return generator.initial_seed()
     return 0
