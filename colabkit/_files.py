@@ -60,9 +60,10 @@ def translated(act: str) -> Iterator[None]:
             raise NotEnoughSpace(
                 cannot(act, reason, "room for all of it", "Free some space or choose another target")
             ) from error
-        raise FileFailed(
-            cannot(act, reason, "a file system that allows it", "Check the path and its permissions, or mount it again")
-        ) from error
+        needed, next_step = "a file system that allows it", "Check the path and its permissions, or mount it again"
+        if error.errno == errno.ENOENT:
+            needed, next_step = "a path that is there", "Check the path, or mount it again"
+        raise FileFailed(cannot(act, reason, needed, next_step)) from error
 
 
 def make_folder(path: Path) -> None:

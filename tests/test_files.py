@@ -54,6 +54,16 @@ def test_an_os_error_without_text_still_gives_one_line():
         raise OSError("odd")
 
 
+def test_what_is_not_there_is_told_apart_from_what_is_not_allowed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileFailed, match=r"No such file .*, a path that is there\. Check the path"),
+        _files.translated("read"),
+    ):
+        (tmp_path / "gone").read_bytes()
+    with pytest.raises(FileFailed, match="a file system that allows it"), _files.translated("read"):
+        tmp_path.read_bytes()
+
+
 @pytest.mark.parametrize("error", [FileFailed("one"), InvalidOption("two"), ValueError("three"), KeyboardInterrupt()])
 def test_what_is_no_plain_os_error_passes_unchanged(error):
     with pytest.raises(type(error)) as caught, _files.translated("copy"):

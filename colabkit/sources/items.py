@@ -93,10 +93,11 @@ class SequentialSource(Source, Protocol):
 
 def changed_item(source: str, item: Item, found: int) -> SourceChanged:
     """Return the error for an item of another size or time than listed; `found` is its size now, in bytes."""
-    act = f"read {item.path!r} of {source!r}"
+    told, needed = f"{found} bytes", f"the {item.size} listed before"
     if found == item.size:
-        return SourceChanged(cannot(act, "it was written to meanwhile", "a file that stays as listed", "Run it again"))
-    return SourceChanged(cannot(act, f"{found} bytes", f"the {item.size} listed before", "Run it again"))
+        told, needed = "it was written to meanwhile", "a file that stays as listed"
+    next_step = "List it anew: run it again, or make the FileDataset again"
+    return SourceChanged(cannot(f"read {item.path!r} of {source!r}", told, needed, next_step))
 
 
 def broken_archive(source: str, reason: str) -> BadArchive:
