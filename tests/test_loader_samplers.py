@@ -381,7 +381,6 @@ def test_the_shuffle_of_a_state_is_taken_over_by_a_loader_without_a_sampler():
         ("abc", "a"),
         ([0, None, 1], None),
         ([None, 1], None),
-        ([[0], 3], 3),
         ([3, [0]], [0]),
         ([torch.tensor([0.5])], torch.tensor(0.5)),
         ([1 << 70], 1 << 70),
@@ -394,6 +393,15 @@ def test_a_sampler_that_gives_no_number_of_a_sample_is_one_line_that_says_what_i
         batches(loader(sampler, batch_size=2))
     needed = f"numbers of samples from 0 to {N - 1}. Check the sampler."
     assert str(caught.value) == f"Cannot make a batch: a sampler that gives {found!r}, {needed}"
+
+
+def test_a_sampler_that_gives_lists_at_first_has_to_go_on_with_them():
+    with pytest.raises(InvalidOption, match="a sampler that gives 3, lists of samples, as its first is one"):
+        batches(loader([[0], 3], batch_size=2))
+
+
+def test_empty_lists_of_a_batch_sampler_are_passed_over():
+    assert [len(batch) for batch in batches(loader([[0, 1], [], [2]], batch_size=2))] == [2, 1]
 
 
 @pytest.mark.parametrize(

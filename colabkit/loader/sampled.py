@@ -104,10 +104,10 @@ class SampledPlan:
         position = 0
         for some in given:
             if not isinstance(some, Collection):
-                raise _no_sample(some, self.n)
+                raise _no_sample(some, "lists of samples, as its first is one")
             batch = list(some)
             position += len(batch)
-            if position > start:
+            if batch and position > start:
                 yield batch[max(0, len(batch) - (position - start)) :]
 
     def _least(self, start: int) -> int:
@@ -195,7 +195,10 @@ def _portion(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> P
     except (TypeError, OverflowError):
         is_good = False
     if not is_good:
-        raise next(_no_sample(some, n) for some in itertools.chain.from_iterable(batches) if not _is_sample(some, n))
+        needed = f"numbers of samples from 0 to {n - 1}"
+        raise next(
+            _no_sample(some, needed) for some in itertools.chain.from_iterable(batches) if not _is_sample(some, n)
+        )
     # As if the processes had taken samples in turn, as those of torch's DistributedSampler do.
     positions = np.arange(stop - len(numbers), stop) * share.world_size + share.rank
     return Portion(numbers, positions, sizes, tuple(reached.tolist()))
@@ -208,7 +211,6 @@ def _is_sample(number: Any, n: int) -> bool:
         return False
 
 
-def _no_sample(found: Any, n: int) -> InvalidOption:
+def _no_sample(found: Any, needed: str) -> InvalidOption:
     """Return the error for what a sampler gives."""
-    needed = f"numbers of samples from 0 to {n - 1}"
     return InvalidOption(cannot("make a batch", f"a sampler that gives {shown(found)}", needed, "Check the sampler"))
