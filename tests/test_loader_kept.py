@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -23,7 +24,7 @@ from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.dataset import FileDataset, open_pack
 from colabkit.errors import FileFailed, NotEnoughSpace
 from colabkit.loader import Loader, tiers
-from colabkit.loader.kept import KeptRows
+from colabkit.loader.kept import KeptRows, promised_bytes
 from colabkit.sources import FolderSource, Item
 
 SHAPE = (4, 5, 3)
@@ -102,6 +103,32 @@ def test_rows_come_back_as_they_were_settled(where, tmp_path):
     assert rows.is_whole
     assert len(rows) == COUNT
     assert all(np.array_equal(rows.row(number), row_of(number)) for number in range(COUNT))
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_what_rows_may_still_take_is_promised_until_it_is_taken_or_they_are_gone(where, tmp_path):
+    gc.collect()
+    before = promised_bytes()
+    rows = kept(10, where, tmp_path)
+    for number in range(4):
+        keep(rows, number)
+        assert promised_bytes() - before == (0 if where == "disk" else (9 - number) * 60)
+    del rows
+    gc.collect()
+    assert promised_bytes() == before
+
+
+def test_the_same_ram_is_not_promised_to_two_loaders(source, monkeypatch):
+    gc.collect()
+    data, row_bytes = FileDataset(source), 16 * 16 * 3
+    free = promised_bytes() + 30 * row_bytes
+    monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
+    monkeypatch.setattr(tiers, "memory_limits", lambda _: SimpleNamespace(available_bytes=free))
+    loaders = [Loader(data, 4, size=16) for _ in range(3)]
+    assert [loader.tier.name for loader in loaders] == ["ram", "ram", "disk"]
+    del loaders
+    gc.collect()
+    assert Loader(data, 4, size=16).tier.name == "ram"
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])

@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import uuid
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -17,9 +18,18 @@ import torch
 from colabkit import _files
 from colabkit.loader.gather import RowGather
 
-__all__ = ["KeptRows"]
+__all__ = ["KeptRows", "promised_bytes"]
 
 Pixels = npt.NDArray[np.uint8]
+
+_in_ram: weakref.WeakSet[KeptRows] = weakref.WeakSet()
+_in_ram_lock = threading.Lock()
+
+
+def promised_bytes() -> int:
+    """Return the bytes of RAM that this process's kept rows may still take, which look free until then."""
+    with _in_ram_lock:
+        return sum((rows.capacity - len(rows)) * int(np.prod(rows.shape)) for rows in _in_ram)
 
 
 class KeptRows:
@@ -52,6 +62,9 @@ class KeptRows:
         self._free: list[int] = []
         self._next = 0
         self._kept = 0
+        if where == "ram":
+            with _in_ram_lock:
+                _in_ram.add(self)
 
     def __len__(self) -> int:
         """Return how many rows are kept."""

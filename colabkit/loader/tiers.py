@@ -12,6 +12,7 @@ from colabkit import _files
 from colabkit._units import format_bytes
 from colabkit.environment import memory_limits
 from colabkit.errors import InvalidOption, cannot
+from colabkit.loader.kept import promised_bytes
 from colabkit.mounts import read_file
 
 __all__ = ["KEEPS", "Keep", "Room", "Tier", "choose_tier", "fits_on"]
@@ -54,7 +55,7 @@ class Room:
 
     Attributes:
         gpu_bytes: of the GPU that batches go to; None if they go to none.
-        ram_bytes: RAM that is available under all limits.
+        ram_bytes: RAM that is available under all limits and promised to no other loader of this process.
         disk_bytes: of the near disk.
     """
 
@@ -67,7 +68,7 @@ class Room:
         """Return what is free now, shared between some processes."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         ram = memory_limits(read_file).available_bytes
-        return cls(gpu, ram // processes, _files.free_bytes(near) // processes)
+        return cls(gpu, max(0, ram // processes - promised_bytes()), _files.free_bytes(near) // processes)
 
 
 def choose_tier(
