@@ -19,6 +19,7 @@ from doctor_cases import (
     GATHERED,
     GIB,
     ON_GPU,
+    PROCESSES,
     QUIET,
     check_call,
     made,
@@ -144,6 +145,22 @@ def test_the_slowest_part_is_named_where_data_is_late() -> None:
     assert found.bottleneck == "decode"
     assert found.sentence.endswith(": decoding is the slowest part")
     assert judged(made(wait=0.001, facts=DECODED, parts=parts)).bottleneck is None
+
+
+@pytest.mark.parametrize(("augment_s", "slowest"), [(0.005, "samples"), (0.007, "augment")])
+def test_what_one_thread_does_after_worker_processes_is_weighed_against_what_each_of_them_does(
+    augment_s: float, slowest: str
+) -> None:
+    facts = replace(PROCESSES, workers=2)
+    parts = (part("samples", 0.012, 0.012), part("augment", augment_s))
+    assert judged(made(wait=0.2, facts=facts, parts=parts)).bottleneck == slowest
+
+
+def test_who_transforms_on_the_gpu_already_is_not_told_to() -> None:
+    parts = (part("gather", 1e-5), part("augment", 0.003))
+    for facts, is_told in ((GATHERED, True), (ON_GPU, False)):
+        told = judged(made(wait=0.2, facts=facts, parts=parts, host=with_gpu()))
+        assert any(advice.rule == "slow_transform" for advice in told.advice) is is_told
 
 
 def test_the_first_pass_is_not_judged_by_once_later_ones_have_enough() -> None:

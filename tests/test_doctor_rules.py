@@ -136,6 +136,10 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "the CPU is not known": {"host": UNKNOWN_HOST},
             "far": {"facts": replace(DRIVE, workers=1)},
             "rows": {"facts": GATHERED, "parts": ROWS},
+            "one thread transforms what they make": {
+                "facts": replace(PROCESSES, workers=1),
+                "parts": (part("samples", 0.001, 0.001), part("augment", 0.002)),
+            },
             "not waited for": {"wait": 0.001},
         },
     ),

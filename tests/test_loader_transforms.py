@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,21 @@ def test_a_function_of_a_batch_is_applied_to_the_first_field_of_any_data_set(mak
         first = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
         wanted = torch.stack([torch.full((3, 4, 4), i) for i in range(3 * number, 3 * number + 3)]).float() / 255
         assert torch.equal(first, wanted)
+
+
+@pytest.mark.parametrize("make", [lambda data: data, lambda data: torch.utils.data.ConcatDataset([data])])
+@pytest.mark.parametrize("steps", [[], [RandomCrop(6)]], ids=["alone", "after ours"])
+def test_the_seconds_of_a_function_of_a_batch_are_those_of_augmenting(data, make, steps):
+    def slow(images: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return images
+
+    loader = Loader(make(data), BATCH, transform=Compose([*steps, slow]) if steps else slow, num_workers=1)
+    batches = len(list(loader))
+    (part,) = (part for part in loader.meters.snapshot().parts if part.name == "augment")
+    assert part.busy_s > 0.02 * batches
+    assert part.samples % COUNT == 0
+    assert part.handled_bytes > 0
 
 
 def test_our_transforms_work_on_the_batches_of_any_data_set_and_of_collate_fn(data):

@@ -143,6 +143,9 @@ class Case:
         if self.facts.kind == "foreign":
             return "read" if self.facts.is_far and not self.is_cpu_full else None
         if self.facts.kind == "processes":
+            at_last_s = self.part("augment").busy_s  # in one thread, after what the workers share
+            if at_last_s > self.part("samples").busy_s / max(1, self.facts.workers or 1):
+                return "augment"
             return "read" if self._waits_for_storage else "samples"
         decode = self.part("decode")
         if self.facts.is_far and decode.wait_s > decode.busy_s:  # for files that are read ahead by others

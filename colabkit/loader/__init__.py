@@ -364,17 +364,21 @@ class Loader:
     def _apply_at_last(self, values: list[Any], place: int | None, draws: Draws) -> None:
         transform = self._built.stages.at_last
         assert transform is not None
+        labels = None if place is None else values[place]
+        began, size = time.perf_counter(), values[0].nbytes if isinstance(values[0], torch.Tensor) else 0
         try:
-            if not isinstance(transform, Transform):
+            if isinstance(transform, Transform):
+                values[0], labels = transform.apply(values[0], labels, draws)
+            else:
                 values[0] = transform(values[0])
-                return
-            values[0], labels = transform.apply(values[0], None if place is None else values[place], draws)
-            if place is not None:
-                values[place] = labels
         except ColabkitError:
             raise
         except Exception as error:
             raise failed(error) from error
+        if place is not None:
+            values[place] = labels
+        # The host's seconds; no CPU seconds, which are of workers and say what more of them would bring.
+        self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     def _share(self) -> Share:
         return share_of("load batches", *self._said)

@@ -132,7 +132,7 @@ def slow_transform(case: Case) -> Advice | None:
         action = "Pack the samples, and transform whole batches with colabkit.augment"
         call = f"{packing(case)}; {_LOAD_PACK}"
         speed = forecast_of(case).from_rows(case.facts.sample_bytes)
-    elif gpu is not None and not gpu.is_lost:
+    elif gpu is not None and not gpu.is_lost and not case.is_on_gpu:
         found, action = f"transforming a sample takes {each}", "Transform on the GPU"
         call, speed = "colabkit.Loader(..., device='cuda')", forecast_of(case).without_loader()
     elif any(word in (case.facts.transform or "") for word in _SIZING):
@@ -178,7 +178,8 @@ def more_workers(case: Case) -> Advice | None:
     if not case.is_starved or facts.workers is None or rate is None or rate >= _IDLE or facts.is_far:
         return None
     most = round(case.machine.cpus)
-    if facts.workers >= most or facts.kind in ("gathered", "device"):
+    one_transforms = facts.kind == "processes" and case.bottleneck == "augment"  # where batches are handed over
+    if facts.workers >= most or facts.kind in ("gathered", "device") or one_transforms:
         return None
     # One worker's pace is known where it is all that is waited for, or the wait itself is the work.
     a_batch_s = case.step.seconds * facts.workers if facts.workers else case.step.wait_s
