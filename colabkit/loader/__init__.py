@@ -37,7 +37,7 @@ from colabkit.loader.portions import OrderedPlan, Plan, Portions, Share
 from colabkit.loader.position import Position
 from colabkit.loader.sampled import SampledPlan, gives_batches
 from colabkit.loader.seeding import generators_kept, seed_all
-from colabkit.loader.structures import fields_of, mapped
+from colabkit.loader.structures import bytes_of, fields_of, mapped
 from colabkit.loader.tiers import Keep, Tier
 from colabkit.loader.transfer import marked
 from colabkit.loader.workers import Batch
@@ -365,7 +365,7 @@ class Loader:
         transform = self._built.stages.at_last
         assert transform is not None
         labels = None if place is None else values[place]
-        began, size = time.perf_counter(), values[0].nbytes if isinstance(values[0], torch.Tensor) else 0
+        began, size = time.perf_counter(), bytes_of(values[0])
         try:
             if isinstance(transform, Transform):
                 values[0], labels = transform.apply(values[0], labels, draws)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Protocol
 
@@ -15,13 +16,13 @@ from colabkit.loader.portions import Portion
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
 from colabkit.loader.slots import PinnedSlots
+from colabkit.loader.structures import bytes_of
 from colabkit.loader.transfer import DeviceTransfer, Taken, marked, sent
 from colabkit.loader.workers import Batch
 
 __all__ = ["Engine", "InProcesses", "OnDevice", "failed"]
 
 _SENT_AHEAD = 2
-_AT_ONCE_S = 1e-3  # a batch that comes sooner was ready
 
 
 class Engine(Protocol):
@@ -94,18 +95,22 @@ class InProcesses:
         yield from sent(transfer, take, lambda under_way: under_way < _SENT_AHEAD)
 
     def _made(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
-        began = time.perf_counter()
+        ahead = self._workers.ahead
+        asked = deque([time.perf_counter()], maxlen=max(1, ahead))
         try:
             for made, reached, position in self._workers.batches(seed, epoch, portions):
-                wait_s = time.perf_counter() - began
                 if isinstance(made.error, ColabkitError):
                     raise made.error
                 if made.error is not None:
                     raise failed(made.error.text, made.error.next_step) from made.error.cause()
-                self._counts.add("samples", made.samples, 0, made.busy_s, cpu_s=made.cpu_s)
+                size = bytes_of(made.batch)
+                self._counts.add("samples", made.samples, size, made.busy_s, made.wait_s, cpu_s=made.cpu_s)
+                if ahead:  # it was there each time that it, or one of those before it, was asked for since it is made
+                    self._counts.queued += sum(made.made_at <= at for at in asked)
+                    self._counts.queue_room += ahead
                 positions = np.arange(position, position + made.samples)
-                yield Batch(made.batch, positions, reached, wait_s < _AT_ONCE_S)
-                began = time.perf_counter()
+                yield Batch(made.batch, positions, reached, was_ready=made.made_at <= asked[-1])
+                asked.append(time.perf_counter())
         except ColabkitError:
             raise
         except RuntimeError as error:  # of `DataLoader`: a worker that is gone

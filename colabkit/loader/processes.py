@@ -71,6 +71,8 @@ class Made:
         busy_s: seconds it took the worker.
         cpu_s: seconds of a CPU that the worker got meanwhile.
         error: what went wrong: an error of this package, or of other people's code.
+        wait_s: seconds that the worker had nothing to do before.
+        made_at: when it was done, by `time.perf_counter()`, which all processes share.
     """
 
     batch: Any
@@ -78,6 +80,8 @@ class Made:
     busy_s: float
     error: ColabkitError | Failure | None = None
     cpu_s: float = 0.0
+    wait_s: float = 0.0
+    made_at: float = 0.0
 
     def pin_memory(self) -> Made:
         """Put the batch in page-locked memory; `DataLoader` asks for it."""
@@ -95,10 +99,16 @@ class _Sampled(Dataset[Any]):
         self._dataset = dataset
         self._transform = sample_transform
         self._collate = collate
+        self._done_at = 0.0
 
     def __getitems__(self, keys: Sequence[Key]) -> Made:
-        with nullcontext() if get_worker_info() else generators_kept():
-            return self._made(keys)
+        is_alone, began = get_worker_info() is None, time.perf_counter()
+        with generators_kept() if is_alone else nullcontext():
+            made = self._made(keys)
+        if self._done_at and not is_alone:
+            made.wait_s = began - self._done_at
+        self._done_at = made.made_at = time.perf_counter()
+        return made
 
     def _made(self, keys: Sequence[Key]) -> Made:
         began, cpu_began = time.perf_counter(), time.thread_time()
@@ -130,6 +140,9 @@ class _Sampled(Dataset[Any]):
 class SampleWorkers:
     """Makes the batches of one epoch in worker processes, in order.
 
+    Attributes:
+        ahead: how many batches may be under way or waiting; 0 if they are made where they are asked for.
+
     Args:
         dataset: map-style.
         sample_transform: applied to each sample's first field, or None.
@@ -155,6 +168,7 @@ class SampleWorkers:
         self._new_pool = functools.partial(_Pool, sampled, num_workers, prefetch, pin_memory, persistent_workers)
         self._is_kept = persistent_workers
         self._idle: list[_Pool] = []  # one at most, which no iteration uses
+        self.ahead = num_workers * (prefetch or 0)
 
     def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Iterator[tuple[Made, int, int]]:
         """Yield the batches of an epoch, each with how many samples have been received after it, and its position."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["fields_of", "mapped", "tensors_in"]
+__all__ = ["bytes_of", "fields_of", "mapped", "tensors_in"]
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -41,11 +41,12 @@ def fields_of(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return all tensors of a batch, in its order."""
-    found: list[Tensor] = []
+    if isinstance(batch, Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [tensor for value in values for tensor in tensors_in(value)]
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
 
-    mapped(batch, note)
-    return found
+def bytes_of(batch: Any) -> int:
+    """Return how large all tensors of a batch are; sparse ones as if they were dense, since they do not tell."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
