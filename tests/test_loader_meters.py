@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from colabkit import meters
 from colabkit.loader import Loader
 from colabkit.loader.engines import InProcesses
 from colabkit.loader.processes import Made
@@ -69,6 +73,41 @@ def test_without_workers_nothing_waits_and_nothing_is_ready():
     list(loader)
     found = loader.meters.snapshot()
     assert (part_of(loader).wait_s, found.ready, found.queue_room) == (0.0, 0, 0)
+
+
+class Gated(Numbers):
+    """Gives its samples when a gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.gate.wait(30)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_who_waits_for_worker_processes_is_told_of_and_may_interrupt(interrupts):
+    samples, waits = Gated(), []
+    loader = Loader(samples, 4, num_workers=2)
+
+    def listen(event: meters.Event) -> None:
+        if isinstance(event, meters.Waiting):
+            assert event.meters is loader.meters
+            waits.append(event.wait_s)
+            if len(waits) == 3:
+                samples.gate.set()
+                if interrupts:
+                    signal.raise_signal(signal.SIGINT)
+
+    unsubscribe = meters.subscribe(listen)
+    try:
+        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+            assert torch.cat([numbers for _, numbers in loader]).tolist() == list(range(16))
+    finally:
+        unsubscribe()
+    assert len(waits) >= 3
+    assert 0 < waits[0] < waits[1] < waits[2] < 30
 
 
 class Planned:

@@ -98,7 +98,7 @@ class InProcesses:
         ahead = self._workers.ahead
         asked = deque([time.perf_counter()], maxlen=max(1, ahead))
         try:
-            for made, reached, position in self._workers.batches(seed, epoch, portions):
+            for made, reached, position in self._workers.batches(seed, epoch, portions, self._waits):
                 if isinstance(made.error, ColabkitError):
                     raise made.error
                 if made.error is not None:
@@ -119,6 +119,9 @@ class InProcesses:
             raise LoaderFailed(cannot("make a batch", found, "worker processes that live", next_step)) from error
         except Exception as error:
             raise failed(error) from error
+
+    def _waits(self, wait_s: float) -> None:
+        meters.publish(meters.Waiting(self._counts, wait_s))
 
 
 def failed(error: Exception | str, next_step: str = "Check them with one sample") -> LoaderFailed:

@@ -33,6 +33,8 @@ __all__ = ["Failure", "Made", "SampleWorkers"]
 
 logger = logging.getLogger("colabkit")
 
+_TICK_S = 0.25  # how often a waiting user is told of
+
 Key = tuple[int, int, int, int]  # seed, epoch, position, number
 
 
@@ -170,13 +172,24 @@ class SampleWorkers:
         self._idle: list[_Pool] = []  # one at most, which no iteration uses
         self.ahead = num_workers * (prefetch or 0)
 
-    def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Iterator[tuple[Made, int, int]]:
-        """Yield the batches of an epoch, each with how many samples have been received after it, and its position."""
+    def batches(
+        self, seed: int, epoch: int, portions: Iterator[Portion], on_wait: Callable[[float], None]
+    ) -> Iterator[tuple[Made, int, int]]:
+        """Yield the batches of an epoch, each with how many samples have been received after it, and its position.
+
+        Args:
+            seed: of the samples.
+            epoch: its number.
+            portions: what to make.
+            on_wait: told a few times a second how long a batch has been waited for; not where batches are pinned, nor of
+                processes that live on.
+        """
         plan = _Plan(seed, epoch, portions)
         pool = self._kept_pool() or self._new_pool()
         is_sound = False
         try:
-            for made in pool.begin(plan):
+            ready = pool.begin(plan)
+            while (made := _next_of(ready, on_wait)) is not None:
                 yield made, *plan.taken()
             is_sound = True
         except GeneratorExit:  # the user has seen enough
@@ -218,6 +231,8 @@ class _Pool:
             prefetch_factor=prefetch,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
+            # With a limit torch would not see that its pinning thread is gone, nor wait for processes that begin anew.
+            timeout=_TICK_S if num_workers and not (pin_memory or persistent_workers) else 0,
             generator=torch.Generator(),  # or each epoch would draw from the caller's
         )
 
@@ -246,6 +261,18 @@ class _Plans:
 
     def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.now)
+
+
+def _next_of(ready: Iterator[Made], on_wait: Callable[[float], None]) -> Made | None:
+    """Return the next batch, None after the last; torch may be asked again after it gave up waiting."""
+    began = time.perf_counter()
+    while True:
+        try:
+            return next(ready, None)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+        on_wait(time.perf_counter() - began)
 
 
 class _Plan:
