@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import logging
 import os
 import pickle
 import time
@@ -27,11 +26,10 @@ from colabkit.dataset import FileDataset, PackedDataset
 from colabkit.errors import ColabkitError
 from colabkit.loader.portions import Portion
 from colabkit.loader.seeding import generators_kept, seed_generators, seeds_of
+from colabkit.loader.slots import warn_unpinned
 from colabkit.loader.structures import mapped
 
 __all__ = ["Failure", "Made", "SampleWorkers"]
-
-logger = logging.getLogger("colabkit")
 
 _TICK_S = 0.25  # how often a waiting user is told of
 
@@ -90,7 +88,7 @@ class Made:
         try:
             self.batch = mapped(self.batch, lambda tensor: tensor.pin_memory())
         except RuntimeError as error:
-            logger.warning("memory for copies to the GPU cannot be pinned (%s)", str(error).partition("\n")[0])
+            warn_unpinned(error)
         return self
 
 

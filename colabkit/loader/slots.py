@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -14,12 +15,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Memory", "PinnedFields", "PinnedSlots", "RecycledFields", "RecycledSlots", "aligned"]
+__all__ = ["Memory", "PinnedFields", "PinnedSlots", "RecycledFields", "RecycledSlots", "aligned", "warn_unpinned"]
 
 logger = logging.getLogger("colabkit")
 
 _ALIGNED = 64
 _LARGE = 1 << 20
+
+_is_warned = threading.Event()
+
+
+def warn_unpinned(error: RuntimeError) -> None:
+    """Say why memory cannot be page-locked, the first time in this process."""
+    if not _is_warned.is_set():
+        _is_warned.set()
+        reason = str(error).partition("\n")[0]
+        logger.warning("memory for copies to the GPU cannot be pinned (%s); they will be slower", reason)
 
 
 class Memory(Protocol):
@@ -140,6 +151,5 @@ class PinnedSlots:
                     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 self._pins = False
-                reason = str(error).partition("\n")[0]
-                logger.warning("memory for copies to the GPU cannot be pinned (%s); they will be slower", reason)
+                warn_unpinned(error)
         return torch.empty(size, dtype=torch.uint8)

@@ -1,0 +1,69 @@
+"""Host buffers whose pages cannot be locked: batches come all the same, and the user is told why, once."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from colabkit.loader import slots
+from colabkit.loader.processes import Made
+from colabkit.loader.slots import PinnedSlots
+
+
+@pytest.fixture(autouse=True)
+def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let no page be locked, and return a list that fills with what was tried."""
+    tried: list[str] = []
+    empty = torch.empty
+
+    def without(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            tried.append("slot")
+            raise RuntimeError("CUDA error: planned\nCompile with more flags")
+        return empty(*args, **options)
+
+    def fails(tensor: torch.Tensor) -> torch.Tensor:
+        tried.append("batch")
+        raise RuntimeError("CUDA error: planned\nCompile with more flags")
+
+    monkeypatch.setattr(slots, "_is_warned", threading.Event())
+    monkeypatch.setattr(torch, "empty", without)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", fails)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    return tried
+
+
+def lends() -> None:
+    """Lend several buffers, as the threads do."""
+    lender = PinnedSlots(64, torch.device("cuda"))
+    for size in (64, 10, 100):
+        buffer = lender.lend(size)
+        assert buffer.nbytes >= size
+        buffer.fill_(size)
+
+
+def pins() -> None:
+    """Pin several batches, as torch does for worker processes."""
+    for _ in range(3):
+        batch = [torch.arange(3), {"name": torch.ones(2)}]
+        made = Made(batch, 3, 0.0).pin_memory()
+        assert torch.equal(made.batch[0], torch.arange(3))
+        assert torch.equal(made.batch[1]["name"], torch.ones(2))
+
+
+@pytest.mark.parametrize("uses", [(lends,), (pins,), (lends, lends), (pins, pins), (lends, pins), (pins, lends)])
+def test_the_user_is_told_once_that_memory_cannot_be_pinned_and_batches_come_all_the_same(uses, caplog):
+    for use in uses:
+        use()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "cannot be pinned (CUDA error: planned); they will be slower" in record.getMessage()
+
+
+def test_a_lender_that_cannot_pin_tries_only_once(unlocked):
+    lends()
+    assert unlocked == ["slot"]
