@@ -278,17 +278,45 @@ def test_a_thread_that_waits_for_the_disk_is_left_behind_and_ends_by_itself(kern
     assert len(asked.calls) == 2
 
 
-def test_started_twice_it_works_once(kernel):
-    asked, maps = kernel(stop_at=0), maps_of(9)
+def test_started_twice_it_works_once_until_it_is_stopped_twice(kernel):
+    asked, maps = kernel(stop_at=1), maps_of(9)
     populating = Populating(maps)
     populating.start()
     populating.start()
     assert asked.waits.wait(LONG_S)
     assert len(threads()) == 1
+    populating.stop()
     asked.go_on.set()
     assert comes_true(lambda: not threads())
     populating.stop()
     assert_all_covered(asked.calls, maps)
+
+
+def test_the_last_who_stops_it_ends_it(kernel):
+    asked, maps = kernel(stop_at=1), maps_of(9)
+    populating = Populating(maps)
+    for _ in range(2):
+        populating.start()
+    assert asked.waits.wait(LONG_S)
+    populating.stop()
+    threading.Timer(0.01, asked.go_on.set).start()
+    populating.stop()
+    assert threads() == []
+    assert len(asked.calls) <= 3
+
+
+@pytest.mark.parametrize("inside", [lambda loader: loader.peek(), list], ids=["peek", "nested"])
+def test_a_look_or_a_pass_within_a_pass_leaves_it_at_work(tmp_path, kernel, inside):
+    asked = kernel(stop_at=1)
+    loader = Loader(open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=20))["train"], 2)
+    running = iter(loader)
+    next(running)
+    assert asked.waits.wait(LONG_S)
+    inside(loader)
+    asked.go_on.set()
+    assert comes_true(lambda: not threads())
+    assert_all_covered(asked.calls, list(loader.dataset.maps()))
+    running.close()
 
 
 @pytest.mark.parametrize("fail_at", [0, 2])

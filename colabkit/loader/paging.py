@@ -103,22 +103,30 @@ class Populating:
         self._reached = (0, 0)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # a pass may be collected, and stop it, wherever memory is asked for
+        self._users = 0
 
     def start(self) -> None:
-        """Go on where it stopped, unless it is at work."""
-        if self._thread is None and self._reached[0] < len(self._maps) and (madvise := _madvise()) is not None:
-            self._is_over = threading.Event()  # of this thread alone: an earlier one may still wait for a slow disk
-            self._thread = threading.Thread(
-                target=self._run, args=(madvise, self._is_over), name="colabkit-loader-populating", daemon=True
-            )
-            self._thread.start()
+        """Go on where it stopped, unless it is at work; call `stop` once for each time."""
+        with self._lock:
+            self._users += 1
+            if self._thread is None and self._reached[0] < len(self._maps) and (madvise := _madvise()) is not None:
+                self._is_over = threading.Event()  # of this thread alone: an earlier one may still wait for a slow disk
+                self._thread = threading.Thread(
+                    target=self._run, args=(madvise, self._is_over), name="colabkit-loader-populating", daemon=True
+                )
+                self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; one that waits for the disk ends a step later."""
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join(1.0)
-            self._thread = None
+        """End the thread if nobody else has started it; one that waits for the disk ends a step later."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self._is_over.set()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(1.0)
 
     def _run(self, madvise: Callable[[int, int, int], int], is_over: threading.Event) -> None:
         number, place = self._reached

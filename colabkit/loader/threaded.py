@@ -125,6 +125,8 @@ class InThreads:
     def batches(self, seed: int, epoch: int, portions: Iterator[Portion]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch."""
         ahead = self._ahead()
+        if self._populating is not None:
+            self._populating.start()
         try:
             if ahead is not None:
                 portions = told_early(portions, ahead.coming, max(_FILES_AHEAD, 4 * self._batch_size))
@@ -142,8 +144,6 @@ class InThreads:
                 self._depth.threads,
                 self._counts,
             )
-            if self._populating is not None:
-                self._populating.start()
             pays = True
             if self._depth.begins_here or not self._depth.threads:
                 pays = yield from self._made_here(maker, portions)
