@@ -245,6 +245,38 @@ def test_all_maps_are_walked_in_steps_in_order(kernel):
     assert_all_covered(asked.calls, maps)
 
 
+def pages_of(calls: list[tuple[int, int]]) -> list[int]:
+    """Return the pages that were asked for, in order, each as often as it was."""
+    return [page for address, size in calls for page in range(address // PAGE, -(-(address + size) // PAGE))]
+
+
+@pytest.mark.parametrize("row_bytes", [1, 100, PAGE // 2, PAGE, PAGE + 3, 3 * PAGE])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9, 1.0])
+def test_exactly_the_pages_that_a_view_has_rows_on_are_asked_for_once(kernel, row_bytes, share):
+    asked, counts = kernel(), (60, 1, 40)
+    flat = maps_of(*(-(-count * row_bytes // PAGE) for count in counts))
+    maps = [rows[: count * row_bytes].view(count, row_bytes) for rows, count in zip(flat, counts, strict=True)]
+    numbers = np.random.default_rng(0).permutation(sum(counts))[: max(1, int(share * sum(counts)))]
+    populating = Populating(maps, torch.from_numpy(np.append(numbers, numbers[:1])))
+    populating.start()
+    assert comes_true(lambda: not threads())
+    populating.stop()
+    rows = [row for some in maps for row in some]
+    wanted = {page for n in numbers for page in pages_of([(rows[n].data_ptr(), row_bytes)])}
+    assert len(asked.calls) <= len(wanted)
+    assert pages_of(asked.calls) == sorted(wanted, key=pages_of([(r.data_ptr(), r.nbytes) for r in maps]).index)
+
+
+def test_a_loader_of_a_small_view_leaves_the_rest_of_its_pack_where_it_is(tmp_path, kernel):
+    asked = kernel()
+    data = open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=200))["train"]
+    running = iter(Loader(data.subset([150, 3, 4]), 1))
+    next(running)
+    assert comes_true(lambda: not threads())
+    assert 9 <= len(set(pages_of(asked.calls))) <= 11
+    running.close()
+
+
 @pytest.mark.parametrize("stop_at", range(8))
 def test_stopped_anywhere_it_goes_on_there(kernel, stop_at):
     asked, maps = kernel(stop_at=stop_at), maps_of(5, 1, 8)

@@ -187,7 +187,7 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
     mapped = mapped_rows(dataset, samples) if is_mapped and isinstance(samples, RowGather) else None
     populating = None
     if mapped is not None and tier.name == "ram" and isinstance(samples, RowGather):
-        populating = Populating(samples.maps)
+        populating = Populating(samples.maps, samples.numbers)
     engine = InThreads(
         feed,
         stages,

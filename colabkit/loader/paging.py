@@ -89,18 +89,21 @@ def looked_ahead(
 
 
 class Populating:
-    """Brings the pages of maps into memory, in order, in a thread of its own, while there is nothing better to do.
+    """Brings pages of mapped rows into memory, in order, in a thread of its own, while there is nothing better to do.
 
     Without it the first epoch would fetch them one page fault at a time, in random order. The kernel is asked through
     `madvise`, which leaves the interpreter's lock alone when called by ctypes; where it is too old, nothing happens.
 
     Args:
         maps: tensors over memory maps.
+        numbers: the rows, counted through all maps, that are needed; None for all.
     """
 
-    def __init__(self, maps: Sequence[Tensor]) -> None:
+    def __init__(self, maps: Sequence[Tensor], numbers: Tensor | None = None) -> None:
         self._maps = maps
-        self._reached = (0, 0)
+        self._numbers = numbers
+        self._ranges: Numbers | None = None
+        self._reached: tuple[int, int] | None = (0, 0)  # range, and bytes of it; None when all are done
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # a pass may be collected, and stop it, wherever memory is asked for
@@ -110,7 +113,7 @@ class Populating:
         """Go on where it stopped, unless it is at work; call `stop` once for each time."""
         with self._lock:
             self._users += 1
-            if self._thread is None and self._reached[0] < len(self._maps) and (madvise := _madvise()) is not None:
+            if self._thread is None and self._reached is not None and (madvise := _madvise()) is not None:
                 self._is_over = threading.Event()  # of this thread alone: an earlier one may still wait for a slow disk
                 self._thread = threading.Thread(
                     target=self._run, args=(madvise, self._is_over), name="colabkit-loader-populating", daemon=True
@@ -129,18 +132,39 @@ class Populating:
             thread.join(1.0)
 
     def _run(self, madvise: Callable[[int, int, int], int], is_over: threading.Event) -> None:
-        number, place = self._reached
-        while number < len(self._maps):
-            rows = self._maps[number]
-            first = rows.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            size = rows.data_ptr() + rows.nbytes - first
+        if self._ranges is None:
+            self._ranges = _ranges_of(self._maps, self._numbers)
+        number, place = self._reached or (0, 0)
+        while number < len(self._ranges):
+            first, stop = self._ranges[number].tolist()
+            size = stop - first
             while place < size:
                 if is_over.is_set() or madvise(first + place, min(_STEP_BYTES, size - place), _POPULATE_READ):
-                    self._reached = (number, place) if is_over.is_set() else (len(self._maps), 0)
+                    self._reached = (number, place) if is_over.is_set() else None
                     return
                 place += _STEP_BYTES
             number, place = number + 1, 0
-        self._reached = (number, 0)
+        self._reached = None
+
+
+def _ranges_of(maps: Sequence[Tensor], numbers: Tensor | None) -> Numbers:
+    """Return from which address, where a page begins, to which some rows lie, `int64 [N, 2]`, in order."""
+    is_needed = np.full(sum(map(len, maps)), numbers is None)
+    if numbers is not None:
+        is_needed[numbers.numpy()] = True
+    found, stop = [np.empty((0, 2), np.int64)], 0
+    for rows in maps:
+        start, stop = stop, stop + len(rows)
+        framed = np.pad(is_needed[start:stop], 1)
+        edges = np.flatnonzero(framed[1:] != framed[:-1])  # where a run of rows begins, and where it ends
+        if not len(edges):
+            continue
+        places = rows.data_ptr() + edges * (rows.nbytes // len(rows))
+        pages, ends = places[::2] // mmap.PAGESIZE, places[1::2]
+        is_apart = pages[1:] > -(-ends[:-1] // mmap.PAGESIZE)
+        firsts, lasts = np.append(True, is_apart), np.append(is_apart, True)
+        found.append(np.stack([pages[firsts] * mmap.PAGESIZE, ends[lasts]], 1))
+    return np.concatenate(found)
 
 
 @functools.cache
