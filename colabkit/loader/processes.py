@@ -179,8 +179,8 @@ class SampleWorkers:
             seed: of the samples.
             epoch: its number.
             portions: what to make.
-            on_wait: told a few times a second how long a batch has been waited for; not where batches are pinned, nor of
-                processes that live on.
+            on_wait: told a few times a second how long a batch has been waited for; not where batches are pinned, and
+                not of processes that live on.
         """
         plan = _Plan(seed, epoch, portions)
         pool = self._kept_pool() or self._new_pool()
