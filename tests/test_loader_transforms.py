@@ -30,6 +30,7 @@ from colabkit.augment import (
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    Transform,
 )
 from colabkit.dataset import PackedDataset, open_pack
 from colabkit.errors import InvalidOption, LoaderFailed
@@ -39,6 +40,21 @@ from colabkit.sampler import epoch_order
 COUNT = 26
 SEED = 6
 BATCH = 4
+
+
+class TurnedLabels(Transform):
+    """What a user may write: labels, and images with them, change with each sample's own random numbers."""
+
+    changes_labels = True
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        turned = torch.from_numpy(draws.uniforms(1)[:, 0] < 0.5)
+        images = torch.where(turned[:, None, None, None], images.flip(3), images)
+        return images, None if labels is None else torch.where(turned, 9 - labels, labels)
+
+    def __repr__(self) -> str:
+        return "TurnedLabels()"
+
 
 OURS = {
     "crop": RandomCrop(8, padding=2),
@@ -53,6 +69,8 @@ OURS = {
     "foreign first": Compose([lambda images: 255 - images, RandomCrop(6), Normalize()]),
     "per batch": Compose([RandomCrop(6), PerBatch(lambda images: images.float() - images.float().mean())]),
     "mixup": MixUp(3, alpha=0.5),
+    "labels": TurnedLabels(),
+    "labels between": Compose([RandomHorizontalFlip(), Normalize(), TurnedLabels(), Cutout(2)]),
     "all": Compose([RandomResizedCrop(8), RandomHorizontalFlip(), Normalize(), MixUp(3), Cutout(2)]),
 }
 
@@ -148,11 +166,10 @@ def test_batches_are_what_apply_makes_of_the_plain_batch_bit_for_bit(kinds, kind
 
 @pytest.mark.parametrize("name", [name for name, transform in OURS.items() if not transform.whole_batch])
 def test_the_batch_size_changes_no_samples_parameters(data, name):
-    whole = epochs(2, data, transform=OURS[name])
-    images = torch.cat([images for images, _ in whole])
+    whole = [torch.cat(field) for field in zip(*epochs(2, data, transform=OURS[name]), strict=True)]
     for batch_size in (1, 3, COUNT, 100):
-        found = epochs(2, data, batch_size, transform=OURS[name], num_workers=2)
-        assert torch.equal(torch.cat([some for some, _ in found]), images)
+        found = zip(*epochs(2, data, batch_size, transform=OURS[name], num_workers=2), strict=True)
+        assert all(torch.equal(torch.cat(field), of_whole) for field, of_whole in zip(found, whole, strict=True))
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -19,7 +19,7 @@ class Transform:
 
     Attributes:
         whole_batch: whether the result of a sample depends on its neighbours, so the batch has to be complete.
-        changes_labels: whether labels come out other than they went in.
+        changes_labels: whether labels come out other than they went in; without it a loader may give none to `apply`.
     """
 
     whole_batch: bool = False

@@ -17,8 +17,8 @@ class Stages:
 
     Attributes:
         geometry: crops and flips that are done while samples are gathered or decoded, in worker threads.
-        by_slice: what may be done to any slice of a batch, in worker threads.
-        by_batch: what needs the batch complete and is ours: it runs in a worker thread too.
+        by_slice: what may be done to any slice of a batch without its labels, in worker threads.
+        by_batch: what needs the batch complete, or its labels, and is ours: it runs in a worker thread too.
         at_last: what runs where the batch is handed over: on the device, and what other people wrote.
     """
 
@@ -56,9 +56,13 @@ def stages_of(transform: Callable[..., Any] | None, *, on_device: bool, by_sampl
         geometry, rest = None, transform
     if rest is None or on_device:
         return Stages(geometry, at_last=rest)
-    by_slice, others = parted(rest, lambda step: is_ours(step) and not getattr(step, "whole_batch", True))
+    by_slice, others = parted(rest, _takes_any_slice)
     by_batch, at_last = (None, None) if others is None else parted(others, is_ours)  # type: ignore[arg-type]
     return Stages(geometry, by_slice, by_batch, at_last)
+
+
+def _takes_any_slice(step: object) -> bool:
+    return isinstance(step, Transform) and not step.whole_batch and not step.changes_labels
 
 
 def is_ours(step: object) -> bool:
