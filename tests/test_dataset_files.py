@@ -6,6 +6,7 @@ import copy
 import csv
 import os
 import pickle
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -202,10 +203,21 @@ def test_a_fingerprint_tells_files_views_and_labels_apart(tree):
         data.subset([1, 0]).fingerprint,
         FileDataset(tree, labels=None).fingerprint,
     }
-    os.utime(files_of(tree)[3], (1, 1))
+    path = files_of(tree)[3]
+    path.write_bytes(path.read_bytes() + b"\0")
     others.add(FileDataset(tree).fingerprint)
-    assert len(others | {before}) == 5
+    path.rename(path.with_name("other.jpg"))
+    others.add(FileDataset(tree).fingerprint)
+    assert len(others | {before}) == 6
     assert data.fingerprint == before
+
+
+def test_copies_of_the_same_files_have_one_fingerprint_wherever_and_whenever_they_were_made(tree, tmp_path):
+    data = FileDataset(tree)
+    elsewhere = shutil.copytree(tree, tmp_path / "elsewhere", copy_function=shutil.copyfile)
+    os.utime(files_of(elsewhere)[3], (1, 1))
+    copies = [elsewhere, zipped(tree, tmp_path / "a.zip"), table_of(elsewhere)]
+    assert {FileDataset(one).subset([4, 1]).fingerprint for one in copies} == {data.subset([4, 1]).fingerprint}
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip", "frame", "csv"])

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, seal_fields
+from packed_files import photos
 from test_dataset_fields import png
 from torch.utils.data import ConcatDataset, TensorDataset
 
@@ -35,10 +36,11 @@ from colabkit.augment import (
     RandomHorizontalFlip,
     RandomResizedCrop,
 )
-from colabkit.dataset import PackedDataset, open_pack
+from colabkit.dataset import FileDataset, PackedDataset, open_pack
 from colabkit.errors import InvalidOption
 from colabkit.loader import Loader
 from colabkit.sampler import Balanced
+from colabkit.staging import stage, unstage
 
 N = 22
 BATCH = 4  # six batches an epoch, the last one of two samples
@@ -297,6 +299,23 @@ def test_another_transform_batch_size_or_thread_count_is_no_reason_to_refuse(raw
     other = Loader(raw, 7, num_workers=1, prefetch_batches=1, drop_last=True)
     other.load_state_dict(loader.state_dict())
     assert sum(len(labels) for _, labels in other) == 14
+
+
+def test_an_epoch_of_files_goes_on_after_they_were_staged_anew(tmp_path):
+    """As in a new session of Colab, where all that is near is gone."""
+    tree, near = photos(tmp_path / "tree"), tmp_path / "near"
+    expected = take(make(FileDataset(stage(tree, near, progress=False).path)))
+    first = make(FileDataset(near))
+    got = take(first, 1)
+    unstage(near)
+    again = FileDataset(stage(tree, near, progress=False).path)
+    assert got + take(make(again, state=first.state_dict())) == expected
+
+
+def test_a_state_of_other_files_is_refused_with_a_next_step_for_files(tmp_path):
+    state = make(FileDataset(photos(tmp_path / "tree"))).state_dict()
+    with pytest.raises(InvalidOption, match=r"another data set, .*\. Use the files it was taken with"):
+        make(FileDataset(photos(tmp_path / "others", 3)), state=state)
 
 
 @pytest.mark.parametrize(

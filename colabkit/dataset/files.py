@@ -54,7 +54,8 @@ class FileDataset(Dataset[Any]):
         labels: `int64 [N]` for classes, `uint8 [N, K]` for several labels, `float32` for regression, None for none.
         classes: class names; a label is an index into them.
         fields: what a sample consists of.
-        fingerprint: tells these files, with their sizes and times, from all others.
+        fingerprint: tells these files, by their paths inside the source, their sizes and labels, from all others; it is
+            the same for a copy of them elsewhere.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class FileDataset(Dataset[Any]):
         return f"{self._items[number].path!r} of {self.source.name!r}"
 
     def _digest(self) -> str:
-        about = "\0".join(f"{item.path}\0{item.size}\0{item.mtime_ns}" for item in self._items)
+        # No times, and no place: a training goes on with files that were copied anew since.
+        about = "".join(f"{item.path}\0{item.size}\0" for item in self._items).encode("utf-8", "surrogateescape")
         labels = b"" if self.labels is None else self.labels.numpy().tobytes()
-        text = f"{self.source.name}\0{about}".encode("utf-8", "surrogateescape")
-        return f"files/{hashlib.sha256(text + labels).hexdigest()[:32]}"
+        return f"files/{hashlib.sha256(about + labels).hexdigest()[:32]}"

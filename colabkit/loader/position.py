@@ -17,6 +17,10 @@ from colabkit.sampler import BlockShuffled, Order, Sequential, Shuffled
 __all__ = ["Position"]
 
 _VERSION = 2
+_NEXT_STEPS = {  # by the beginning of a fingerprint
+    "files": "Use the files it was taken with, with the same labels and splits",
+    "arrays": "Pass the arrays it was taken with",
+}
 _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 
 
@@ -154,9 +158,10 @@ class Position:
             found = f"a state without {', '.join(missing)}"
             raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch anew"))
         if state["fingerprint"] != self._fingerprint:
-            raise InvalidOption(
-                cannot(act, "a state of another data set", "the state of this one", "Open the pack it was taken with")
+            next_step = _NEXT_STEPS.get(
+                self._fingerprint.partition("/")[0], "Open the pack or data set it was taken with"
             )
+            raise InvalidOption(cannot(act, "a state of another data set", "the state of this one", next_step))
         numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples")]
         numbers.append(state.get("world_size", world_size))  # states of before do not tell
         are_whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
