@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from contract import StreamContract, seal_fields
 from torch.utils.data import TensorDataset
+from torchvision.transforms import v2
 
 from colabkit.augment import Compose, PerBatch, RandomHorizontalFlip
 from colabkit.dataset import PackedDataset, open_pack
@@ -203,6 +205,63 @@ def test_a_state_of_other_arrays_is_refused_and_one_of_equal_arrays_taken():
     for other in ((IMAGES[:-1], LABELS[:-1]), (255 - IMAGES, LABELS), (IMAGES.astype("<f4"), LABELS)):
         with pytest.raises(InvalidOption, match="another data set"):
             Loader(other, 4, shuffle=True).load_state_dict(state)
+
+
+WAYS = {  # each of which asks for rows at once, or for samples one by one
+    "rows": {},
+    "transform of samples": {"transform": v2.RandomHorizontalFlip()},
+    "collate_fn": {"collate_fn": torch.utils.data.default_collate},
+}
+
+
+@pytest.mark.parametrize("kind", ["alone", "tuple", "dict", "TensorDataset", "every second one"])
+def test_a_state_of_arrays_is_of_their_content_in_any_way_to_batches(kind):
+    def made(images: Any, labels: Any) -> Any:
+        tensors = torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)
+        return {
+            "alone": tensors[0],
+            "tuple": tensors,
+            "dict": {"image": tensors[0], "label": tensors[1]},
+            "TensorDataset": TensorDataset(*tensors),
+            "every second one": tuple(tensor[::2] for tensor in tensors),
+        }[kind]
+
+    def stream(data: Any, way: str) -> Loader:
+        return Loader(data, 4, shuffle=True, num_workers=0, **WAYS[way])
+
+    states = {}
+    for way in WAYS:
+        loader = stream(made(IMAGES, LABELS), way)
+        next(iter(loader))
+        states[way] = loader.state_dict()
+    for one, other in itertools.product(WAYS, repeat=2):
+        stream(made(IMAGES.copy(), LABELS.copy()), one).load_state_dict(states[other])
+        for data in (made(255 - IMAGES, LABELS), made(IMAGES[:-2], LABELS[:-2])):
+            with pytest.raises(InvalidOption, match=r"another data set.*\. Pass the arrays it was taken with"):
+                stream(data, one).load_state_dict(states[other])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array(["a", "b", "c"]),
+        np.array([None, "b", {}], object),
+        np.zeros(3, ">i2"),
+        torch.eye(3).to_sparse(),
+        torch.eye(3, dtype=torch.complex64).conj(),
+        torch.eye(3, dtype=torch.bfloat16).requires_grad_(),
+    ],
+    ids=["texts", "objects", "other byte order", "sparse", "conjugated", "with a gradient"],
+)
+def test_arrays_of_any_kind_are_taken_sample_by_sample_and_resumed(values):
+    def stream() -> Loader:
+        return Loader((values, torch.arange(3)), 1, collate_fn=lambda samples: samples, num_workers=0)
+
+    loader = stream()
+    ((_, label),) = next(iter(loader))
+    again = stream()
+    again.load_state_dict(loader.state_dict())
+    assert [int(label), *(int(label) for ((_, label),) in again)] == [0, 1, 2]
 
 
 @pytest.fixture

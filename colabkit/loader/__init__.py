@@ -20,7 +20,7 @@ from colabkit.loader.building import Asked, built_by_sample, built_of_feed
 from colabkit.loader.decoding import BadSamples, OnBad
 from colabkit.loader.engines import failed
 from colabkit.loader.facts import facts_of
-from colabkit.loader.feeds import as_samples, feed_of, wrapped
+from colabkit.loader.feeds import as_samples, feed_of, fingerprint_of, wrapped
 from colabkit.loader.options import (
     check_beside,
     check_callable,
@@ -149,7 +149,7 @@ class Loader:
         )
         check_transform(act, transform)
         check_callable(act, "collate_fn", collate_fn, "Pass a function of a list of samples")
-        self.dataset = wrapped(act, dataset)
+        self.dataset = whole = wrapped(act, dataset)
         self.batch_size = batch_size
         self.seed = seed
         self.drop_last = drop_last
@@ -188,7 +188,7 @@ class Loader:
             self._built = built_of_feed(act, asked, self._feed, self.dataset, share.world_size)
         order = order_of(act, shuffle, seed, self._count, sampler, self._built.row_bytes)
         self._gives_batches = not isinstance(order, Order) and gives_batches(order)
-        self._position = Position(order, seed, self._fingerprint())
+        self._position = Position(order, seed, fingerprint_of(act, whole))
         self._check_counts(act, share)
         self.meters.facts = facts_of(self._built, self.dataset, self._count, transform and _name_of(transform))
 
@@ -391,11 +391,6 @@ class Loader:
         return SampledPlan(
             position.order, self._gives_batches, self.seed, self._count, self.batch_size, self.drop_last, share
         )
-
-    def _fingerprint(self) -> str:
-        if self._feed is not None:
-            return self._feed.fingerprint
-        return getattr(self.dataset, "fingerprint", f"{type(self.dataset).__qualname__} of {self._count}")
 
     def _check_counts(self, act: str, share: Share) -> None:
         """Refuse a loader that would give no batch, or not as many on each rank."""

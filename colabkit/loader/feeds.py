@@ -21,7 +21,17 @@ from colabkit.loader.gather import RowGather
 from colabkit.loader.portions import Numbers
 from colabkit.pack_format import LABELS, SAMPLES
 
-__all__ = ["Column", "Feed", "ImageSet", "Structure", "as_samples", "check_channels", "feed_of", "wrapped"]
+__all__ = [
+    "Column",
+    "Feed",
+    "ImageSet",
+    "Structure",
+    "as_samples",
+    "check_channels",
+    "feed_of",
+    "fingerprint_of",
+    "wrapped",
+]
 
 _CHANNELS = (1, 3, 4)
 _FEW = 4  # arrays in a list that are fields rather than samples, if each is longer than that
@@ -56,7 +66,6 @@ class Feed:
         structure: how batches hold them: one alone, a tuple, a dict.
         labels: name of the column with the labels, None if there is none.
         count: samples.
-        fingerprint: tells the data from other data.
         about: the data set as a text.
         is_on_disk: whether rows lie in files that are mapped, not in memory.
         order: names of the columns in the order that batches have; None for that of `columns`.
@@ -66,7 +75,6 @@ class Feed:
     structure: Structure
     labels: str | None
     count: int
-    fingerprint: str
     about: str
     is_on_disk: bool = False
     order: tuple[str, ...] | None = None
@@ -108,18 +116,16 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
     if isinstance(dataset, PackedDataset | FileDataset):
         columns = _stored(dataset)
         structure: Structure = "tuple" if len(columns) > 1 else "alone"
-        about, fingerprint, count = repr(dataset), dataset.fingerprint, len(dataset)
+        about, count = repr(dataset), len(dataset)
         labels = None if dataset.labels is None else LABELS
     else:
         found = _arrays(act, dataset)
         if found is None:
             return None
         arrays, structure = found
-        rows = {name: RowGather(*_rows(act, name, value)) for name, value in arrays.items()}
-        columns = dict(rows)
+        columns = {name: RowGather(*_rows(act, name, value)) for name, value in arrays.items()}
         count = _length(act, arrays)
         about = f"arrays of {format_things(count, 'sample')}"
-        fingerprint = _digest(rows)
         labels = [*arrays][1] if len(arrays) > 1 else None
     if fields is not None:
         columns = _chosen(act, columns, fields)
@@ -127,7 +133,21 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
         labels = labels if labels in columns else None
     order = None if fields is None or list(columns) == list(fields) else tuple(fields)
     is_on_disk = isinstance(dataset, PackedDataset)
-    return Feed(columns, "dict" if as_dict else structure, labels, count, fingerprint, about, is_on_disk, order)
+    return Feed(columns, "dict" if as_dict else structure, labels, count, about, is_on_disk, order)
+
+
+def fingerprint_of(act: str, dataset: Any) -> str:
+    """Return what tells a data set from others, the same however its samples are asked for.
+
+    Args:
+        act: for messages.
+        dataset: as given: arrays are told by some of their samples, what says nothing of itself by its kind and length.
+    """
+    if isinstance(told := getattr(dataset, "fingerprint", None), str):
+        return told
+    if (found := _arrays(act, dataset)) is not None:
+        return _digest(found[0])
+    return f"{type(dataset).__qualname__} of {len(dataset)}"
 
 
 def check_channels(act: str, feed: Feed) -> None:
@@ -281,12 +301,22 @@ def _rows(act: str, name: str, value: Any) -> tuple[tuple[Tensor, ...], None, bo
     return (value.contiguous(),), None, False
 
 
-def _digest(columns: Mapping[str, RowGather]) -> str:
+def _digest(arrays: Mapping[str, Any]) -> str:
     """Return a digest of shapes, dtypes and some rows: enough to tell one data set from another."""
     digest = hashlib.sha256()
-    for name, column in columns.items():
-        rows = column.maps[0]
-        digest.update(f"{name} {rows.dtype} {tuple(rows.shape)} {column.are_images}".encode())
-        for row in sorted({0, len(rows) // 2, len(rows) - 1}) if len(rows) else ():
-            digest.update(rows[row].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for name, array in arrays.items():
+        shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")
+        digest.update(f"{name} {dtype} {shape} ".encode())
+        for number in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
+            digest.update(_bytes_of(array, number))
     return f"arrays/{digest.hexdigest()[:32]}"
+
+
+def _bytes_of(array: Any, number: int) -> bytes:
+    """Return the bytes of a row, whatever its layout in memory; none of what is no plain number."""
+    if not isinstance(array, Tensor):
+        return b"" if array.dtype.hasobject else array[number : number + 1].tobytes()  # those of objects are addresses
+    if array.layout != torch.strided or array.is_quantized:
+        return b""
+    row = array[number].detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    return row.contiguous().view(torch.uint8).numpy().tobytes()
