@@ -153,6 +153,27 @@ def test_samples_may_be_of_any_structure(make, num_workers):
     assert_loads(Squares(12, make), num_workers)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, i: x,
+        lambda x, i: (x, i),
+        lambda x, i: [x, str(i)],
+        lambda x, i: {"x": x, "y": i},
+        Point,
+    ],
+    ids=["alone", "tuple", "list", "dict", "namedtuple"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_transform_of_samples_changes_their_first_field_and_leaves_their_structure(make, num_workers):
+    loader = Loader(
+        Squares(12, lambda i: make(torch.tensor([i]), i)), 4, transform=PerSample(torch.neg), num_workers=num_workers
+    )
+    expected = [default_collate([make(torch.tensor([-i]), i) for i in range(first, first + 4)]) for first in (0, 4, 8)]
+    assert all(map(same, loader, expected))
+    assert len(loader) == 3
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchvisions_data_sets_load_with_their_own_transforms(tree, num_workers):
     assert_loads(FakeData(13, (3, 8, 8), 4, transform=to_tensor()), num_workers)

@@ -27,7 +27,7 @@ from colabkit.errors import ColabkitError
 from colabkit.loader.portions import Portion
 from colabkit.loader.seeding import generators_kept, seed_generators, seeds_of
 from colabkit.loader.slots import warn_unpinned
-from colabkit.loader.structures import mapped
+from colabkit.loader.structures import fields_of, mapped
 
 __all__ = ["Failure", "Made", "SampleWorkers"]
 
@@ -121,7 +121,9 @@ class _Sampled(Dataset[Any]):
                 sample = self._dataset[number]
                 if self._transform is not None:
                     next_step = f"Run transform on the first field of dataset[{number}] to see it"
-                    sample = _transformed(sample, self._transform)
+                    values, whole = fields_of(sample)
+                    values[0] = self._transform(values[0])
+                    sample = whole(values)
                 samples.append(sample)
             next_step, number = f"Run collate_fn on a list of dataset[{number}] and others to see it", -1
             if self._collate is default_collate:
@@ -331,17 +333,6 @@ def _seeds_of(keys: Sequence[Key]) -> list[int]:
 
 def _as_made(made: Any) -> Any:
     return made
-
-
-def _transformed(sample: Any, transform: Callable[[Any], Any]) -> Any:
-    if isinstance(sample, tuple):
-        return (transform(sample[0]), *sample[1:])
-    if isinstance(sample, list):
-        return [transform(sample[0]), *sample[1:]]
-    if isinstance(sample, dict):
-        first = next(iter(sample))
-        return {**sample, first: transform(sample[first])}
-    return transform(sample)
 
 
 def _name_of(dataset: Any, number: int) -> str:
