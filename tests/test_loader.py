@@ -299,7 +299,9 @@ def test_functions_of_a_batch_so_marked_run_in_the_background(data):
 
 
 def test_an_error_in_a_transform_is_a_loader_error_with_its_cause(data):
-    with pytest.raises(LoaderFailed, match="Cannot make a batch: ValueError: planned") as caught:
+    with pytest.raises(
+        LoaderFailed, match=r"Cannot make a batch: samples 12 .* of epoch 0: ValueError: planned"
+    ) as caught:
         list(Loader(data, 4, transform=fails_at(3)))
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -7,6 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,11 +16,11 @@ from colabkit import meters
 from colabkit._units import format_things
 from colabkit.augment import Draws, Transform
 from colabkit.augment.checks import checked_size, shown
-from colabkit.errors import BadImage, ColabkitError, cannot, check_whole_number, kind_of
+from colabkit.errors import BadImage, cannot, check_whole_number, kind_of
 from colabkit.loader.building import Asked, built_by_sample, built_of_feed
 from colabkit.loader.decoding import BadSamples, OnBad
-from colabkit.loader.engines import failed
 from colabkit.loader.facts import facts_of
+from colabkit.loader.failing import failing_in, name_of, place_in
 from colabkit.loader.feeds import as_samples, feed_of, fingerprint_of, wrapped
 from colabkit.loader.options import (
     check_beside,
@@ -301,6 +302,7 @@ class Loader:
 
     def _batches(self) -> Generator[Any]:
         epoch, start = self._position.begin()
+        order = self._position.pure_order
         plan, engine, is_told = self._plan(), self._built.engine_now(), self._aside is None
         counts = self.meters if self._aside is None else self._aside
         if is_told:
@@ -317,7 +319,7 @@ class Loader:
         asked = now()
         try:
             for taken in ready:
-                batch = as_structured(taken.values) if at_last is None else self._finished(epoch, taken)
+                batch = as_structured(taken.values) if at_last is None else self._finished(order, epoch, taken)
                 self._position.reached(epoch, taken.reached, is_over=taken.reached == portions.stop)
                 samples = len(taken.positions)
                 counts.batches += 1
@@ -343,7 +345,7 @@ class Loader:
             ready.close()
             counts.settle(clock)
 
-    def _finished(self, epoch: int, taken: Batch) -> Any:
+    def _finished(self, order: Order | None, epoch: int, taken: Batch) -> Any:
         """Return a batch as the user gets it, after what is done to it at last."""
         whole: Callable[[Sequence[Any]], Any]
         if self._feed is not None:
@@ -353,12 +355,13 @@ class Loader:
             label_place = 1 if len(values) > 1 else None
         if len(taken.positions):
             draws = Draws(self.seed, epoch, taken.positions)
-            if self._built.stages.draws_globally:
-                with generators_kept(self.device):
-                    seed_all(draws, self.device)
+            with failing_in(lambda: self._place(order, draws)):
+                if self._built.stages.draws_globally:
+                    with generators_kept(self.device):
+                        seed_all(draws, self.device)
+                        self._apply_at_last(values, label_place, draws)
+                else:
                     self._apply_at_last(values, label_place, draws)
-            else:
-                self._apply_at_last(values, label_place, draws)
         return whole(values)
 
     def _apply_at_last(self, values: list[Any], place: int | None, draws: Draws) -> None:
@@ -366,19 +369,22 @@ class Loader:
         assert transform is not None
         labels = None if place is None else values[place]
         began, size = time.perf_counter(), bytes_of(values[0])
-        try:
-            if isinstance(transform, Transform):
-                values[0], labels = transform.apply(values[0], labels, draws)
-            else:
-                values[0] = transform(values[0])
-        except ColabkitError:
-            raise
-        except Exception as error:
-            raise failed(error) from error
+        if isinstance(transform, Transform):
+            values[0], labels = transform.apply(values[0], labels, draws)
+        else:
+            values[0] = transform(values[0])
         if place is not None:
             values[place] = labels
         # The host's seconds; no CPU seconds, which are of workers and say what more of them would bring.
         self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
+
+    def _place(self, order: Order | None, draws: Draws) -> str:
+        """Return the samples of a batch for a message; those of a sampler of the user's own by their position."""
+        if order is None:
+            count, first = len(draws.positions), draws.positions.item(0)
+            return f"{format_things(count, 'sample')} from position {first} of epoch {draws.epoch}"
+        numbers = [order.indices(draws.epoch, at, at + 1).item() for at in draws.positions.tolist()]
+        return place_in(draws.epoch, numbers, partial(name_of, self.dataset))
 
     def _share(self) -> Share:
         return share_of("load batches", *self._said)

@@ -12,6 +12,7 @@ import torch
 
 from colabkit import meters
 from colabkit.errors import ColabkitError, LoaderFailed, cannot
+from colabkit.loader.failing import failed
 from colabkit.loader.portions import Portion
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
@@ -20,7 +21,7 @@ from colabkit.loader.structures import bytes_of
 from colabkit.loader.transfer import DeviceTransfer, Taken, marked, sent
 from colabkit.loader.workers import Batch
 
-__all__ = ["Engine", "InProcesses", "OnDevice", "failed"]
+__all__ = ["Engine", "InProcesses", "OnDevice"]
 
 _SENT_AHEAD = 2
 
@@ -122,12 +123,3 @@ class InProcesses:
 
     def _waits(self, wait_s: float) -> None:
         meters.publish(meters.Waiting(self._counts, wait_s))
-
-
-def failed(error: Exception | str, next_step: str = "Check them with one sample") -> LoaderFailed:
-    """Return the error for what other people's code raised."""
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    found = " ".join(text.split())  # which may be a traceback of many lines
-    if "pic should be PIL Image" in found and "torch.Tensor" in found:  # of torchvision's older ToTensor
-        next_step = "Samples are tensors: use v2.ToDtype(torch.float32, scale=True), or Normalize of colabkit.augment"
-    return LoaderFailed(cannot("make a batch", found, "a data set and transforms without errors", next_step))

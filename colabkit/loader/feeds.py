@@ -69,6 +69,7 @@ class Feed:
         about: the data set as a text.
         is_on_disk: whether rows lie in files that are mapped, not in memory.
         order: names of the columns in the order that batches have; None for that of `columns`.
+        name_of: gives what to call a sample in a message; None if they have no names.
     """
 
     columns: Mapping[str, Column]
@@ -78,6 +79,7 @@ class Feed:
     about: str
     is_on_disk: bool = False
     order: tuple[str, ...] | None = None
+    name_of: Callable[[int], str] | None = None
 
     @property
     def samples(self) -> Column:
@@ -113,8 +115,9 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
     Raises:
         InvalidOption: if fields are named that are not there, or arrays do not fit together.
     """
+    name_of = None
     if isinstance(dataset, PackedDataset | FileDataset):
-        columns = _stored(dataset)
+        name_of, columns = dataset.name_of, _stored(dataset)
         structure: Structure = "tuple" if len(columns) > 1 else "alone"
         about, count = repr(dataset), len(dataset)
         labels = None if dataset.labels is None else LABELS
@@ -133,7 +136,7 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
         labels = labels if labels in columns else None
     order = None if fields is None or list(columns) == list(fields) else tuple(fields)
     is_on_disk = isinstance(dataset, PackedDataset)
-    return Feed(columns, "dict" if as_dict else structure, labels, count, about, is_on_disk, order)
+    return Feed(columns, "dict" if as_dict else structure, labels, count, about, is_on_disk, order, name_of)
 
 
 def fingerprint_of(act: str, dataset: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,9 +16,10 @@ from torch import Tensor
 from colabkit.augment import Draws
 from colabkit.dataset import stacked
 from colabkit.loader.decoding import ImageDecoding, cut_rows
+from colabkit.loader.failing import failing_in, place_in
 from colabkit.loader.feeds import Feed
 from colabkit.loader.gather import RowGather
-from colabkit.loader.portions import Portion
+from colabkit.loader.portions import Numbers, Portion
 from colabkit.loader.slots import Memory, RecycledSlots
 from colabkit.loader.stages import Stages
 from colabkit.loader.workers import Batch, Group
@@ -113,7 +115,8 @@ class BatchMaker:
             self._cut(group, start, stop, draws)
         if self._stages.by_slice is not None:
             images = group.values[0][start:stop]
-            with self._meters.busy("augment", stop - start, images.nbytes):
+            numbers = group.portion.numbers[start:stop]
+            with self._failing_in(draws, numbers), self._meters.busy("augment", stop - start, images.nbytes):
                 made, _ = self._stages.by_slice.apply(images, None, draws)
                 self._result(group, made)[start:stop] = made
 
@@ -138,9 +141,14 @@ class BatchMaker:
             if not len(batch.positions):
                 continue  # all of it is bad
             if self._stages.by_batch is not None:
-                self._apply_by_batch(batch.values, replace(group.draws, positions=batch.positions))
+                numbers = np.delete(portion.numbers[stop - size : stop], bad)
+                with self._failing_in(group.draws, numbers):
+                    self._apply_by_batch(batch.values, replace(group.draws, positions=batch.positions))
             yield batch
         group.values, group.result = [], None  # or a buffer could not be used again while one of its batches is held
+
+    def _failing_in(self, draws: Draws, numbers: Numbers) -> AbstractContextManager[None]:
+        return failing_in(lambda: place_in(draws.epoch, numbers.tolist(), self._feed.name_of))
 
     def _apply_by_batch(self, values: list[Any], draws: Draws) -> None:
         assert self._stages.by_batch is not None

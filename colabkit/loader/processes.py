@@ -6,7 +6,6 @@ with any number of workers, and after a resume.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import os
 import pickle
@@ -19,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from colabkit.augment import Draws
-from colabkit.dataset import FileDataset, PackedDataset
 from colabkit.errors import ColabkitError
+from colabkit.loader.failing import name_of
 from colabkit.loader.portions import Portion
 from colabkit.loader.seeding import generators_kept, seed_generators, seeds_of
 from colabkit.loader.slots import warn_unpinned
@@ -133,8 +132,8 @@ class _Sampled(Dataset[Any]):
             return Made(None, len(keys), 0.0, error)
         except Exception as error:
             where = f"sample {number}: " if number >= 0 else "collate_fn: "
-            path = _name_of(self._dataset, number) if number >= 0 else ""
-            return Made(None, len(keys), 0.0, _failure(error, f"{path}{where}", next_step))
+            name = name_of(self._dataset, number) if number >= 0 else ""
+            return Made(None, len(keys), 0.0, _failure(error, f"{name}, {where}" if name else where, next_step))
         cpu_s = time.thread_time() - cpu_began
         return Made(batch, len(keys), time.perf_counter() - began, cpu_s=cpu_s)
 
@@ -333,21 +332,3 @@ def _seeds_of(keys: Sequence[Key]) -> list[int]:
 
 def _as_made(made: Any) -> Any:
     return made
-
-
-def _name_of(dataset: Any, number: int) -> str:
-    """Return what a data set calls a sample, or its path, as torchvision's tell it; with a comma, for a message."""
-    if isinstance(dataset, Subset):
-        return _name_of(dataset.dataset, int(dataset.indices[number]))
-    if isinstance(dataset, ConcatDataset):
-        place = bisect.bisect_right(dataset.cumulative_sizes, number)
-        return _name_of(dataset.datasets[place], number - (dataset.cumulative_sizes[place - 1] if place else 0))
-    if isinstance(dataset, PackedDataset | FileDataset):
-        return f"{dataset.name_of(number)}, "
-    samples = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None)
-    try:
-        path = samples[number]  # type: ignore[index]
-        path = path[0] if isinstance(path, tuple | list) else path
-    except (TypeError, IndexError, KeyError):
-        return ""
-    return f"{path!r}, " if isinstance(path, str) else ""

@@ -21,7 +21,7 @@ from colabkit.dataset import FileDataset
 from colabkit.errors import ColabkitError
 from colabkit.loader.decoding import BadSamples, ImageDecoding
 from colabkit.loader.direct import DirectRows
-from colabkit.loader.engines import failed
+from colabkit.loader.failing import failed
 from colabkit.loader.feeds import Feed
 from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
