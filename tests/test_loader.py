@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -148,33 +147,6 @@ def test_batch_size_prefetch_and_threads_do_not_change_the_order(data):
         assert torch.equal(epoch(loader)[0], expected)
 
 
-def test_batches_stay_valid_as_long_as_they_are_held(data):
-    """Whole batches, views of them and arrays over them, held over several epochs while buffers go round."""
-    loader = Loader(data, 3, shuffle=True, prefetch_batches=2)
-    held, expected = [], []
-    for number in range(6):
-        position = 0
-        for images, labels in loader:
-            order = epoch_order(22, 0, number, position, position + len(labels))
-            position += len(labels)
-            views = (
-                images,
-                images[0:1],
-                images.numpy(),
-                images[:, 1],
-                images.flip(0)[:1],
-                images.view(torch.int8)[-1:],
-            )
-            kept = views[len(held) % len(views)]
-            held.append((kept, labels))
-            expected.append((kept.copy() if isinstance(kept, np.ndarray) else kept.clone(), data.labels[order]))
-            assert torch.equal(images, rows(data, order))
-            del images, views, kept
-    for (kept, labels), (value, its_labels) in zip(held, expected, strict=True):
-        assert np.array_equal(np.asarray(kept), np.asarray(value))
-        assert torch.equal(labels, its_labels)
-
-
 def test_buffers_are_used_again_when_their_batches_are_gone(data, monkeypatch):
     made: list[int] = []
     counted = SimpleNamespace(uint8=np.uint8, empty=lambda *a: made.append(1) or np.empty(*a))
@@ -254,15 +226,6 @@ def test_set_epoch_chooses_the_order_and_keeps_a_position_loaded_for_that_epoch(
     resumed.load_state_dict(loader.state_dict())
     resumed.set_epoch(4)
     assert torch.equal(epoch(resumed)[0], rows(data, epoch_order(22, 0, 4, 0, 22)))
-
-
-def test_iterations_may_be_nested(data):
-    loader = Loader(data, 5, shuffle=True)
-    for number, (images, labels) in enumerate(loader):
-        inside = epoch(loader)[0]
-        assert torch.equal(inside, rows(data, epoch_order(22, 0, number + 1, 0, 22)))
-        order = epoch_order(22, 0, 0, 5 * number, 5 * number + len(labels))
-        assert torch.equal(images, rows(data, order))
 
 
 def test_no_thread_is_left_after_exhaustion_break_or_an_error_in_the_body(data):
@@ -422,29 +385,6 @@ def test_what_has_no_length_and_index_is_no_data_set(what):
 
 def test_its_text_says_what_it_yields(data):
     assert "6 batches of 4, shuffled with seed 3, on cpu" in repr(Loader(data, 4, shuffle=True, seed=3))
-
-
-def resources() -> tuple[int, int, int]:
-    """Return threads, descriptors and resident bytes of this process."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no counts of the process's resources here")
-def test_two_hundred_epochs_leak_nothing(folder):
-    data = open_pack(make_pack(folder / "large.h5", (32, 32, 3), train=200))["train"]
-    loader = Loader(data, 16, shuffle=True, transform=Normalize())
-    for _ in range(20):
-        list(loader)
-    threads, descriptors, resident = resources()
-    for number in range(200):
-        for _ in loader:
-            if number % 3 == 0:
-                break
-    after = resources()
-    assert after[:2] == (threads, descriptors)
-    assert after[2] - resident < 8 << 20  # an epoch's images alone are 2.3 MiB of floats
 
 
 def test_keeping_the_labels_keeps_no_images(data):

@@ -177,9 +177,12 @@ def test_batches_stay_valid_as_long_as_they_are_held(makes, way, prefetch):
     for epoch in range(4):
         for number, (images, labels) in enumerate(loader):
             if (number + epoch) % 3:
-                kept = (images, images[1:2], images.flip(0)[:1], images.numpy()[0])[number % 4]
+                bits = images.view(torch.int8) if images.dtype == torch.uint8 else images.detach()
+                views = (images, images[1:2], images.flip(0)[:1], images.numpy()[0], images[:, 1], bits[-1:])
+                kept = views[number % 6]
                 held.append((torch.as_tensor(kept), labels))
                 copies.append((torch.as_tensor(kept).clone(), labels.clone()))
+                del bits, views, kept
             del images, labels
     assert same(held, copies)
 
