@@ -214,6 +214,18 @@ def test_a_state_loaded_before_between_and_during_iterations_is_for_the_next_one
     assert take(loader) == expected[3 * BATCH :]
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_state_of_another_seed_loaded_during_an_iteration_leaves_it_as_it_is(raw, name):
+    options = {"transform": TRANSFORMS[name], "threads": 0}
+    expected = take(make(raw, **options))
+    loader = make(raw, **options)
+    running = iter(loader)
+    got = samples(next(running))
+    loader.load_state_dict(make(raw, **options, seed=9).state_dict())
+    assert got + [sample for batch in running for sample in samples(batch)] == expected
+    assert take(loader) == take(make(raw, **options, seed=9))
+
+
 def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
     """Known failure: the trainer never calls it; a state has to pass through whatever saves it."""
     loader = make(data)

@@ -302,14 +302,14 @@ class Loader:
 
     def _batches(self) -> Generator[Any]:
         epoch, start = self._position.begin()
-        order = self._position.pure_order
+        order, seed = self._position.pure_order, self.seed  # a state that is loaded meanwhile is for the next one
         plan, engine, is_told = self._plan(), self._built.engine_now(), self._aside is None
         counts = self.meters if self._aside is None else self._aside
         if is_told:
             meters.used(counts)
             meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
         portions = Portions(plan.portions(epoch, start, engine.portion_batches))
-        ready = engine.batches(self.seed, epoch, iter(portions))
+        ready = engine.batches(seed, epoch, iter(portions))
         at_last, received = self._built.stages.at_last, counts.batches
         as_structured = _as_it_is if self._feed is None else self._feed.batch
         clock: meters.Clock
@@ -319,7 +319,7 @@ class Loader:
         asked = now()
         try:
             for taken in ready:
-                batch = as_structured(taken.values) if at_last is None else self._finished(order, epoch, taken)
+                batch = as_structured(taken.values) if at_last is None else self._finished(order, seed, epoch, taken)
                 self._position.reached(epoch, taken.reached, is_over=taken.reached == portions.stop)
                 samples = len(taken.positions)
                 counts.batches += 1
@@ -345,7 +345,7 @@ class Loader:
             ready.close()
             counts.settle(clock)
 
-    def _finished(self, order: Order | None, epoch: int, taken: Batch) -> Any:
+    def _finished(self, order: Order | None, seed: int, epoch: int, taken: Batch) -> Any:
         """Return a batch as the user gets it, after what is done to it at last."""
         whole: Callable[[Sequence[Any]], Any]
         if self._feed is not None:
@@ -354,7 +354,7 @@ class Loader:
             values, whole = fields_of(taken.values)
             label_place = 1 if len(values) > 1 else None
         if len(taken.positions):
-            draws = Draws(self.seed, epoch, taken.positions)
+            draws = Draws(seed, epoch, taken.positions)
             with failing_in(lambda: self._place(order, draws)):
                 if self._built.stages.draws_globally:
                     with generators_kept(self.device):
