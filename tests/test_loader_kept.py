@@ -126,6 +126,7 @@ def test_the_same_ram_is_not_promised_to_two_loaders(source, monkeypatch):
     monkeypatch.setattr(tiers, "memory_limits", lambda _: SimpleNamespace(available_bytes=free))
     loaders = [Loader(data, 4, size=16) for _ in range(3)]
     assert [loader.tier.name for loader in loaders] == ["ram", "ram", "disk"]
+    assert Loader(data, 4, size=16, keep="ram").tier.name == "ram"  # who asks for it knows what the others do
     del loaders
     gc.collect()
     assert Loader(data, 4, size=16).tier.name == "ram"

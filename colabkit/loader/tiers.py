@@ -55,20 +55,22 @@ class Room:
 
     Attributes:
         gpu_bytes: of the GPU that batches go to; None if they go to none.
-        ram_bytes: RAM that is available under all limits and promised to no other loader of this process.
+        ram_bytes: RAM that is available under all limits.
         disk_bytes: of the near disk.
+        promised_bytes: of that RAM, what other loaders of this process are going to fill.
     """
 
     gpu_bytes: int | None
     ram_bytes: int
     disk_bytes: int
+    promised_bytes: int = 0
 
     @classmethod
     def here(cls, device: torch.device, near: Path, processes: int) -> Room:
         """Return what is free now, shared between some processes."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         ram = memory_limits(read_file).available_bytes
-        return cls(gpu, max(0, ram // processes - promised_bytes()), _files.free_bytes(near) // processes)
+        return cls(gpu, ram // processes, _files.free_bytes(near) // processes, promised_bytes())
 
 
 def choose_tier(
@@ -105,7 +107,8 @@ def choose_tier(
     needed = row_bytes * count
     shown = format_bytes(needed)
     gpu = None if room.gpu_bytes is None else int(_GPU_SHARE * room.gpu_bytes)
-    ram, disk = int(_RAM_SHARE * room.ram_bytes), int(_DISK_SHARE * room.disk_bytes)
+    free = room.ram_bytes if keep == "ram" else max(0, room.ram_bytes - room.promised_bytes)  # who asks for it gets it
+    ram, disk = int(_RAM_SHARE * free), int(_DISK_SHARE * room.disk_bytes)
     if keep in ("auto", "gpu") and gpu is not None:
         on_the_way = ram if is_decoded else needed  # decoded samples are collected in RAM first
         if needed <= min(gpu, on_the_way):
