@@ -35,6 +35,7 @@ from colabkit.doctor import Advice, Diagnosis, Doctor, judging
 from colabkit.doctor.case import Case, case_of
 from colabkit.doctor.judging import judged
 from colabkit.doctor.timing import enough, late_share, settled_steps, typical
+from colabkit.doctor.what_if import forecast_of
 from colabkit.meters import StepTimes
 
 UNHURRIED = settings(max_examples=200, deadline=None)
@@ -178,6 +179,25 @@ def test_the_first_pass_is_not_judged_by_once_later_ones_have_enough() -> None:
     assert found.bottleneck is None
     assert not found.advice
     assert later(51).passes == 2
+
+
+def test_the_machine_of_the_first_pass_is_forgotten_with_it() -> None:
+    decoded = shared(0.5)
+    first = replace(spent_of(decoded), recent=())
+    spent = spent_of([*decoded, *shared(0.0)], passes=2, first_pass=first)
+    hosts = [replace(FULL, at_s=float(second)) for second in range(10)]
+    hosts += [replace(QUIET, at_s=10.0 + second) for second in range(11)]  # a pass takes ten seconds
+    assert case_of(spent, DECODED, hosts).machine.cpu_rate == pytest.approx(QUIET.cpu_rate, abs=0.1)
+    assert case_of(spent_of(decoded), DECODED, hosts).machine.cpu_rate == pytest.approx(0.65, abs=0.05)
+
+
+def test_what_is_done_to_batches_at_last_is_no_work_of_processes() -> None:
+    parts = (part("samples", 0.012, 0.012), part("augment", 0.004))
+    case = made(facts=PROCESSES, parts=parts, wait=0.5)
+    assert case.worker_s == pytest.approx(0.012)
+    assert case.at_last_s == pytest.approx(0.004)
+    assert forecast_of(case).without_loader() <= 1 / 0.004
+    assert made(facts=DECODED, parts=parts).at_last_s == 0
 
 
 def test_too_few_steps_are_said_to_be_too_few_and_nothing_is_advised() -> None:

@@ -86,3 +86,15 @@ def test_an_error_of_a_batch_of_a_sampler_of_the_users_own_says_its_position():
     loader = Loader(values, 5, sampler=torch.utils.data.SequentialSampler(values), transform=fails_on(7))
     with pytest.raises(LoaderFailed, match=r"a batch: 5 samples from position 5 of epoch 0: ValueError: planned"):
         list(loader)
+
+
+class Unnamed(Made):
+    """Holds what names of samples are looked up in, of another kind."""
+
+    samples = torch.arange(12)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_has_no_name_is_told_by_its_number(num_workers):
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 0: ValueError: planned"):
+        list(Loader(Unnamed(fails), 4, num_workers=num_workers))

@@ -481,5 +481,16 @@ def test_workers_persist_after_an_error_of_a_sample() -> None:
     [(Squares(), {"num_workers": 0}), (torch.arange(23), {}), (torch.arange(23), {"num_workers": 2})],
 )
 def test_persistent_workers_are_refused_where_there_are_none(dataset: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOption, match=r"persistent_workers=True with .*, worker processes to keep\. Leave it"):
+    with pytest.raises(InvalidOption, match=r"persistent_workers=True with .*, worker processes to keep\. Leave "):
         Loader(dataset, 4, persistent_workers=True, **options)
+
+
+def test_facts_tell_whether_processes_live_on_and_where_there_are_none() -> None:
+    def keeps(**options: Any) -> bool | None:
+        facts = Loader(Squares(), 4, **options).meters.facts
+        assert facts is not None
+        return facts.keeps_workers
+
+    assert keeps(num_workers=2) is False
+    assert keeps(num_workers=2, persistent_workers=True) is True
+    assert keeps(num_workers=0) is True  # nothing has to be started anew

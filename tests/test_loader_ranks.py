@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, seal_fields
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, StackDataset
 
 from colabkit import _processes
 from colabkit.augment import Compose, Cutout, MixUp, PerSample, RandomHorizontalFlip, RandomResizedCrop
@@ -280,26 +280,29 @@ def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(na
     assert steps([alone]) == expected[1]
 
 
+@pytest.mark.parametrize("as_data", [lambda images: images, StackDataset], ids=["rows", "samples"])
 @pytest.mark.parametrize(
-    "transform",
+    ("transform", "size"),
     [
-        RandomResizedCrop(8),
-        PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)),
-        lambda images: images + torch.randint(0, 100, images.shape).to(torch.uint8),
+        (RandomResizedCrop(8), 4),
+        (PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)), 4),
+        (lambda images: images + torch.randint(0, 100, images.shape).to(torch.uint8), 2),  # seeded batch by batch
     ],
     ids=["ours", "per sample", "at last"],
 )
-def test_ranks_under_a_sampler_of_the_users_own_draw_random_numbers_of_their_own(transform):
+def test_ranks_under_a_sampler_of_the_users_own_draw_random_numbers_of_their_own(transform, size, as_data):
     images = torch.arange(32 * 32).view(1, 1, 32, 32).remainder(100).to(torch.uint8).repeat(16, 1, 1, 1)
 
     def made(rank: int, world_size: int, after: int = 0) -> list[bytes]:
         sampler = DistributedSampler(images, world_size, rank, shuffle=False)
         share = {"rank": rank, "world_size": world_size}
-        loader = Loader(images, 2, sampler=sampler, transform=transform, num_workers=0, **share)
+        data = as_data(images)
+        loader = Loader(data, 2, sampler=sampler, transform=transform, num_workers=0, **share)
         taken = list(itertools.islice(loader, after))
-        resumed = Loader(images, 2, sampler=sampler, transform=transform, num_workers=0, **share)
+        resumed = Loader(data, size if after else 2, sampler=sampler, transform=transform, num_workers=0, **share)
         resumed.load_state_dict(loader.state_dict())
-        return [image.numpy().tobytes() for batch in [*taken, *resumed] for image in batch]
+        batches = [batch[0] if isinstance(batch, tuple | list) else batch for batch in [*taken, *resumed]]
+        return [image.numpy().tobytes() for batch in batches for image in batch]
 
     of_ranks = [made(rank, 2) for rank in range(2)]
     assert not set(of_ranks[0]) & set(of_ranks[1])

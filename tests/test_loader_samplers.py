@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -478,3 +479,19 @@ def test_a_sample_that_comes_again_in_an_epoch_gets_other_random_numbers():
 def test_an_order_made_for_other_data_is_refused(order):
     with pytest.raises(InvalidOption, match=rf"an order of {order.n} samples, one of the data set's 22"):
         Loader(torch.arange(22), 4, sampler=order)
+
+
+def test_what_a_sampler_takes_to_begin_is_waiting_for_the_first_batch():
+    class Slow:
+        def __len__(self):
+            return N
+
+        def __iter__(self):
+            until = time.perf_counter() + 0.05
+            while time.perf_counter() < until:
+                pass
+            return iter(range(N))
+
+    slow = loader(Slow())
+    batches(slow)
+    assert slow.meters.snapshot().first_s >= 0.05

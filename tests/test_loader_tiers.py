@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,14 @@ def test_rows_on_a_device_have_a_memory_of_their_own(raw):
     (batch,) = resident.batches(next(OrderedPlan(Shuffled(2, 0), 2, False, Share()).portions(0, 0, 1)))
     batch.values[0].zero_()
     assert raw.rows.any()
+
+
+def test_ram_that_others_were_promised_is_left_to_them_unless_it_is_asked_for_and_the_reason_says_so():
+    room = Room(100 * GIB, 10 * GIB, 100 * GIB, promised_bytes=8 * GIB)
+    near = replace(room, gpu_bytes=None)
+    tier = chosen("auto", near, 5, DECODED)
+    assert tier.name == "disk"
+    assert tier.reason.endswith("; 8.0 GiB of RAM are promised to other loaders")
+    assert chosen("ram", near, 5, DECODED).name == "ram"
+    assert chosen("gpu", room, 5, DECODED).name == "gpu"
+    assert "promised" not in chosen("auto", replace(near, promised_bytes=0), 50, DECODED).reason

@@ -163,6 +163,18 @@ def test_unloading_ends_it(shell: InteractiveShell, capsys: pytest.CaptureFixtur
     run(shell, "%load_ext colabkit")
 
 
+def test_a_loop_in_the_cell_that_switches_it_off_is_not_in_vain(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "%dashboard")
+    run(shell, "a = 5")
+    shown_by(capsys)
+    run(shell, f"{LOOP}\n%dashboard --off").raise_error()
+    shown = "\n".join(shown_by(capsys))
+    assert "step 6/6" in shown
+    assert "watch(" not in shown
+
+
 def test_what_cannot_be_meant_switches_nothing_on(shell: InteractiveShell) -> None:
     assert isinstance(run(shell, "%dashboard --refresh-s 0.1").error_in_exec, InvalidOption)
     run(shell, LOOP)

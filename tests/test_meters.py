@@ -115,6 +115,18 @@ def test_what_the_first_pass_came_to_is_kept_when_another_begins():
     assert (spent - begun).first_pass is None  # it is another's first pass
 
 
+def test_what_parts_did_before_the_first_pass_is_not_of_it():
+    counts = LoaderMeters()
+    counts.add("decode", 5, 50, 0.5)  # as for a look at the next batches
+    before = counts.snapshot()
+    for _ in range(2):
+        counts.begin_pass(HostClock())
+        counts.add("decode", 1, 1, 0.25)
+    spent = counts.snapshot() - before
+    assert spent.first_pass is not None
+    assert [part.samples for part in (*spent.parts, *spent.first_pass.parts)] == [2, 1]
+
+
 def test_a_part_tells_its_usual_worst_call_and_the_cpu_it_got():
     counts = LoaderMeters()
     for number in range(100):

@@ -108,7 +108,8 @@ def _by_itself(loader: Loader | Watched[Any], seconds: float) -> Diagnosis:
             if not given or time.monotonic() > until:
                 break
         hosts = sampler.recent(seconds)
-    spent = replace(counts.snapshot(), parts=(loader.meters.snapshot() - before).parts)
+    parts = (loader.meters.snapshot() - before).parts
+    spent = replace(counts.snapshot(), parts=parts, first_pass=None)
     case = replace(_case(spent, loader.meters.facts, hosts), is_enough=True)
     found = judged(case, "unknown")
     rate = format_rate(case.samples_per_s, "images")

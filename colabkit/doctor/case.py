@@ -16,6 +16,7 @@ __all__ = ["Case", "case_of"]
 _GREEDY = 0.15  # of the CPUs: what a loader has to take to slow a step
 _SATURATED = 0.85  # of the CPUs
 _STORAGE_BOUND = 0.6  # of its time a worker has a CPU, where one was free: the rest it waits for storage
+_SAMPLED_S = 1.0  # between two snapshots
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
 
 
@@ -111,10 +112,16 @@ class Case:
     @property
     def worker_s(self) -> float:
         """Seconds of one worker that a sample took, reads of a far source by others apart."""
-        own = [
-            part for part in self.spent.parts if part.name not in ("gather", "transfer") and not self._is_ahead(part)
-        ]
+        others = ("gather", "transfer", "augment") if self.facts.kind == "processes" else ("gather", "transfer")
+        own = [part for part in self.spent.parts if part.name not in others and not self._is_ahead(part)]
         return sum(part.busy_s for part in own) / self._handled if self._handled else 0.0
+
+    @property
+    def at_last_s(self) -> float:
+        """Seconds that a sample takes where its batch is handed over, after worker processes have made it."""
+        if self.facts.kind != "processes" or not self._handled:
+            return 0.0
+        return self.part("augment").busy_s / self._handled
 
     @property
     def cpu_s(self) -> float | None:
@@ -143,8 +150,7 @@ class Case:
         if self.facts.kind == "foreign":
             return "read" if self.facts.is_far and not self.is_cpu_full else None
         if self.facts.kind == "processes":
-            at_last_s = self.part("augment").busy_s  # in one thread, after what the workers share
-            if at_last_s > self.part("samples").busy_s / max(1, self.facts.workers or 1):
+            if self.at_last_s > self.worker_s / max(1, self.facts.workers or 1):  # what is at last, one thread does
                 return "augment"
             return "read" if self._waits_for_storage else "samples"
         decode = self.part("decode")
@@ -186,6 +192,7 @@ def case_of(
     passes, first = spent.passes, spent.first_pass
     if first is not None and enough(settled_steps((spent - first).recent, 0)):
         spent = spent - first  # the first pass is not like the others: it fills caches
+        hosts = [host for host in hosts if host.at_s >= hosts[-1].at_s - spent.seconds - _SAMPLED_S]
     is_whole = spent.passes == passes and spent.steps <= len(spent.recent)  # the run's first steps are among them
     steps = settled_steps(spent.recent) if is_whole else settled_steps(spent.recent, 0)
     third = len(steps) // 3

@@ -94,7 +94,7 @@ def forecast_of(case: Case) -> Forecast:
     """Return what a step takes alone, by what was measured while a loader ran beside it."""
     step, cpus = case.step, max(case.machine.cpus, 1e-3)
     loader_cpu_s = case.cpu_s or 0.0
-    own_s = case.alone_s + step.other_s
+    own_s = case.alone_s + step.other_s + case.at_last_s * step.samples
     held_s = step.other_s if case.is_on_gpu else own_s
     if case.machine.own_cpu_rate is not None and not case.is_on_gpu:
         own_cpu_s = case.machine.own_cpu_rate * cpus * step.seconds

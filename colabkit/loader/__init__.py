@@ -308,15 +308,15 @@ class Loader:
         if is_told:
             meters.used(counts)
             meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
-        portions = Portions(plan.portions(epoch, start, engine.portion_batches))
-        ready = engine.batches(seed, epoch, iter(portions))
-        at_last, received = self._built.stages.at_last, counts.batches
-        as_structured = _as_it_is if self._feed is None else self._feed.batch
         clock: meters.Clock
         clock = meters.HostClock() if self.device.type == "cpu" else meters.DeviceClock(lambda: marked(self.device))
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter
         asked = now()
+        portions = Portions(plan.portions(epoch, start, engine.portion_batches))
+        ready = engine.batches(seed, epoch, iter(portions))
+        at_last, received = self._built.stages.at_last, counts.batches
+        as_structured = _as_it_is if self._feed is None else self._feed.batch
         try:
             for taken in ready:
                 batch = as_structured(taken.values) if at_last is None else self._finished(order, seed, epoch, taken)

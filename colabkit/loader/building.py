@@ -125,7 +125,7 @@ def built_by_sample(act: str, asked: Asked, dataset: Any, collate_fn: Callable[[
     nothing = Room(None, 0, 0)
     tier = choose_tier(act, asked.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
     if not asked.workers:
-        check_without_processes(act, asked.persistent_workers, "num_workers=0")
+        check_without_processes(act, asked.persistent_workers, ("num_workers=0", "Leave one of the two out"))
     of_sample = asked.transform if is_per_sample(asked.transform) else None
     workers = SampleWorkers(
         dataset,
@@ -153,7 +153,7 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
     Raises:
         InvalidOption: if what was asked for does not fit the samples.
     """
-    check_without_processes(act, asked.persistent_workers, f"{feed.about}, which threads load")
+    check_without_processes(act, asked.persistent_workers, (f"{feed.about}, which threads load", "Leave it out"))
     samples = feed.samples
     is_decoded = not (isinstance(samples, RowGather) or callable(samples))
     if not is_decoded:

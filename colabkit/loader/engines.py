@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from colabkit import meters
@@ -99,7 +98,7 @@ class InProcesses:
         ahead = self._workers.ahead
         asked = deque([time.perf_counter()], maxlen=max(1, ahead))
         try:
-            for made, reached, position in self._workers.batches(seed, epoch, portions, self._waits):
+            for made, reached, positions in self._workers.batches(seed, epoch, portions, self._waits):
                 if isinstance(made.error, ColabkitError):
                     raise made.error
                 if made.error is not None:
@@ -109,7 +108,6 @@ class InProcesses:
                 if ahead:  # it was there each time that it, or one of those before it, was asked for since it is made
                     self._counts.queued += sum(made.made_at <= at for at in asked)
                     self._counts.queue_room += ahead
-                positions = np.arange(position, position + made.samples)
                 yield Batch(made.batch, positions, reached, was_ready=made.made_at <= asked[-1])
                 asked.append(time.perf_counter())
         except ColabkitError:

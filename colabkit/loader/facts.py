@@ -59,7 +59,7 @@ def facts_of(built: Built, dataset: Any, count: int, transform: str | None) -> L
         tier=built.tier.name,
         transform=transform,
         is_pinned=True if asked.device.type == "cuda" else None,
-        keeps_workers=asked.persistent_workers if kind == "processes" else None,
+        keeps_workers=asked.persistent_workers or not asked.workers if kind == "processes" else None,
     )
 
 

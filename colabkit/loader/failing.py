@@ -63,17 +63,20 @@ def place_in(epoch: int, numbers: Sequence[int], name: Callable[[int], str] | No
 
 def name_of(dataset: Any, number: int) -> str:
     """Return what a data set calls a sample, or its path, as torchvision's tell it; empty if it has no name."""
+    try:
+        return _name_of(dataset, number)
+    except Exception:  # of other people's code, while an error of theirs is told
+        return ""
+
+
+def _name_of(dataset: Any, number: int) -> str:
     if isinstance(dataset, Subset):
-        return name_of(dataset.dataset, int(dataset.indices[number]))
+        return _name_of(dataset.dataset, int(dataset.indices[number]))
     if isinstance(dataset, ConcatDataset):
         place = bisect.bisect_right(dataset.cumulative_sizes, number)
-        return name_of(dataset.datasets[place], number - (dataset.cumulative_sizes[place - 1] if place else 0))
+        return _name_of(dataset.datasets[place], number - (dataset.cumulative_sizes[place - 1] if place else 0))
     if isinstance(dataset, PackedDataset | FileDataset):
         return dataset.name_of(number)
-    samples = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None)
-    try:
-        path = samples[number]  # type: ignore[index]
-        path = path[0] if isinstance(path, tuple | list) else path
-    except (TypeError, IndexError, KeyError):
-        return ""
+    path = next(getattr(dataset, name) for name in ("samples", "imgs") if hasattr(dataset, name))[number]
+    path = path[0] if isinstance(path, tuple | list) else path
     return repr(path) if isinstance(path, str) else ""

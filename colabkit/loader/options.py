@@ -91,11 +91,17 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
         raise InvalidOption(cannot(act, found, "one of the two", f"Leave {names} out, or {why[1]}"))
 
 
-def check_without_processes(act: str, persistent_workers: bool, why: str) -> None:
-    """Raise `InvalidOption` if processes that there are not shall live on; `why` says what makes samples instead."""
+def check_without_processes(act: str, persistent_workers: bool, why: tuple[str, str]) -> None:
+    """Raise `InvalidOption` if processes that there are not shall live on.
+
+    Args:
+        act: for messages.
+        persistent_workers: what was asked for.
+        why: what makes samples instead, and what to do.
+    """
     if persistent_workers:
-        found, needed = f"persistent_workers=True with {why}", "worker processes to keep"
-        raise InvalidOption(cannot(act, found, needed, "Leave it out: only a data set in Python has some"))
+        found, needed = f"persistent_workers=True with {why[0]}", "worker processes to keep"
+        raise InvalidOption(cannot(act, found, needed, why[1]))
 
 
 def check_skipping(act: str, on_bad: str, share: Share) -> None:

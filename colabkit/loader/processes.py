@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from colabkit.augment import Draws
 from colabkit.errors import ColabkitError
 from colabkit.loader.failing import name_of
-from colabkit.loader.portions import Portion
+from colabkit.loader.portions import Numbers, Portion
 from colabkit.loader.seeding import generators_kept, seed_generators, seeds_of
 from colabkit.loader.slots import warn_unpinned
 from colabkit.loader.structures import fields_of, mapped
@@ -168,12 +168,12 @@ class SampleWorkers:
         prefetch = max(1, -(-(prefetch_batches or 2 * num_workers) // num_workers)) if num_workers else None
         self._new_pool = functools.partial(_Pool, sampled, num_workers, prefetch, pin_memory, persistent_workers)
         self._is_kept = persistent_workers
-        self._idle: list[_Pool] = []  # one at most, which no iteration uses
+        self._idle: dict[int, _Pool] = {}  # which no iteration uses, by their process: a forked child has none
         self.ahead = num_workers * (prefetch or 0)
 
     def batches(
         self, seed: int, epoch: int, portions: Iterator[Portion], on_wait: Callable[[float], None]
-    ) -> Iterator[tuple[Made, int, int]]:
+    ) -> Iterator[tuple[Made, int, Numbers]]:
         """Yield the batches of an epoch, each with how many samples have been received after it, and its position.
 
         Args:
@@ -197,8 +197,8 @@ class SampleWorkers:
         except (OSError, EOFError) as error:  # of the pipes between processes
             raise RuntimeError(f"a worker process is gone ({type(error).__name__}: {error})") from error
         finally:
-            if is_sound and self._is_kept and not self._idle:
-                self._idle.append(pool)
+            if is_sound and self._is_kept and os.getpid() not in self._idle:
+                self._idle[os.getpid()] = pool
             else:
                 pool.close()
         if plan.error is not None:
@@ -206,11 +206,8 @@ class SampleWorkers:
 
     def _kept_pool(self) -> _Pool | None:
         """Return the processes of an epoch before, if there are some that live and that no other iteration uses."""
-        try:
-            pool = self._idle.pop()
-        except IndexError:
-            return None
-        return pool if pool.is_alive else None
+        pool = self._idle.pop(os.getpid(), None)
+        return pool if pool is not None and pool.is_alive else None
 
 
 class _Pool:
@@ -221,7 +218,6 @@ class _Pool:
     ) -> None:
         self._plans = _Plans()
         self._ready: Iterator[Made] | None = None
-        self._owner = os.getpid()
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._plans,
@@ -243,8 +239,8 @@ class _Pool:
 
     @property
     def is_alive(self) -> bool:
-        """Whether no process has ended, as an interrupt from the keyboard ends all; False in a forked child."""
-        return self._owner == os.getpid() and all(worker.is_alive() for worker in getattr(self._ready, "_workers", ()))
+        """Whether no process has ended, as an interrupt from the keyboard ends all."""
+        return all(worker.is_alive() for worker in getattr(self._ready, "_workers", ()))
 
     def close(self) -> None:
         """End the processes, which else would live as long as an error whose traceback holds them."""
@@ -285,7 +281,7 @@ class _Plan:
         self.error: Exception | None = None
         self._epoch = seed, epoch
         self._portions = portions
-        self._waiting: list[tuple[int, int]] = []
+        self._waiting: list[tuple[int, Numbers]] = []
 
     def __iter__(self) -> Iterator[list[Key]]:
         try:
@@ -298,13 +294,13 @@ class _Plan:
             start = 0
             for size, reached in zip(portion.sizes, portion.reached, strict=True):
                 stop = start + size
-                positions, numbers = portion.positions[start:stop].tolist(), portion.numbers[start:stop].tolist()
-                self._waiting.append((reached, positions[0] if positions else 0))
-                yield [(*self._epoch, *key) for key in zip(positions, numbers, strict=True)]
+                positions, numbers = portion.positions[start:stop], portion.numbers[start:stop].tolist()
+                self._waiting.append((reached, positions))
+                yield [(*self._epoch, *key) for key in zip(positions.tolist(), numbers, strict=True)]
                 start = stop
 
-    def taken(self) -> tuple[int, int]:
-        """Return how many samples have been received after the oldest batch not taken yet, and its first position."""
+    def taken(self) -> tuple[int, Numbers]:
+        """Return how many samples have been received after the oldest batch not taken yet, and its positions."""
         return self._waiting.pop(0)
 
 

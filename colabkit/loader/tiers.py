@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -107,7 +107,8 @@ def choose_tier(
     needed = row_bytes * count
     shown = format_bytes(needed)
     gpu = None if room.gpu_bytes is None else int(_GPU_SHARE * room.gpu_bytes)
-    free = room.ram_bytes if keep == "ram" else max(0, room.ram_bytes - room.promised_bytes)  # who asks for it gets it
+    promised = room.promised_bytes if keep in ("auto", "disk") else 0  # who asks for RAM gets it
+    free = max(0, room.ram_bytes - promised)
     ram, disk = int(_RAM_SHARE * free), int(_DISK_SHARE * room.disk_bytes)
     if keep in ("auto", "gpu") and gpu is not None:
         on_the_way = ram if is_decoded else needed  # decoded samples are collected in RAM first
@@ -121,7 +122,10 @@ def choose_tier(
     if keep in ("auto", "ram") and (needed <= ram or (keep == "auto" and ram >= disk)):
         return _kept("ram", needed, ram, row_bytes, count)
     if keep in ("auto", "disk"):
-        return _kept("disk", needed, disk, row_bytes, count)
+        tier = _kept("disk", needed, disk, row_bytes, count)
+        if keep == "auto" and needed <= int(_RAM_SHARE * room.ram_bytes):
+            tier = replace(tier, reason=f"{tier.reason}; {format_bytes(promised)} of RAM are promised to other loaders")
+        return tier
     raise _too_much(act, keep, shown, f"{format_bytes(ram)} for them in RAM")
 
 

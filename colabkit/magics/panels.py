@@ -53,7 +53,7 @@ class Panels:
 
     def hide(self) -> bool:
         """Show it no more, and return whether cells ran beside it in vain. May be called twice."""
-        is_vain = self._is_on and self._has_heard is False
+        is_vain = self._is_on and self._has_heard is False and not any(panel.has_heard for panel in self._open)
         if self._is_on:
             self._is_on = False
             self._shell.events.unregister("pre_run_cell", self._enter)

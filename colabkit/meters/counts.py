@@ -143,7 +143,7 @@ class MetersSnapshot:
             queue_room=self.queue_room - earlier.queue_room,
             retries=self.retries - earlier.retries,
             recent=self.recent[max(0, len(self.recent) - steps) :],
-            first_pass=None if earlier.passes else self.first_pass,
+            first_pass=None if earlier.passes or self.first_pass is None else self.first_pass - earlier,
         )
 
 
