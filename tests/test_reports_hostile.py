@@ -91,8 +91,9 @@ def filled(hint: Any, name: str) -> Any:
         return {filled(arguments[0], name): filled(arguments[1], name)}
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
-        fields = [field for field in dataclasses.fields(hint) if field.init]
-        return hint(**{field.name: filled(hints[field.name], name) for field in fields})
+        fields = [field.name for field in dataclasses.fields(hint) if field.init]
+        own = {field for field in fields if hint in typing.get_args(hints[field])}  # the same again would never end
+        return hint(**{field: None if field in own else filled(hints[field], name) for field in fields})
     if isinstance(hint, type) and issubclass(hint, tuple):
         return hint(*(filled(one, name) for one in typing.get_type_hints(hint).values()))
     raise TypeError(f"how to fill {hint}?")
