@@ -33,6 +33,7 @@ In a notebook an error is that one line; with the environment variable `COLABKIT
 from __future__ import annotations
 
 import numbers
+import operator
 import os
 import re
 import traceback
@@ -212,14 +213,17 @@ def reword(error: ShownInOneLine, worded: Callable[[str], str]) -> None:
         error.msg = error.args[0]
 
 
-def check_whole_number(act: str, name: str, value: object, least: int) -> None:
-    """Raise `InvalidOption` unless `value` is a whole number of at least `least`.
+def check_whole_number(act: str, name: str, value: object, least: int) -> int:
+    """Return a whole number of at least `least` as a plain one: those of NumPy overflow, and are no JSON.
 
     Args:
         act: verb and object for the message.
         name: of the argument.
         value: what was given; numbers of NumPy count.
         least: the smallest allowed value.
+
+    Raises:
+        InvalidOption: if it is none.
     """
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least:  # type: ignore[operator]
@@ -227,6 +231,7 @@ def check_whole_number(act: str, name: str, value: object, least: int) -> None:
         if isinstance(value, float | str) and (meant := _whole(value)) is not None and least <= meant < 1 << 53:
             next_step = f"Use {name}={meant}"
         raise InvalidOption(cannot(act, f"{name}={value!r}", f"a whole number of {least} or more", next_step))
+    return operator.index(value)  # type: ignore[arg-type]
 
 
 def _whole(value: float | str) -> int | None:

@@ -16,6 +16,7 @@ from colabkit._units import format_rate, format_seconds
 from colabkit.doctor.case import Case, case_of
 from colabkit.doctor.diagnosis import Diagnosis, Shares
 from colabkit.doctor.judging import judged
+from colabkit.doctor.machine import SNAPSHOT_S
 from colabkit.doctor.watching import Watched, gives_batches, watch
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader import Loader
@@ -27,7 +28,6 @@ from colabkit.training.saved import read_run
 __all__ = ["diagnose"]
 
 _RECENT_S = 60.0
-_SNAPSHOT_S = 1.0  # that a snapshot of the machine tells of, or a little more
 _WARM_UP = 3
 _OF_A_STEP = ("wrong_device",)  # rules about steps, of which a loader by itself knows nothing
 
@@ -70,7 +70,7 @@ def diagnose(
 def _of_meters(counts: meters.LoaderMeters) -> Diagnosis:
     spent = counts.snapshot()
     recent_s = min(_RECENT_S, sum(step.seconds for step in spent.recent))
-    hosts = seen(counts.timed_s - recent_s - _SNAPSHOT_S, counts.timed_s + _SNAPSHOT_S) or (_host_now(),)
+    hosts = seen(counts.timed_s - recent_s - SNAPSHOT_S, counts.timed_s + SNAPSHOT_S) or (_host_now(),)
     return judged(_case(spent, counts.facts, hosts))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colabkit.doctor.diagnosis import HIGH, MODERATE, Shares
-from colabkit.doctor.machine import Machine, machine_of
+from colabkit.doctor.machine import SNAPSHOT_S, Machine, machine_of
 from colabkit.doctor.timing import enough, late_share, quick_compute_s, settled_steps, typical
 from colabkit.meters import LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
 from colabkit.telemetry import HostSnapshot
@@ -16,7 +16,6 @@ __all__ = ["Case", "case_of"]
 _GREEDY = 0.15  # of the CPUs: what a loader has to take to slow a step
 _SATURATED = 0.85  # of the CPUs
 _STORAGE_BOUND = 0.6  # of its time a worker has a CPU, where one was free: the rest it waits for storage
-_SAMPLED_S = 1.0  # between two snapshots
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
 
 
@@ -192,7 +191,7 @@ def case_of(
     passes, first = spent.passes, spent.first_pass
     if first is not None and enough(settled_steps((spent - first).recent, 0)):
         spent = spent - first  # the first pass is not like the others: it fills caches
-        hosts = [host for host in hosts if host.at_s >= hosts[-1].at_s - spent.seconds - _SAMPLED_S]
+        hosts = [host for host in hosts if host.at_s >= hosts[-1].at_s - spent.seconds - SNAPSHOT_S]
     is_whole = spent.passes == passes and spent.steps <= len(spent.recent)  # the run's first steps are among them
     steps = settled_steps(spent.recent) if is_whole else settled_steps(spent.recent, 0)
     third = len(steps) // 3

@@ -9,7 +9,10 @@ from statistics import fmean, median
 from colabkit.environment import usable_cpus
 from colabkit.telemetry import GpuSnapshot, HostSnapshot
 
-__all__ = ["Machine", "machine_of"]
+__all__ = ["SNAPSHOT_S", "Machine", "machine_of"]
+
+SNAPSHOT_S = 1.0
+"""Seconds that a snapshot of the machine tells of, or a little more."""
 
 
 @dataclass(frozen=True, slots=True)

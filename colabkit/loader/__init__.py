@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -139,15 +138,12 @@ class Loader:
         world_size: int | None = None,
     ) -> None:
         act = "make a Loader"
-        check_whole_number(act, "batch_size", batch_size, 1)
-        check_whole_number(act, "seed", seed, 0)
-        for name, value, least in (("prefetch_batches", prefetch_batches, 1), ("num_workers", num_workers, 0)):
-            if value is not None:
-                check_whole_number(act, name, value, least)
-        batch_size, seed = operator.index(batch_size), operator.index(seed)  # NumPy's overflow, and are no JSON
-        num_workers, prefetch_batches = (
-            value if value is None else operator.index(value) for value in (num_workers, prefetch_batches)
-        )
+        batch_size = check_whole_number(act, "batch_size", batch_size, 1)
+        seed = check_whole_number(act, "seed", seed, 0)
+        if prefetch_batches is not None:
+            prefetch_batches = check_whole_number(act, "prefetch_batches", prefetch_batches, 1)
+        if num_workers is not None:
+            num_workers = check_whole_number(act, "num_workers", num_workers, 0)
         check_transform(act, transform)
         check_callable(act, "collate_fn", collate_fn, "Pass a function of a list of samples")
         self.dataset = whole = wrapped(act, dataset)

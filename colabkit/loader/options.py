@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
@@ -180,11 +179,11 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return Share(torch.distributed.get_rank(), torch.distributed.get_world_size())
         return Share()
-    check_whole_number(act, "world_size", world_size, 1)
-    check_whole_number(act, "rank", rank, 0)
+    world_size = check_whole_number(act, "world_size", world_size, 1)
+    rank = check_whole_number(act, "rank", rank, 0)
     if rank >= world_size:
         raise InvalidOption(cannot(act, f"rank={rank}", f"one from 0 to {world_size - 1}", "Count ranks from 0"))
-    return Share(operator.index(rank), operator.index(world_size))
+    return Share(rank, world_size)
 
 
 def usable_device(act: str, device: Any) -> torch.device:

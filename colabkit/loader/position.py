@@ -88,8 +88,7 @@ class Position:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
-        check_whole_number("set the epoch", "epoch", epoch, 0)
-        epoch = operator.index(epoch)
+        epoch = check_whole_number("set the epoch", "epoch", epoch, 0)
         if epoch != self._next[0]:
             self._next = (epoch, 0)
         self._reached = self._next

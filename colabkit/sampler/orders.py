@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -45,10 +44,10 @@ def set_whole_number(order: object, name: str, value: int, least: int, most: int
         InvalidOption: if the value is no whole number of at least `least` and at most `most`.
     """
     act = f"make {kind_of(order)} order"
-    check_whole_number(act, name, value, least)
+    value = check_whole_number(act, name, value, least)
     if most is not None and value > most:
         raise InvalidOption(cannot(act, f"{name}={value}", f"{most} at most", f"Use {name}={most} or less"))
-    object.__setattr__(order, name, operator.index(value))
+    object.__setattr__(order, name, value)
 
 
 def by_chunks(samples: Callable[[int, int], Positions], start: int, stop: int) -> Positions:
