@@ -389,7 +389,7 @@ def test_whole_numbers_of_numpy_make_states_that_are_plain_json(number):
             assert got + [batch.tolist() for batch in resumed] == expected
 
 
-@pytest.mark.parametrize("state", [None, [], "state", {}, {"version": 2}], ids=repr)
+@pytest.mark.parametrize("state", [None, [], "state", {}, {"version": 3}], ids=repr)
 def test_what_is_no_state_is_refused(raw, state):
     with pytest.raises(InvalidOption, match="Cannot resume the Loader"):
         make(raw).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Host buffers whose pages cannot be locked: batches come all the same, and the user is told why, once."""
+"""Host buffers begin where copies are fast; where pages cannot be locked, batches come and the user is told once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import threading
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import colabkit
 from colabkit.loader import slots
 from colabkit.loader.processes import Made
 from colabkit.loader.slots import PinnedSlots
@@ -67,3 +69,24 @@ def test_the_user_is_told_once_that_memory_cannot_be_pinned_and_batches_come_all
 def test_a_lender_that_cannot_pin_tries_only_once(unlocked):
     lends()
     assert unlocked == ["slot"]
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4096, (2 << 20) - 1])
+def test_small_buffers_begin_with_a_cache_line(size):
+    found = slots.empty_bytes(size)
+    assert (found.nbytes, found.dtype, found.ctypes.data % 64) == (size, np.uint8, 0)
+
+
+@pytest.mark.parametrize("size", [2 << 20, (2 << 20) + 1, 6 << 20, 40_000_000])
+def test_large_buffers_begin_with_a_huge_page_and_end_within_one(size):
+    found = slots.empty_bytes(size)
+    assert (found.nbytes, found.ctypes.data % (2 << 20)) == (size, 0)
+    whole = found.base
+    assert isinstance(whole, np.ndarray)
+    assert found.ctypes.data + -(-size // (2 << 20)) * (2 << 20) <= whole.ctypes.data + whole.nbytes
+
+
+@pytest.mark.parametrize("batch_size", [4, 3000])
+def test_rows_are_gathered_to_where_a_cache_line_begins(batch_size):
+    loader = colabkit.Loader(np.zeros((6000, 640), np.uint8), batch_size)
+    assert all(batch.data_ptr() % 64 == 0 for batch in loader)

@@ -10,12 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit.errors import InvalidOption
-from colabkit.sampler import epoch_order
+from colabkit.sampler import epoch_order, network
 from colabkit.sampler.randoms import key_of, round_keys
 
-SIZES = st.one_of(st.integers(0, 40), st.integers(1000, 1100), st.integers(1025, 6000))
+SIZES = st.one_of(st.integers(0, 40), st.integers(1000, 6000), st.integers(2**16 - 20, 2**16 + 2000))
 SEEDS = st.integers(-(2**70), 2**70)
 EPOCHS = st.integers(0, 2**40)
+
+
+@pytest.fixture(params=["sorted", "network"])
+def way(request, monkeypatch):
+    """Makes orders of 1,500 samples both as those of few and as those of many are made."""
+    if request.param == "network":
+        monkeypatch.setattr(network, "_SORTED_UP_TO", 1024)
 
 
 def whole(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
@@ -63,12 +70,13 @@ def test_numpy_integers_are_integers(n):
 
 
 GOLDEN = [
-    (5, 0, 0, 0, [3, 0, 4, 2, 1]),
-    (5, 0, 1, 0, [2, 1, 3, 0, 4]),
-    (10, 1, 0, 0, [2, 5, 8, 0, 3, 9, 1, 6]),
-    (1024, 3, 3, 1016, [961, 837, 707, 620, 334, 924, 262, 73]),
-    (1025, 3, 3, 1017, [611, 91, 520, 737, 54, 163, 566, 180]),
-    (1500, 42, 3, 0, [431, 35, 1142, 339, 71, 314, 270, 260]),
+    (5, 0, 0, 0, [0, 3, 2, 1, 4]),
+    (5, 0, 1, 0, [0, 3, 1, 4, 2]),
+    (10, 1, 0, 0, [9, 2, 7, 1, 3, 8, 0, 6]),
+    (1024, 3, 3, 1016, [572, 382, 977, 832, 23, 383, 387, 668]),
+    (2**16, 3, 3, 2**16 - 8, [3544, 27301, 7618, 4679, 28194, 58141, 50199, 25879]),
+    (2**16 + 1, 3, 3, 2**16 - 7, [21993, 47601, 37330, 56285, 35070, 25587, 9301, 47470]),
+    (100_000, 42, 3, 0, [30121, 57186, 81690, 25261, 73801, 62847, 71061, 2540]),
     (10**9, 7, 1, 123, [834652412, 649681639, 951183028, 500400603, 882087491, 133851038, 138306631, 788352070]),
     (2**40, -7, 1, 2**39, [660197456513, 539735056498, 293223557066, 931232089667]),
 ]
@@ -81,7 +89,7 @@ def test_orders_never_change_between_versions(n, seed, epoch, start, expected):
 
 
 @pytest.mark.parametrize("n", [30, 1024, 1025, 5000])
-def test_epochs_and_seeds_differ(n):
+def test_epochs_and_seeds_differ(n, way):
     orders = [whole(n, seed, epoch) for seed in (0, 1, 2**33) for epoch in range(4)]
     orders.append(np.arange(n))
     matches = [float((a == b).sum()) for i, a in enumerate(orders) for b in orders[:i]]
@@ -110,7 +118,7 @@ def test_every_one_of_fifty_samples_is_equally_likely_at_every_place(epochs):
     assert_even(counts)
 
 
-def test_samples_of_a_large_set_are_equally_likely_at_every_place():
+def test_samples_of_a_large_set_are_equally_likely_at_every_place(way):
     """Places and samples of 1,500 in 30 x 30 cells over 300 orders."""
     counts = np.zeros((30, 30), np.int64)
     for number in range(300):
@@ -120,7 +128,7 @@ def test_samples_of_a_large_set_are_equally_likely_at_every_place():
 
 
 @pytest.mark.parametrize("n", [50, 1500])
-def test_neighbours_in_an_order_are_no_neighbours_in_the_data(n):
+def test_neighbours_in_an_order_are_no_neighbours_in_the_data(n, way):
     """The step from one sample to the next, modulo n, takes each value but 0 equally often."""
     counts = np.zeros(n, np.int64)
     for number in range(20_000 // n + 20):
@@ -131,7 +139,7 @@ def test_neighbours_in_an_order_are_no_neighbours_in_the_data(n):
 
 
 @pytest.mark.parametrize("apart", [1, 2])
-def test_an_epoch_tells_nothing_about_the_next(apart):
+def test_an_epoch_tells_nothing_about_the_next(apart, way):
     """How far each sample of 1,500 moves from one epoch to a later one takes each value equally often."""
     counts = np.zeros(1500, np.int64)
     for epoch in range(20):

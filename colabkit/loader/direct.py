@@ -23,12 +23,13 @@ from colabkit.loader.feeds import Feed
 from colabkit.loader.gather import RowGather
 from colabkit.loader.making import sliced
 from colabkit.loader.portions import Portion
+from colabkit.loader.slots import empty_bytes
 from colabkit.loader.workers import Batch
 from colabkit.meters import LoaderMeters
 
 __all__ = ["DirectRows"]
 
-_GATHERED_BYTES = 3 << 20  # at once; two buffers of this size stay in a cache
+_GATHERED_BYTES = 6 << 20  # at once; two buffers of this size stay in a cache
 _SMALL_ROW = 256  # bytes; such fields are gathered for a whole portion at once
 _KEPT_SLOTS = 4
 
@@ -134,13 +135,13 @@ class _Slot:
 
     def __init__(self, rows: RowGather, samples: int) -> None:
         self._rows = rows
-        self._memory = np.empty((samples, rows.row_bytes), np.uint8)
+        self._memory = empty_bytes(samples * rows.row_bytes).reshape(samples, -1)
         self._take(samples)
 
     def _take(self, count: int) -> None:
         """Prepare so many rows; only while nobody sees any."""
         if count > len(self._memory):  # a sampler of the user's own may give larger batches
-            self._memory = np.empty((count, self._rows.row_bytes), np.uint8)
+            self._memory = empty_bytes(count * self._rows.row_bytes).reshape(count, -1)
         self._count = count
         memory = self._memory[:count]
         self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), count)

@@ -17,6 +17,7 @@ import torch
 
 from colabkit import _files
 from colabkit.loader.gather import RowGather
+from colabkit.loader.slots import empty_bytes
 
 __all__ = ["KeptRows", "promised_bytes"]
 
@@ -54,7 +55,7 @@ class KeptRows:
         self.shape = shape
         self.capacity = min(count, capacity)
         size = self.capacity * int(np.prod(shape))
-        flat = np.frombuffer(_nameless(folder, size), np.uint8) if where == "disk" else np.empty(size, np.uint8)
+        flat = np.frombuffer(_nameless(folder, size), np.uint8) if where == "disk" else empty_bytes(size)
         self._rows: Pixels = flat.reshape(self.capacity, *shape)
         self._tensor = torch.from_numpy(self._rows)
         self._places = np.full(count, -1, np.int64)

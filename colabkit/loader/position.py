@@ -16,7 +16,7 @@ from colabkit.sampler import BlockShuffled, Order, Sequential, Shuffled
 
 __all__ = ["Position"]
 
-_VERSION = 2
+_VERSION = 3
 _NEXT_STEPS = {  # by the beginning of a fingerprint
     "files": "Use the files it was taken with, with the same labels and splits",
     "arrays": "Pass the arrays it was taken with",

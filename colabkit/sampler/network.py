@@ -1,9 +1,11 @@
 """Permutations as pure functions: the samples at any positions, in the time of those positions.
 
-The permutation is a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells; positions that fall on the
-few cells beyond n walk on along their cycle. Rounds mix with the 32-bit finaliser of MurmurHash3. On a tiny grid such
-networks cannot reach every permutation, so small data sets are sorted by random words instead. On all but huge grids
-rounds look their words up, in tables of sqrt(n) entries that are kept for the last few permutations.
+Up to 65,536 samples are sorted by random words, all at once, in less than a millisecond; every permutation can come.
+The last few are kept.
+
+The permutation of more is a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells; positions that fall
+on the few cells beyond n walk on along their cycle. Rounds mix with the 32-bit finaliser of MurmurHash3. On all but
+huge grids rounds look their words up, in tables of sqrt(n) entries that are kept for the last few permutations.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): network on a grid, cycle walking.
 """
@@ -30,7 +32,9 @@ CHUNK = 16384
 MAX_SAMPLES = 1 << 62
 
 _ROUNDS = 8
-_SORTED_UP_TO = 1024
+_SORTED_UP_TO = 1 << 16
+_INDEX_BITS = np.uint64(_SORTED_UP_TO - 1)
+_HASHED_CHUNK = 8192  # of which no scratch array is so large that its pages come from the kernel each time
 _EACH_SORTED_UP_TO = 32  # of 10**5 permutations of fewer by the network, some come measurably more often than others
 _TABLES_UP_TO = 4096  # columns: making tables of more takes milliseconds, and megabytes, for a gain of a third
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
@@ -70,6 +74,8 @@ def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positio
         InvalidOption: if the range does not lie in [0, n].
     """
     check_range(start, stop, n)
+    if n <= _SORTED_UP_TO:
+        return _sorted_order(n, key_of(seed, epoch))[start:stop].copy()
     order = np.arange(start, stop, dtype=np.int64)
     permute(order, n, key_of(seed, epoch))
     return order
@@ -125,13 +131,16 @@ def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positio
     return order[np.arange(positions.size), positions]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def _sorted_order(n: int, key: int) -> Positions:
-    """Return all of a small order: the indices sorted by two random words each, so that ties do not happen."""
-    high, low = (np.uint32(word) for word in round_keys(key, 2))
-    index = np.arange(n, dtype=np.uint32)
-    words = _mixed(_mixed(index, low), high).astype(np.uint64) << np.uint64(32) | _mixed(_mixed(index, high), low)
-    return np.argsort(words, kind="stable").astype(np.int64)
+    """Return all of a small order: the indices in the lower bits of words, sorted by 48 random bits above them."""
+    words = np.empty(n, np.uint64)
+    for first in range(0, n, _HASHED_CHUNK):
+        index = np.arange(first, min(first + _HASHED_CHUNK, n))
+        words[first : first + _HASHED_CHUNK] = hashed(key, index) & ~_INDEX_BITS | index.view(np.uint64)
+    words.sort()
+    words &= _INDEX_BITS
+    return words.view(np.int64)
 
 
 def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_loader.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 
-Every system runs in a fresh process, in interleaved rounds: an epoch to warm up, then whole shuffled epochs for a
-second at least. The consumer only takes batches. Everything is warm in the page cache. `--peers` runs the other loaders
-in this Python, `--peers-python` in an environment of their own, made so on Debian or Ubuntu:
+Every system runs in a fresh process, in interleaved rounds: an epoch to warm up, then whole shuffled epochs for three
+seconds at least. The consumer only takes batches. Everything is warm in the page cache. `--peers` runs the other
+loaders in this Python, `--peers-python` in an environment of their own, made so on Debian or Ubuntu:
 
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers

@@ -1,6 +1,6 @@
 """One way to load batches, run in a process of its own: `python loader_systems.py ACTION SYSTEM SOURCE [MORE]`.
 
-- `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for a second at least; samples and seconds.
+- `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for three seconds at least; samples and seconds.
 - `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a process that made none before.
 - `write SYSTEM SOURCE TARGET`: the data that a system reads.
 - `worker`, `order`, `meters` `colabkit SOURCE BATCH`: what colabkit's loader costs besides.
@@ -24,7 +24,7 @@ from typing import Any
 
 from loader_peers import CROP, PEERS, WRITERS, Again, Make
 
-LEAST_S = 1.0
+LEAST_S = 3.0
 PACE = 1000
 """Images a second that the consumer takes in the action `worker`."""
 
@@ -59,7 +59,7 @@ def epochs(system: str, source: str, batch_size: str) -> dict[str, float]:
 
 
 def timed(loader: Iterable[Any]) -> dict[str, float]:
-    """Take whole epochs until a second is over."""
+    """Take whole epochs until the time is over."""
     samples = rounds = 0
     started = time.perf_counter()
     while (seconds := time.perf_counter() - started) < LEAST_S:
