@@ -1,7 +1,7 @@
 """Rows that only have to be gathered are, a few batches at a time, where they are asked for.
 
 A gather of some megabytes takes less than a millisecond, so all that is done beside it counts. Its target stays in a
-processor's cache when two buffers of about one batch take turns: the user holds one while the other is filled.
+processor's cache when two small buffers take turns: the user holds one while the other is filled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from colabkit.meters import LoaderMeters
 
 __all__ = ["DirectRows"]
 
-_GATHERED_BYTES = 6 << 20  # at once; two buffers of this size stay in a cache
+_GATHERED_BYTES = 6 << 20  # at once; two buffers of this size stay in a third-level cache
 _SMALL_ROW = 256  # bytes; such fields are gathered for a whole portion at once
 _KEPT_SLOTS = 4
 

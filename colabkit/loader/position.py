@@ -153,7 +153,7 @@ class Position:
         if version != _VERSION:
             found = f"a state of version {version!r}"
             raise InvalidOption(cannot(act, found, f"version {_VERSION}", "Start the epoch anew"))
-        if missing := [name for name in self.state_dict() if name not in state and name != "world_size"]:
+        if missing := [name for name in self.state_dict() if name not in state]:
             found = f"a state without {', '.join(missing)}"
             raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch anew"))
         if state["fingerprint"] != self._fingerprint:
@@ -161,8 +161,7 @@ class Position:
                 self._fingerprint.partition("/")[0], "Open the pack or data set it was taken with"
             )
             raise InvalidOption(cannot(act, "a state of another data set", "the state of this one", next_step))
-        numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples")]
-        numbers.append(state.get("world_size", world_size))  # states of before do not tell
+        numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples", "world_size")]
         are_whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
         if not are_whole or min(numbers[1:]) < 0:
             found = f"a state with order_seed, seed, epoch, samples and world_size {', '.join(map(repr, numbers))}"

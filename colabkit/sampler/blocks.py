@@ -20,7 +20,7 @@ class BlockShuffled:
 
     Blocks of consecutive samples are put into a random order, and each `window_blocks` consecutive blocks of it are a
     window, inside which all samples are mixed. A last block that is not full stands at any place, too. All of this is
-    anew in each epoch, in the time and memory of the range that is asked for.
+    anew in each epoch, in the time and memory of the range that is asked for, and of 65,536 blocks at most.
 
     Args:
         n: samples in the data set.

@@ -1,7 +1,7 @@
 """Permutations as pure functions: the samples at any positions, in the time of those positions.
 
-Up to 65,536 samples are sorted by random words, all at once, in less than a millisecond; every permutation can come.
-The last few are kept.
+Up to 65,536 samples are sorted by random words, all at once: in less than a millisecond where NumPy sorts by vector
+instructions (2.0 or later on x86), in three elsewhere. The last few orders are kept.
 
 The permutation of more is a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells; positions that fall
 on the few cells beyond n walk on along their cycle. Rounds mix with the 32-bit finaliser of MurmurHash3. On all but
@@ -136,11 +136,13 @@ def _sorted_order(n: int, key: int) -> Positions:
     """Return all of a small order: the indices in the lower bits of words, sorted by 48 random bits above them."""
     words = np.empty(n, np.uint64)
     for first in range(0, n, _HASHED_CHUNK):
-        index = np.arange(first, min(first + _HASHED_CHUNK, n))
+        index = np.arange(first, min(first + _HASHED_CHUNK, n), dtype=np.int64)
         words[first : first + _HASHED_CHUNK] = hashed(key, index) & ~_INDEX_BITS | index.view(np.uint64)
     words.sort()
     words &= _INDEX_BITS
-    return words.view(np.int64)
+    order = words.view(np.int64)
+    order.flags.writeable = False
+    return order
 
 
 def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:
