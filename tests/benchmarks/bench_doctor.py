@@ -3,14 +3,16 @@
     python tests/benchmarks/bench_doctor.py [--only traces,runs] [--json out.json]
 
 A run's verdict has to be the planted one; the speed that was predicted for the mend is compared with the speed after
-it, each the median of five rounds in which both runs alternate. A scenario takes about a minute, in a process of its
-own; those with a slow drive need FUSE.
+it, each the median of five rounds in which both runs alternate. How far the mended runs agree with themselves is told,
+too. A scenario takes about a minute, in a process of its own; those with a slow drive need FUSE.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +57,10 @@ def main() -> None:
             print(f"{found['name']}: not run, {found['missing']}")
     if traces and shown:
         table("What is needed", ("", "found", "needed", "holds"), needed(traces, shown))
+    measured = [found["rounds"]["mended"] for found in shown if off_by(found) is not None]
+    if measured:
+        share = statistics.mean(map(agreement, measured))
+        print(f"\n(Medians of two rounds of a mended run and of its others agree within 15% in {share:.0%}.)")
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": machine(), "traces": traces, "runs": runs}, indent=1))
 
@@ -108,6 +114,16 @@ def off_by(found: dict[str, Any]) -> float | None:
     if not found["predicted"] or not found["mended"]:
         return None
     return float(found["predicted"] / found["mended"] - 1)
+
+
+def agreement(speeds: list[float]) -> float:
+    """Return how often the median of two rounds is that of the others within 15%: how steady the machine is."""
+    pairs = list(itertools.combinations(range(len(speeds)), 2))
+    close = 0
+    for pair in pairs:
+        others = statistics.median(speed for number, speed in enumerate(speeds) if number not in pair)
+        close += abs(statistics.median(speeds[number] for number in pair) / others - 1) <= CLOSE
+    return close / len(pairs)
 
 
 def needed(traces: list[Any], runs: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:

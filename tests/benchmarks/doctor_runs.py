@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ class Run:
         before: makes the loader that is wrong, in a folder.
         after: makes the one that is mended; None where that is no change of the loader.
         width: channels of the model: how long a step takes.
-        elsewhere_s: seconds of a step that leaves the CPU alone; 0 for that of a model.
+        elsewhere_s: seconds of a step that leaves the CPU alone, as on a GPU, of which the doctor is told; 0 for that
+            of a model on the CPU.
         beside: what goes on meanwhile.
         on_step: what the loop does after each step.
         is_mended_by_ending: whether the mend is to end what goes on beside.
@@ -105,7 +106,7 @@ def elsewhere(step_s: float) -> Callable[[Any], Any]:
 
 
 def trained(
-    loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None
+    loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None, device: str
 ) -> tuple[Diagnosis, Any, float]:
     """Train for some seconds; return the diagnosis, the meters' snapshot and the steps' seconds by the clock."""
     watched = colabkit.watch(loader) if not isinstance(loader, colabkit.Loader) else loader
@@ -129,7 +130,7 @@ def trained(
     from colabkit.doctor import Doctor
 
     spent = watched.meters.snapshot()
-    found = Doctor().look(spent, watched.meters.facts, hosts)
+    found = Doctor().look(spent, replace(watched.meters.facts, device=device), hosts)
     return found, spent, clocked
 
 
@@ -141,19 +142,19 @@ def speed_of(spent: Any) -> float:
 
 def result_of(run: Run, folder: Path) -> dict[str, Any]:
     """Run it and run it mended, in turn."""
-    step = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
+    step, device = (elsewhere(run.elsewhere_s), "cuda:0") if run.elsewhere_s else (step_of(run.width), "cpu")
     is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None
     diagnoses: list[Diagnosis] = []
     counted: list[float] = []
     mended: list[float] = []
     for _ in range(ROUNDS):
         with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
-            found, spent, clocked = trained(run.before(folder), step, run.on_step)
+            found, spent, clocked = trained(run.before(folder), step, run.on_step, device)
         unmount()
         diagnoses.append(found)
         counted.append(spent.seconds / clocked)
         if is_mended:
-            _, later, _ = trained((run.after or run.before)(folder), step, None)
+            _, later, _ = trained((run.after or run.before)(folder), step, None, device)
             mended.append(speed_of(later))
     verdicts = [found.verdict for found in diagnoses]
     rules = {advice.rule: None for found in diagnoses for advice in found.advice}
@@ -369,12 +370,23 @@ RUNS: Sequence[Run] = (
     Run("files on a slow drive, a longer step", "data", COPY_NEAR, far(file_loader, open_s=0.15, at_once=8),
         file_loader, width=24),
     Run("files on a drive with a narrow line", "data", COPY_NEAR, far(file_loader, bandwidth=3e6), file_loader),
+    Run("files on a slow drive, the step elsewhere", "data", COPY_NEAR, far(file_loader, open_s=0.1, at_once=8),
+        file_loader, elsewhere_s=0.004),
+    Run("files on a drive with a narrow line, the step elsewhere", "data", COPY_NEAR, far(file_loader, bandwidth=3e6),
+        file_loader, elsewhere_s=0.004),
     Run("torch's DataLoader of a slow drive", "data", COPY_NEAR, far(lambda f: torch_files(f, 2), open_s=0.03),
         lambda f: torch_files(f, 2)),
+    Run("torch's DataLoader of a slow drive, the step elsewhere", "data", COPY_NEAR,
+        far(lambda f: torch_files(f, 2), open_s=0.03), lambda f: torch_files(f, 2), elsewhere_s=0.004),
     Run("samples from a slow drive in processes", "data", COPY_NEAR,
         far(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
         lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True)),
+    Run("samples from a slow drive in processes, the step elsewhere", "data", COPY_NEAR,
+        far(lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), open_s=0.03),
+        lambda f: colabkit.Loader(Files(photos(f, 2400)), 16, shuffle=True), elsewhere_s=0.004),
     Run("a pack on a slow drive", "data", COPY_NEAR, far(large_rows, bandwidth=12e6, direct_io=False), large_rows),
+    Run("a pack on a slow drive, the step elsewhere", "data", COPY_NEAR,
+        far(large_rows, bandwidth=12e6, direct_io=False), large_rows, elsewhere_s=0.004),
     Run("decoding, a light step", "data", ("slow_decoding",), crops, raw(32)),
     Run("decoding, a longer step", "data", ("slow_decoding",), crops, raw(32), width=24),
     Run("decoding by one worker", "data", ("slow_decoding",), lambda f: crops(f, num_workers=1), raw(32)),
@@ -384,10 +396,19 @@ RUNS: Sequence[Run] = (
     Run("torch's DataLoader decodes", "data", ("slow_foreign",), lambda f: torch_files(f, 2), raw(16, 2400)),
     Run("torch's DataLoader decodes in the loop", "data", ("slow_foreign",), lambda f: torch_files(f, 0),
         raw(16, 2400)),
+    Run("torch's DataLoader decodes, the step elsewhere", "data", ("slow_foreign",), lambda f: torch_files(f, 2),
+        raw(16, 2400), elsewhere_s=0.004),
+    Run("torch's DataLoader decodes in the loop, the step elsewhere", "data", ("slow_foreign",),
+        lambda f: torch_files(f, 0), raw(16, 2400), elsewhere_s=0.004),
     Run("a transform in Python, in processes", "data", ("slow_transform",),
         lambda f: colabkit.Loader(Slow(30_000), 16, shuffle=True), arrays(16)),
     Run("a transform in Python, torch's DataLoader", "data", ("slow_foreign",),
         lambda f: DataLoader(Slow(30_000), 16, shuffle=True, num_workers=2, persistent_workers=True), arrays(16)),
+    Run("a transform in Python, in processes, the step elsewhere", "data", ("slow_transform",),
+        lambda f: colabkit.Loader(Slow(30_000), 16, shuffle=True), arrays(16), elsewhere_s=0.004),
+    Run("a transform in Python, torch's DataLoader, the step elsewhere", "data", ("slow_foreign",),
+        lambda f: DataLoader(Slow(30_000), 16, shuffle=True, num_workers=2, persistent_workers=True), arrays(16),
+        elsewhere_s=0.004),
     Run("a transform in Python in the loop", "data", ("slow_foreign",),
         lambda f: DataLoader(Slow(30_000), 16, shuffle=True), arrays(16), width=24),
     Run("work between steps", "other", ("host_work",), arrays(32), on_step=logging, width=16),
