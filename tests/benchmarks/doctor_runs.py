@@ -392,7 +392,7 @@ RUNS: Sequence[Run] = (
     Run("decoding by one worker", "data", ("slow_decoding",), lambda f: crops(f, num_workers=1), raw(32)),
     Run("decoding by one worker, the step elsewhere", "data", ("more_workers",), lambda f: crops(f, num_workers=1),
         lambda f: crops(f, num_workers=2), elsewhere_s=0.005),
-    Run("decoding, the step elsewhere", "data", ("slow_decoding",), crops, raw(32), elsewhere_s=0.004),
+    Run("decoding, the step elsewhere", "data", ("slow_decoding",), crops, raw(32), elsewhere_s=0.002),
     Run("torch's DataLoader decodes", "data", ("slow_foreign",), lambda f: torch_files(f, 2), raw(16, 2400)),
     Run("torch's DataLoader decodes in the loop", "data", ("slow_foreign",), lambda f: torch_files(f, 0),
         raw(16, 2400)),
