@@ -125,7 +125,11 @@ def forecast_of(case: Case) -> Forecast:
 
 
 def _cold_s(case: Case, cpu_s: float) -> float:
-    """Return the CPU that a sample takes a foreign worker since it pauses for each; other loaders read ahead."""
+    """Return the CPU that a sample takes a foreign worker since it pauses for each.
+
+    Threads read ahead. Worker processes of a `Loader` pause as well; what they take to hand samples over is not counted
+    in their CPU, so how much to take off is not known, and their speed is foretold too low.
+    """
     workers, speed = case.facts.workers or 0, case.samples_per_s
     if case.facts.kind != "foreign" or not case.facts.is_far or not speed or workers / speed - cpu_s < _PAUSE_S:
         return 0.0

@@ -96,14 +96,14 @@ def empty_bytes(size: int) -> npt.NDArray[np.uint8]:
     the kernel for huge pages for arrays of 4 MiB and more.
     """
     step = _HUGE_PAGE if size >= _HUGE_PAGE else _ALIGNED
-    memory = np.empty(-(-size // step) * step + step, np.uint8)
+    memory = np.empty(aligned(size, step) + step, np.uint8)
     start = -memory.ctypes.data % step
     return memory[start : start + size]
 
 
-def aligned(size: int) -> int:
-    """Return a size in bytes after which the next field may begin."""
-    return -(-size // _ALIGNED) * _ALIGNED
+def aligned(size: int, step: int = _ALIGNED) -> int:
+    """Return a size in bytes after which the next field may begin, or the next thing that begins at such steps."""
+    return -(-size // step) * step
 
 
 class RecycledSlots:

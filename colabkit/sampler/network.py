@@ -219,7 +219,7 @@ def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequ
     cells += column
 
 
-def _mixed(words: Words, key: Words | np.uint32) -> Words:
+def _mixed(words: Words, key: Words) -> Words:
     mixed = (words ^ key) * _FIRST_FACTOR
     mixed ^= mixed >> _FIRST_SHIFT
     mixed *= _SECOND_FACTOR
