@@ -61,6 +61,11 @@ class Slow(Dataset[Any]):
         return torch.zeros(3, 4, 4), index
 
 
+def headspace_of(step_s: float) -> colabkit.HeadspaceReport:
+    """Return the report of a step of four samples."""
+    return colabkit.HeadspaceReport(4 / step_s, step_s, 100, 4, 4, 1000.0)
+
+
 def check(found: Diagnosis) -> None:
     """Check what holds for every diagnosis: it can be kept and shown, and its advice reads well."""
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
@@ -207,6 +212,44 @@ def test_a_gpu_that_no_step_has_used_yet_is_no_fault_of_the_loader(monkeypatch: 
     real = asking._case
     monkeypatch.setattr(asking, "_case", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
     assert "wrong_device" not in [advice.rule for advice in diagnose(Loader(Slow(), 4), seconds=BRIEF).advice]
+
+
+def test_speeds_go_by_what_the_step_takes_alone_where_that_was_measured() -> None:
+    loader = colabkit.watch(DataLoader(Slow(320), 4))
+    for _ in loader:
+        pass
+    by_itself = diagnose(loader)
+    alone = headspace_of(step_s=0.01)
+    found = diagnose(loader, headspace=alone)
+    assert found.ceiling_samples_per_s == pytest.approx(alone.samples_per_s, rel=0.05)
+    assert by_itself.ceiling_samples_per_s > 2 * found.ceiling_samples_per_s
+    assert (found.verdict, found.shares, found.samples_per_s) == (
+        by_itself.verdict,
+        by_itself.shares,
+        by_itself.samples_per_s,
+    )
+    check(found)
+
+
+def test_a_saved_report_takes_a_headspace_too(data: PackedDataset, tmp_path: Path) -> None:
+    report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
+    alone = headspace_of(step_s=0.05)
+    found = diagnose(report, headspace=alone)
+    assert found.ceiling_samples_per_s < diagnose(report).ceiling_samples_per_s
+    from_file = diagnose(report.save(tmp_path / "run.json"), headspace=alone)
+    assert from_file.ceiling_samples_per_s == pytest.approx(found.ceiling_samples_per_s, rel=1e-3)
+
+
+def test_what_is_no_headspace_is_one_line_of_error() -> None:
+    said = r"^Cannot diagnose: headspace is a float, what headspace\(\) returned\. Pass headspace=colabkit\."
+    with pytest.raises(errors.InvalidOption, match=said):
+        diagnose(DataLoader(Slow(8), 4), headspace=0.5)
+
+
+def test_a_headspace_says_nothing_of_a_loader_that_no_step_was_taken_with() -> None:
+    said = r"^Cannot diagnose: headspace beside a loader that no step was taken with, one .*\. Leave headspace out, or"
+    with pytest.raises(errors.InvalidOption, match=said):
+        diagnose(DataLoader(Slow(8), 4), headspace=headspace_of(step_s=0.01))
 
 
 @pytest.mark.parametrize("empty", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 2)), 4)])

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 import colabkit
 from colabkit import errors, meters
 from colabkit.doctor import watching
-from colabkit.doctor.watching import Watched, samples_in, watch
+from colabkit.doctor.watching import Watched, watch
+from colabkit.loader.foreign import samples_in
 
 DATA = TensorDataset(torch.arange(10), torch.arange(10) % 3)
 Pair = namedtuple("Pair", "images labels")  # noqa: PYI024  # as torch's collate makes them

@@ -122,6 +122,16 @@ def test_threads_get_on_one_at_a_time_beside_a_step_that_computes_on_the_cpu() -
     assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)  # as beside a GPU
 
 
+@pytest.mark.parametrize("facts", [FOREIGN, ON_GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("measured_s", [0.01, 0.5])
+def test_what_a_step_takes_alone_is_what_was_measured_unless_a_gpus_events_tell_less(facts, measured_s) -> None:
+    case = made(wait=0.2, compute=0.1, facts=facts)
+    case = replace(case, measured_alone_s=measured_s / case.step.samples)
+    expected = min(measured_s, 0.1) if facts is ON_GPU else measured_s
+    assert case.alone_s == pytest.approx(expected)
+    assert forecast_of(case).without_loader() == pytest.approx(case.step.samples / expected)
+
+
 def test_rows_cost_their_bytes_in_the_thread_of_the_step() -> None:
     assert USUAL.from_rows(None) == USUAL.without_loader()
     assert USUAL.from_rows(1e6) == pytest.approx(64 / (0.1 + 64e6 / 4e9))

@@ -136,7 +136,7 @@ def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
     report = object()
     assert parse("doctor", "report", report=report)["of"] is report
     assert parse("doctor", "runs/run.json")["of"] == "runs/run.json"
-    assert parse("doctor") == {"of": None, "seconds": 5.0}
+    assert parse("doctor") == {"of": None, "seconds": 5.0, "headspace": None}
 
 
 def test_a_misspelt_object_is_suggested() -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import colabkit
 from colabkit.augment import Normalize
@@ -87,6 +88,40 @@ def test_a_step_that_fails_leaves_all_as_it_was(data):
         colabkit.headspace(step, setup.loader, state=setup.step.parts)
     assert all(torch.equal(one, now) for one, now in zip(before, setup.model.state_dict().values(), strict=True))
     assert setup.loader.state_dict() == position
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_of_others_are_measured_with_as_well_and_nobody_is_told(data, workers):
+    setup = Setup(data)
+    seen = []
+
+    def step(batch):
+        seen.append(batch[0])
+        setup.step((batch[0].float().div(255), batch[1]))
+
+    theirs = DataLoader(data, 4, shuffle=True, num_workers=workers)
+    watched = colabkit.watch(theirs)
+    before = torch.random.get_rng_state()
+    for loader in (theirs, watched):
+        report = colabkit.headspace(step, loader, state=setup.step.parts, batches=2, seconds=0.05)
+        assert (report.batches, report.batch_size) == (2, 4)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert watched.meters.batches == 0
+    assert len({one.data_ptr() for one in seen}) <= 4
+
+
+def test_a_loader_that_gives_the_same_memory_again_and_again_is_copied(data):
+    setup = Setup(data)
+    buffer, seen = torch.zeros(4, 3, 2, 6), set()
+
+    def batches():
+        for number in range(4):
+            yield buffer.fill_(number), torch.zeros(4, dtype=torch.int64)
+
+    colabkit.headspace(lambda batch: seen.add(batch[0][0, 0, 0, 0].item()), batches(), state={}, seconds=0.02)
+    assert seen == {0.0, 1.0, 2.0, 3.0}
+    with pytest.raises(InvalidOption, match=r"a loader without batches"):
+        colabkit.headspace(setup.step, [])
 
 
 @pytest.mark.parametrize("options", [{"batches": 0}, {"seconds": 0}, {"seconds": "soon"}])

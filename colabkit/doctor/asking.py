@@ -17,12 +17,13 @@ from colabkit.doctor.case import Case, case_of
 from colabkit.doctor.diagnosis import Diagnosis, Shares
 from colabkit.doctor.judging import judged
 from colabkit.doctor.machine import SNAPSHOT_S
-from colabkit.doctor.watching import Watched, gives_batches, watch
-from colabkit.errors import InvalidOption, cannot
+from colabkit.doctor.watching import Watched, watch
+from colabkit.errors import InvalidOption, cannot, kind_of
 from colabkit.loader import Loader
+from colabkit.loader.foreign import may_be_loader
 from colabkit.meters import LoaderFacts, MetersSnapshot
 from colabkit.telemetry import HostSnapshot, Telemetry, sampled, seen
-from colabkit.training import TrainReport
+from colabkit.training import HeadspaceReport, TrainReport
 from colabkit.training.saved import read_run
 
 __all__ = ["diagnose"]
@@ -33,7 +34,10 @@ _OF_A_STEP = ("wrong_device",)  # rules about steps, of which a loader by itself
 
 
 def diagnose(
-    of: TrainReport | Iterable[Any] | str | os.PathLike[str] | None = None, *, seconds: float = 5.0
+    of: TrainReport | Iterable[Any] | str | os.PathLike[str] | None = None,
+    *,
+    seconds: float = 5.0,
+    headspace: HeadspaceReport | None = None,
 ) -> Diagnosis:
     """Return what training waits for, where the time of a step goes, and at most three pieces of advice.
 
@@ -43,41 +47,56 @@ def diagnose(
             tells how fast it is, and what would make it faster. None for what was trained or looped over last in this
             process; of loaders used in turn, as for training and validation, for the first.
         seconds: how long to iterate it, if it was not used before.
+        headspace: what `headspace()` returned for the same step: the speeds after each fix are then foretold by what
+            the step takes alone. Else they go by the steps that went through least disturbed, which are few, and not
+            undisturbed, where loader and step share a CPU.
 
     Raises:
-        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` never end.
+        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` never end; if
+            `headspace` is something else, or no step was taken with the loader.
         SourceMissing, BadSource: if a path is not that of a saved report.
     """
+    if headspace is not None and not isinstance(headspace, HeadspaceReport):
+        found, needed = f"headspace is {kind_of(headspace)}", "what headspace() returned"
+        raise InvalidOption(cannot("diagnose", found, needed, "Pass headspace=colabkit.headspace(step, loader)"))
     subject: Any = meters.latest() if of is None else of
     if subject is None:
         found, needed = "nothing that was trained or looped over in this process", "a TrainReport, or a loader"
         raise InvalidOption(cannot("diagnose", found, needed, "Train first, or name what to diagnose"))
     if isinstance(subject, meters.LoaderMeters):
-        return _of_meters(subject)
+        return _of_meters(subject, headspace)
     if isinstance(subject, TrainReport):
-        return judged(_case(subject.spent, subject.facts, subject.hosts, subject.precision))
+        return judged(_case(subject.spent, subject.facts, subject.hosts, subject.precision, headspace))
     if isinstance(of, str | os.PathLike):
-        return judged(_case(*read_run(of)))
-    if not isinstance(subject, Loader | Watched) and not gives_batches(subject):
+        return judged(_case(*read_run(of), headspace))
+    if not isinstance(subject, Loader | Watched) and not may_be_loader(subject):
         found, needed = f"{type(subject).__name__!r} is no loader", "a TrainReport, or what gives batches"
         raise InvalidOption(cannot("diagnose", found, needed, "Pass what train() returned, or a DataLoader"))
     loader = subject if isinstance(subject, Loader) else watch(subject)
     if loader.meters.snapshot().steps:
-        return _of_meters(loader.meters)
+        return _of_meters(loader.meters, headspace)
+    if headspace is not None:
+        found, needed = "headspace beside a loader that no step was taken with", "one that was trained with"
+        raise InvalidOption(cannot("diagnose", found, needed, "Leave headspace out, or train first"))
     return _by_itself(loader if isinstance(loader, Loader) else loader.anew(), seconds)
 
 
-def _of_meters(counts: meters.LoaderMeters) -> Diagnosis:
+def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -> Diagnosis:
     spent = counts.snapshot()
     recent_s = min(_RECENT_S, sum(step.seconds for step in spent.recent))
     hosts = seen(counts.timed_s - recent_s - SNAPSHOT_S, counts.timed_s + SNAPSHOT_S) or (_host_now(),)
-    return judged(_case(spent, counts.facts, hosts))
+    return judged(_case(spent, counts.facts, hosts, headspace=headspace))
 
 
 def _case(
-    spent: MetersSnapshot, facts: LoaderFacts | None, hosts: Iterable[HostSnapshot], precision: str | None = None
+    spent: MetersSnapshot,
+    facts: LoaderFacts | None,
+    hosts: Iterable[HostSnapshot],
+    precision: str | None = None,
+    headspace: HeadspaceReport | None = None,
 ) -> Case:
-    return case_of(spent, facts, [*hosts], precision=precision)
+    case = case_of(spent, facts, [*hosts], precision=precision)
+    return case if headspace is None else replace(case, measured_alone_s=headspace.step_s / headspace.batch_size)
 
 
 def _host_now() -> HostSnapshot:

@@ -36,6 +36,7 @@ class Case:
         machine: what the machine was like.
         cost_share: share of the time that the panel took; None where there is none.
         precision: of the step: `"fp32"`, `"bf16"`, `"fp16"`; None if not known.
+        measured_alone_s: seconds a sample that the step took with nothing beside it, if that was measured.
     """
 
     step: StepTimes
@@ -50,6 +51,7 @@ class Case:
     machine: Machine
     cost_share: float | None = None
     precision: str | None = None
+    measured_alone_s: float | None = None
 
     @property
     def shares(self) -> Shares:
@@ -69,7 +71,14 @@ class Case:
 
     @property
     def alone_s(self) -> float:
-        """Seconds of the step itself, were it not disturbed: on the CPU long pauses slow it as well, as caches cool."""
+        """Seconds of the step itself, were it not disturbed: on the CPU long pauses slow it as well, as caches cool.
+
+        It is what was measured, else told by the quickest steps. On a GPU the step is timed beside the loader as well,
+        and what was measured has to be waited for.
+        """
+        if self.measured_alone_s is not None:
+            measured_s = self.measured_alone_s * self.step.samples
+            return min(measured_s, self.step.compute_s) if self.is_on_gpu else measured_s
         is_disturbed = self.stolen_s > 0 or (not self.is_on_gpu and self.shares.wait + self.shares.other >= HIGH)
         return min(self.quick_s, self.step.compute_s) if is_disturbed else self.step.compute_s
 

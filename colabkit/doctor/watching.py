@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from colabkit import meters
 from colabkit.errors import InvalidOption, cannot
-from colabkit.loader import Loader
 from colabkit.loader.facts import files_of, is_far, path_of
+from colabkit.loader.foreign import bytes_in, may_be_loader, samples_in
 from colabkit.loader.transfer import marked
 
-__all__ = ["Watched", "gives_batches", "samples_in", "watch"]
+__all__ = ["Watched", "watch"]
 
 T_co = TypeVar("T_co", covariant=True)
-
-_HOLDERS = (Mapping, tuple, list)
-_NO_BATCHES = (str, bytes, int, float, type(None), os.PathLike, type, torch.nn.Module, Dataset, DataLoader, Loader)
 
 _SETTLED_EVERY = 16
 
@@ -41,29 +36,10 @@ def watch(loader: Iterable[T_co]) -> Watched[T_co]:
     """
     if isinstance(loader, Watched):
         return loader
-    if not gives_batches(loader):
+    if not may_be_loader(loader):
         found = f"{type(loader).__name__!r} is no loader"
         raise InvalidOption(cannot("watch", found, "something that gives batches", "Pass a DataLoader"))
     return Watched(loader)
-
-
-def gives_batches(of: Any) -> bool:
-    """Return whether something may be a loader: it can be iterated, and is not known to give anything but batches.
-
-    Models, arrays and tables can be iterated as well, and a list is a loader if it may hold batches.
-    """
-    if isinstance(of, str | bytes | Mapping | set | range | torch.nn.Module) or hasattr(of, "shape"):
-        return False
-    if isinstance(of, list | tuple):
-        return not of or _may_be_batch(of[0])
-    return isinstance(of, Iterable)
-
-
-def _may_be_batch(one: Any) -> bool:
-    """Return whether something holds arrays, or is an object of which nothing is known, as batches of graphs are."""
-    if isinstance(one, _HOLDERS):
-        return any(map(_may_be_batch, one.values() if isinstance(one, Mapping) else one))
-    return not isinstance(one, (*_NO_BATCHES, Watched))
 
 
 class Watched(Generic[T_co]):
@@ -75,29 +51,30 @@ class Watched(Generic[T_co]):
         loader: gives the batches.
 
     Attributes:
+        watched: the loader itself.
         meters: counts, and where each step's time goes; there are no parts, since nothing is known of the inside.
     """
 
     def __init__(self, loader: Iterable[T_co]) -> None:
-        self._loader = loader
+        self.watched = loader
         self._passes = count()
         self.meters = meters.LoaderMeters()
         self._facts = self.meters.facts = _facts_of(loader)
 
     def anew(self) -> Watched[T_co]:
         """Return the same loader, watched by meters that have counted nothing."""
-        return Watched(self._loader)
+        return Watched(self.watched)
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self.watched)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":
+        if name.startswith("__") or name == "watched":
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.watched, name)
 
     def __repr__(self) -> str:
-        return f"watch({self._loader!r})"
+        return f"watch({self.watched!r})"
 
     def __iter__(self) -> Iterator[T_co]:
         """Yield the batches of one pass."""
@@ -105,10 +82,10 @@ class Watched(Generic[T_co]):
         counts.begin_pass(clock)
         self._facts = counts.facts = replace(self._facts, device=_device())
         meters.used(counts)
-        meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self._loader), self._facts.samples))
+        meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self.watched), self._facts.samples))
         asked = now()
         try:
-            for batch in self._loader:
+            for batch in self.watched:
                 samples = samples_in(batch, self._facts.batch_size or 1)
                 if not counts.batches and samples and (size := bytes_in(batch)):
                     self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
@@ -127,62 +104,6 @@ class Watched(Generic[T_co]):
                     counts.settle(clock)
         finally:
             counts.settle(clock)
-
-
-def samples_in(batch: Any, unknown: int = 1) -> int:
-    """Return how many samples a batch holds: by its last field, as labels are, whose length cannot be mistaken.
-
-    Args:
-        batch: as a loader gives it.
-        unknown: how many are in an object that does not tell.
-    """
-    shape = _told(batch, "shape")
-    if shape is not None:
-        try:
-            return int(shape[0]) if len(shape) else 1
-        except Exception:  # what others call so may be anything
-            return 1
-    if isinstance(batch, Mapping):
-        return samples_in(_fields(batch.values())[0]) if batch else 0
-    if not isinstance(batch, tuple | list):
-        return unknown
-    if not batch:
-        return 0
-    fields = _fields(batch)
-    first, last = fields[0], fields[-1]
-    if _told(last, "shape") is not None:
-        return samples_in(last)
-    is_stacked = _told(first, "shape") is not None
-    if isinstance(last, tuple | list):
-        samples = samples_in(first)
-        if is_stacked and all(_told(one, "shape") is not None and samples_in(one) == samples for one in last):
-            return samples  # several targets
-        return len(last)  # things that differ in size, one for each sample
-    return samples_in(first) if is_stacked or isinstance(first, Mapping) else len(batch)
-
-
-def bytes_in(batch: Any) -> int:
-    """Return the bytes of all tensors and arrays of a batch."""
-    if isinstance(batch, Mapping):
-        return sum(map(bytes_in, batch.values()))
-    if isinstance(batch, tuple | list):
-        return sum(map(bytes_in, batch))
-    size = _told(batch, "nbytes")
-    return size if isinstance(size, int) else 0
-
-
-def _fields(values: Iterable[Any]) -> list[Any]:
-    """Return what has a place for each sample, without weights, counters and the like; all where nothing has."""
-    every = [*values]
-    return [value for value in every if _told(value, "shape") or (isinstance(value, _HOLDERS) and value)] or every
-
-
-def _told(of: Any, name: str) -> Any:
-    """Return an attribute, None where there is none: sparse and nested tensors raise errors of their own."""
-    try:
-        return getattr(of, name, None)
-    except Exception:
-        return None
 
 
 def _clock() -> meters.Clock:

@@ -173,11 +173,11 @@ def _is_no_module(value: Any) -> bool:
 
 
 def _could_be_judged(value: Any) -> bool:
-    from colabkit.doctor.watching import gives_batches  # needs torch, without which the options are loaded
+    from colabkit.loader.foreign import may_be_loader  # needs torch, without which the options are loaded
     from colabkit.training import TrainReport
 
     try:
-        return isinstance(value, TrainReport) or (not isinstance(value, type | GenericAlias) and gives_batches(value))
+        return isinstance(value, TrainReport) or (not isinstance(value, type | GenericAlias) and may_be_loader(value))
     except Exception:  # somebody's object that cannot even be looked at, as what is left of a closed HDF5 file
         return False
 

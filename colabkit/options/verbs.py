@@ -235,6 +235,9 @@ VERBS: tuple[Verb, ...] = (
                 is_positional=True,
             ),
             Option("seconds", "how long to iterate a loader that was not used before", 5.0, "seconds"),
+            Option(
+                "headspace", "what headspace returned: speeds are foretold by what the step takes alone", None, "object"
+            ),
         ),
         function="diagnose",
     ),

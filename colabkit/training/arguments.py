@@ -9,6 +9,7 @@ from torch import nn
 
 from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 from colabkit.loader import Loader
+from colabkit.loader.foreign import may_be_loader
 from colabkit.training.saving import Stateful
 from colabkit.training.steps import SupervisedStep
 
@@ -18,11 +19,19 @@ _ACT = "train"
 _JUDGES = "a function that returns a dict of numbers"
 
 
-def check_step(act: str, call: str, step: Any, loader: Any) -> None:
-    """Raise `InvalidOption` unless a step can be called and a loader is one; `call` is the function that takes them."""
-    if not callable(step) or not isinstance(loader, Loader):
+def check_step(act: str, call: str, step: Any, loader: Any, is_any_loader: bool = False) -> None:
+    """Raise `InvalidOption` unless a step can be called and a loader is one.
+
+    Args:
+        act: what is done with them.
+        call: the function that takes them.
+        step: to check.
+        loader: to check.
+        is_any_loader: whether a loader of others does.
+    """
+    if not callable(step) or not (isinstance(loader, Loader) or (is_any_loader and may_be_loader(loader))):
         found = f"step is {kind_of(step)} and loader is {kind_of(loader)}"
-        needed = "they have to be a function and a colabkit.Loader"
+        needed = f"they have to be a function and a {'loader' if is_any_loader else 'colabkit.Loader'}"
         raise InvalidOption(cannot(act, found, needed, f"Pass {call}(step, loader)"))
     if isinstance(step, nn.Module):
         needed, hint = (

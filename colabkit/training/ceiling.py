@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -19,6 +19,8 @@ from colabkit._units import format_rate, format_seconds, format_things
 from colabkit.checkpoint import random_state, restore_random_state
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.loader import Loader
+from colabkit.loader.foreign import samples_in
+from colabkit.loader.structures import mapped
 from colabkit.training.arguments import check_step, state_of
 from colabkit.training.durations import duration_s
 from colabkit.training.processes import Processes
@@ -67,7 +69,7 @@ class HeadspaceReport(Report):
 
 def headspace(
     step: Callable[[Any], object],
-    loader: Loader,
+    loader: Iterable[Any],
     *,
     state: Mapping[str, Stateful] | None = None,
     batches: int = 4,
@@ -76,11 +78,12 @@ def headspace(
     """Return how fast `step` runs on a few batches again and again: the speed if data were always there.
 
     Weights, buffers, optimizer, random generators, gradients and the loader's position are afterwards what they were
-    before; the loader's meters have counted the batches.
+    before; the loader's meters have counted the batches. `diagnose(..., headspace=)` takes the report.
 
     Args:
         step: as for `train()`.
-        loader: gives the batches.
+        loader: gives the batches: a `Loader`, torch's `DataLoader`, or another one; the first ones of a pass where it
+            is no `Loader`.
         state: what the step changes, by name; None for what `supervised_step` trains.
         batches: how many are cached.
         seconds: how long to measure.
@@ -89,7 +92,7 @@ def headspace(
         InvalidOption: if it is not known what the step changes, gradients wait to be applied, or the loader is empty.
     """
     act = "measure the headspace"
-    check_step(act, "headspace", step, loader)
+    check_step(act, "headspace", step, loader, is_any_loader=True)
     check_whole_number(act, "batches", batches, 1)
     duration = duration_s(act, "seconds", seconds)
     parts = state_of(act, state, step, is_saved=True)
@@ -100,30 +103,51 @@ def headspace(
         raise InvalidOption(cannot(act, found, needed, "Call step.flush() first"))
     with _as_it_was(parts), Processes() as processes:
         began = time.perf_counter()
-        cached = loader.peek(batches)
+        cached = _first_batches(loader, batches)
         loading_s = time.perf_counter() - began
         if not cached:
             raise InvalidOption(cannot(act, "a loader without batches", "one", "Give it samples"))
-        sizes = [samples_of(batch) for batch in cached]
+        sizes = [samples_of(batch) if isinstance(loader, Loader) else samples_in(batch) for batch in cached]
+        gpu = _gpu_of(loader)
         endless = cycle(zip(cached, sizes, strict=True))
-        warm = [_timed(step, next(endless)[0], loader) for _ in range(_WARM_UP)]
+        warm = [_timed(step, next(endless)[0], gpu) for _ in range(_WARM_UP)]
         # Several processes exchange gradients, so they have to take equally many steps.
         steps = processes.from_first(max(2, round(duration / max(warm[-1], 1e-6))))
         counted, taken = 0, []
         for batch, size in islice(endless, steps):
-            taken.append(_timed(step, batch, loader))
+            taken.append(_timed(step, batch, gpu))
             counted += size
     return HeadspaceReport(
-        counted / sum(taken), median(taken), len(taken), max(sizes), len(cached), sum(sizes) / max(loading_s, 1e-9)
+        counted / sum(taken), median(taken), len(taken), max(1, *sizes), len(cached), sum(sizes) / max(loading_s, 1e-9)
     )
 
 
-def _timed(step: Callable[[Any], object], batch: Any, loader: Loader) -> float:
+def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
+    """Return copies of the next batches of a `Loader`, of the first ones of another loader."""
+    if isinstance(loader, Loader):
+        return loader.peek(batches)
+    coming = iter(getattr(loader, "watched", loader))  # nobody is told of batches that are not trained with
+    try:
+        return [mapped(batch, torch.Tensor.clone) for batch in islice(coming, batches)]
+    finally:
+        if isinstance(coming, Generator):
+            coming.close()
+
+
+def _gpu_of(loader: Iterable[Any]) -> torch.device | None:
+    """Return the GPU that a step may use; None if there is none."""
+    if isinstance(loader, Loader) and loader.device.type == "cuda":
+        return loader.device
+    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if is_used else None
+
+
+def _timed(step: Callable[[Any], object], batch: Any, gpu: torch.device | None) -> float:
     """Return the seconds of a step."""
     before = time.perf_counter()
     step(batch)
-    if loader.device.type == "cuda":
-        torch.cuda.synchronize(loader.device)
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)
     return time.perf_counter() - before
 
 

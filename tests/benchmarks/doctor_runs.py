@@ -2,8 +2,8 @@
 
     python tests/benchmarks/doctor_runs.py "decoding, a light step"
 
-trains as it is and mended in turn, some rounds of both, and prints as JSON what the doctor said in each, and the
-medians of the speeds before and after.
+trains as it is and mended in turn, some rounds of both, and prints as JSON what the doctor said in each, with and
+without a measurement of the step alone, and the medians of the speeds before and after.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from colabkit.telemetry import sampled
 
 __all__ = ["RUNS", "Run"]
 
-ROUNDS, SECONDS, ENOUGH = 5, 4.0, 80
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 5, 9, 60.0
+SECONDS, ALONE_S, ENOUGH = 2.5, 1.5, 80
 SIDE, CLASSES = 64, 10
 
 
@@ -73,8 +74,8 @@ class Run:
     is_mended_by_ending: bool = False
 
 
-def step_of(width: int) -> Callable[[Any], Any]:
-    """Return the step of a small network."""
+def step_of(width: int) -> tuple[Callable[[Any], Any], dict[str, Any]]:
+    """Return the step of a small network, and what it changes."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, width, 3, stride=2), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(),
@@ -87,51 +88,49 @@ def step_of(width: int) -> Callable[[Any], Any]:
     def step(batch: Any) -> float:
         images, labels = batch
         images = images.float().div_(255) if images.dtype == torch.uint8 else images
+        images = images.contiguous(memory_format=torch.channels_last)  # the same step after any loader
         loss = loss_of(model(images), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return step
+    return step, {"model": model, "optimizer": optimizer}
 
 
-def elsewhere(step_s: float) -> Callable[[Any], Any]:
-    """Return a step that leaves the CPU alone, as on a GPU."""
+def elsewhere(step_s: float) -> tuple[Callable[[Any], Any], dict[str, Any]]:
+    """Return a step that leaves the CPU alone, as on a GPU, and that it changes nothing."""
 
     def step(batch: Any) -> None:
         time.sleep(step_s)
 
-    return step
+    return step, {}
 
 
-def trained(
-    loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None, device: str
-) -> tuple[Diagnosis, Any, float]:
-    """Train for some seconds; return the diagnosis, the meters' snapshot and the steps' seconds by the clock."""
-    watched = colabkit.watch(loader) if not isinstance(loader, colabkit.Loader) else loader
+def trained(loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> float:
+    """Train for some seconds, and return the steps' seconds by the clock."""
     until = time.perf_counter() + SECONDS
     clocked, is_over = 0.0, False
-    with sampled() as sampler:
+    with sampled():
         while not is_over:
             began = ended = time.perf_counter()
-            for batch in watched:
-                is_over = time.perf_counter() > until and watched.meters.batches > ENOUGH
+            for batch in loader:
+                is_over = time.perf_counter() > until and loader.meters.batches > ENOUGH
                 if is_over:
                     break
                 started = time.perf_counter()
                 step(batch)
-                watched.meters.clock.worked(time.perf_counter() - started)
+                loader.meters.clock.worked(time.perf_counter() - started)
                 if on_step is not None:
                     on_step()
                 ended = time.perf_counter()
             clocked += ended - began
-        hosts = sampler.recent(SECONDS)
-    from colabkit.doctor import Doctor
+    return clocked
 
-    spent = watched.meters.snapshot()
-    found = Doctor().look(spent, replace(watched.meters.facts, device=device), hosts)
-    return found, spent, clocked
+
+def watched(loader: Any) -> Any:
+    """Return a loader that has meters."""
+    return loader if isinstance(loader, colabkit.Loader) else colabkit.watch(loader)
 
 
 def speed_of(spent: Any) -> float:
@@ -142,23 +141,34 @@ def speed_of(spent: Any) -> float:
 
 def result_of(run: Run, folder: Path) -> dict[str, Any]:
     """Run it and run it mended, in turn."""
-    step, device = (elsewhere(run.elsewhere_s), "cuda:0") if run.elsewhere_s else (step_of(run.width), "cpu")
+    step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
     is_mended = run.after is not None or run.is_mended_by_ending or run.on_step is not None
     diagnoses: list[Diagnosis] = []
+    confirmed: list[Diagnosis] = []
     counted: list[float] = []
     mended: list[float] = []
-    for _ in range(ROUNDS):
+    until = time.perf_counter() + ROUNDS_S
+    for number in range(MOST_ROUNDS):
+        if number >= LEAST_ROUNDS and time.perf_counter() > until:
+            break
         with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
-            found, spent, clocked = trained(run.before(folder), step, run.on_step, device)
-        unmount()
-        diagnoses.append(found)
-        counted.append(spent.seconds / clocked)
+            loader = watched(run.before(folder))
+            clocked = trained(loader, step, run.on_step)
+        counted.append(loader.meters.snapshot().seconds / clocked)
+        if run.elsewhere_s:
+            loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
+        diagnoses.append(colabkit.diagnose(loader))
         if is_mended:
-            _, later, _ = trained((run.after or run.before)(folder), step, None, device)
-            mended.append(speed_of(later))
+            alone = colabkit.headspace(step, loader, state=parts, seconds=ALONE_S)
+            confirmed.append(colabkit.diagnose(loader, headspace=alone))
+        unmount()
+        if is_mended:
+            later = watched((run.after or run.before)(folder))
+            trained(later, step, None)
+            mended.append(speed_of(later.meters.snapshot()))
     verdicts = [found.verdict for found in diagnoses]
     rules = {advice.rule: None for found in diagnoses for advice in found.advice}
-    predicted = [speed for found in diagnoses if (speed := predicted_by(run, found))]
+    predicted, expected = ([s for one in found if (s := predicted_by(run, one))] for found in (diagnoses, confirmed))
     return {
         "name": run.name,
         "verdict": statistics.mode(verdicts),
@@ -171,7 +181,8 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
         "speed": statistics.median(found.samples_per_s for found in diagnoses),
         "predicted": statistics.median(predicted) if predicted else None,
         "mended": statistics.median(mended) if mended else None,
-        "rounds": {"predicted": predicted, "mended": mended},
+        "expected": statistics.median(expected) if expected else None,
+        "rounds": {"predicted": predicted, "expected": expected, "mended": mended},
         "counted": counted,
         "text": repr(diagnoses[0]),
     }

@@ -20,7 +20,7 @@ _READ_TWICE = 2.0
 _LEAST_LEFT = 0.1  # of the time, whatever is saved
 _SIZING = ("ResizedCrop", "CenterCrop", "Resize")  # transforms that make large samples small
 _LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
-_CHECK_HEADSPACE = "headspace(step, loader) measures the speed of the step alone"
+_CHECK_HEADSPACE = "diagnose(..., headspace=headspace(step, loader)) foretells by the speed of the step alone"
 
 
 def far_files(case: Case) -> Advice | None:
