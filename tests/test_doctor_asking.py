@@ -228,6 +228,8 @@ def test_speeds_go_by_what_the_step_takes_alone_where_that_was_measured() -> Non
         by_itself.shares,
         by_itself.samples_per_s,
     )
+    assert "headspace" in by_itself.advice[0].check
+    assert not any("headspace" in advice.check for advice in found.advice)
     check(found)
 
 
@@ -247,7 +249,7 @@ def test_what_is_no_headspace_is_one_line_of_error() -> None:
 
 
 def test_a_headspace_says_nothing_of_a_loader_that_no_step_was_taken_with() -> None:
-    said = r"^Cannot diagnose: headspace beside a loader that no step was taken with, one .*\. Leave headspace out, or"
+    said = r"^Cannot diagnose: headspace beside a loader that no step was taken with, one .*\. Pass the one "
     with pytest.raises(errors.InvalidOption, match=said):
         diagnose(DataLoader(Slow(8), 4), headspace=headspace_of(step_s=0.01))
 

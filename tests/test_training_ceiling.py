@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import colabkit
 from colabkit.augment import Normalize
 from colabkit.dataset import PackedDataset
 from colabkit.errors import InvalidOption
 from colabkit.loader import Loader
+from colabkit.training import ceiling
 
 
 class Setup:
@@ -91,7 +92,7 @@ def test_a_step_that_fails_leaves_all_as_it_was(data):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loaders_of_others_are_measured_with_as_well_and_nobody_is_told(data, workers):
+def test_another_loader_gives_its_first_batches_and_goes_on_where_it_was(data, workers):
     setup = Setup(data)
     seen = []
 
@@ -99,29 +100,70 @@ def test_loaders_of_others_are_measured_with_as_well_and_nobody_is_told(data, wo
         seen.append(batch[0])
         setup.step((batch[0].float().div(255), batch[1]))
 
-    theirs = DataLoader(data, 4, shuffle=True, num_workers=workers)
+    own = torch.Generator().manual_seed(3)
+    theirs = DataLoader(data, 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0, generator=own)
     watched = colabkit.watch(theirs)
-    before = torch.random.get_rng_state()
-    for loader in (theirs, watched):
-        report = colabkit.headspace(step, loader, state=setup.step.parts, batches=2, seconds=0.05)
-        assert (report.batches, report.batch_size) == (2, 4)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert watched.meters.batches == 0
-    assert len({one.data_ptr() for one in seen}) <= 4
+    weights = [value.clone() for value in setup.model.state_dict().values()]
+    expected = [labels.tolist() for _, labels in DataLoader(data, 4, shuffle=True, generator=own.clone_state())]
+    taken = []
+    for _, labels in watched:
+        taken.append(labels.tolist())
+        if len(taken) == 2:
+            drawn = torch.random.get_rng_state(), own.get_state()
+            report = colabkit.headspace(step, watched, state=setup.step.parts, batches=2, seconds=0.05)
+            assert (report.batches, report.batch_size) == (2, 4)
+            assert torch.equal(torch.random.get_rng_state(), drawn[0])
+            assert torch.equal(own.get_state(), drawn[1])
+            assert watched.meters.batches == 2
+    assert taken == expected
+    assert all(torch.equal(one, now) for one, now in zip(weights, setup.model.state_dict().values(), strict=True))
+    assert len({one.data_ptr() for one in seen}) == 2
 
 
-def test_a_loader_that_gives_the_same_memory_again_and_again_is_copied(data):
+def test_a_watched_loader_of_ours_does_not_move(data):
     setup = Setup(data)
-    buffer, seen = torch.zeros(4, 3, 2, 6), set()
+    before = setup.loader.state_dict()
+    watched = colabkit.watch(setup.loader)
+    colabkit.headspace(setup.step, watched, seconds=0.02)
+    assert (setup.loader.state_dict(), watched.meters.batches) == (before, 0)
 
-    def batches():
+
+class Reused:
+    """A loader that gives the same memory again and again."""
+
+    def __iter__(self):
+        buffer = torch.zeros(4, 3, 2, 2)
         for number in range(4):
-            yield buffer.fill_(number), torch.zeros(4, dtype=torch.int64)
+            yield buffer.fill_(number), torch.zeros(4)
 
-    colabkit.headspace(lambda batch: seen.add(batch[0][0, 0, 0, 0].item()), batches(), state={}, seconds=0.02)
+
+def test_a_loader_that_gives_the_same_memory_again_and_again_is_copied():
+    seen = set()
+    colabkit.headspace(lambda batch: seen.add(batch[0].mean().item()), Reused(), state={}, seconds=0.02)
     assert seen == {0.0, 1.0, 2.0, 3.0}
-    with pytest.raises(InvalidOption, match=r"a loader without batches"):
-        colabkit.headspace(setup.step, [])
+
+
+def test_what_can_be_iterated_once_is_refused_and_left_alone():
+    batches = iter(Reused())
+    with pytest.raises(
+        InvalidOption, match=r"^Cannot measure the headspace: a generator, which can be iterated once o"
+    ):
+        colabkit.headspace(lambda batch: None, batches, state={})
+    assert len([*batches]) == 4
+    with pytest.raises(InvalidOption, match=r"^Cannot measure the headspace: a loader without batches"):
+        colabkit.headspace(lambda batch: None, [], state={})
+
+
+def test_batches_that_do_not_tell_their_size_have_that_of_the_loader():
+    theirs = DataLoader(TensorDataset(torch.zeros(32, 3)), 16, collate_fn=lambda samples: {"graph", "of", "nodes"})
+    assert colabkit.headspace(lambda batch: None, theirs, state={}, seconds=0.02).batch_size == 16
+
+
+def test_each_step_counts_with_its_own_samples(data, monkeypatch):
+    monkeypatch.setattr(ceiling, "_timed", lambda step, batch, gpus: 0.001 * len(batch))
+    uneven = DataLoader(torch.zeros(12, 3), 8)
+    report = colabkit.headspace(len, uneven, state={}, seconds=1)
+    assert (report.samples_per_s, report.batch_size) == (pytest.approx(1000), 8)
 
 
 @pytest.mark.parametrize("options", [{"batches": 0}, {"seconds": 0}, {"seconds": "soon"}])

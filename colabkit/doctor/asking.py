@@ -47,9 +47,9 @@ def diagnose(
             tells how fast it is, and what would make it faster. None for what was trained or looped over last in this
             process; of loaders used in turn, as for training and validation, for the first.
         seconds: how long to iterate it, if it was not used before.
-        headspace: what `headspace()` returned for the same step: the speeds after each fix are then foretold by what
-            the step takes alone. Else they go by the steps that went through least disturbed, which are few, and not
-            undisturbed, where loader and step share a CPU.
+        headspace: what `headspace()` returned for the same step, which has to do all that a watched loop does with a
+            batch: the speeds after each fix are then foretold by what the step takes alone. Else they go by the steps
+            that went through least disturbed, which are few, and not undisturbed, where loader and step share a CPU.
 
     Raises:
         InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` never end; if
@@ -77,7 +77,7 @@ def diagnose(
         return _of_meters(loader.meters, headspace)
     if headspace is not None:
         found, needed = "headspace beside a loader that no step was taken with", "one that was trained with"
-        raise InvalidOption(cannot("diagnose", found, needed, "Leave headspace out, or train first"))
+        raise InvalidOption(cannot("diagnose", found, needed, "Pass the one that train() or a loop used"))
     return _by_itself(loader if isinstance(loader, Loader) else loader.anew(), seconds)
 
 
@@ -96,7 +96,7 @@ def _case(
     headspace: HeadspaceReport | None = None,
 ) -> Case:
     case = case_of(spent, facts, [*hosts], precision=precision)
-    return case if headspace is None else replace(case, measured_alone_s=headspace.step_s / headspace.batch_size)
+    return case if headspace is None else replace(case, measured_alone_s=1 / headspace.samples_per_s)
 
 
 def _host_now() -> HostSnapshot:

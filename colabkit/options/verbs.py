@@ -216,7 +216,7 @@ VERBS: tuple[Verb, ...] = (
         "measure how fast the step is on batches that are there already: what no loader can raise",
         (
             Option("step", "as of train", kind="object"),
-            Option("loader", "as of train", kind="object"),
+            Option("loader", "as of train, or another loader", kind="object"),
             Option("state", "what the step changes; else what the usual step trains", None, "objects"),
             Option("batches", "how many are cached", 4, "number"),
             Option("seconds", "how long to measure", 3.0, "seconds"),
@@ -236,7 +236,10 @@ VERBS: tuple[Verb, ...] = (
             ),
             Option("seconds", "how long to iterate a loader that was not used before", 5.0, "seconds"),
             Option(
-                "headspace", "what headspace returned: speeds are foretold by what the step takes alone", None, "object"
+                "headspace",
+                "what headspace returned, to foretell by what the step takes alone; in a terminal FILE.py:NAME",
+                None,
+                "object",
             ),
         ),
         function="diagnose",

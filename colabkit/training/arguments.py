@@ -31,7 +31,7 @@ def check_step(act: str, call: str, step: Any, loader: Any, is_any_loader: bool 
     """
     if not callable(step) or not (isinstance(loader, Loader) or (is_any_loader and may_be_loader(loader))):
         found = f"step is {kind_of(step)} and loader is {kind_of(loader)}"
-        needed = f"they have to be a function and a {'loader' if is_any_loader else 'colabkit.Loader'}"
+        needed = f"they have to be a function and {'what gives batches' if is_any_loader else 'a colabkit.Loader'}"
         raise InvalidOption(cannot(act, found, needed, f"Pass {call}(step, loader)"))
     if isinstance(step, nn.Module):
         needed, hint = (

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from colabkit._reports import Report
 from colabkit._units import format_rate, format_seconds, format_things
 from colabkit.checkpoint import random_state, restore_random_state
-from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
 from colabkit.loader import Loader
 from colabkit.loader.foreign import samples_in
 from colabkit.loader.structures import mapped
@@ -37,7 +38,7 @@ class HeadspaceReport(Report):
     """The speed of a step with batches that are there already.
 
     Attributes:
-        samples_per_s: samples a second, the ceiling that no loader can raise.
+        samples_per_s: samples a second of the median step, the ceiling that no loader can raise.
         step_s: median seconds of a step.
         steps: steps timed.
         batch_size: samples of a step.
@@ -78,21 +79,26 @@ def headspace(
     """Return how fast `step` runs on a few batches again and again: the speed if data were always there.
 
     Weights, buffers, optimizer, random generators, gradients and the loader's position are afterwards what they were
-    before; the loader's meters have counted the batches. `diagnose(..., headspace=)` takes the report.
+    before. `diagnose(..., headspace=)` takes the report.
 
     Args:
         step: as for `train()`.
-        loader: gives the batches: a `Loader`, torch's `DataLoader`, or another one; the first ones of a pass where it
-            is no `Loader`.
+        loader: gives the batches: a `Loader` the next ones; torch's `DataLoader`, or what else can be iterated again
+            and again, the first ones of a pass.
         state: what the step changes, by name; None for what `supervised_step` trains.
         batches: how many are cached.
         seconds: how long to measure.
 
     Raises:
-        InvalidOption: if it is not known what the step changes, gradients wait to be applied, or the loader is empty.
+        InvalidOption: if it is not known what the step changes, gradients wait to be applied, or the loader is empty
+            or can be iterated once only.
     """
     act = "measure the headspace"
     check_step(act, "headspace", step, loader, is_any_loader=True)
+    loader = getattr(loader, "watched", loader)  # nobody is told of batches that are not trained with
+    if isinstance(loader, Iterator):
+        found = f"{kind_of(loader)}, which can be iterated once only"
+        raise InvalidOption(cannot(act, found, "a loader that begins anew each time", "Pass the loader itself"))
     check_whole_number(act, "batches", batches, 1)
     duration = duration_s(act, "seconds", seconds)
     parts = state_of(act, state, step, is_saved=True)
@@ -107,46 +113,71 @@ def headspace(
         loading_s = time.perf_counter() - began
         if not cached:
             raise InvalidOption(cannot(act, "a loader without batches", "one", "Give it samples"))
-        sizes = [samples_of(batch) if isinstance(loader, Loader) else samples_in(batch) for batch in cached]
-        gpu = _gpu_of(loader)
+        sizes = [max(1, _samples_in(batch, loader)) for batch in cached]
         endless = cycle(zip(cached, sizes, strict=True))
-        warm = [_timed(step, next(endless)[0], gpu) for _ in range(_WARM_UP)]
+        for _ in range(_WARM_UP - 1):
+            step(next(endless)[0])
+        gpus = _used_gpus(loader)
+        usual_s = _timed(step, next(endless)[0], gpus)
         # Several processes exchange gradients, so they have to take equally many steps.
-        steps = processes.from_first(max(2, round(duration / max(warm[-1], 1e-6))))
-        counted, taken = 0, []
-        for batch, size in islice(endless, steps):
-            taken.append(_timed(step, batch, gpu))
-            counted += size
+        steps = processes.from_first(max(2, round(duration / max(usual_s, 1e-6))))
+        taken = [(_timed(step, batch, gpus), size) for batch, size in islice(endless, steps)]
     return HeadspaceReport(
-        counted / sum(taken), median(taken), len(taken), max(1, *sizes), len(cached), sum(sizes) / max(loading_s, 1e-9)
+        samples_per_s=1 / median(seconds / size for seconds, size in taken),
+        step_s=median(seconds for seconds, _ in taken),
+        steps=len(taken),
+        batch_size=max(sizes),
+        batches=len(cached),
+        loading_samples_per_s=sum(sizes) / max(loading_s, 1e-9),
     )
 
 
 def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
-    """Return copies of the next batches of a `Loader`, of the first ones of another loader."""
+    """Return copies of the next batches of a `Loader`, of the first ones of another loader, which does not move on."""
     if isinstance(loader, Loader):
         return loader.peek(batches)
-    coming = iter(getattr(loader, "watched", loader))  # nobody is told of batches that are not trained with
+    owners = (loader, getattr(loader, "sampler", None))
+    generators = [one for owner in owners if isinstance(one := getattr(owner, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    if isinstance(loader, DataLoader):
+        loader = copy.copy(loader)
+        vars(loader)["persistent_workers"] = False  # workers of its own, which may be amid a pass, are left alone
+    coming = iter(loader)
     try:
-        return [mapped(batch, torch.Tensor.clone) for batch in islice(coming, batches)]
+        return [mapped(batch, _cloned) for batch in islice(coming, batches)]
     finally:
         if isinstance(coming, Generator):
             coming.close()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
-def _gpu_of(loader: Iterable[Any]) -> torch.device | None:
-    """Return the GPU that a step may use; None if there is none."""
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.clone()
+
+
+def _samples_in(batch: Any, loader: Iterable[Any]) -> int:
+    if isinstance(loader, Loader):
+        return samples_of(batch)
+    unknown = getattr(loader, "batch_size", None)
+    return samples_in(batch, unknown if isinstance(unknown, int) else 1)
+
+
+def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
+    """Return the GPUs that the step may have to be waited for."""
     if isinstance(loader, Loader) and loader.device.type == "cuda":
-        return loader.device
-    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.device("cuda", torch.cuda.current_device()) if is_used else None
+        return [loader.device]
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return []
+    used = [number for number in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(number)]
+    return [torch.device("cuda", number) for number in used]
 
 
-def _timed(step: Callable[[Any], object], batch: Any, gpu: torch.device | None) -> float:
+def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) -> float:
     """Return the seconds of a step."""
     before = time.perf_counter()
     step(batch)
-    if gpu is not None:
+    for gpu in gpus:
         torch.cuda.synchronize(gpu)
     return time.perf_counter() - before
 

@@ -64,7 +64,7 @@ def main() -> None:
     measured = [found["rounds"]["mended"] for found in shown if off_by(found) is not None]
     if measured:
         share = statistics.mean(map(agreement, measured))
-        plain = [abs(off) for found in shown if (off := off_by(found, "predicted")) is not None]
+        plain = [abs(off) for found in shown if off_by(found) and (off := off_by(found, "predicted"))]
         print(
             f"\n(Of predictions without headspace(), {sum(o <= CLOSE for o in plain)} of {len(plain)} are within 15%.)"
         )

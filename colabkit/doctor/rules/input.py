@@ -20,7 +20,6 @@ _READ_TWICE = 2.0
 _LEAST_LEFT = 0.1  # of the time, whatever is saved
 _SIZING = ("ResizedCrop", "CenterCrop", "Resize")  # transforms that make large samples small
 _LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
-_CHECK_HEADSPACE = "diagnose(..., headspace=headspace(step, loader)) foretells by the speed of the step alone"
 
 
 def far_files(case: Case) -> Advice | None:
@@ -36,7 +35,7 @@ def far_files(case: Case) -> Advice | None:
         f"colabkit.stage({path})",
         _speed_near(case),
         confidence="medium" if is_known else "low",
-        check=f"colabkit.read_probe({path}) tells what the mount can do; {_CHECK_HEADSPACE}",
+        check=f"colabkit.read_probe({path}) tells what the mount can do; {_check(case)}",
     )
 
 
@@ -52,7 +51,7 @@ def far_files_to_pack(case: Case) -> Advice | None:
         f"colabkit.prepare({quoted(case.facts.path)}, size=..., encoding='raw')",
         forecast_of(case).from_rows(_row_bytes(case)),
         confidence="high" if case.cpu_s is not None else "medium",
-        check=_CHECK_HEADSPACE,
+        check=_check(case),
     )
 
 
@@ -70,7 +69,7 @@ def small_files(case: Case) -> Advice | None:
         "Pack the files into one, decoded",
         packing(case),
         forecast_of(case).from_rows(_row_bytes(case)),
-        check=_CHECK_HEADSPACE,
+        check=_check(case),
     )
 
 
@@ -90,7 +89,7 @@ def slow_disk(case: Case) -> Advice | None:
             "Keep the data in RAM, where it fits",
             f"colabkit.stage({quoted(case.facts.path)}, to='tmpfs')",
             forecast_of(case).without_loader(),
-            check=_CHECK_HEADSPACE,
+            check=_check(case),
         )
     return Advice(
         "slow_disk",
@@ -114,7 +113,7 @@ def slow_decoding(case: Case) -> Advice | None:
         packing(case),
         forecast_of(case).from_rows(_row_bytes(case)),
         confidence="medium" if is_kept else "high",
-        check=_CHECK_HEADSPACE,
+        check=_check(case),
     )
 
 
@@ -140,7 +139,7 @@ def slow_transform(case: Case) -> Advice | None:
         call = packing(case)
     else:
         return None
-    return Advice("slow_transform", found + _if_full(case), action, call, speed, check=_CHECK_HEADSPACE)
+    return Advice("slow_transform", found + _if_full(case), action, call, speed, check=_check(case))
 
 
 def slow_foreign(case: Case) -> Advice | None:
@@ -168,7 +167,7 @@ def slow_foreign(case: Case) -> Advice | None:
         call,
         forecast_of(case).from_rows(facts.sample_bytes),
         confidence="medium" if facts.workers else "low",
-        check=_CHECK_HEADSPACE,
+        check=_check(case),
     )
 
 
@@ -279,7 +278,7 @@ def chunks_do_not_fit(case: Case) -> Advice | None:
             "Pack the data anew, row by row",
             f"colabkit.pack(colabkit.open_pack({quoted(facts.path)})['train'], 'pack.h5')",
             forecast_of(case).from_rows(_row_bytes(case)),
-            check=_CHECK_HEADSPACE,
+            check=_check(case),
         )
     needed, stored = _needed_bytes_per_s(case), case.machine.read_bytes_per_s
     if not needed or stored is None or stored < _READ_TWICE * needed:
@@ -290,7 +289,7 @@ def chunks_do_not_fit(case: Case) -> Advice | None:
         "Mix by blocks, which are read whole",
         "shuffle='block'",
         min(case.samples_per_s * stored / needed, forecast_of(case).without_loader()),
-        check=_CHECK_HEADSPACE,
+        check=_check(case),
     )
 
 
@@ -337,6 +336,12 @@ def _speed_near(case: Case) -> float:
     if case.facts.encoding == "raw":
         return forecast.from_rows(_row_bytes(case))
     return forecast.without_loader() if case.cpu_s is None else forecast.from_near_files()
+
+
+def _check(case: Case) -> str:
+    if case.measured_alone_s is not None:
+        return "the speed then, beside the one foretold here"
+    return "diagnose(..., headspace=headspace(step, loader)) foretells by the speed of the step alone"
 
 
 def _if_full(case: Case) -> str:
