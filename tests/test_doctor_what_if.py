@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from doctor_cases import DECODED, FOREIGN, FULL, GATHERED, ON_GPU, QUIET, made, part, steps_of, with_gpu
+from doctor_cases import DECODED, FOREIGN, FULL, GATHERED, ON_GPU, PROCESSES, QUIET, made, part, steps_of, with_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit.doctor import machine
 from colabkit.doctor.case import Case
 from colabkit.doctor.what_if import Forecast, forecast_of
+from colabkit.meters import LoaderFacts
 
 UNHURRIED = settings(max_examples=300, deadline=None)
 SECONDS = st.floats(1e-6, 10)
@@ -87,7 +88,7 @@ def test_a_measured_step_takes_no_longer_alone_than_it_took(case: Case) -> None:
 def test_the_speed_is_that_of_the_slowest_link() -> None:
     assert USUAL.samples_per_s() == pytest.approx(64 / 0.16)  # 64 samples of 5 ms by two workers
     assert USUAL.samples_per_s(workers=8) == pytest.approx(64 / 0.1)  # now the step
-    assert USUAL.samples_per_s(workers=8, cpu_s=0.01) == pytest.approx(64 / 0.18)  # in turns with the step
+    assert USUAL.samples_per_s(workers=8, cpu_s=0.01) == pytest.approx(64 / (0.02 + 0.64 / 3.8))  # in turns
     assert USUAL.samples_per_s(workers=8, here_s=0.05) == pytest.approx(64 / 0.15)
     assert USUAL.samples_per_s(workers=8, saved_s=0.02) == pytest.approx(64 / 0.08)
 
@@ -95,30 +96,35 @@ def test_the_speed_is_that_of_the_slowest_link() -> None:
 def test_a_faster_source_does_not_help_a_loader_that_decodes_too_slowly() -> None:
     decoding = replace(USUAL, cpu_s=0.01, wall_s=0.05)
     near = decoding.from_near_files()
-    assert near == pytest.approx(64 / (0.02 + 64 * 0.01 / 2))
+    assert near == pytest.approx(64 / (0.02 + 0.64 / 2))
     assert near < decoding.without_loader()
-    assert decoding.samples_per_s(workers=64) == pytest.approx(64 / 0.18)  # all of the CPUs
+    assert decoding.samples_per_s(workers=64) == pytest.approx(64 / (0.02 + 0.64 / 3.8))  # all of the CPUs
 
 
+@pytest.mark.parametrize("facts", [FOREIGN, PROCESSES], ids=["foreign", "ours"])
 @pytest.mark.parametrize(
-    ("wait", "children", "near_s"), [(1.9, 0.05, 0.00495), (1.9, 0.01, 0.0005), (0.1, 0.5, 0.00625)]
+    ("wait", "cpu_s", "near_s"), [(1.9, 0.00625, 0.00545), (1.9, 0.00075, 0.0003), (0.1, 0.00625, 0.00625)]
 )
 def test_workers_that_pause_for_each_file_are_quicker_once_it_is_near(
-    wait: float, children: float, near_s: float
+    facts: LoaderFacts, wait: float, cpu_s: float, near_s: float
 ) -> None:
-    """A long pause before each sample costs 1.3 ms of CPU, or three fifths of a light one; a short one nothing."""
-    host = replace(QUIET, cpus=4.0, children_cpu_rate=children)
-    far = replace(FOREIGN, is_far=True, workers=2, device="cuda:0")
-    forecast = forecast_of(made(wait=wait, facts=far, host=host))
+    """A long pause before each sample costs 0.8 ms of CPU, or three fifths of a light one; a short one nothing."""
+    host = replace(QUIET, cpus=4.0, children_cpu_rate=cpu_s * 64 / (wait + 0.1) / 4.0)
+    far = replace(facts, is_far=True, workers=2, device="cuda:0")
+    parts = (part("samples", (wait + 0.1) / 32, cpu_s),) if facts is PROCESSES else ()
+    forecast = forecast_of(made(wait=wait, facts=far, parts=parts, host=host))
     assert forecast.cpu_s - forecast.cold_s == pytest.approx(near_s)
     assert forecast.from_near_files() == pytest.approx(min(640, 2 / near_s))
-    assert forecast_of(made(wait=wait, facts=replace(far, is_far=False), host=host)).cold_s == 0
+    near = replace(far, is_far=False)
+    assert forecast_of(made(wait=wait, facts=near, parts=parts, host=host)).cold_s == 0
 
 
-def test_threads_get_on_one_at_a_time_beside_a_step_that_computes_on_the_cpu() -> None:
-    computing = Forecast(64, 0.1, 0.1, 0.01, 0.01, workers=2, cpus=2.0, are_threads=True)
+@pytest.mark.parametrize("are_threads", [True, False], ids=["threads", "processes"])
+def test_workers_get_on_one_at_a_time_beside_a_step_that_computes_on_the_cpu(are_threads: bool) -> None:
+    computing = Forecast(64, 0.1, 0.1, 0.01, 0.01, workers=2, cpus=2.0, are_threads=are_threads)
     assert computing.samples_per_s() == pytest.approx(64 / (0.1 + 0.64))
-    assert replace(computing, are_threads=False).samples_per_s() == pytest.approx(64 / (0.1 + 0.32))
+    on_four = replace(computing, cpus=4.0).samples_per_s()
+    assert on_four == pytest.approx(64 / (0.1 + (0.64 if are_threads else 0.32)))  # Python has one lock
     assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)  # as beside a GPU
 
 

@@ -48,6 +48,22 @@ def test_samples_made_one_by_one_count_the_bytes_of_their_tensors(collate, num_w
     assert (part.name, part.samples, part.handled_bytes) == ("samples", 16, 16 * 12)
 
 
+class Costly:
+    """What takes 20 ms of a CPU to hand over to another process."""
+
+    def __reduce__(self) -> Any:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return Costly, ()
+
+
+def test_the_cpu_of_a_worker_counts_handing_over_the_batches_before():
+    loader = Loader(Numbers(), 4, num_workers=1, prefetch_batches=1, collate_fn=lambda samples: Costly())
+    list(loader)
+    assert part_of(loader).cpu_s >= 0.02
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("transform", [None, lambda batch: batch * 2], ids=["plain", "transformed"])
 def test_tensors_that_do_not_tell_their_size_count_as_dense_ones(transform):

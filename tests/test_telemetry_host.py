@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from colabkit.telemetry import HostSnapshot
+from colabkit.telemetry import HostSnapshot, family
 from colabkit.telemetry.host import Host
 
 GIB = 1 << 30
@@ -40,6 +40,7 @@ class FakeProcess:
     family: list[FakeProcess] = field(default_factory=list)
     fails: Exception | None = None
     looks: int = 0
+    pid: int = field(default_factory=os.getpid)
 
     def _check(self) -> None:
         if self.fails is not None:
@@ -210,6 +211,26 @@ def test_a_child_that_is_found_later_makes_no_jump():
     assert (found.own_cpu_rate, found.storage_read_bytes_per_s, found.asked_read_bytes_per_s) == (0, 0, 0)
     machine.process.family[0].read += 500
     assert machine.after(1).storage_read_bytes_per_s == 500
+
+
+def test_a_server_in_a_session_of_its_own_is_no_part_of_the_work(monkeypatch):
+    machine = Machine()
+    worker = FakeProcess(cpu=(10.0, 0.0))
+    server = FakeProcess(cpu=(500.0, 0.0), read=10**9, asked=10**9, pid=8)
+    monkeypatch.setattr(family.os, "getsid", lambda pid: 8 if pid == 8 else 7)
+    machine.process.family = [worker, server]
+    machine.host.snapshot()
+    worker.cpu, server.cpu, server.read = (11.0, 0.0), (504.0, 0.0), 2 * 10**9
+    found = machine.after(1)
+    assert (found.own_cpu_rate, found.children_cpu_rate, found.storage_read_bytes_per_s) == (0.25, 0.25, 0)
+    server.cpu = (505.0, 0.0)
+    assert machine.after(1).children_cpu_rate == 0
+    server.fails = psutil.ZombieProcess(8)
+    assert machine.after(1).children_cpu_rate == 0
+    server.fails = psutil.NoSuchProcess(8)
+    machine.process.cpu, machine.process.read, machine.process.asked = (0.0, 505.0), 2 * 10**9, 10**9
+    ended = machine.after(1)
+    assert (ended.own_cpu_rate, ended.children_cpu_rate, ended.storage_read_bytes_per_s) == (0, 0, 0)
 
 
 def test_a_child_that_nobody_waited_for_makes_no_negative_rate():

@@ -2,8 +2,9 @@
 
 After DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021): the speed after a
 fix is the least of the remaining parts' speeds. A step on the CPU is held up by its own loader as well: measured on two
-cores, a step of two threads stands still while a worker has one of them, and threads that need Python's lock get on one
-at a time beside it. So there the two take turns.
+cores, a step of two threads stands still while a worker has one of them, threads that need Python's lock get on one at
+a time beside it, and worker processes get about one CPU, since a thread of the step that waits for another one spins.
+So there the two take turns.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _GATHER_BYTES_PER_S = 4e9  # of rows in memory, measured on two slow cores
 _NEAR_READ_S = 5e-5  # of a CPU, for opening and reading a small local file: measured, 25 µs alone, 55 beside another
 _LEAST_SHARE = 0.2
 _PAUSE_S = 0.01
-_COLD_S = 1.3e-3
-"""CPU that a worker of torch's DataLoader takes more for a sample when it pauses for each, as caches are cold then.
+_COLD_S = 0.8e-3
+"""CPU that a worker process takes more for a sample when it pauses for each, as caches are cold then.
 
-Measured with a picture of 256 x 256: 2.4 ms instead of 1.0. To read and decode it takes 0.64 ms in a row, 1.05 after a
-pause of 1 ms, 1.4 after 10, 1.6 after 30 to 60."""
+Measured with a picture of 256 x 256: 1.85 ms instead of 1.0. To read and decode it alone takes 0.64 ms in a row, 1.05
+after a pause of 1 ms, 1.4 after 10, 1.6 after 30 to 60."""
 _LEAST_WARM = 0.4  # of what a sample takes after a pause
 
 
@@ -82,6 +83,8 @@ class Forecast:
         lanes = min(workers, self.cpus)
         if self.are_threads and lanes > 1:
             lanes = 1 + (lanes - 1) * (1 - held_s / alone_s)
+        elif lanes > 1:
+            lanes = min(lanes, max(1.0, self.cpus - held_s / alone_s))
         in_turns_s = held_s + self.samples * cpu_s / lanes
         return self.samples / max(alone_s, self.samples * wall_s / workers, in_turns_s if cpu_s else 0.0)
 
@@ -125,13 +128,14 @@ def forecast_of(case: Case) -> Forecast:
 
 
 def _cold_s(case: Case, cpu_s: float) -> float:
-    """Return the CPU that a sample takes a foreign worker since it pauses for each.
-
-    Threads read ahead. Worker processes of a `Loader` pause as well; what they take to hand samples over is not counted
-    in their CPU, so how much to take off is not known, and their speed is foretold too low.
-    """
+    """Return the CPU that a sample takes a worker process since it pauses for each; threads read ahead."""
     workers, speed = case.facts.workers or 0, case.samples_per_s
-    if case.facts.kind != "foreign" or not case.facts.is_far or not speed or workers / speed - cpu_s < _PAUSE_S:
+    if (
+        case.facts.kind not in ("foreign", "processes")
+        or not case.facts.is_far
+        or not speed
+        or workers / speed - cpu_s < _PAUSE_S
+    ):
         return 0.0
     return min(_COLD_S, (1 - _LEAST_WARM) * cpu_s)
 

@@ -68,7 +68,7 @@ class Made:
         batch: what `collate_fn` made of the samples.
         samples: how many.
         busy_s: seconds it took the worker.
-        cpu_s: seconds of a CPU that the worker got meanwhile.
+        cpu_s: seconds of a CPU that the worker took for it, with handing over the batch before.
         error: what went wrong: an error of this package, or of other people's code.
         wait_s: seconds that the worker had nothing to do before.
         made_at: when it was done, by `time.perf_counter()`, which all processes share.
@@ -98,19 +98,23 @@ class _Sampled(Dataset[Any]):
         self._dataset = dataset
         self._transform = sample_transform
         self._collate = collate
-        self._done_at = 0.0
+        self._done_at = self._done_cpu_s = 0.0
 
     def __getitems__(self, keys: Sequence[Key]) -> Made:
         is_alone, began = get_worker_info() is None, time.perf_counter()
+        cpu_s = time.thread_time if is_alone else time.process_time  # a worker's other thread hands batches over
+        cpu_began_s = cpu_s()
         with generators_kept() if is_alone else nullcontext():
             made = self._made(keys)
         if self._done_at and not is_alone:
             made.wait_s = began - self._done_at
-        self._done_at = made.made_at = time.perf_counter()
+            cpu_began_s = self._done_cpu_s
+        self._done_at, self._done_cpu_s = time.perf_counter(), cpu_s()
+        made.made_at, made.cpu_s = self._done_at, self._done_cpu_s - cpu_began_s
         return made
 
     def _made(self, keys: Sequence[Key]) -> Made:
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         number, next_step = -1, ""
         try:
             samples = []
@@ -134,8 +138,7 @@ class _Sampled(Dataset[Any]):
             where = f"sample {number}: " if number >= 0 else "collate_fn: "
             name = name_of(self._dataset, number) if number >= 0 else ""
             return Made(None, len(keys), 0.0, _failure(error, f"{name}, {where}" if name else where, next_step))
-        cpu_s = time.thread_time() - cpu_began
-        return Made(batch, len(keys), time.perf_counter() - began, cpu_s=cpu_s)
+        return Made(batch, len(keys), time.perf_counter() - began)
 
 
 class SampleWorkers:

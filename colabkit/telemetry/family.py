@@ -2,6 +2,7 @@
 
 The kernel adds what a child has used to its parent's totals when the child is waited for, CPU time and IO alike. So
 the sum of the process, of what it has waited for, and of the children that live goes on evenly when a child ends.
+Children in a session of their own are servers, as those of mounts, and no part of its work: what they do is taken off.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Family:
         self._children: list[Any] = []
         self._started = ""
         self._due_s = clock()
-        self._uncounted = (0.0, 0.0, 0, 0)
+        self._servers: dict[Any, Totals] = {}  # what they have done so far
+        self._uncounted: tuple[float, ...] = (0.0, 0.0, 0, 0)
 
     def totals(self) -> Totals:
         """Return the totals; what a child did before it was found, at most five seconds, is not in them."""
@@ -67,6 +69,13 @@ class Family:
                 live.append(_totals(child))
             except psutil.NoSuchProcess:
                 self._children.remove(child)
+                self._servers.pop(child, None)
+            else:
+                if (before := self._servers.get(child)) is not None:
+                    if live[-1].cpu_s is None:  # it waits to be waited for, and is then counted as before
+                        live[-1] = before
+                    self._leave_out(live[-1], before)
+                    self._servers[child] = live[-1]
 
         def sum_of(place: int) -> Any:
             mine = own[place]
@@ -92,16 +101,29 @@ class Family:
         for child in found:
             if child not in kept:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    totals, before = _totals(child), self._uncounted
-                    cpu_s = totals.cpu_s or 0.0
-                    self._uncounted = (
-                        before[0] + cpu_s,
-                        before[1] + cpu_s,
-                        before[2] + (totals.read_bytes or 0),
-                        before[3] + (totals.asked_bytes or 0),
-                    )
+                    totals = _totals(child)
+                    self._leave_out(totals)
                     kept.append(child)
+                    if _is_server(child):
+                        self._servers[child] = totals
         self._children = kept
+        self._servers = {child: totals for child, totals in self._servers.items() if child in kept}
+
+    def _leave_out(self, done: Totals, before: Totals | None = None) -> None:
+        """Take off what a child has done since `before`."""
+        cpu_s, _, *read = (
+            (now or 0) - (then or 0) for now, then in zip(done, before or Totals(0.0, 0.0, 0, 0), strict=True)
+        )
+        added = (cpu_s, cpu_s, *read)
+        self._uncounted = tuple(sum(pair) for pair in zip(self._uncounted, added, strict=True))
+
+
+def _is_server(child: Any) -> bool:
+    """Return whether a child leads or belongs to another session than this process."""
+    try:
+        return os.getsid(child.pid) != os.getsid(0)
+    except (AttributeError, OSError):  # where there are no sessions, or it has ended
+        return False
 
 
 def _totals(process: Any) -> Totals:

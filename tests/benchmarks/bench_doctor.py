@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_doctor.py [--only traces,runs] [--json out.json]
 
 A run's verdict has to be the planted one; the speed that was predicted for the mend is compared with the speed after
-it, each the median of five to nine rounds in which both runs alternate. What counts is the prediction of
+it, each the median of three to nine rounds in which both runs alternate. What counts is the prediction of
 `diagnose(loader, headspace=headspace(step, loader))`; the one by the run alone is told beside it, and how far the
 mended runs agree with themselves. A scenario takes one to three minutes, in a process of its own; those with a slow
 drive need FUSE.

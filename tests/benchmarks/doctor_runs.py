@@ -39,7 +39,7 @@ from colabkit.telemetry import sampled
 
 __all__ = ["RUNS", "Run"]
 
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 5, 9, 60.0
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 9, 55.0
 SECONDS, ALONE_S, ENOUGH = 2.5, 1.5, 80
 SIDE, CLASSES = 64, 10
 
