@@ -49,7 +49,7 @@ def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, .
 
 
 def _wrap(cell: str) -> str:
-    return "white-space:nowrap" if len(cell) <= _SHORT else "overflow-wrap:anywhere"
+    return "white-space:nowrap" if len(cell) <= _SHORT else "overflow-wrap:anywhere;min-width:11em"
 
 
 class Report(ABC):

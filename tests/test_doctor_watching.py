@@ -224,6 +224,8 @@ def test_a_batch_is_let_go_before_the_next_one_is_made() -> None:
         ((np.zeros((7, 3)), {"a": 1}), 7),
         (Pair(torch.zeros(7), torch.zeros(7)), 7),
         ({"image": torch.zeros(7, 3), "label": torch.zeros(7)}, 7),
+        ({"views": torch.zeros(14, 3), "label": torch.zeros(7)}, 7),
+        ([torch.zeros(7, 3)], 7),
         (UserDict(image=torch.zeros(7)), 7),
         ({"inputs": {"ids": torch.zeros(7, 3)}}, 7),
         ([{"ids": torch.zeros(7)}, torch.zeros(7)], 7),

@@ -30,7 +30,7 @@ WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
 def content(held: Any) -> bytes:
     """Return the bytes that something shows."""
     if isinstance(held, torch.UntypedStorage):
-        return bytes(held)
+        held = torch.empty(0, dtype=torch.uint8).set_(held)
     if isinstance(held, Tensor) and held.grad_fn is not None:
         (held.sum()).backward(retain_graph=True)
         held = held.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
@@ -154,6 +155,14 @@ def test_a_table_without_header_or_rows_is_whole():
 def test_a_table_shows_header_and_rows_in_order():
     page = assert_harmless(html_table("t", [("a", "1"), ("b", "2")], ("name", "value")))
     assert [cell for cell in page.cells if cell] == ["t", "name", "value", "a", "1", "b", "2"]
+
+
+def test_a_long_cell_breaks_anywhere_but_keeps_the_width_of_a_word():
+    short, long = "12 files", "/a/path/" * 20
+    markup = html_table("t", [("a", short, long)])
+    styles = {text: style for style, text in re.findall(r'<td style="([^"]*)">([^<]*)</td>', markup)}
+    assert "nowrap" in styles[short]
+    assert "overflow-wrap:anywhere;min-width:11em" in styles[long]
 
 
 def test_a_report_is_its_summary_in_a_terminal_and_its_rows_in_a_notebook():

@@ -212,7 +212,8 @@ def test_what_is_no_record_is_left_to_others(tmp_path):
         assert open_records(other) is None, other
 
 
-def test_a_drive_path_needs_drive():
+def test_a_drive_path_needs_drive(monkeypatch):
+    monkeypatch.setattr("colabkit.mounts.drive_mount", lambda table: None)
     with pytest.raises(NotMounted):
         open_records("drive:shards/{0..3}.tar")
 

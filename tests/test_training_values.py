@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from colabkit.training.values import Curve, Means, Recorder, samples_of
+from colabkit.training.values import Curve, Means, Recorder
 
 
 @pytest.mark.parametrize("parts", [[3_000], [1, 2_999], [999, 1, 1_000, 1_000], [1_500, 1_500]])
@@ -70,19 +70,3 @@ def test_what_is_no_number_stays_so():
 
 def test_means_of_several_processes_count_samples():
     assert Means.of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]).read() == {"a": 3.0, "b": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("batch", "samples"),
-    [
-        ((torch.ones(3, 2), torch.ones(3)), 3),
-        (torch.ones(5, 2), 5),
-        ({"X": torch.ones(4, 2), "Y": torch.ones(4)}, 4),
-        ([torch.ones(2, 2)], 2),
-        (torch.tensor(3.0), 1),
-        (7, 1),
-        ((), 0),
-    ],
-)
-def test_samples_of_a_batch_are_counted(batch, samples):
-    assert samples_of(batch) == samples

@@ -40,6 +40,8 @@ def _may_be_batch(one: Any) -> bool:
 def samples_in(batch: Any, unknown: int = 1) -> int:
     """Return how many samples a batch holds: by its last field, as labels are, whose length cannot be mistaken.
 
+    A transform that draws several views of each sample leaves the labels alone, too.
+
     Args:
         batch: as a loader gives it.
         unknown: how many are in an object that does not tell.
@@ -51,7 +53,7 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         except Exception:  # what others call so may be anything
             return 1
     if isinstance(batch, Mapping):
-        return samples_in(_fields(batch.values())[0]) if batch else 0
+        return samples_in((*batch.values(),))
     if not isinstance(batch, tuple | list):
         return unknown
     if not batch:

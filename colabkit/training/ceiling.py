@@ -26,7 +26,6 @@ from colabkit.training.arguments import check_step, state_of
 from colabkit.training.durations import duration_s
 from colabkit.training.processes import Processes
 from colabkit.training.saving import Stateful, plain
-from colabkit.training.values import samples_of
 
 __all__ = ["HeadspaceReport", "headspace"]
 
@@ -113,12 +112,11 @@ def headspace(
         loading_s = time.perf_counter() - began
         if not cached:
             raise InvalidOption(cannot(act, "a loader without batches", "one", "Give it samples"))
-        sizes = [max(1, _samples_in(batch, loader)) for batch in cached]
+        size = getattr(loader, "batch_size", None)
+        sizes = [max(1, samples_in(batch, size if isinstance(size, int) else 1)) for batch in cached]
         endless = cycle(zip(cached, sizes, strict=True))
-        for _ in range(_WARM_UP - 1):
-            step(next(endless)[0])
+        usual_s = [_timed(step, next(endless)[0], _used_gpus(loader)) for _ in range(_WARM_UP)][-1]
         gpus = _used_gpus(loader)
-        usual_s = _timed(step, next(endless)[0], gpus)
         # Several processes exchange gradients, so they have to take equally many steps.
         steps = processes.from_first(max(2, round(duration / max(usual_s, 1e-6))))
         taken = [(_timed(step, batch, gpus), size) for batch, size in islice(endless, steps)]
@@ -154,13 +152,6 @@ def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.clone()
-
-
-def _samples_in(batch: Any, loader: Iterable[Any]) -> int:
-    if isinstance(loader, Loader):
-        return samples_of(batch)
-    unknown = getattr(loader, "batch_size", None)
-    return samples_in(batch, unknown if isinstance(unknown, int) else 1)
 
 
 def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:

@@ -19,6 +19,7 @@ from colabkit import meters
 from colabkit.checkpoint import random_state
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.loader import Loader
+from colabkit.loader.foreign import samples_in
 from colabkit.mounts import user_path
 from colabkit.telemetry import Sampler, sampled
 from colabkit.training.arguments import check_step, state_of, validate_of, validation_steps
@@ -30,7 +31,7 @@ from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainRepo
 from colabkit.training.saving import Saving, Schedule, Stateful
 from colabkit.training.steps import SupervisedStep
 from colabkit.training.stops import RESERVE_S, StopNow, Stops
-from colabkit.training.values import Curve, Means, Recorder, Values, samples_of, values_of
+from colabkit.training.values import Curve, Means, Recorder, Values, values_of
 
 __all__ = ["train"]
 
@@ -313,7 +314,7 @@ class _Run:
                     found = self._step(batch)
                     counts.clock.worked(time.perf_counter() - began)  # type: ignore[union-attr]
                     values = cast(Values, found) if self._is_usual else values_of(found)
-                    self._after_step(begun, values, samples_of(batch))
+                    self._after_step(begun, values, samples_in(batch, self._loader.batch_size))
                     del batch, found
                     self._step_s = time.perf_counter() - began
                     begun.is_validation_due |= self._judge.is_due(self._steps)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colabkit.errors import InvalidOption, cannot, kind_of
 
-__all__ = ["Curve", "Means", "Recorder", "Values", "is_number", "numbers_of", "samples_of", "values_of"]
+__all__ = ["Curve", "Means", "Recorder", "Values", "is_number", "numbers_of", "values_of"]
 
 Values: TypeAlias = Mapping[str, object]
 
@@ -63,15 +63,6 @@ def is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
     return hasattr(value, "__float__") and not getattr(value, "shape", ())
-
-
-def samples_of(batch: Any) -> int:
-    """Return how many samples a batch has: by its last field, which a model that draws several views leaves alone."""
-    if isinstance(batch, Mapping):
-        batch = next(reversed(list(batch.values())), ())
-    elif isinstance(batch, list | tuple) and batch:
-        batch = batch[-1]
-    return len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
 
 
 class Means:

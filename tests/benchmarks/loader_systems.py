@@ -87,17 +87,23 @@ def write(system: str, source: str, target: str) -> dict[str, float]:
 
 
 def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
-    """CPU of all threads but the consumer's, which takes batches at `PACE` and sleeps between."""
+    """CPU of all threads but the consumer's, which takes batches at `PACE` and sleeps between, after such an epoch."""
     loader = colabkit_pack(source)(int(batch_size))
-    one_epoch(loader)
-    taken = 0
+    at_pace(loader)
     cpu_s, own_s, started = time.process_time(), time.thread_time(), time.perf_counter()
-    for _, labels in chain(loader, loader):
-        taken += len(labels)
-        time.sleep(max(0.0, started + taken / PACE - time.perf_counter()))
+    taken = at_pace(chain(loader, loader))
     seconds = time.perf_counter() - started
     own_s, cpu_s = time.thread_time() - own_s, time.process_time() - cpu_s
     return {"samples": taken, "seconds": seconds, "cpu_share": (cpu_s - own_s) / seconds, "own_share": own_s / seconds}
+
+
+def at_pace(batches: Iterable[Any]) -> int:
+    """Take batches at `PACE` and return how many samples they held."""
+    taken, started = 0, time.perf_counter()
+    for _, labels in batches:
+        taken += len(labels)
+        time.sleep(max(0.0, started + taken / PACE - time.perf_counter()))
+    return taken
 
 
 def order(_: str, __: str, batch_size: str) -> dict[str, float]:
