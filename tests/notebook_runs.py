@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ __all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "with_parameters"]
 
 TESTS = Path(__file__).parent
 CELL_DEADLINE_S = 120
+STARTING = threading.Lock()
+"""Held while a kernel starts, which is found by an environment variable of the process."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,13 @@ def _started(
         "OMP_NUM_THREADS": "1",  # threads that wait for each other take long where other processes are busy
         **environ,
     }
-    with kernel_at(folder, command, search, own) as name:
-        client = NotebookClient(
-            nbformat.v4.new_notebook(),
-            timeout=CELL_DEADLINE_S,
-            kernel_name=name,
-            resources={"metadata": {"path": str(work)}},
-        )
-        with client.setup_kernel():
-            yield Kernel(client)
+    with ExitStack() as running:
+        with STARTING, kernel_at(folder, command, search, own) as name:
+            client = NotebookClient(
+                nbformat.v4.new_notebook(),
+                timeout=CELL_DEADLINE_S,
+                kernel_name=name,
+                resources={"metadata": {"path": str(work)}},
+            )
+            running.enter_context(client.setup_kernel())
+        yield Kernel(client)

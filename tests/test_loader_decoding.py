@@ -213,6 +213,14 @@ def test_images_of_several_sizes_without_a_size_are_one_clear_error(tmp_path):
         list(Loader(data, 2))
 
 
+@pytest.mark.parametrize("fill", [0.5, 300])
+@pytest.mark.parametrize("encoding", ["raw", "source"])
+def test_a_border_that_is_no_byte_is_refused_before_training(sized, encoding, fill):
+    crop = RandomCrop(8, padding=4, fill=fill)
+    with pytest.raises(InvalidOption, match=rf"fill={fill} and uint8 images, a whole number from 0 to 255"):
+        list(Loader(sized[encoding], 2, transform=crop))
+
+
 @pytest.mark.parametrize("option", [{"size": 8}, {"on_bad": "skip"}])
 def test_options_of_decoding_are_refused_where_nothing_is_decoded(sized, option):
     with pytest.raises(InvalidOption, match=r"(size|on_bad)=.* for (images|samples) that .*Leave (size|on_bad)= out"):

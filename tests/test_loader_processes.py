@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -30,7 +31,7 @@ from torchvision import transforms as v1
 from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import v2
 
-from colabkit.augment import Compose, Normalize, PerSample
+from colabkit.augment import Compose, Normalize, PerSample, RandomHorizontalFlip
 from colabkit.dataset import FileDataset, open_pack
 from colabkit.errors import BadImage, InvalidOption, LoaderFailed
 from colabkit.loader import Loader
@@ -297,6 +298,28 @@ def test_an_error_that_cannot_leave_its_process_is_told_all_the_same(kind):
     assert 'raise error or ValueError("code 5", threading.Lock())' in caught.value.__cause__.__notes__[0]
 
 
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("make", [lambda samples: (x for x in samples), lambda samples: [threading.Lock()]])
+def test_a_batch_that_cannot_leave_its_process_is_one_error_and_no_hang(make, persistent_workers):
+    loader = Loader(Squares(12), 3, num_workers=1, persistent_workers=persistent_workers, collate_fn=make)
+    with pytest.raises(LoaderFailed, match=r"a worker process cannot hand over: TypeError: cannot pickle .*num_wor"):
+        list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_collate_fn_may_leave_samples_out_but_not_beside_transforms_that_draw_for_each(num_workers):
+    def without_the_second(samples: list[Any]) -> Any:
+        return default_collate([samples[0], *samples[2:]])
+
+    images = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
+    options: dict[str, Any] = {"collate_fn": without_the_second, "num_workers": num_workers}
+    assert [len(batch) for batch in Loader(images, 4, **options)] == [3, 3]
+    halved = [len(batch) for batch in Loader(images, 4, transform=lambda batch: batch // 2, **options)]
+    assert halved == [3, 3]
+    with pytest.raises(LoaderFailed, match="Cannot transform a batch: a batch of 3 that collate_fn made of 4 samples"):
+        list(Loader(images, 4, transform=RandomHorizontalFlip(), **options))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("transform", [v1.ToTensor(), v1.Compose([v1.ToTensor()]), PerSample(v1.ToTensor())])
 def test_the_older_to_tensor_on_tensors_is_an_error_that_says_what_to_use(transform, num_workers):
@@ -385,12 +408,14 @@ def test_a_worker_that_leaves_by_itself_is_one_error_too():
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_an_error_of_a_sampler_is_one_error_of_the_loader(num_workers):
     class Fails(list):
+        kind: type[Exception]
+
         def __iter__(self) -> Iterator[int]:
             yield from (0, 1)
-            raise ValueError("planned")
+            raise self.kind("planned")
 
-    for dataset in (Squares(), torch.arange(23)):
-        with pytest.raises(LoaderFailed, match="ValueError: planned"):
+    for dataset, Fails.kind in itertools.product((Squares(), torch.arange(23)), (ValueError, RuntimeError)):
+        with pytest.raises(LoaderFailed, match=f"Cannot make a batch: {Fails.kind.__name__}: planned, a data set"):
             list(Loader(dataset, 2, sampler=Fails(range(4)), num_workers=num_workers))
     with pytest.raises(InvalidOption, match="numbers of samples from 0 to 22"):
         list(Loader(Squares(), 2, sampler=[0, 23], num_workers=num_workers))

@@ -386,6 +386,9 @@ def test_the_shuffle_of_a_state_is_taken_over_by_a_loader_without_a_sampler():
         ([torch.tensor([0.5])], torch.tensor(0.5)),
         ([1 << 70], 1 << 70),
         ([[[0]]], [0]),
+        ([True, False], True),
+        (torch.tensor([False, True]), torch.tensor(False)),
+        (np.array([[1], [0]], bool), np.True_),
     ],
     ids=repr,
 )
@@ -411,6 +414,17 @@ def test_empty_lists_of_a_batch_sampler_are_passed_over():
 def test_a_sampler_that_cannot_be_meant_is_refused_at_once(sampler, needed):
     with pytest.raises(InvalidOption, match=f"Cannot make a Loader: sampler=.*{needed}"):
         loader(sampler)
+
+
+@pytest.mark.parametrize("sampler", [[], (), np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64)])
+def test_a_sampler_of_nothing_is_refused(sampler):
+    with pytest.raises(InvalidOption, match="Cannot make a Loader: an empty sampler, at least one sample"):
+        loader(sampler)
+
+
+def test_a_sampler_of_batches_beside_drop_last_is_refused():
+    with pytest.raises(InvalidOption, match="drop_last=True beside a sampler of batches, one of the two"):
+        loader([[0, 1], [2]], drop_last=True)
 
 
 def test_a_sampler_beside_shuffle_is_refused():

@@ -342,6 +342,23 @@ def test_close_ends_threads_that_wait_for_room_for_work_or_for_good(start, threa
     assert loader_threads() == []
 
 
+def test_one_of_the_threads_may_close_all_without_waiting_for_itself(start):
+    """As the garbage collector does in any thread, when it ends a pass that was left."""
+    running: list[Workers] = []
+    is_made, is_closed = threading.Event(), threading.Event()
+
+    def at(now: str, sample: int) -> None:
+        assert is_made.wait(DEADLINE_S)
+        running[0].close()
+        is_closed.set()
+
+    running.append(start(portions(5), FakeMaker(at), threads=2))
+    is_made.set()
+    assert is_closed.wait(DEADLINE_S)
+    running[0].close()
+    assert loader_threads() == []
+
+
 @pytest.mark.parametrize("step", ["begin", "fill"])
 def test_work_that_stops_because_nobody_wants_it_ends_quietly(start, step):
     entered, is_closing = threading.Event(), threading.Event()

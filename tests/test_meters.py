@@ -136,6 +136,26 @@ def test_a_part_tells_its_usual_worst_call_and_the_cpu_it_got():
     assert (part.calls, part.p95_s, part.cpu_s, part.wait_s) == (99, 0.95, 25.0, 3.0)
 
 
+def test_a_pass_that_ends_while_another_is_counted_is_counted_too():
+    """As the garbage collector ends one that was left, in the thread that counts and in the midst of it."""
+    counts, left = LoaderMeters(), HostClock()
+    left.stepped(0.0, 1.0, 3.0, 1)
+
+    class Ending(HostClock):
+        def settled(self):
+            counts.settle(left)
+            counts.add("transfer", 1, 1, 0.5)
+            return super().settled()
+
+    clock = Ending()
+    clock.stepped(0.0, 2.0, 3.0, 1)
+    counting = threading.Thread(target=counts.settle, args=(clock,), daemon=True)
+    counting.start()
+    counting.join(20.0)
+    assert not counting.is_alive()
+    assert (counts.steps, counts.wait_s, counts.compute_s) == (2, 3.0, 3.0)
+
+
 def test_shares_are_right_and_defined_where_nothing_happened():
     taken = MetersSnapshot(batches=4, samples=40, wait_s=1.0, compute_s=2.0, other_s=0.5, copy_s=0.5, ready=3)
     assert (taken.wait_share, taken.occupancy_rate, taken.seconds) == (0.25, 0.75, 4.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,29 +32,54 @@ def stack(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def twice(name: str, stack: str, folder: Path) -> Iterator[Twice]:
-    """Run a notebook twice in a kernel of its own."""
-    if stack == "newest":
-        notebook, started = with_parameters(name), kernel(folder, sys.executable)
-    else:
-        notebook, started = with_parameters(name, **SMALLER[name]), colab_kernel(folder)
-    with started as one:
-        yield one.run(notebook), one.run(notebook)
+class Runs:
+    """Runs a notebook with both stacks at once, each twice in a kernel of its own.
+
+    Args:
+        folder: for all that they write.
+        pool: with a thread for each stack.
+    """
+
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
+        self._folder = folder
+        self._pool = pool
+        self._begun: dict[str, dict[str, Future[Twice]]] = {}
+
+    def of(self, name: str, stack: str) -> Twice:
+        """Return both runs of a notebook with a stack."""
+        if name not in self._begun:
+            self._begun[name] = {each: self._pool.submit(self._twice, name, each) for each in KINDS}
+        return self._begun[name][stack].result()
+
+    def _twice(self, name: str, stack: str) -> Twice:
+        folder = self._folder / f"{name}-{stack}"
+        if stack == "newest":
+            notebook, started = with_parameters(name), kernel(folder, sys.executable)
+        else:
+            notebook, started = with_parameters(name, **SMALLER[name]), colab_kernel(folder)
+        with started as one:
+            return one.run(notebook), one.run(notebook)
 
 
 @pytest.fixture(scope="module")
-def template(stack: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
-    yield from twice("colabkit_template", stack, tmp_path_factory.mktemp("template"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with ThreadPoolExecutor(len(KINDS)) as pool:
+        yield Runs(tmp_path_factory.mktemp("runs"), pool)
 
 
-@pytest.fixture(scope="module")
-def slow(stack: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
-    yield from twice("why_is_my_training_slow", stack, tmp_path_factory.mktemp("slow"))
+@pytest.fixture
+def template(runs: Runs, stack: str) -> Twice:
+    return runs.of("colabkit_template", stack)
 
 
-@pytest.fixture(scope="module")
-def loop(stack: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
-    yield from twice("bring_your_own_loop", stack, tmp_path_factory.mktemp("loop"))
+@pytest.fixture
+def slow(runs: Runs, stack: str) -> Twice:
+    return runs.of("why_is_my_training_slow", stack)
+
+
+@pytest.fixture
+def loop(runs: Runs, stack: str) -> Twice:
+    return runs.of("bring_your_own_loop", stack)
 
 
 def number(pattern: str, text: str) -> float:

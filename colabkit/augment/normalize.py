@@ -44,9 +44,9 @@ class Normalize(Transform):
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
         # (x - mean) / std is one multiplication and one addition, also of x / 255.
-        self._scale = torch.tensor([1 / s for s in std]).view(1, -1, 1, 1)
-        self._scale_of_bytes = torch.tensor([1 / (255 * s) for s in std]).view(1, -1, 1, 1)
-        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
+        self._scale = _by_channel([1 / s for s in std])
+        self._scale_of_bytes = _by_channel([1 / (255 * s) for s in std])
+        self._shift = _by_channel([-m / s for m, s in zip(mean, std, strict=True)])
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
         """Return the normalised images, on the device they are on, and the labels untouched.
@@ -69,3 +69,7 @@ class Normalize(Transform):
 
     def __repr__(self) -> str:
         return f"Normalize(mean={self.mean}, std={self.std}, dtype={self.dtype})"
+
+
+def _by_channel(values: list[float]) -> Tensor:
+    return torch.tensor(values, device="cpu").view(1, -1, 1, 1)

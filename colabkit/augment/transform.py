@@ -11,7 +11,7 @@ from torch import Tensor
 from colabkit.augment.draws import Draws
 from colabkit.errors import InvalidOption, cannot, kind_of
 
-__all__ = ["Transform", "check_images"]
+__all__ = ["Transform", "check_fill", "check_images"]
 
 
 class Transform:
@@ -44,7 +44,7 @@ class Transform:
             draws: the random numbers of the B samples; without them, new ones from torch's global generator.
         """
         if draws is None:
-            seed = int(torch.randint(torch.iinfo(torch.int64).max, ()))
+            seed = int(torch.randint(torch.iinfo(torch.int64).max, (), device="cpu"))
             draws = Draws(seed, 0, np.arange(len(images), dtype=np.int64))
         images, labels_out = self.apply(images, labels, draws)
         return images if labels is None else (images, labels_out)
@@ -69,6 +69,12 @@ def check_images(act: str, images: Tensor, fill: float = 0) -> None:
         found = f"{images.dtype} {list(images.shape)}" if is_tensor else kind_of(images)
         needed = "a uint8 or floating tensor [B, C, H, W]"
         raise InvalidOption(cannot(act, found, needed, "Give a batch of images"))
-    if images.dtype == torch.uint8 and not (0 <= fill <= 255 and fill == int(fill)):
+    if images.dtype == torch.uint8:
+        check_fill(act, fill)
+
+
+def check_fill(act: str, fill: float) -> None:
+    """Raise `InvalidOption` unless `uint8` images can hold a value."""
+    if not (0 <= fill <= 255 and fill == int(fill)):
         found = f"fill={fill} and uint8 images"
         raise InvalidOption(cannot(act, found, "a whole number from 0 to 255", "Normalize before, or use fill=0"))

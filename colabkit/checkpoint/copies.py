@@ -149,10 +149,10 @@ class Copies:
     def _made(self, size: int, is_for_gpu: bool) -> Tensor:
         if is_for_gpu and self._pins:
             try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError:  # where pages stay unlocked the copy is slower, and right
                 self._pins = False
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 class _Rebuilt:

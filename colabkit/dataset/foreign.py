@@ -269,7 +269,8 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
             classes = sorted({text for some in texts.values() for text in some})
             number = {name: place for place, name in enumerate(classes)}
             labels = {
-                split: torch.tensor([number[text] for text in some], dtype=torch.int64) for split, some in texts.items()
+                split: torch.tensor([number[text] for text in some], dtype=torch.int64, device="cpu")
+                for split, some in texts.items()
             }
             return labels, "class", classes
         if kinds <= set("biu") and not rank:

@@ -170,7 +170,7 @@ class RaggedColumn:
         assert isinstance(stored, bytes)
         match self.content:
             case "image" if not stored:
-                return torch.zeros((self.channels, *self.blank), dtype=torch.uint8)
+                return torch.zeros((self.channels, *self.blank), dtype=torch.uint8, device="cpu")
             case "image":
                 pixels = decode_image(stored, self.channels)
                 return image_of(pixels)
@@ -179,7 +179,7 @@ class RaggedColumn:
             case "bytes":
                 return stored
             case _:
-                return torch.frombuffer(bytearray(stored), dtype=torch.uint8) if stored else torch.empty(0).byte()
+                return torch.from_numpy(np.frombuffer(bytearray(stored), np.uint8))
 
     def many(self, rows: Numbers) -> Batch:
         """Return the values one by one."""

@@ -19,13 +19,14 @@ from colabkit.errors import BadImage, cannot, check_whole_number, kind_of
 from colabkit.loader.building import Asked, built_by_sample, built_of_feed
 from colabkit.loader.decoding import BadSamples, OnBad
 from colabkit.loader.facts import facts_of
-from colabkit.loader.failing import failing_in, name_of, place_in
+from colabkit.loader.failing import check_collated, failing_in, name_of, place_in
 from colabkit.loader.feeds import as_samples, feed_of, fingerprint_of, wrapped
 from colabkit.loader.options import (
     check_beside,
     check_callable,
     check_choice,
     check_counts,
+    check_drop_last,
     check_skipping,
     check_transform,
     order_of,
@@ -64,17 +65,18 @@ class Loader:
       files of a pack are.
     - Under `torch.distributed` every process gets its share of each global batch; every sample comes once in an epoch,
       and all processes get equally many batches. A sampler of the user's own says itself which samples are whose.
-    - A map-style data set, a `collate_fn`, a transform of torchvision and `augment.PerSample` run in worker processes.
-      On the CPU the transforms of `colabkit.augment`, `PerBatch` among them, run in worker threads. Other callables on
-      a batch run where the batch is handed over, with the global generators seeded by its position, so that what they
-      draw comes again after a resume. On a GPU all run there, in the caller's stream.
+    - A map-style data set, a `collate_fn`, a transform of torchvision and `augment.PerSample` run in worker processes,
+      and so does a subclass with a `__getitem__` of its own, whatever it inherits from. On the CPU the transforms of
+      `colabkit.augment`, `PerBatch` among them, run in worker threads. Other callables on a batch run where the batch
+      is handed over, with the global generators seeded by its position, so that what they draw comes again after a
+      resume. On a GPU all run there, in the caller's stream.
 
     Args:
         dataset: what to load.
         batch_size: samples of a batch, of each process.
         shuffle: mix the samples anew in every epoch; `"block"` mixes over a window of blocks, for packs beyond RAM.
         seed: of the orders and of the transforms.
-        drop_last: leave out a last batch that is not full.
+        drop_last: leave out a last batch that is not full; a sampler that gives batches says itself which there are.
         device: where batches go; None leaves them on the CPU.
         transform: applied to the images of each batch: of `colabkit.augment`, of torchvision, or any callable. Several
             are one by `Compose([...])`: of `colabkit.augment` for batches, of torchvision for single samples.
@@ -83,7 +85,8 @@ class Loader:
             seed of their generator, on `seed` and the epoch; so does what others draw from the global generators until
             they give their first, equally in all processes. One that draws later resumes if it has a generator of its
             own and seeds it in `set_epoch`, which is called on those that have it.
-        collate_fn: makes a batch of a list of samples, as of `DataLoader`.
+        collate_fn: makes a batch of a list of samples, as of `DataLoader`. It may leave samples out, but not beside a
+            transform of `colabkit.augment`, which draws for each.
         fields: names of the fields that batches have, in this order; None for all. Packs and files call their samples
             `X` and their labels `Y`, arrays of a tuple are `0`, `1` and so on. What is transformed is the one that
             comes first in the data set.
@@ -185,6 +188,7 @@ class Loader:
             self._built = built_of_feed(act, asked, self._feed, self.dataset, share.world_size)
         order = order_of(act, shuffle, seed, self._count, sampler, self._built.row_bytes)
         self._gives_batches = not isinstance(order, Order) and gives_batches(order)
+        check_drop_last(act, drop_last, self._gives_batches)
         self._position = Position(order, seed, fingerprint_of(act, whole))
         self._check_counts(act, share)
         self.meters.facts = facts_of(self._built, self.dataset, self._count, transform and _name_of(transform))
@@ -349,6 +353,7 @@ class Loader:
         else:
             values, whole = fields_of(taken.values)
             label_place = 1 if len(values) > 1 else None
+            check_collated(self._built.stages.at_last, values[0], len(taken.positions))
         if len(taken.positions):
             draws = Draws(seed, epoch, taken.positions)
             with failing_in(lambda: self._place(order, draws)):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from colabkit.augment import PerBatch, Transform, is_per_sample, steps_of
+from colabkit.augment.transform import check_fill
 from colabkit.environment import near_folder, usable_cpus
 from colabkit.errors import InvalidOption, cannot
 from colabkit.loader.decoding import BadSamples, row_shape_of
@@ -168,6 +169,8 @@ def built_of_feed(act: str, asked: Asked, feed: Feed, dataset: Any, processes: i
         by_sample = by_sample or row_shape is None
     resized = row_shape is not None or (isinstance(samples, RowGather) and samples.are_images_of_bytes)
     stages = stages_of(asked.transform, on_device=on_device, by_sample=by_sample, resized=resized)
+    if stages.geometry is not None:  # which cuts bytes, one sample after the other
+        check_fill(act, stages.geometry.fill)
     row_bytes = samples.row_bytes if isinstance(samples, RowGather) else None
     if row_shape is not None:
         row_bytes = prod(row_shape)

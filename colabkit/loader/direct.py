@@ -50,7 +50,7 @@ class DirectRows:
         self._row_bytes = sum(column.row_bytes for column in rows)
         largest = max((column.row_bytes for column in rows), default=1)
         self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, largest)))
-        samples = self._batches_at_once * (batch_size + 1)
+        samples = min(self._batches_at_once * (batch_size + 1), max(1, feed.count))  # a sampler may ask for more
         self._slots = {
             place: _Slots(column, samples)
             for place, column in enumerate(self._columns)
@@ -65,7 +65,7 @@ class DirectRows:
         numbers, gather_s = torch.from_numpy(portion.numbers), 0.0
         began = clock()
         small = {
-            place: column.gather(numbers, torch.empty(len(numbers) * column.row_bytes, dtype=torch.uint8))
+            place: column.gather(numbers, torch.empty(len(numbers) * column.row_bytes, dtype=torch.uint8, device="cpu"))
             .split_with_sizes(portion.sizes)
             for place, column in enumerate(self._columns)
             if isinstance(column, RowGather) and place not in self._slots

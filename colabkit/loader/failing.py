@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from colabkit._units import format_count
+from colabkit._units import format_count, format_things
+from colabkit.augment import Transform
 from colabkit.dataset import FileDataset, PackedDataset
 from colabkit.errors import ColabkitError, LoaderFailed, cannot
 
-__all__ = ["failed", "failing_in", "name_of", "place_in"]
+__all__ = ["check_collated", "failed", "failing_in", "name_of", "place_in"]
 
 _SHOWN = 3
 
@@ -44,6 +46,20 @@ def failing_in(place: Callable[[], str]) -> Iterator[None]:
         raise
     except Exception as error:
         raise failed(error, where=place()) from error
+
+
+def check_collated(transform: object, images: Any, samples: int) -> None:
+    """Raise `LoaderFailed` for a batch that other people's `collate_fn` left samples out of.
+
+    Args:
+        transform: to be applied; ours draw random numbers for each sample.
+        images: the first field of the batch.
+        samples: how many `collate_fn` was given.
+    """
+    if isinstance(transform, Transform) and isinstance(images, Tensor) and images.ndim and len(images) != samples:
+        found = f"a batch of {len(images)} that collate_fn made of {format_things(samples, 'sample')}"
+        next_step = "Leave samples out by sampler= or a Subset, or transform them in collate_fn"
+        raise LoaderFailed(cannot("transform a batch", found, "one for each sample", next_step))
 
 
 def place_in(epoch: int, numbers: Sequence[int], name: Callable[[int], str] | None) -> str:

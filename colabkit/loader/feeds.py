@@ -116,7 +116,7 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
         InvalidOption: if fields are named that are not there, or arrays do not fit together.
     """
     name_of = None
-    if isinstance(dataset, PackedDataset | FileDataset):
+    if _gives_samples_of(dataset, PackedDataset, FileDataset):
         name_of, columns = dataset.name_of, _stored(dataset)
         structure: Structure = "tuple" if len(columns) > 1 else "alone"
         about, count = repr(dataset), len(dataset)
@@ -135,7 +135,7 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
         structure = "tuple" if len(columns) > 1 else "alone"
         labels = labels if labels in columns else None
     order = None if fields is None or list(columns) == list(fields) else tuple(fields)
-    is_on_disk = isinstance(dataset, PackedDataset)
+    is_on_disk = name_of is not None and isinstance(dataset, PackedDataset)
     return Feed(columns, "dict" if as_dict else structure, labels, count, about, is_on_disk, order, name_of)
 
 
@@ -179,9 +179,9 @@ def wrapped(act: str, dataset: Any) -> Any:
     if isinstance(dataset, Pack):
         next_step = f"Pass pack[{next(iter(dataset), 'train')!r}]"
         raise InvalidOption(cannot(act, "a whole pack", "one of its splits", next_step))
-    if isinstance(dataset, torch.utils.data.Subset):
+    if _gives_samples_of(dataset, torch.utils.data.Subset):
         whole = wrapped(act, dataset.dataset)
-        if isinstance(whole, PackedDataset | FileDataset):
+        if _gives_samples_of(whole, PackedDataset, FileDataset):
             return whole.subset(dataset.indices)
     return dataset
 
@@ -205,6 +205,16 @@ def as_samples(act: str, dataset: Any) -> Any:
     arrays, structure = found
     _length(act, arrays)
     return StackDataset(**arrays) if structure == "dict" else StackDataset(*arrays.values())
+
+
+def _gives_samples_of(dataset: Any, *kinds: type[Any]) -> bool:
+    """Return whether a data set is of one of some kinds and gives samples as that does: a subclass may change them."""
+    asked = ("__getitem__", "__getitems__")
+    return any(
+        isinstance(dataset, kind)
+        and all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in asked)
+        for kind in kinds
+    )
 
 
 def _stored(dataset: PackedDataset | FileDataset) -> dict[str, Column]:
@@ -247,7 +257,7 @@ def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> d
 
 def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
     """Return arrays by name, and how batches hold them; None if it is something else."""
-    if isinstance(dataset, torch.utils.data.TensorDataset):
+    if _gives_samples_of(dataset, torch.utils.data.TensorDataset):
         return {str(number): tensor for number, tensor in enumerate(dataset.tensors)}, "tuple"
     if isinstance(dataset, Tensor | np.ndarray):
         return {"0": dataset}, "alone"
@@ -298,7 +308,7 @@ def _rows(act: str, name: str, value: Any) -> tuple[tuple[Tensor, ...], None, bo
     if value.device.type != "cpu":
         found = f"a tensor {name!r} on {value.device}"
         raise InvalidOption(cannot(act, found, "one on the CPU", "Pass it so, with device= and keep='gpu'"))
-    value = value.detach()
+    value = value.detach().resolve_conj().resolve_neg()
     if value.ndim == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
         return (value.permute(0, 2, 3, 1),), None, True
     return (value.contiguous(),), None, False

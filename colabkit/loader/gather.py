@@ -51,7 +51,7 @@ class RowGather:
         self._wide_maps = [rows.view(self._wide) for rows in as_bytes]
         if self.row_bytes == self._wide.itemsize:  # of one number: a vector is gathered three times as fast
             self._wide_maps = [rows.view(-1) for rows in self._wide_maps]
-        self._stops = torch.tensor([len(rows) for rows in maps]).cumsum(0)
+        self._stops = torch.tensor([len(rows) for rows in maps], device="cpu").cumsum(0)
 
     @property
     def count(self) -> int:
@@ -94,7 +94,7 @@ class RowGather:
     def shaped_array(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
         """Return rows of bytes as `shaped` does; None if NumPy does not know their type."""
         try:
-            typed = rows.view(torch.empty(0, dtype=self.dtype).numpy().dtype)
+            typed = rows.view(torch.empty(0, dtype=self.dtype, device="cpu").numpy().dtype)
         except TypeError:
             return None
         shaped = typed.reshape(len(rows), *self.shape)
@@ -110,8 +110,8 @@ class RowGather:
         rows = torch.empty((count, *self.shape), dtype=self.dtype, device=device)
         step = max(1, step_bytes // max(1, self.row_bytes))
         for start in range(0, count, step):
-            some = torch.arange(start, min(start + step, count))
-            memory = torch.empty(len(some) * self.row_bytes, dtype=torch.uint8)
+            some = torch.arange(start, min(start + step, count), device="cpu")
+            memory = torch.empty(len(some) * self.row_bytes, dtype=torch.uint8, device="cpu")
             gathered = self.gather(some, memory)
             rows[start : start + len(some)] = gathered.movedim(1, -1) if self.are_images else gathered
         return RowGather((rows,), None, self.are_images)

@@ -20,6 +20,7 @@ __all__ = [
     "check_callable",
     "check_choice",
     "check_counts",
+    "check_drop_last",
     "check_skipping",
     "check_transform",
     "check_without_processes",
@@ -134,6 +135,13 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
     raise InvalidOption(cannot(act, format_things(len(order), "sample"), needed, next_step))
 
 
+def check_drop_last(act: str, drop_last: bool, gives_batches: bool) -> None:
+    """Raise `InvalidOption` for a last batch that shall be left out, of a sampler that gives whole batches."""
+    if drop_last and gives_batches:
+        next_step = "Leave drop_last out: the sampler says which batches there are"
+        raise InvalidOption(cannot(act, "drop_last=True beside a sampler of batches", "one of the two", next_step))
+
+
 def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:
     """Return the order of epochs that is asked for.
 
@@ -158,6 +166,8 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
         if isinstance(sampler, Order) and sampler.n != n:
             found = f"an order of {sampler.n} samples"
             raise InvalidOption(cannot(act, found, f"one of the data set's {n}", "Make it for this data set"))
+        if not isinstance(sampler, Order) and not len(sampler):
+            raise InvalidOption(cannot(act, "an empty sampler", "at least one sample", "Check the sampler"))
         return sampler
     if shuffle == "block":
         block = max(1, min(_MOST_BLOCK, _BLOCK_BYTES // max(1, row_bytes or _BLOCK_BYTES // 64)))

@@ -128,7 +128,7 @@ class Populating:
                 return
             self._is_over.set()
             thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)
 
     def _run(self, madvise: Callable[[int, int, int], int], is_over: threading.Event) -> None:

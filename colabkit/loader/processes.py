@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from colabkit.augment import Draws
 from colabkit.errors import ColabkitError
-from colabkit.loader.failing import name_of
+from colabkit.loader.failing import failed, name_of
 from colabkit.loader.portions import Numbers, Portion
 from colabkit.loader.seeding import generators_kept, seed_generators, seeds_of
 from colabkit.loader.slots import warn_unpinned
@@ -72,6 +73,9 @@ class Made:
         error: what went wrong: an error of this package, or of other people's code.
         wait_s: seconds that the worker had nothing to do before.
         made_at: when it was done, by `time.perf_counter()`, which all processes share.
+
+    One that goes to another process is pickled in a thread of the queue between them, where an error would be lost with
+    the batch, which would be waited for without end: so the batch is pickled apart, and its error goes in its place.
     """
 
     batch: Any
@@ -81,6 +85,20 @@ class Made:
     cpu_s: float = 0.0
     wait_s: float = 0.0
     made_at: float = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "batch": None}
+        try:
+            state["batch"] = bytes(ForkingPickler.dumps(self.batch))
+        except Exception as error:
+            next_step = "Return tensors, arrays and plain values from dataset[i] and collate_fn, or use num_workers=0"
+            state["error"] = _failure(error, "a batch that a worker process cannot hand over: ", next_step)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.batch is not None:
+            self.batch = pickle.loads(self.batch)  # noqa: S301 - of our own process
 
     def pin_memory(self) -> Made:
         """Put the batch in page-locked memory; `DataLoader` asks for it."""
@@ -204,8 +222,10 @@ class SampleWorkers:
                 self._idle[os.getpid()] = pool
             else:
                 pool.close()
-        if plan.error is not None:
+        if isinstance(plan.error, ColabkitError):
             raise plan.error
+        if plan.error is not None:
+            raise failed(plan.error) from plan.error
 
     def _kept_pool(self) -> _Pool | None:
         """Return the processes of an epoch before, if there are some that live and that no other iteration uses."""
@@ -237,7 +257,8 @@ class _Pool:
     def begin(self, plan: _Plan) -> Iterator[Made]:
         """Return the batches of a plan; what is left of the one before it is dropped."""
         self._plans.now = plan
-        self._ready = iter(self._loader)
+        with torch.device("cpu"):  # where its generator is, whatever the default device
+            self._ready = iter(self._loader)
         return self._ready
 
     @property

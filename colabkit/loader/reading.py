@@ -93,7 +93,8 @@ class ReadingAhead:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._thread.join(2 * _TICK_S + 2.0)
+        if threading.current_thread() is not self._thread:  # where the garbage collector ends a pass that was left
+            self._thread.join(2 * _TICK_S + 2.0)
 
     def _run(self) -> None:
         try:

@@ -190,7 +190,7 @@ def _portion(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> P
     sizes = tuple(map(len, batches))
     reached = np.cumsum([stop - sum(sizes), *sizes])[1:]
     try:
-        numbers = np.fromiter(map(operator.index, itertools.chain.from_iterable(batches)), np.int64, sum(sizes))
+        numbers = np.fromiter(map(_number, itertools.chain.from_iterable(batches)), np.int64, sum(sizes))
         is_good = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
     except (TypeError, OverflowError):
         is_good = False
@@ -206,9 +206,16 @@ def _portion(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> P
 
 def _is_sample(number: Any, n: int) -> bool:
     try:
-        return 0 <= operator.index(number) < n
+        return 0 <= _number(number) < n
     except TypeError:
         return False
+
+
+def _number(given: Any) -> int:
+    """Return a whole number; a mask's True is none."""
+    if isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool:
+        raise TypeError
+    return operator.index(given)
 
 
 def _no_sample(found: Any, needed: str) -> InvalidOption:

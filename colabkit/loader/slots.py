@@ -66,7 +66,7 @@ class RecycledFields:
     def lend(self, sizes: Sequence[int]) -> tuple[list[Tensor], None]:
         """Return so many bytes for each field; small ones are not worth keeping."""
         lent = [
-            torch.empty(size, dtype=torch.uint8) if slots is None else slots.lend(size)
+            torch.empty(size, dtype=torch.uint8, device="cpu") if slots is None else slots.lend(size)
             for slots, size in zip(self._slots, sizes, strict=True)
         ]
         return lent, None
@@ -170,8 +170,8 @@ class PinnedSlots:
         if self._pins:
             try:
                 with torch.cuda.device(self._device):
-                    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pins = False
                 warn_unpinned(error)
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -113,7 +113,7 @@ class InThreads:
         self._counts = counts
         self._populating = populating
         self._on_disk = on_disk
-        samples = depth.group_batches * (batch_size + 1)
+        samples = min(depth.group_batches * (batch_size + 1), max(1, feed.count))  # a sampler may ask for more
         sizes = [samples * row_bytes for row_bytes in row_bytes_of(feed, stages, self._decoding(None))]
         self._pinned = PinnedSlots(sum(map(aligned, sizes)), device) if device.type == "cuda" else None
         keep = depth.groups + 2

@@ -69,8 +69,8 @@ class DeviceTransfer:
         copied = torch.cuda.Event(blocking=True)  # waiting for it must not spin one of few cores
         for batch, samples in batches:
             current = torch.cuda.current_stream(self._device)
+            tensors = tensors_in(batch)  # first: a copy of somebody's mapping may share its values with it
             on_device = mapped(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
-            tensors = tensors_in(batch)
             started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):

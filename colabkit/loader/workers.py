@@ -186,10 +186,16 @@ class Workers:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the threads and wait for them, though not for ever on one that hangs; may be called twice."""
+        """Stop the threads and wait for them, though not for ever on one that hangs; may be called twice.
+
+        One of the threads that finds itself here does not wait: the garbage collector, which ends a pass that was left,
+        runs in any thread, and holding any lock.
+        """
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+        if threading.current_thread() in self._threads:
+            return
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -210,22 +216,26 @@ class Workers:
     def _next(self) -> tuple[Group, int, int] | None:
         """Return a piece to make, opening the next group where none is left; None when all is done."""
         while True:
+            waited_s = 0.0
             with self._changed:
-                while True:
-                    if self._is_over:
-                        return None
-                    if self._pieces:
-                        return self._pieces.popleft()
-                    if self._is_exhausted:
-                        return None
-                    if self._room and not self._is_opening:
-                        break
+                while not (self._is_over or self._pieces or self._is_exhausted or self._may_open):
                     since = time.perf_counter()
                     self._changed.wait()
-                    self._on_wait(time.perf_counter() - since)
-                self._room -= 1
-                self._is_opening = True
+                    waited_s += time.perf_counter() - since
+                is_over = self._is_over or (self._is_exhausted and not self._pieces)
+                piece = self._pieces.popleft() if self._pieces and not is_over else None
+                if piece is None and not is_over:
+                    self._room -= 1
+                    self._is_opening = True
+            if waited_s:
+                self._on_wait(waited_s)  # which takes a lock of its own
+            if piece is not None or is_over:
+                return piece
             self._open()
+
+    @property
+    def _may_open(self) -> bool:
+        return self._room > 0 and not self._is_opening
 
     def _open(self) -> None:
         portion = _NONE

@@ -186,7 +186,9 @@ class LoaderMeters:
     _recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
     _parts: dict[str, _Part] = field(default_factory=dict, repr=False)
     _first_pass: MetersSnapshot | None = field(default=None, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    # Both are taken again by the same thread where the garbage collector ends a pass that was left: within a call.
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _settling: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @contextmanager
     def busy(self, part: str, samples: int, handled_bytes: int) -> Iterator[None]:
@@ -207,10 +209,8 @@ class LoaderMeters:
         cpu_s: float = 0.0,
     ) -> None:
         """Count work of `part` that was timed elsewhere."""
+        meter = self._parts.get(part) or self._parts.setdefault(part, _Part())
         with self._lock:
-            meter = self._parts.get(part)
-            if meter is None:
-                meter = self._parts[part] = _Part()
             meter.busy_s += busy_s
             meter.wait_s += wait_s
             meter.cpu_s += cpu_s
@@ -236,7 +236,7 @@ class LoaderMeters:
 
     def settle(self, clock: Clock) -> None:
         """Count the steps that a clock has timed since it was asked before."""
-        with self._lock:
+        with self._settling:
             newest = clock.settled()
             if newest:  # a stream may have come by long before it was asked
                 self.timed_s = max(self.timed_s, time.monotonic() - (time.perf_counter() - clock.left_s))

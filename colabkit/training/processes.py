@@ -81,7 +81,7 @@ class Processes:
             return wishes
         if step < self._next_agreement and not at_once:
             return [0] * len(wishes)
-        told = torch.tensor([*wishes, int(step_s * 1e6)], dtype=torch.int64)
+        told = torch.tensor([*wishes, int(step_s * 1e6)], dtype=torch.int64, device="cpu")
         distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._group)
         *agreed, step_us = told.tolist()
         most = max(1, min(_AGREE_STEPS, int(_AGREE_EVERY_S * 1e6 / max(1, step_us))))
