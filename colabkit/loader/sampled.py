@@ -22,6 +22,7 @@ from colabkit.sampler.randoms import key_of
 
 __all__ = ["SampledPlan", "gives_batches", "seed_of"]
 
+_MAYBE_MASKS = {bool, np.bool_, torch.Tensor}
 _STORED = (Sequence, np.ndarray, torch.Tensor)  # hold what they give, so it can be counted
 _OF_SAMPLERS = 1  # a stream of draws that no transform has
 _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -189,16 +190,15 @@ def _nested(sampler: Any) -> Iterator[Any]:
 def _portion(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> Portion:
     sizes = tuple(map(len, batches))
     reached = np.cumsum([stop - sum(sizes), *sizes])[1:]
+    given = [*itertools.chain.from_iterable(batches)]
     try:
-        numbers = np.fromiter(map(_number, itertools.chain.from_iterable(batches)), np.int64, sum(sizes))
-        is_good = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
+        numbers = np.fromiter(map(operator.index, given), np.int64, len(given))
+        is_good = not given or 0 <= numbers.min() <= numbers.max() < n
     except (TypeError, OverflowError):
         is_good = False
-    if not is_good:
+    if not is_good or (_MAYBE_MASKS.intersection(map(type, given)) and any(map(_is_of_mask, given))):
         needed = f"numbers of samples from 0 to {n - 1}"
-        raise next(
-            _no_sample(some, needed) for some in itertools.chain.from_iterable(batches) if not _is_sample(some, n)
-        )
+        raise next(_no_sample(some, needed) for some in given if not _is_sample(some, n))
     # As if the processes had taken samples in turn, as those of torch's DistributedSampler do.
     positions = np.arange(stop - len(numbers), stop) * share.world_size + share.rank
     return Portion(numbers, positions, sizes, tuple(reached.tolist()))
@@ -206,16 +206,14 @@ def _portion(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> P
 
 def _is_sample(number: Any, n: int) -> bool:
     try:
-        return 0 <= _number(number) < n
+        return not _is_of_mask(number) and 0 <= operator.index(number) < n
     except TypeError:
         return False
 
 
-def _number(given: Any) -> int:
-    """Return a whole number; a mask's True is none."""
-    if isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool:
-        raise TypeError
-    return operator.index(given)
+def _is_of_mask(number: Any) -> bool:
+    """Return whether it is a truth value, which Python takes for 0 or 1."""
+    return isinstance(number, bool) or getattr(number, "dtype", None) in (torch.bool, np.bool_)
 
 
 def _no_sample(found: Any, needed: str) -> InvalidOption:
