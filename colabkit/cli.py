@@ -1,8 +1,9 @@
 """The command `colabkit`: the verbs of the magics in a terminal.
 
 Exit status 0 when done; 1 after an error of colabkit or of the user's own file, and where the report is not good: a
-damaged pack, a training that was stopped, a loader that `doctor` finds too slow; 2 for arguments that the command does
-not take; 130 after Ctrl-C. Errors are on standard error: one line, below the user's own lines where those failed.
+damaged pack, a training that was stopped, a loader that `doctor` finds too slow, or where nobody reads it; 2 for
+arguments that the command does not take; 130 after Ctrl-C. Errors are on standard error: one line, below the user's own
+lines where those failed.
 """
 
 from __future__ import annotations
@@ -72,8 +73,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
         return _failed(f"your file failed: {type(error).__name__}: {printable(error)}")
     tell_in(report, verb, _PREFIX)
-    print(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
-    return 0 if report.is_good else 1
+    is_read = _printed(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
+    return 0 if report.is_good and is_read else 1
+
+
+def _printed(text: str) -> bool:
+    """Print a report in what the terminal can show, and return whether anybody reads it, as `head` may no longer."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _told(error: BaseException, verb: Verb) -> str:

@@ -23,7 +23,7 @@ def images(channels: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-6), (torch.float32, 2e-6), (torch.float16, 4e-3), (torch.bfloat16, 4e-2)],
+    [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)],
 )
 def test_every_byte_value_is_normalised(dtype, tolerance):
     batch = images()
@@ -31,7 +31,20 @@ def test_every_byte_value_is_normalised(dtype, tolerance):
     mean, std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (MEAN, STD))
     assert got.dtype == dtype
     assert got.shape == batch.shape
-    assert torch.allclose(got.double(), (batch.double() / 255 - mean) / std, atol=tolerance, rtol=tolerance)
+    assert torch.allclose(got.double(), (batch.double() / 255 - mean) / std, atol=min(tolerance, 2e-6), rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.uint8, torch.float32, torch.float16])
+def test_a_narrow_result_is_that_of_float32_rounded_once(dtype, given):
+    batch = images() if given == torch.uint8 else (images().double() / 255).to(given)
+    assert torch.equal(Normalize(MEAN, STD, dtype)(batch), Normalize(MEAN, STD)(batch).to(dtype))
+
+
+@pytest.mark.parametrize(("channels", "values"), [(3, 2), (1, 3), (4, 3)])
+def test_images_of_another_number_of_channels_are_refused(channels, values):
+    with pytest.raises(InvalidOption, match=rf"Cannot normalize: images of {channels} channels, .* means, {values}\."):
+        Normalize([0.5] * values, [0.5] * values)(images(channels))
 
 
 def test_the_default_brings_bytes_to_minus_one_to_one():
@@ -86,14 +99,25 @@ def test_calls_do_not_change_the_transform():
 
 @pytest.mark.parametrize(
     ("mean", "std"),
-    [((0.5,), (0.5, 0.5)), ((), ()), ((0.5,), (0.0,)), ((0.5,), (-1.0,)), ((0.5,), (float("nan"),))],
+    [
+        ((0.5,), (0.5, 0.5)),
+        ((), ()),
+        ((0.5,), (0.0,)),
+        ((0.5,), (-1.0,)),
+        ((0.5,), (float("nan"),)),
+        ((float("inf"),), (0.5,)),
+        (("a",), (0.5,)),
+        ((0.5,), (None,)),
+        ((True,), (0.5,)),
+        ("ab", "cd"),
+    ],
 )
 def test_values_that_cannot_be_meant_are_refused(mean, std):
     with pytest.raises(InvalidOption, match="Cannot normalize: mean="):
         Normalize(mean, std)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, "float32", None, float])
 def test_a_dtype_that_cannot_hold_the_result_is_refused(dtype):
     with pytest.raises(InvalidOption, match="floating dtype"):
         Normalize(dtype=dtype)

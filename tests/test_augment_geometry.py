@@ -201,6 +201,24 @@ def test_the_way_of_other_devices_gives_the_same_resized_boxes_within_1(channels
     assert differences.float().mean() < 0.5
 
 
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_images_of_float64_are_resized_in_float64(mirrored):
+    batch = images(2).double() / 255
+    boxes = Boxes(*np.tile(np.array([[2], [3], [19], [17]]), 2), np.array([mirrored, mirrored]))
+    expected = interpolate(batch[:, :, 2:21, 3:20], (8, 11), mode="bilinear", antialias=True)
+    got = resize_batch(batch, boxes, (8, 11))
+    assert got.dtype == torch.float64
+    assert torch.allclose(got, expected.flip(3) if mirrored else expected, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("transform", [*ALL, RandomCrop(200, padding=100)])
+def test_a_batch_of_no_images_stays_one(transform, dtype):
+    batch = torch.zeros(0, 3, 23, 31, dtype=dtype)
+    assert transform(batch).shape == (0, 3, *(transform.size or (23, 31)))
+    assert transform(batch).dtype == dtype
+
+
 def test_the_way_of_other_devices_gives_the_same_plain_boxes():
     batch = images(30)
     for transform in ALL[1:]:

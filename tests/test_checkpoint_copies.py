@@ -183,7 +183,7 @@ class Colour(IntEnum):
     RED = 1
 
 
-@pytest.mark.parametrize("value", [object(), np.float64(1), np.zeros(3), Colour.RED, Path("x"), lambda: 0])
+@pytest.mark.parametrize("value", [object(), np.datetime64("2020"), np.zeros(3), Colour.RED, Path("x"), lambda: 0])
 def test_what_cannot_be_loaded_safely_is_refused_at_once(tmp_path, value):
     with Checkpoints(tmp_path / "run") as kept:
         with pytest.raises(InvalidOption, match=r"Cannot save .+: an object of the type [\w.<>]+, .+\. .+\.") as caught:
@@ -227,3 +227,18 @@ def test_tensors_of_a_gpu_come_back_and_later_changes_do_not_reach_the_file(tmp_
     assert content["weight"].stride() == expected.stride()
     assert torch.equal(content["weight"], expected)
     assert content["tied"].untyped_storage().data_ptr() == content["weight"].untyped_storage().data_ptr()
+
+
+def test_numbers_of_numpy_come_back_as_numbers(tmp_path):
+    given = {"rate": np.float64(0.1), "half": np.float32(0.5), "count": np.int64(3), "is_on": np.bool_(True)}
+    found = through_file(tmp_path, {"numbers": [given]})["numbers"][0]
+    assert found == {"rate": 0.1, "half": 0.5, "count": 3, "is_on": True}
+    assert [type(one) for one in found.values()] == [float, float, int, bool]
+
+
+def test_tensors_over_one_memory_of_numpy_come_back_each_in_its_length(tmp_path):
+    memory = np.arange(10.0)
+    for first, second in ((memory, memory[:5]), (memory[:5], memory)):
+        given = {"one": torch.from_numpy(first), "other": torch.from_numpy(second)}
+        found = through_file(tmp_path / str(len(first)), given)
+        assert all(torch.equal(found[name], tensor) for name, tensor in given.items())

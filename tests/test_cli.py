@@ -221,6 +221,26 @@ def test_a_wrong_reference_is_one_line(reference: str, capsys: pytest.CaptureFix
     assert reference.partition(":")[0] in line
 
 
+def test_a_name_that_the_terminal_cannot_show_is_shown_as_escapes(tmp_path: Path) -> None:
+    folder = tmp_path / "vögel"
+    command = [sys.executable, "-m", "colabkit", "stage", "samples:digits", "--to", str(folder), "--no-progress"]
+    environment = {**_environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"v\xf6gel" in done.stdout
+
+
+def test_a_report_that_nobody_reads_is_exit_status_1_and_no_more() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "colabkit", "runtime"]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, env=_environment())
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_the_command_is_installed() -> None:
     script = Path(sys.executable).with_name("colabkit")
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)

@@ -121,7 +121,9 @@ def test_slices_and_arrays_of_any_kind_give_the_samples_of_their_integers(
         assert len(batch[1]) == len(numbers)
 
 
-@pytest.mark.parametrize("index", [1.5, "x", None, [0.5], [[1]], np.zeros((2, 2), int), [True, False], np.array(0.0)])
+@pytest.mark.parametrize(
+    "index", [1.5, "x", None, [0.5], [[1]], np.zeros((2, 2), int), [True, False], np.array(0.0), [1, [2, 3]]]
+)
 def test_what_is_no_index_is_an_invalid_option(everything, index):
     with pytest.raises(InvalidOption, match="integers, 10 bools or a slice"):
         everything[index]

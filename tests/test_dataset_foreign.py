@@ -413,3 +413,22 @@ def test_reports_tell_that_there_is_no_seal(tmp_path):
     assert "images 6x5x3, 4 classes" in repr(pack)
     with pytest.raises(NotSealed):
         read_pack(pack.path)
+
+
+@pytest.mark.parametrize(
+    "labels", [np.full(30, np.inf), np.full(30, 1e300), np.full((30, 2), np.nan), np.full(30, 2**63, np.uint64)]
+)
+def test_labels_that_no_label_can_hold_are_refused(tmp_path, labels):
+    with pytest.raises(
+        BadSource, match=r"a label .*, numbers that (float32|int64) holds\. Name another data set by y="
+    ):
+        open_pack(write(tmp_path / "p.h5", labels=labels))
+
+
+def test_a_split_without_labels_is_not_left_out_without_a_word(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        for name, values in (("X_train", IMAGES), ("y_train", LABELS), ("X_test", IMAGES)):
+            file.create_dataset(name, data=values)
+    with pytest.raises(BadSource, match=r"'X_test' without labels, .*Name what to open, as in x="):
+        open_pack(tmp_path / "p.h5")
+    assert [*open_pack(tmp_path / "p.h5", x={"train": "X_train"}, y={"train": "y_train"})] == ["train"]

@@ -266,6 +266,12 @@ def test_a_time_that_never_ends_is_one_line_of_error(seconds: float) -> None:
         diagnose(DataLoader(Slow(8), 4), seconds=seconds)
 
 
+@pytest.mark.parametrize("seconds", ["1", None, True])
+def test_a_time_that_is_no_number_is_one_line_of_error(seconds: Any) -> None:
+    with pytest.raises(errors.InvalidOption, match=rf"^Cannot diagnose the loader: seconds={seconds!r}, a number of s"):
+        diagnose(DataLoader(Slow(8), 4), seconds=seconds)
+
+
 @pytest.mark.parametrize("rubbish", RUBBISH)
 def test_rubbish_is_one_line_of_error(rubbish: Any) -> None:
     with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose: '\w+' is no loader, a TrainReport, or what .*"):

@@ -55,11 +55,18 @@ def test_bools_are_two_classes_even_if_one_occurs():
     assert (found.kind, found.classes, found.values.tolist()) == ("class", ("False", "True"), [1, 1])
 
 
-@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1))
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1))
 def test_floats_are_targets_also_where_all_are_whole(cells):
     found = labelled(cells)
     assert (found.kind, found.classes, found.values.dtype) == ("regression", (), np.float32)
     assert found.values.tolist() == cells
+
+
+@pytest.mark.parametrize("beyond", [math.inf, -math.inf, 1e39, 10**400], ids=str)
+def test_targets_that_float32_cannot_hold_are_refused_with_their_sample(beyond):
+    for cells in ([0.5, beyond], [[0.5, 1.5], [2.5, float(beyond) if beyond != 10**400 else math.inf]]):
+        with pytest.raises(BadSource, match=r"holds .* for 'shard/00000001', what float32 can hold. Scale the targ"):
+            labelled(cells)
 
 
 @given(st.lists(st.frozensets(st.text(max_size=3), max_size=4), min_size=1).filter(any), st.sampled_from([list, set]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -102,6 +103,45 @@ def test_a_cell_takes_paths_unchanged(shell: InteractiveShell, word: str, is_dou
     ):
         shell.run_cell_magic("train", f"{in_quotes(word, is_double)} --epochs 3", "pass")
     assert function.call_args.args == (shell.user_ns.get(word, word),)
+
+
+@pytest.mark.parametrize("value", ["--dry-run", "-h", "--help", "--", "--nothing", "--to=x", "-hx", "a --b", "-1", ""])
+@pytest.mark.parametrize("word", ["{p}", "$p", "{place.name}"])
+def test_what_a_variable_stands_for_is_data_and_no_option(
+    shell: InteractiveShell, value: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["p"], shell.user_ns["place"] = value, SimpleNamespace(name=value)
+    options = call_of(shell, next(verb for verb in LINES if verb.name == "stage"), f"{word} --to {word}")
+    assert (options["source"], options["to"], options["dry_run"]) == (value, value, False)
+    assert type(options["source"]) is str
+    with (
+        mock.patch.object(colabkit, "open_pack", side_effect=ColabkitError("enough")) as function,
+        pytest.raises(ColabkitError, match="enough"),
+    ):
+        shell.run_cell_magic("train", f"{word} --epochs 3", "pass")
+    assert function.call_args.args == (value,)
+    assert "usage" not in capsys.readouterr().out
+
+
+def test_a_word_too_much_is_named_as_its_value(shell: InteractiveShell) -> None:
+    shell.user_ns["p"] = "-h"
+    with pytest.raises(InvalidOption, match="unrecognized arguments: -h, its arguments are"):
+        shell.run_line_magic("stage", "a {p}")
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_that_is_typed_is_given(shell: InteractiveShell, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(colabkit, "stage") as function:
+        shell.run_line_magic("stage", f"a {word}")
+    assert not function.called
+    assert "usage: %stage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["-hh", "-hx"])
+def test_no_line_leaves_the_kernel(shell: InteractiveShell, word: str) -> None:
+    with mock.patch.object(colabkit, "stage") as function, pytest.raises(InvalidOption, match=r"^Cannot run %stage: "):
+        shell.run_line_magic("stage", f"a {word}")
+    assert not function.called
 
 
 @given(st.lists(words, min_size=1, max_size=4), st.booleans())

@@ -15,6 +15,7 @@ from contract import AtChange, fill_disk, kills, whole_content
 from PIL import Image
 
 from colabkit import _files
+from colabkit.dataset import open_pack
 from colabkit.errors import (
     BadImage,
     BadSource,
@@ -451,3 +452,12 @@ def test_what_is_no_source_is_one_line(tmp_path, source):
 def test_a_seed_without_splits_changes_nothing(image_tree, tmp_path):
     pack(image_tree, tmp_path / "p.h5", seed=1, progress=False)
     assert pack(image_tree, tmp_path / "p.h5", seed=2, progress=False).reused
+
+
+def test_paths_that_cannot_be_asked_for_are_one_line(small_tree, tmp_path):
+    for path in (tmp_path / ("x" * 300), tmp_path / "file" / "p.h5"):
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(ColabkitError, match=r"^Cannot (open|pack) .*: .*, .*\. .*\.$"):
+            pack(small_tree, path, progress=False)
+        with pytest.raises(ColabkitError, match=r"^Cannot open .*: .*, .*\. .*\.$"):
+            open_pack(path)

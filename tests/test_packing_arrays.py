@@ -357,3 +357,14 @@ def test_options_may_be_numbers_of_numpy(tmp_path):
     options = {"quality": np.int64(80), "seed": np.int64(3), "splits": {"train": 0.5, "test": 0.5}}
     packed({"X": IMAGES}, tmp_path / "p.h5", **options)
     assert pack({"X": IMAGES}, tmp_path / "p.h5", progress=False, **{**options, "quality": 80, "seed": 3}).reused
+
+
+def test_text_and_bytes_are_told_apart(tmp_path):
+    def source(words: list[Any]) -> dict[str, Any]:
+        return {"X": np.eye(2), "words": np.array(words, object)}
+
+    pack(source(["a", "b"]), tmp_path / "p.h5", progress=False)
+    with pytest.raises(TargetExists):
+        pack(source([b"a", b"b"]), tmp_path / "p.h5", progress=False)
+    with pytest.raises(InvalidOption, match="'words' of text in one split and of bytes in another, one of the two"):
+        pack({"train": source(["a", "b"]), "test": source([b"a", b"b"])}, tmp_path / "q.h5", progress=False)

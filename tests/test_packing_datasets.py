@@ -342,3 +342,20 @@ def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
 def test_labels_that_a_pack_would_change_are_refused(tmp_path, label):
     with pytest.raises(BadSource):
         packed(Samples([(np.zeros(3), label)]), tmp_path / "p.h5")
+
+
+def test_a_data_set_may_fill_the_same_memory_for_each_sample(tmp_path):
+    class Again(Samples):
+        def __init__(self, memory: Any) -> None:
+            super().__init__([])
+            self._count, self._memory = 6, memory
+
+        def __getitem__(self, index: int) -> Any:
+            self._memory[...] = index
+            return self._memory, index
+
+    for number, memory in enumerate(
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), np.zeros((4, 4, 3), np.uint8), torch.zeros(5), np.zeros(5))
+    ):
+        data = packed(Again(memory), tmp_path / f"{number}.h5")["train"]
+        assert [int(x.flatten()[-1]) for x, _ in data] == data.labels.tolist() == [*range(6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +144,55 @@ def test_a_field_may_have_any_name(tmp_path, tree, name):
     path = packed(tree, tmp_path / "p.h5", fields={name: lambda path: path})
     assert stored(path, field=name)[0] == b"ants/000.jpg"
     assert leftovers(tmp_path) == []
+
+
+def test_tables_of_files_in_other_folders_are_not_taken_for_each_other(tmp_path):
+    """Their names, sizes and times are equal, as those of raw images often are."""
+    for number, folder in enumerate(("one", "two")):
+        (tmp_path / folder / "a").mkdir(parents=True)
+        np.save(tmp_path / folder / "a" / "0.npy", np.full((2, 2), number))
+        os.utime(tmp_path / folder / "a" / "0.npy", (1, 1))
+    for make in (lambda path: [path], lambda path: pd.DataFrame({"path": [path]})):
+        target = tmp_path / "p.h5"
+        pack(make(str(tmp_path / "one" / "a" / "0.npy")), target, labels=None, progress=False)
+        assert pack(make(str(tmp_path / "one" / "a" / "0.npy")), target, labels=None, progress=False).reused
+        with pytest.raises(TargetExists):
+            pack(make(str(tmp_path / "two" / "a" / "0.npy")), target, labels=None, progress=False)
+        target.unlink()
+
+
+def test_text_in_bytes_that_are_no_utf8_comes_back_as_it_was(tmp_path, tree):
+    files = files_of(tree)
+    (tmp_path / "table.csv").write_bytes(
+        b"path,caption\n" + b"\n".join(os.fsencode(file) + b",caf\xe9 %d" % n for n, file in enumerate(files))
+    )
+    pack(tmp_path / "table.csv", tmp_path / "p.h5", fields=["caption"], labels=None, progress=False)
+    data = open_pack(tmp_path / "p.h5")["train"]
+    assert [os.fsencode(caption) for *_, caption in data] == [b"caf\xe9 %d" % n for n in range(len(files))]
+    assert data[:2][-1] == [data[0][-1], data[1][-1]]
+
+
+def test_a_function_may_fill_the_same_array_for_each_sample(tmp_path, tree):
+    again = np.zeros(2, np.int64)
+
+    def filled(path: str) -> np.ndarray:
+        again[:] = len(path), int(Path(path).stem)
+        return again
+
+    pack(tree, tmp_path / "p.h5", fields={"made": filled}, progress=False)
+    found = open_pack(tmp_path / "p.h5")["train"]
+    assert [made[1].item() for *_, made in found] == [int(file.stem) for file in files_of(tree)]
+
+
+@pytest.mark.parametrize("value", [np.longdouble(1), [[1], [2, 3]]], ids=["longdouble", "uneven"])
+def test_a_function_that_makes_what_a_pack_cannot_hold_is_refused(tmp_path, tree, value):
+    with pytest.raises(InvalidOption, match=r"the function of the field 'made' returned .*Convert it in the function"):
+        pack(tree, tmp_path / "p.h5", fields={"made": lambda path: value}, progress=False)
+    first = files_of(tree)[0].name
+    with pytest.raises((BadSource, InvalidOption), match="Cannot pack the field 'made' of"):
+        pack(
+            tree,
+            tmp_path / "p.h5",
+            fields={"made": lambda path: [[1, 2], [3, 4]] if path.endswith(first) else [[1], [2, 3]]},
+            progress=False,
+        )

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -86,3 +87,41 @@ def test_another_process_finds_the_same_digest():
         children.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
     told = [child.communicate(timeout=120)[0].split() for child in children]
     assert told == [[function_digest(by_helper), function_digest(by_sets)]] * 2
+
+
+def defaulting(inner: Callable[[str], int]) -> Callable[[str], int]:
+    def call(path: str, inner: Callable[[str], int] = inner) -> int:
+        return inner(path)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda inner: partial(with_default, number=inner),
+        lambda inner: partial(with_default, inner),
+        defaulting,
+        lambda inner: constant([inner]),
+        lambda inner: constant({"f": (inner,)}),
+    ],
+    ids=["keyword", "argument", "default", "list", "dict"],
+)
+def test_a_function_that_another_one_holds_counts_with_what_it_does(held):
+    """As in a notebook, where a function that is changed keeps its name."""
+    made: dict[int, Callable[[str], int]] = {}
+    for number in (1, 2):
+        scope: dict[str, Any] = {"__name__": __name__}
+        exec(f"def parse(path):\n    return {number}", scope)
+        made[number] = scope["parse"]
+        globals()["parse"] = made[number]  # so that pickle finds it by its name
+        made[number] = held(made[number])
+        made[number + 10] = function_digest(made[number])
+    del globals()["parse"]
+    assert made[11] != made[12]
+
+
+def test_a_container_that_holds_itself_has_a_digest():
+    table: list[Any] = [len]
+    table.append(table)
+    assert function_digest(lambda path: table) == function_digest(lambda path: table) != ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -227,6 +228,52 @@ def test_a_training_within_a_training_leaves_the_outer_ones_panel_open(
     assert not is_any_open()
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_training_within_a_training_leaves_the_outer_one_on_the_panel(
+    loader: colabkit.Loader, is_failing: bool
+) -> None:
+    screen, within = Frames(), colabkit.Loader(loader.dataset, 8)
+
+    def step(batch: object) -> float:
+        with contextlib.suppress(ZeroDivisionError):
+            train(lambda inner: 1 / (not is_failing), within, epochs=3)
+        return 0.25
+
+    with Dashboard(screen, machine=machine):
+        train(step, loader, epochs=2)
+        assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
+        assert "Loss        0.25" in screen.frames[-1][1]
+        train(lambda batch: 0.125, loader, epochs=1)
+    assert "epoch 1/1 · step 6/6" in screen.frames[-1][1]
+    assert "Loss        0.125" in screen.frames[-1][1]
+    assert not [text for _, text, _ in screen.frames if "stopped by" in text or "/3 " in text]
+
+
+def test_a_training_that_is_interrupted_as_it_starts_is_not_taken_to_go_on(loader: colabkit.Loader) -> None:
+    class Interrupted(Frames):
+        def paint(self, html: str, text: str, final: bool) -> None:
+            super().paint(html, text, final)
+            if len(self.frames) == 1:
+                raise KeyboardInterrupt
+
+    screen = Interrupted()
+    with Dashboard(screen, machine=machine):
+        with pytest.raises(KeyboardInterrupt):
+            train(lambda batch: 0.5, loader)
+        train(lambda batch: 0.125, loader, epochs=2)
+    assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
+
+
+def test_an_entered_panel_counts_the_runs_anew(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    panel = Dashboard(screen, machine=machine)
+    with panel:
+        meters.publish(meters.RunStarted(LoaderMeters(), 1, 6, None))
+    with panel:
+        train(lambda batch: 0.5, loader, epochs=2)
+    assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
+
+
 def test_when_it_opened_itself_it_tells_what_stopped_training(
     loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +360,9 @@ def test_a_machine_that_cannot_be_watched_stops_nothing(
 def test_options_that_cannot_be_meant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for refresh_s in (0, 0.1, float("nan")):
         with pytest.raises(InvalidOption, match=f"refresh_s={refresh_s}"):
+            colabkit.dashboard(refresh_s=refresh_s)
+    for refresh_s in ("1", None, True):
+        with pytest.raises(InvalidOption, match=f"^Cannot show the panel: refresh_s={refresh_s!r}, 0.5 or more"):
             colabkit.dashboard(refresh_s=refresh_s)
     with pytest.raises(InvalidOption, match="'window'"):
         colabkit.dashboard(screen="window")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
@@ -304,3 +306,11 @@ def test_an_address_is_fetched_once_and_a_refresh_fetches_it_anew(image_tree, tm
         server.headers["ETag"] = '"v2"'
         assert samples(ready(address, refresh=True)) == 25
         assert len(server.requests) > asked
+
+
+def test_a_prepared_pack_keeps_its_report_when_it_is_copied_or_pickled(image_tree):
+    prepared = ready(image_tree)
+    for other in (copy.copy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert isinstance(other, PreparedPack)
+        assert other.report == prepared.report
+        assert samples(other) == samples(prepared)

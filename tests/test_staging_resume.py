@@ -326,3 +326,16 @@ def test_all_that_is_left_of_a_source_is_given_back_at_once(image_tree, tmp_path
     interrupted(source, 5, to=tmp_path / "near")
     assert unstage(tmp_path / "near").freed_bytes > 0
     assert leftovers(tmp_path) == []
+
+
+def test_a_file_of_others_whose_place_is_taken_does_not_stand_in_the_way_of_a_refresh(image_tree, near_storage):
+    found = copy(image_tree).path
+    (found / "mine").write_bytes(b"theirs")
+    (found / "also").mkdir()
+    (found / "also" / "mine").write_bytes(b"kept")
+    (image_tree / "mine").mkdir()
+    (image_tree / "mine" / "x.jpg").write_bytes(b"new")
+    (image_tree / "also").write_bytes(b"new, too")
+    copy(image_tree, refresh=True)
+    assert (found / "mine" / "x.jpg").read_bytes() == b"new"
+    assert (found / "also").read_bytes() == b"new, too"

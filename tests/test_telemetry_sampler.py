@@ -229,6 +229,64 @@ def test_users_in_many_threads_share_one(monkeypatch):
     assert found[0]._thread is None
 
 
+def test_a_user_that_the_garbage_collector_ends_while_another_begins_harms_nothing(monkeypatch):
+    monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
+    forgotten = [sampled()]
+    first = forgotten[0].__enter__()
+    lock = module._shared.lock
+
+    class Collecting:
+        """A lock in which the collector runs once, as soon as the thread holds it."""
+
+        def __enter__(self) -> None:
+            lock.acquire()
+            if forgotten:
+                forgotten.clear()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(module._shared, "lock", Collecting())
+    found: list[Sampler] = []
+
+    def use() -> None:
+        with sampled() as sampler:
+            until(lambda: sampler.latest is not None)
+            found.append(sampler)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert len(found) == 1, "it waits for itself"
+    assert found[0]._thread is None
+    assert first._thread is None
+    assert module._shared.users == 0
+
+
+def test_the_last_user_may_be_ended_in_the_samplers_own_thread(monkeypatch):
+    ended: list[BaseException | None] = []
+    is_used = threading.Event()
+
+    class Ending(FakeTelemetry):
+        def snapshot(self) -> HostSnapshot:
+            if not ended:
+                is_used.wait(20)
+                try:
+                    user.__exit__(None, None, None)
+                    ended.append(None)
+                except RuntimeError as error:
+                    ended.append(error)
+            return super().snapshot()
+
+    sampler = Ending().sampler(period_s=0.01)
+    monkeypatch.setattr(module, "Sampler", lambda: sampler)
+    user = sampled()
+    user.__enter__()
+    is_used.set()
+    until(lambda: bool(ended))
+    assert ended == [None]
+
+
 def in_child(work: Callable[[], bool]) -> None:
     """Assert that `work` returns true in a forked process."""
     pid = os.fork()

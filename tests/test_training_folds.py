@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -85,3 +86,17 @@ def test_folds_end_where_training_was_stopped_and_say_so(data):
     report = colabkit.k_fold(slow, data, folds=3)
     assert (len(report.folds), report.stopped, report.is_good) == (1, "deadline", False)
     assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline, the same call goes on"
+
+
+def test_a_fold_whose_number_is_not_finite_costs_no_other_fold(data):
+    values = {"nan": (1.0, math.nan, 2.0), "inf": (1.0, 2.0, math.inf), "loss": (1.0, 2.0, 3.0)}
+    report = colabkit.k_fold(lambda train, held_out, fold: {name: values[name][fold] for name in values}, data, folds=3)
+    assert len(report.folds) == 3
+    assert [math.isnan(report.spread[name]) for name in values] == [True, True, False]
+    assert (report.mean["loss"], report.spread["loss"]) == (2.0, 1.0)
+    assert "nan nan" in repr(report)
+
+
+def test_what_is_no_function_is_refused_before_the_first_fold(data):
+    with pytest.raises(InvalidOption, match="run is an int"):
+        colabkit.k_fold(3, data)

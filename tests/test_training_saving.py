@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from trainings import train
@@ -188,6 +189,12 @@ def test_a_step_with_a_state_of_its_own_is_saved_too(tmp_path, data):
     again = Counts()
     train(again, Loader(data, 4), epochs=2, save_to=tmp_path)
     assert again.count == 12
+    step, part = Counts(), Counts()
+    part.count = 40
+    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "named alike")
+    step, part = Counts(), Counts()
+    train(step, Loader(data, 4), state={"step": part}, save_to=tmp_path / "named alike")
+    assert (step.count, part.count) == (6, 40)
 
 
 def test_the_usual_step_needs_no_state(tmp_path, data):
@@ -352,6 +359,53 @@ def test_another_kind_of_object_is_refused(tmp_path, data):
     run(torch.optim.AdamW)
     with pytest.raises(InvalidOption, match="a SGD, an object of the kind that was saved, AdamW"):
         run(torch.optim.SGD)
+
+
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}])
+def test_an_optimizer_without_a_learning_rate_is_resumed(tmp_path, data, defaults):
+    class FindsItself(torch.optim.Optimizer):
+        def step(self, closure: object = None) -> None:
+            pass
+
+    def run(epochs: int) -> TrainReport:
+        optimizer = FindsItself(torch.nn.Linear(1, 1).parameters(), defaults)
+        return train(nothing, Loader(data, 4), epochs=epochs, state={"optimizer": optimizer}, save_to=tmp_path)
+
+    run(1)
+    assert (run(2).trained, run(2).not_kept) == (1, ())
+
+
+def test_a_rate_of_numpy_is_saved(tmp_path, data):
+    def run(epochs: int) -> TrainReport:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 100)))
+        step = supervised_step(model, optimizer, scheduler=scheduler)
+        return train(step, Loader(data, 4), epochs=epochs, save_to=tmp_path)
+
+    run(1)
+    assert (run(2).trained, run(2).not_kept) == (1, ())
+
+
+def test_the_best_stays_the_best_if_a_stop_follows_its_validation_at_the_end_of_an_epoch(tmp_path, data, monkeypatch):
+    now, found = [1000.0], iter([0.5, 0.9])
+
+    def validate() -> dict[str, float]:
+        now[0] += 1000
+        return {"loss": next(found)}
+
+    def run(**options: Any) -> TrainReport:
+        options = {"validate": validate, "validate_every": 6, "keep_last": 1, **options}
+        return train(nothing, Loader(data, 4), epochs=2, save_to=tmp_path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("colabkit.training.stops.time.monotonic", lambda: now[0])
+        stopped = run(deadline=900.0)
+    assert (stopped.stopped, stopped.steps, stopped.trained) == ("deadline", 6, 0)
+    report = run()
+    assert report.best_value == 0.5
+    assert report.best is not None
+    assert report.best.name.startswith("checkpoint-00000006")
 
 
 def test_a_value_that_a_step_adds_to_is_kept_as_it_was(data):

@@ -174,6 +174,19 @@ def test_a_state_goes_on_where_it_was_taken():
         made()[1].load_state_dict(saved["step"])
 
 
+def test_a_state_of_another_kind_of_scheduler_is_refused():
+    def run(kind: Any) -> SupervisedStep:
+        model = small_cnn(width=8)
+        optimizer = sgd(model)
+        return supervised_step(model, optimizer, scheduler=kind(optimizer, 9))
+
+    saved = run(torch.optim.lr_scheduler.CosineAnnealingLR).state_dict()
+    with pytest.raises(InvalidOption, match="the state is of a CosineAnnealingLR, one of a StepLR"):
+        run(torch.optim.lr_scheduler.StepLR).load_state_dict(saved)
+    del saved["scheduler_kind"]  # as in checkpoints of before
+    run(torch.optim.lr_scheduler.CosineAnnealingLR).load_state_dict(saved)
+
+
 def _stored(content: object) -> Any:
     import io
 
@@ -308,6 +321,10 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
         ({"model": 3}, "model is an int and optimizer is an SGD"),
         ({"optimizer": CNN.parameters()}, "model is a Sequential and optimizer is a generator"),
         ({"optimizer": sgd(small_cnn(width=8))}, "none of the model's parameters"),
+        (
+            {"optimizer": torch.optim.LBFGS(CNN.parameters())},
+            r"an LBFGS, whose step\(\) takes a closure.*that needs no closure",
+        ),
         ({"loss": nn.CrossEntropyLoss}, r"the class CrossEntropyLoss, .* Use loss=CrossEntropyLoss\(\)"),
         ({"loss": "mse"}, "loss is a str"),
         (

@@ -179,6 +179,21 @@ def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, numb
     assert again.resumed_from == tmp_path / "checkpoint-00000004.pt"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_told_to_end_does_so_even_if_the_training_fails(data, number):
+    def step(batch: object) -> None:
+        signal.raise_signal(number)
+        raise RuntimeError("the step fails")
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            train(step, Loader(data, 4))
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == number
+
+
 def test_signals_that_somebody_else_handles_are_left_to_them(data):
     heard: list[int] = []
     former = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
@@ -218,7 +233,21 @@ def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch
     assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
 
 
-@pytest.mark.parametrize("deadline", ["soon", "5 weeks", -3, 0, "", True, datetime(2020, 1, 1, tzinfo=UTC)])
+@pytest.mark.parametrize(
+    "deadline",
+    [
+        "soon",
+        "5 weeks",
+        -3,
+        0,
+        "",
+        True,
+        datetime(2020, 1, 1, tzinfo=UTC),
+        datetime(1, 1, 1),  # noqa: DTZ001 - of no zone, as users write it
+        pytest.param(10**400, id="400 digits"),
+        pytest.param(10**5000, id="5000 digits"),
+    ],
+)
 def test_a_deadline_that_cannot_be_meant_is_one_line(data, deadline):
     with pytest.raises(InvalidOption, match="deadline"):
         train(lambda batch: None, Loader(data, 4), deadline=deadline)

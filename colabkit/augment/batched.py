@@ -49,11 +49,11 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     """
     count, channels, height, width = images.shape
     top, left, rows, columns, mirrored = _on_device(boxes, images.device)
-    dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
+    dtype = precise = torch.float64 if images.dtype == torch.float64 else torch.float32
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
-    down = _weights(top, rows, height, size[0], torch.zeros_like(mirrored)).to(dtype)
-    across = _weights(left, columns, width, size[1], mirrored).to(dtype)
+    down = _weights(top, rows, height, size[0], torch.zeros_like(mirrored), precise).to(dtype)
+    across = _weights(left, columns, width, size[1], mirrored, precise).to(dtype)
     pixels = images.permute(0, 2, 3, 1).to(dtype).reshape(count, height, width * channels)
     narrowed = torch.bmm(down, pixels).view(count, size[0], width, channels)
     turned = narrowed.transpose(1, 2).reshape(count, width, size[0] * channels)
@@ -63,8 +63,8 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
     return result.to(images.dtype).contiguous(memory_format=torch.channels_last)
 
 
-def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored: Tensor) -> Tensor:
-    """Return what each input adds to each output along one direction, `float32 [B, outputs, inputs]`.
+def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what each input adds to each output along one direction, `[B, outputs, inputs]`.
 
     Args:
         start: first input of the box, `int64 [B, 1]`.
@@ -72,6 +72,7 @@ def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored:
         inputs: of the whole image.
         outputs: of the result.
         mirrored: 1 where the outputs go the other way, `int64 [B, 1]`.
+        dtype: of the result.
     """
     scale = (length.double() / outputs)[:, :, None]
     place = torch.arange(outputs, device=start.device)
@@ -80,7 +81,7 @@ def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored:
     at = (torch.arange(inputs, device=start.device) - start)[:, None]
     weights = (1 - (at + 0.5 - centre).abs() / scale.clamp(min=1)).clamp_(min=0)
     weights *= (at >= 0) & (at < length[:, :, None])
-    return (weights / weights.sum(2, keepdim=True)).float()
+    return (weights / weights.sum(2, keepdim=True)).to(dtype)
 
 
 def _on_device(boxes: Boxes, device: torch.device) -> tuple[Tensor, ...]:

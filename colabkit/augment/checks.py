@@ -8,12 +8,17 @@ from typing import Any
 
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 
-__all__ = ["checked_number", "checked_range", "checked_size", "shown"]
+__all__ = ["checked_number", "checked_range", "checked_size", "is_number", "shown"]
 
 
 def shown(value: Any) -> str:
     """Return the text of what was given, for a message: one line of 80 characters at most."""
     return f"{' '.join(repr(value).split()):.80}"
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number; a truth value is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def checked_size(act: str, size: Any) -> tuple[int, int]:
@@ -51,8 +56,7 @@ def checked_number(
     Raises:
         InvalidOption: if it is no such number.
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not least <= value <= most:
+    if not is_number(value) or not least <= value <= most:
         bounds = f" of {least:g} or more" if math.isfinite(least) else ""
         bounds = f" from {least:g} to {most:g}" if math.isfinite(most) else bounds
         raise InvalidOption(cannot(act, f"{name}={value!r}", f"a finite number{bounds}", f"Use {name}={example}, say"))

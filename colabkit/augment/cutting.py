@@ -74,6 +74,8 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
     """
     count, rows, columns, channels = pixels.shape
     height, width = size
+    if not count:  # which reaches beyond nothing, whatever the size
+        return np.empty((0, height, width, channels), np.uint8)
     top, left = boxes.top, boxes.left
     if boxes.reach_beyond(rows, columns):
         above, before = max(0, -int(top.min())), max(0, -int(left.min()))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from colabkit.mounts import read_file
 
 __all__ = ["Copied", "Copies", "unsafe"]
 
-_Key: TypeAlias = tuple[torch.device, int, torch.dtype]
+_Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
 
 # Values that cannot change, and that `torch.load(weights_only=True)` brings back. Others of the same family, such as an
 # IntEnum, are another type.
@@ -174,6 +175,8 @@ class _Rebuilt:
             return self._extents[id(value)].view_for(value)
         if _is_plain(value):
             return self._tensor(value)
+        if isinstance(value, np.generic) and type(number := value.item()) in _CONSTANTS:
+            return number
         if kind not in _CONTAINERS:
             return self._through_memory(value)
         if id(value) in self._made:
@@ -240,7 +243,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> _Key:
-    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype
+    storage = tensor.untyped_storage()  # of NumPy memory several may begin at one address, each of its own length
+    return tensor.device, storage.data_ptr(), storage.nbytes(), tensor.dtype
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -77,11 +77,12 @@ class Foreign:
 
 def is_foreign(path: Path) -> bool:
     """Return whether a file is HDF5 that `pack()` has never touched; a pack that lost its seal is not."""
-    if not path.is_file() or is_pack(path):
-        return False
-    with translated(f"open {str(path)!r}"), path.open("rb") as file:
-        head = file.read(_SEARCHED_BYTES)
-        start = hdf5_start(file.fileno(), os.fstat(file.fileno()).st_size)
+    with translated(f"open {str(path)!r}"):
+        if not path.is_file() or is_pack(path):
+            return False
+        with path.open("rb") as file:
+            head = file.read(_SEARCHED_BYTES)
+            start = hdf5_start(file.fileno(), os.fstat(file.fileno()).st_size)
     return start is not None and not (start == HDF5_USER_BLOCK_BYTES and META.encode() in head)
 
 
@@ -220,6 +221,7 @@ def _guessed(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]
                 if pair[0] in names and (pair[1] in names or not has_labels)
             }
             if fits:
+                _check_all_labelled(act, has_labels, names, [*pairs.values()])
                 ordered = [split for split in SPLITS if split in fits]
                 return {s: fits[s][0] for s in ordered}, {s: fits[s][1] for s in ordered} if has_labels else {}
         for whole, of_labels in _WHOLE:
@@ -228,6 +230,15 @@ def _guessed(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]
     shown = ", ".join(map(repr, names[:20])) or "none"
     found = f"no data set whose name tells that it holds samples; there are {shown}"
     raise BadSource(cannot(act, found, "the names of samples and labels", "Pass x='images', y='labels', say"))
+
+
+def _check_all_labelled(act: str, has_labels: bool, names: Collection[str], pairs: Sequence[tuple[str, str]]) -> None:
+    """Raise `BadSource` for samples of a split that have no labels while those of another have some."""
+    bare = [samples for samples, labels in pairs if samples in names and labels not in names]
+    if has_labels and bare:
+        found = f"{bare[0]!r} without labels, while those of other splits are there"
+        next_step = "Name what to open, as in x={'train': 'X_train'}, y={'train': 'y_train'}"
+        raise BadSource(cannot(act, found, "labels for all splits", next_step))
 
 
 def _content(act: str, found: list[Found]) -> tuple[str, bool]:
@@ -274,6 +285,7 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
             }
             return labels, "class", classes
         if kinds <= set("biu") and not rank:
+            _check_held(act, arrays, np.dtype(np.int64))
             labels = {split: torch.from_numpy(array.astype(np.int64)) for split, array in arrays.items()}
             least = min((int(some.min()) for some in labels.values() if len(some)), default=0)
             most = max((int(some.max()) for some in labels.values() if len(some)), default=-1)
@@ -283,11 +295,23 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
             labels = {split: torch.from_numpy(array.astype(np.uint8)) for split, array in arrays.items()}
             return labels, "multilabel", [str(value) for value in range(rank[0])]
         if kinds <= set("fiu"):
+            _check_held(act, arrays, np.dtype(np.float32))
             labels = {split: torch.from_numpy(array.astype(np.float32)) for split, array in arrays.items()}
             return labels, "regression", []
     shapes = ", ".join(f"{array.dtype} {array.shape}" for array in arrays.values())
     found, needed = f"labels {shapes}", "classes [N], several labels [N, K] or numbers"
     raise BadSource(cannot(act, found, needed, "Name another data set by y="))
+
+
+def _check_held(act: str, arrays: Mapping[str, npt.NDArray[Any]], wanted: np.dtype[Any]) -> None:
+    """Raise `BadSource` for labels that a dtype cannot hold, NaN among them."""
+    for array in arrays.values():
+        with np.errstate(over="ignore", invalid="ignore"):
+            held = array.astype(wanted)
+        beyond = held < 0 if array.dtype.kind == "u" and wanted.kind == "i" else ~np.isfinite(held)
+        if beyond.any():
+            found = f"a label {array[np.unravel_index(int(beyond.argmax()), array.shape)]}"
+            raise BadSource(cannot(act, found, f"numbers that {wanted} holds", "Name another data set by y="))
 
 
 def _text(value: object) -> str:

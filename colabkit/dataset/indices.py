@@ -26,7 +26,10 @@ def chosen_numbers(indices: Any, count: int) -> Numbers:
     """
     if isinstance(indices, slice):
         return np.arange(*indices.indices(count), dtype=np.int64)
-    found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
+    try:
+        found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
+    except ValueError:  # lists of several lengths
+        raise no_index(indices, count) from None
     if found.dtype == bool and found.shape == (count,):
         return np.flatnonzero(found)
     if found.ndim == 1 and not len(found):

@@ -103,7 +103,7 @@ def values_of(array: npt.NDArray[Any], content: str) -> Batch:
     """Return stored rows, or one row, as what the user gets: images with their channels before height and width."""
     if array.dtype.kind == "S":
         values = array.tolist()
-        return [value.decode() for value in values] if content == "text" else values
+        return [value.decode("utf-8", "surrogateescape") for value in values] if content == "text" else values
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     tensor = torch.from_numpy(array)
@@ -175,7 +175,7 @@ class RaggedColumn:
                 pixels = decode_image(stored, self.channels)
                 return image_of(pixels)
             case "text":
-                return stored.decode()
+                return stored.decode("utf-8", "surrogateescape")
             case "bytes":
                 return stored
             case _:

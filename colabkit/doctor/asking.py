@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import time
 from collections.abc import Iterable
@@ -52,8 +53,8 @@ def diagnose(
             that went through least disturbed, which are few, and not undisturbed, where loader and step share a CPU.
 
     Raises:
-        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` never end; if
-            `headspace` is something else, or no step was taken with the loader.
+        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` is no number or
+            never ends; if `headspace` is something else, or no step was taken with the loader.
         SourceMissing, BadSource: if a path is not that of a saved report.
     """
     if headspace is not None and not isinstance(headspace, HeadspaceReport):
@@ -107,8 +108,9 @@ def _host_now() -> HostSnapshot:
 
 def _by_itself(loader: Loader | Watched[Any], seconds: float) -> Diagnosis:
     """Iterate a loader, and tell how fast it is."""
-    if not math.isfinite(seconds):
-        given_s = f"seconds={seconds}"
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not is_number or not math.isfinite(seconds):
+        given_s = f"seconds={seconds!r}"
         raise InvalidOption(cannot("diagnose the loader", given_s, "a number of seconds", "Use seconds=5, say"))
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)

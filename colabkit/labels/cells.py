@@ -73,7 +73,7 @@ def meaning_of(act: str, what: str, cells: Sequence[Any], items: Sequence[Item])
             return Meaning("class", tuple(map(str, range(most + 1))), np.array(cells, np.int64))
         return as_classes(cells, sorted(set(cells)))
     if kinds in ({float}, {float, int}):  # JSON and text write 1 for 1.0
-        return Meaning("regression", (), np.array(cells, np.float32))
+        return Meaning("regression", (), _targets(act, what, cells, items))
     if kinds <= _LISTS:
         return _meaning_of_lists(act, what, cells, items, kinds <= _ORDERED)
     odd = next((row for row, cell in enumerate(cells) if type(cell) not in _PLAIN), None)
@@ -111,7 +111,7 @@ def meaning_of_several(
             raise BadSource(cannot(act, told, "numbers or bools in several columns", "Use one column, or convert it"))
         has_floats |= float in kinds
         is_binary &= float not in kinds and set(cells) <= {0, 1}
-        found.append(np.array(cells, np.uint8 if is_binary else np.float32))
+        found.append(np.array(cells, np.uint8) if is_binary else _targets(act, what, cells, items))
     if is_binary:
         return Meaning("multilabel", tuple(names), np.stack(found, axis=1))
     if has_floats:
@@ -143,7 +143,7 @@ def _meaning_of_lists(act: str, what: str, cells: Sequence[Any], items: Sequence
         if len(lengths) > 1:
             found = f"{what} holds lists of {min(lengths)} to {max(lengths)} floats"
             raise BadSource(cannot(act, found, "as many targets for each sample", _CONVERT))
-        return Meaning("regression", tuple(map(str, range(lengths.pop()))), np.array(cells, np.float32))
+        return Meaning("regression", tuple(map(str, range(lengths.pop()))), _targets(act, what, cells, items))
     if is_ordered and len(lengths) == 1 and kinds <= {bool, int} and set().union(*cells) <= {0, 1}:
         return Meaning("multilabel", tuple(map(str, range(lengths.pop()))), np.array(cells, np.uint8))
     if kinds not in ({str}, {int}):
@@ -159,6 +159,28 @@ def _meaning_of_lists(act: str, what: str, cells: Sequence[Any], items: Sequence
     values = np.zeros((len(cells), len(names)), np.uint8)
     values[np.repeat(np.arange(len(cells)), counts), held] = 1
     return Meaning("multilabel", tuple(map(str, names)), values)
+
+
+def _targets(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> npt.NDArray[Any]:
+    """Return floats, or lists of one length of them, as `float32`; refuse what that cannot hold."""
+    with np.errstate(over="ignore"):
+        try:
+            values = np.array(cells, np.float64).astype(np.float32)
+        except OverflowError:  # a whole number beyond float64
+            values = np.array([_float(cell) for cell in cells], np.float32)
+    beyond = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    if beyond.any():
+        row = int(beyond.argmax())
+        found = f"{what} holds {cells[row]!s:.60} for {items[row].path!r}"
+        raise BadSource(cannot(act, found, "what float32 can hold", "Scale the targets, or leave this sample out"))
+    return values
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _check_filled(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import colabkit
 from colabkit.errors import InvalidOption, ShownInOneLine, cannot, reword
 from colabkit.magics.panels import NOTHING_SEEN, Panels, run_beside_panel
+from colabkit.magics.parsers import line_parser
 from colabkit.magics.training import train_on_cell
 from colabkit.magics.words import split_line
 from colabkit.options import (
@@ -156,7 +157,7 @@ def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dic
     words = split_line(line, namespace)
     if any(option.kind == "subject" for option in verb.options):
         _check_is_named(verb, line, words)
-    parsed = parser_of(verb, prog).parse_args(words)
+    parsed = line_parser(verb, prog).parse_args(words)
     return arguments_of(verb, parsed, partial(look_up_in, namespace))
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import colabkit
 from colabkit.errors import InvalidOption, SourceMissing, cannot, kind_of
 from colabkit.magics.bodies import Body
+from colabkit.magics.parsers import line_parser
 from colabkit.magics.words import split_line
-from colabkit.options import CELLS, LOADING, arguments_of, given_in, look_up_in, parser_of
+from colabkit.options import CELLS, LOADING, arguments_of, given_in, look_up_in
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -202,4 +203,4 @@ def _unnamed_state(body: Body, namespace: Mapping[str, Any]) -> InvalidOption:
 
 
 def _parser() -> Any:
-    return parser_of(_VERB, "%%train")
+    return line_parser(_VERB, "%%train")

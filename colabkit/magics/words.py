@@ -14,15 +14,23 @@ from typing import Any
 
 from colabkit.errors import InvalidOption, cannot
 
-__all__ = ["begun_word", "quoted", "split_line"]
+__all__ = ["Data", "begun_word", "quoted", "split_line"]
 
 _RAW_TOKEN = re.compile(r"""(?:\\.|[^\s"'\\]|"(?:\\.|[^"\\])*"|'[^']*')+|["'\\].*""", re.DOTALL)
 _VARIABLE = re.compile(r"\{([\w.]+)\}|\$(\w+)")
 _SPECIAL = re.compile(r"""([\s"'\\])""")
 
 
+class Data(str):
+    """A word that a variable stands for, which is no option whatever it looks like."""
+
+    __slots__ = ()
+
+
 def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     """Return the words of a magic's line; quotes hold words together, bare `{name}` and `$name` are variables.
+
+    The values of variables are `Data`.
 
     Raises:
         InvalidOption: if a quote is not closed.
@@ -61,7 +69,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
     name, *attributes = (variable[1] or variable[2]).split(".") if variable else [""]
     if name and name in namespace:
         try:
-            return str(reduce(getattr, attributes, namespace[name]))
+            return Data(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
             needed = "and one that is there is needed"
             raise InvalidOption(cannot(f"use {raw!r}", str(error), needed, "Check its name")) from error

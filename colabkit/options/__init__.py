@@ -7,7 +7,7 @@ of the kind `object` is a Python object: in a notebook the name of a variable, i
 from __future__ import annotations
 
 from colabkit.options.cells import CELLS, DASHBOARD, LOADING
-from colabkit.options.parsing import VerbParser, arguments_of, given_in, look_up_in, parser_of
+from colabkit.options.parsing import RaisingParser, VerbParser, arguments_of, given_in, look_up_in, parser_of
 from colabkit.options.verb import Option, Verb
 from colabkit.options.verbs import VERBS
 from colabkit.options.wording import in_other_words, tell_in, words_of
@@ -18,6 +18,7 @@ __all__ = [
     "LOADING",
     "VERBS",
     "Option",
+    "RaisingParser",
     "Verb",
     "VerbParser",
     "arguments_of",

@@ -13,7 +13,7 @@ from colabkit._units import parse_bytes
 from colabkit.errors import InvalidOption, cannot
 from colabkit.options.verb import Verb
 
-__all__ = ["VerbParser", "arguments_of", "given_in", "look_up_in", "parser_of"]
+__all__ = ["RaisingParser", "VerbParser", "arguments_of", "given_in", "look_up_in", "parser_of"]
 
 
 _MOST_NAMED = 3  # loaders in a message
@@ -37,17 +37,18 @@ class VerbParser(argparse.ArgumentParser):
         return parsed, unknown
 
 
-class _RaisingParser(VerbParser):
+class RaisingParser(VerbParser):
     """A parser that raises instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise `InvalidOption` for what is wrong with the arguments."""
         known = [action.option_strings[0] if action.option_strings else action.dest for action in self._actions]
         needed = f"its arguments are {', '.join(known)}"
         raise InvalidOption(cannot(f"run {self.prog}", message, needed, f"See {self.prog} --help"))
 
 
 def parser_of(
-    verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser] = _RaisingParser
+    verb: Verb, prog: str, make: Callable[..., argparse.ArgumentParser] = RaisingParser
 ) -> argparse.ArgumentParser:
     """Return the parser of a verb's options; unsuited arguments raise `InvalidOption`.
 

@@ -164,9 +164,10 @@ def pack(
     elif executor is not None:
         shard_bytes = SHARD_BYTES
     final = user_path(out, f"pack into {out!r}")
-    if final.is_dir():
-        needed = "the path of a file, as in 'birds.h5'"
-        raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
+    with _files.translated(act):
+        if final.is_dir():
+            needed = "the path of a file, as in 'birds.h5'"
+            raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
     work = _Packing(
         options, final, threads, shard_bytes, executor, started, resume=resume, overwrite=overwrite, progress=progress
     )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from colabkit.errors import BadSource, InvalidOption, cannot, kind_of
 from colabkit.pack_format import SAMPLES, Field
-from colabkit.packing.makers import Made
+from colabkit.packing.makers import Made, is_stored
 from colabkit.packing.values import is_array
 from colabkit.sources import Item, Source
 
@@ -51,7 +51,7 @@ def rows_of(act: str, name: str, value: Any) -> tuple[Rows | Blobs, str]:
         raise InvalidOption(cannot(act, found, "numbers of one shape, or text", "Convert it")) from error
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _blobs_of(act, name, rows)
-    if rows.dtype.kind not in "biufc" or rows.dtype.itemsize > (16 if rows.dtype.kind == "c" else 8):
+    if not is_stored(rows.dtype):
         raise InvalidOption(cannot(act, f"{name} has the dtype {rows.dtype}", "numbers or text", "Convert it"))
     return rows, "array"
 

@@ -16,7 +16,7 @@ from colabkit.decode.fitting import Pixels, fitted
 from colabkit.errors import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of
 from colabkit.labels import Kind
 from colabkit.pack_format import LABELS, SAMPLES, Field
-from colabkit.packing.makers import Encoding, Made, Unequal, Value
+from colabkit.packing.makers import Encoding, Made, Unequal, Value, is_stored
 from colabkit.packing.values import check_field_names
 from colabkit.sources import Item, Source
 
@@ -70,7 +70,7 @@ class Pictures:
             pixels = pixels.transpose(1, 2, 0)
         if self.channels == 1 and pixels.shape[2] == 3:
             pixels = np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).convert("L"))[:, :, None]
-        pixels = np.ascontiguousarray(pixels)
+        pixels = np.array(pixels, order="C")  # a copy: a data set may fill the same memory for each sample
         return pixels if self.size is None else fitted(pixels, (pixels.shape[0], pixels.shape[1]), 1, self.size)
 
 
@@ -283,14 +283,14 @@ class DatasetSamples:
             pixels = self._pictures.pixels(value)
             return encode_jpeg(pixels, self._pictures.quality) if self._pictures.encoding == "jpeg" else pixels
         if isinstance(value, Image.Image):  # a mask, whose numbers are no colours
-            return _numbers(name, value)
+            return np.array(_numbers(name, value))
         if name == LABELS:
             return self._label_value(value)
         if isinstance(value, str):
             return value.encode("utf-8", "surrogateescape")
         if isinstance(value, bytes | bytearray):
             return bytes(value)
-        return _numbers(name, value)
+        return np.array(_numbers(name, value))  # a copy, as of pixels
 
     def _label_value(self, value: Any) -> npt.NDArray[Any]:
         if isinstance(value, str):
@@ -376,7 +376,7 @@ def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
         raise _Unfit(f"{name!r} is {_named(value)} that is no array") from error
-    if found.dtype.kind not in "biufc" or found.dtype.itemsize > (16 if found.dtype.kind == "c" else 8):
+    if not is_stored(found.dtype):
         raise _Unfit(f"{name!r} is {_named(value)}")
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import pickle
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 __all__ = ["function_digest"]
+
+_PLAIN = {str, bytes, bool, int, float, complex, type(None)}
 
 
 def function_digest(function: Callable[..., Any]) -> str:
@@ -45,15 +48,28 @@ def _add(digest: Any, value: Any, seen: set[int]) -> None:
     elif isinstance(value, MethodType):
         _add(digest, value.__func__, seen)
         _add(digest, value.__self__, seen)
-    elif isinstance(value, FunctionType):
+    elif isinstance(value, FunctionType) or (isinstance(value, tuple | list | dict) and not _is_plain(value)):
         if id(value) not in seen:
             seen.add(id(value))
-            _add_function(digest, value, seen)
+            add: Callable[[Any, Any, set[int]], None] = _add_function if callable(value) else _add_parts
+            add(digest, value, seen)
     else:
         try:
             digest.update(pickle.dumps(value))
         except Exception:  # whatever its class raises: nothing is known of it
             digest.update(os.urandom(16))
+
+
+def _add_parts(digest: Any, parts: tuple[Any, ...] | list[Any] | dict[Any, Any], seen: set[int]) -> None:
+    """Add what is in a container one by one: pickled as a whole, a function in it would be told by its name alone."""
+    digest.update(f"{type(parts).__qualname__} {len(parts)}".encode())
+    for part in itertools.chain(parts, parts.values() if isinstance(parts, dict) else ()):
+        _add(digest, part, seen)
+
+
+def _is_plain(value: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> bool:
+    parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
+    return _PLAIN.issuperset(map(type, parts))
 
 
 def _add_function(digest: Any, function: FunctionType, seen: set[int]) -> None:

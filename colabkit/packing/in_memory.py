@@ -51,7 +51,11 @@ def plan_arrays(source: Any, options: PackOptions) -> Plan:
     for part in parts.values():
         for name in first.keys() | part.keys():
             check_alike(act, name, first.get(name), part.get(name))
-    digests = [[split, name, digest_of_rows(one)] for split, part in parts.items() for name, one in part.items()]
+    digests = [
+        [split, name, contents[name] if isinstance(one, tuple) else "", digest_of_rows(one)]
+        for split, part in parts.items()
+        for name, one in part.items()
+    ]
     labels: npt.NDArray[Any] | None = None
     kind: Kind = "none"
     classes: tuple[str, ...] = ()
@@ -156,7 +160,11 @@ def _arrays(act: str, split: str, part: Mapping[str, Any], contents: dict[str, s
     check_field_names(act, [name for name in part if name not in (SAMPLES, LABELS)])
     found = {}
     for name in sorted(part, key=lambda name: name != SAMPLES):
-        found[name], contents[name] = rows_of(act, name, part[name])
+        found[name], content = rows_of(act, name, part[name])
+        if {content, contents.get(name)} == {"text", "bytes"}:
+            told = f"{name!r} of text in one split and of bytes in another"
+            raise InvalidOption(cannot(act, told, "one of the two", "Convert one of them"))
+        contents[name] = content
     check_lengths(act, split, found)
     return found
 

@@ -15,7 +15,7 @@ from colabkit.errors import BadImage, BadSource, cannot, kind_of
 from colabkit.pack_format import SAMPLES, Field
 from colabkit.sources import Item, Source
 
-__all__ = ["ChunkMaker", "Encoding", "FileSamples", "Made", "Maker", "RowMaker", "Unequal", "Value"]
+__all__ = ["ChunkMaker", "Encoding", "FileSamples", "Made", "Maker", "RowMaker", "Unequal", "Value", "is_stored"]
 
 Encoding: TypeAlias = Literal["raw", "source", "jpeg"]
 Value: TypeAlias = npt.NDArray[Any] | bytes | memoryview
@@ -231,6 +231,11 @@ class FileSamples:
         return {name: value for name, value in self.__dict__.items() if name != "_decode_row"}  # a closure
 
 
+def is_stored(dtype: np.dtype[Any]) -> bool:
+    """Return whether a pack holds numbers of a dtype; torch knows no longer ones."""
+    return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
 def _suited(path: str, made: Made, value: Any) -> Value:
     """Return what a function of the user's own returned, as its field needs it; nothing is cut on the way."""
     act, next_step = f"pack the field {made.field.name!r} of {path!r}", "Return values of one kind and shape"
@@ -240,7 +245,10 @@ def _suited(path: str, made: Made, value: Any) -> Value:
             found, needed = kind_of(value), f"{kind.__name__} like the first"
             raise BadSource(cannot(act, found, needed, next_step))
         return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
-    given = np.asarray(value)
+    try:
+        given = np.array(value)  # a copy: the function may fill the same array for each sample
+    except ValueError:
+        raise BadSource(cannot(act, "lists of several lengths", "numbers of one shape", next_step)) from None
     if given.shape != made.shape:
         found, needed = f"the shape {_by(given.shape)}", f"{_by(made.shape)} like the first"
         raise BadSource(cannot(act, found, needed, next_step))

@@ -21,11 +21,12 @@ from colabkit.errors import BadImage, BadSource, InvalidOption, cannot, kind_of
 from colabkit.labels import Labelling, label_samples
 from colabkit.mounts import read_file
 from colabkit.pack_format import LABELS, Field
-from colabkit.packing.makers import Encoding, FileSamples, Made
+from colabkit.packing.makers import Encoding, FileSamples, Made, is_stored
 from colabkit.packing.options import PackOptions
 from colabkit.packing.plan import Plan, Table, digest_of
 from colabkit.packing.reading import BrokenMember, SampleReading, read_if_whole
 from colabkit.sources import Item, Listing, Retries, Source, Wanted, read_item
+from colabkit.sources.manifest import ManifestSource
 from colabkit.sources.ranges import RangeSource
 from colabkit.staging.seal import contents_digest
 from colabkit.staging.verifying import near_copy_at
@@ -36,7 +37,6 @@ _PROBED = 16
 _FREE_SHARE = 0.9  # of the space at the target that `auto` takes
 _SUGGESTED_SIDE = 256
 _ARRAYS = ".npy"
-_STORED_KINDS = "biufc"
 _NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -133,7 +133,7 @@ class FilesToPack:
                 found, needed = "an encoding or size of images", "none, since all samples are .npy arrays"
                 raise InvalidOption(cannot(options.act, found, needed, "Leave it out"))
             shape, dtype = self._look(1).kinds[0]
-            if dtype.kind not in _STORED_KINDS:
+            if not is_stored(dtype):
                 found, needed = f"arrays of {dtype}", "numbers"
                 raise BadSource(cannot(options.act, found, needed, "Convert them first"))
             return "raw", shape, dtype.str, ""
@@ -261,8 +261,11 @@ def _made_by(act: str, name: str, first: Any) -> Made:
     """Return the field that a function makes, by what it returned for the first sample."""
     if isinstance(first, str | bytes):
         return Made(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
-    array = np.asarray(first)
-    if array.dtype.kind not in "biuf":
+    try:
+        array = np.asarray(first)
+    except ValueError:  # lists of several lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "biuf" or not is_stored(array.dtype):
         found = f"the function of the field {name!r} returned {kind_of(first)}"
         raise InvalidOption(cannot(act, found, "numbers, an array or text", "Convert it in the function"))
     return Made(Field(name, "array"), array.shape, array.dtype.str)
@@ -287,7 +290,8 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
         contents, sealed_ns = contents_digest(near[0])
         if all(item.mtime_ns <= sealed_ns for item in items):
             return near[1].source, contents
-    return source.name, ""
+    root = source.root if isinstance(source, ManifestSource) else ""  # tables in memory have no name of their own
+    return f"{source.name}\0{root}" if root else source.name, ""
 
 
 def _listing_digest(labelled: Labelling, contents: str) -> str:

@@ -32,8 +32,8 @@ class Dashboard:
     """A panel; it listens to the meters and is painted by the thread that opened it, also while that waits for data.
 
     It appears with the first event, so that a block without a loop shows nothing. Of several that are open the one
-    opened last is shown. Whatever fails while it is painted, the run goes on: the panel goes on as text, and if that
-    fails too, not at all.
+    opened last is shown, and of a run within a run nothing. Whatever fails while it is painted, the run goes on: the
+    panel goes on as text, and if that fails too, not at all.
 
     Args:
         screen: where it is shown; None for nowhere.
@@ -67,6 +67,7 @@ class Dashboard:
         self._held = ExitStack()
         self._screens: list[Screen] = []
         self._is_begun = False
+        self._runs = 0  # that go on, one within the other, as a step may train something itself
         self._beginning = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -74,6 +75,7 @@ class Dashboard:
             _open.append(self)
             held.callback(_open.remove, self)
             self._is_begun = False
+            self._runs = 0
             self.has_heard = self._asked is None
             if self._asked is not None:
                 self._screens = [self._asked, TerminalScreen()]
@@ -96,17 +98,29 @@ class Dashboard:
     def listen(self, event: meters.Event) -> None:
         """Take in an event, and paint if it is time to."""
         self.has_heard = True
+        kind = type(event)
+        self._runs += kind is meters.RunStarted
+        is_inner = self._runs > 1
+        if kind is meters.RunEnded:
+            self._runs = max(0, self._runs - 1)  # an end may be told twice, and one of a run that began before
         if self._asked is None or _open[-1:] != [self]:
             return
+        try:
+            self._take_in(event, is_inner)
+        except BaseException:
+            self._runs -= kind is meters.RunStarted  # a run that is interrupted as it starts tells no end
+            raise
+
+    def _take_in(self, event: meters.Event, is_inner: bool) -> None:
         if not self._is_begun:
             with self._beginning:
                 if not self._is_begun:
                     self._begin()
-        kind = type(event)
-        if kind is meters.RunStarted:
-            self._recorder = Recorder(self._doctor(), self._clock)
-        self._recorder.note(event)
-        is_due = self._pace.is_due or kind is meters.RunEnded
+        if not is_inner:
+            if type(event) is meters.RunStarted:
+                self._recorder = Recorder(self._doctor(), self._clock)
+            self._recorder.note(event)
+        is_due = self._pace.is_due or (type(event) is meters.RunEnded and not is_inner)
         if is_due and threading.get_ident() == self._thread:
             self._paint(final=False)
 

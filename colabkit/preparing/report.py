@@ -87,6 +87,9 @@ class PreparedPack(Pack):
         super().__init__(info, partial(open_sealed, info.path.absolute(), info.seal))
         self.report = report
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return PreparedPack, (self.info, self.report)
+
     @property
     def is_good(self) -> bool:
         """True, as of a report: there is a pack."""

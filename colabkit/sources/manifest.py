@@ -90,6 +90,11 @@ class ManifestSource:
         folders = {os.path.dirname(path) for path in self._table.paths}
         self.can_hang = self._is_far or any(can_hang(folder, far) for folder in folders)
 
+    @property
+    def root(self) -> str:
+        """The folder that items are named from, of a DataFrame or a list; empty where the table is a file."""
+        return self._table.root if self._file is None else ""
+
     def __getstate__(self) -> Mapping[str, Any]:
         return {**self.__dict__, "_table": _Table(self._table.root, (), {})}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -376,10 +377,19 @@ def _wait_a_moment(folder: Path) -> bool:
     return time.time() - newest < 2 * STALLED_S
 
 
+def _has_place(folder: Path, path: str) -> bool:
+    """Return whether a path is free in a folder, and no file stands where its folders would be."""
+    parents = itertools.takewhile(lambda parent: parent != folder, (folder / path).parents)
+    return not os.path.lexists(folder / path) and not any(parent.exists() and not parent.is_dir() for parent in parents)
+
+
 def _carry_over(old: Path, new: Path, known: set[str]) -> None:
-    """Give files that others put into a near copy a second name in the one that takes its place."""
+    """Give files that others put into a near copy a second name in the one that takes its place.
+
+    One whose place is taken there, by a folder or by a file where its folder was, stays behind with the old copy.
+    """
     sealed = {item.path for item, _ in read_manifest(old)}
     for path in sizes_in(old):
-        if path not in sealed and path not in known and not (old / path).is_symlink():
+        if path not in sealed and path not in known and not (old / path).is_symlink() and _has_place(new, path):
             _files.make_folder((new / path).parent)
             _files.link(old / path, new / path)

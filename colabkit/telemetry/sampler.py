@@ -86,7 +86,8 @@ class Sampler:
         if thread is None or self._pid != os.getpid():  # a forked process has none of its parent's threads
             return
         self._stopping.set()
-        thread.join(_STOP_S)
+        if thread is not threading.current_thread():  # in which the garbage collector may end the last user
+            thread.join(_STOP_S)
         self._ended_s = self._clock()
 
     @property
@@ -168,7 +169,7 @@ class _Shared:
     """The one sampler of a process, and how many use it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a forgotten `sampled()` may be ended by the garbage collector wherever it runs
         self.sampler: Sampler | None = None
         self.users = 0
         self.last: Sampler | None = None  # also when it is over
@@ -199,17 +200,18 @@ def sampled() -> Iterator[Sampler]:
     """
     shared = _shared
     with shared.lock:
-        if shared.sampler is None:
-            shared.sampler = shared.last = Sampler().start()
-        shared.users += 1
-        sampler = shared.sampler
+        shared.users += 1  # first, so that no other user that ends meanwhile, in this thread too, is the last
     try:
+        with shared.lock:
+            if shared.sampler is None:
+                shared.sampler = shared.last = Sampler().start()
+            sampler = shared.sampler
         yield sampler
     finally:
+        over = None
         with shared.lock:
             shared.users -= 1
-            is_last = not shared.users
-            if is_last:
-                shared.sampler = None
-        if is_last:
-            sampler.stop()
+            if not shared.users:
+                over, shared.sampler = shared.sampler, None
+        if over is not None:
+            over.stop()

@@ -33,7 +33,11 @@ def duration_s(act: str, name: str, value: float | str | timedelta) -> float:
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+        try:
+            seconds = float(value)
+        except OverflowError:
+            found = f"{name} is a number of hundreds of digits"
+            raise InvalidOption(cannot(act, found, "a duration", f"Use {name}='11h', say")) from None
     elif isinstance(value, str):
         parts = _PARTS.findall(value.lower())
         if parts and not _PARTS.sub("", value.lower()).strip() and all(unit in _UNITS for _, unit in parts):
@@ -48,11 +52,15 @@ def moment(act: str, name: str, value: Moment) -> float:
     """Return a moment by the clock of `time.monotonic`: a `datetime`, or a duration from now.
 
     Raises:
-        InvalidOption: if it is neither, or over.
+        InvalidOption: if it is neither, or over, or outside what the clock can tell.
     """
     if not isinstance(value, datetime):
         return time.monotonic() + duration_s(act, name, value)
-    left = value.timestamp() - time.time()
-    if left <= 0:
+    try:
+        left = value.timestamp() - time.time()
+    except (ValueError, OverflowError, OSError):  # at the first and the last days of all
+        needed = "a moment that the clock can tell"
+        raise InvalidOption(cannot(act, f"{name}={value}", needed, f"Use {name}='11h', say")) from None
+    if not left > 0:
         raise InvalidOption(cannot(act, f"{name}={value}", "a moment to come", "Give a later one"))
     return time.monotonic() + left

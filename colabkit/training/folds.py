@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
@@ -29,7 +30,8 @@ class KFoldReport(Report):
         folds: for each fold what was returned for it: the report of `train()`, or numbers.
         values: for each fold its numbers: the last of the training and of the validation, which win.
         mean: of each number over the folds that have it.
-        spread: standard deviation of each number over these folds (of a sample); 0 for a single one.
+        spread: standard deviation of each number over these folds (of a sample); 0 for a single one, NaN where one
+            of them is not finite.
         stopped: what ended the training of the fold after these, as `"deadline"`; None if all folds are here.
     """
 
@@ -83,8 +85,13 @@ def k_fold(
         seed: of the order in which samples are dealt.
 
     Raises:
-        InvalidOption: if there are fewer samples or groups than folds, or `run` returns something else.
+        InvalidOption: if there are fewer samples or groups than folds, or `run` is no function or returns something
+            else.
     """
+    if not callable(run):
+        found = f"run is {kind_of(run)}"
+        needed = "it has to be a function of the views for training and for testing and the number of the fold"
+        raise InvalidOption(cannot("train on folds", found, needed, "Pass k_fold(run, dataset)"))
     if not isinstance(dataset, PackedDataset):
         found = kind_of(dataset)
         raise InvalidOption(cannot("part the folds", found, "a split of a pack", "Pass open_pack(path)['train']"))
@@ -106,9 +113,15 @@ def k_fold(
         tuple(done),
         tuple(values),
         {name: mean(column) for name, column in columns.items()},
-        {name: stdev(column) if len(column) > 1 else 0.0 for name, column in columns.items()},
+        {name: _spread(column) for name, column in columns.items()},
         stopped,
     )
+
+
+def _spread(column: Sequence[float]) -> float:
+    if len(column) == 1:
+        return 0.0
+    return stdev(column) if all(map(math.isfinite, column)) else math.nan
 
 
 def _numbers(report: Any) -> Mapping[str, float]:

@@ -123,13 +123,15 @@ def train(
         stack.callback(saving.close)
         stops = stack.enter_context(Stops(ends_at, processes.count > 1, folder is not None))
         run = _Run(step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled()))
-        run.resume(resume)
-        report = run.through(epochs, started)
-        if report.spent.batches:
-            meters.finished(report)
-        if stops.reason in ("SIGTERM", "SIGHUP"):
-            stops.let_go()
-            signal.raise_signal(signal.Signals[stops.reason])
+        try:
+            run.resume(resume)
+            report = run.through(epochs, started)
+            if report.spent.batches:
+                meters.finished(report)
+        finally:
+            if stops.reason in ("SIGTERM", "SIGHUP"):
+                stops.let_go()
+                signal.raise_signal(signal.Signals[stops.reason])
     if stops.reason == "Ctrl-C":
         raise TrainingInterrupted(report)
     return report
@@ -188,7 +190,7 @@ class _Run:
         self._validations = [Validation(**validation) for validation in saved["validations"]]
         self._curve = Curve.of(saved["curve"])
         if tuple(saved["judge"]) == self._judge.rule:
-            self._judge.best = saved["best"]
+            self._judge.best, self._judge.score = saved["best"], saved.get("score")
         elif saved["best"] is not None:
             self._saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self._judge.rule)}",)
         self._begun = None if saved["begun"] is None else Begun(**saved["begun"])
@@ -434,6 +436,7 @@ class _Run:
             "curve": self._curve.state_dict(),
             "judge": list(self._judge.rule),
             "best": self._judge.best,
+            "score": self._judge.score,
             "begun": begun_now,
             "means": means.sums if begun is not None else {},
         }

@@ -210,10 +210,10 @@ class Saving:
                 act = f"resume {name!r} from {str(found.path)!r}"
                 needed = f"an object of the kind that was saved, {kind}"
                 raise InvalidOption(cannot(act, f"a {_kind_of(part)}", needed, "Build it as before or save elsewhere"))
-        parts: dict[str, tuple[Any, Any]] = {name: (part, saved[name]) for name, part in self._state.items()}
+        parts: list[tuple[str, Any, Any]] = [(name, part, saved[name]) for name, part in self._state.items()]
         if self._step is not None and found.content["step"] is not None:
-            parts["step"] = self._step, found.content["step"]
-        for name, (part, values) in parts.items():
+            parts.append(("step", self._step, found.content["step"]))
+        for name, part, values in parts:
             try:
                 part.load_state_dict(values)
             except Exception as error:  # each kind of object says in its own way that a state is not its own
@@ -309,13 +309,18 @@ def _kind_of(part: Any) -> str:
 
 
 def _rates_of(state: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the learning rates that optimizers were made with, before any scheduler changed them."""
+    """Return the learning rates that optimizers were made with, before any scheduler changed them.
+
+    Groups without one, as of optimizers that find theirs themselves, are left out.
+    """
     return {
-        name: [float(group.get("initial_lr", group["lr"])) for group in part.param_groups]
+        name: [
+            float(rate) for group in part.param_groups if (rate := group.get("initial_lr", group.get("lr"))) is not None
+        ]
         for name, part in state.items()
         if isinstance(part, torch.optim.Optimizer)
     }
 
 
 def _listed(rates: list[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in rates)
+    return ", ".join(f"{rate:g}" for rate in rates) or "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +33,11 @@ def check_objects(model: Any, optimizer: Any, loss: Any) -> None:
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         found, needed = "the optimizer has none of the model's parameters", "which it is to update"
         raise InvalidOption(cannot(_MAKE, found, needed, "Make the optimizer of model.parameters() of this very model"))
+    # Of the class, since a scheduler puts a function in place of the instance's own.
+    if _is_any_needed(list(inspect.signature(type(optimizer).step).parameters.values())[1:]):
+        found = f"optimizer is {kind_of(optimizer)}, whose step() takes a closure"
+        next_step = "Use an optimizer that needs no closure, such as torch.optim.AdamW, or a step of your own"
+        raise InvalidOption(cannot(_MAKE, found, "its step() has to need nothing", next_step))
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
@@ -43,14 +48,18 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     if not callable(step) or not isinstance(scheduler, Stateful):
         found, needed = f"scheduler is {kind_of(scheduler)}", "it has to be one of torch.optim.lr_scheduler"
         raise InvalidOption(cannot(_MAKE, found, needed, "Leave it out, or make it of the optimizer"))
-    taken = inspect.signature(step).parameters.values()
-    if any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in taken):
+    if _is_any_needed(inspect.signature(step).parameters.values()):
         found = f"scheduler is {kind_of(scheduler)}, whose step() takes a metric"
         next_step = "Leave it out and call its step(metric) in the function that you pass as validate="
         raise InvalidOption(cannot(_MAKE, found, "it has to count updates", next_step))
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         found, needed = "the scheduler is of another optimizer", "it has to be of this one"
         raise InvalidOption(cannot(_MAKE, found, needed, "Make it of the optimizer that you pass"))
+
+
+def _is_any_needed(parameters: Iterable[inspect.Parameter]) -> bool:
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return any(one.default is one.empty and one.kind in positional for one in parameters)
 
 
 def check_options(amp: Any, channels_last: Any, accumulate: Any, clip: Any, compile_: Any) -> None:

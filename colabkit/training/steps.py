@@ -232,17 +232,22 @@ class SupervisedStep:
             "updates": self.updates,
             "scaler": dict(self._scaler_state) if self._scaler is None else self._scaler.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scheduler_kind": self._scheduler_kind,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; gradients that are accumulated are dropped, since they are of other weights.
 
         Raises:
-            InvalidOption: if there was a scheduler and now is none, or the other way round.
+            InvalidOption: if there was a scheduler and now is none, or the other way round, or it was of another kind.
         """
         if (state_dict["scheduler"] is None) != (self._scheduler is None):
             found = "the state is of a step " + ("without a scheduler" if self._scheduler is not None else "with one")
             needed = "one with a scheduler" if self._scheduler is not None else "one without"
+            raise InvalidOption(cannot("load the state of a step", found, needed, "Make the step as before"))
+        kind = state_dict.get("scheduler_kind", self._scheduler_kind)  # older states do not tell
+        if kind != self._scheduler_kind:
+            found, needed = f"the state is of a {kind}", f"one of a {self._scheduler_kind}, the scheduler of this step"
             raise InvalidOption(cannot("load the state of a step", found, needed, "Make the step as before"))
         self._accumulated = 0
         self.updates = state_dict["updates"]
@@ -261,6 +266,10 @@ class SupervisedStep:
             told.append(f"accumulate={self._accumulate}")
         told += [f"{name}={value!r}" for name in ("clip", "compile") if (value := getattr(self, f"_{name}"))]
         return f"supervised_step({type(self._model).__name__}, {type(self._optimizer).__name__}, {', '.join(told)})"
+
+    @property
+    def _scheduler_kind(self) -> str | None:
+        return None if self._scheduler is None else type(self._scheduler).__qualname__
 
     @property
     def _precision(self) -> Precision:
