@@ -173,7 +173,7 @@ def test_samples_that_share_their_labels_with_none_are_dealt_together():
     assert {name: len(numbers) for name, numbers in parts.items()} == {"train": 40, "test": 10}
 
 
-@given(st.lists(st.floats(allow_nan=False, width=32), min_size=30, max_size=300), SEEDS)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=30, max_size=300), SEEDS)
 @settings(max_examples=40)
 def test_ranges_of_a_single_target_keep_their_shares(cells, seed):
     shares = {"train": 0.8, "test": 0.2}
