@@ -32,12 +32,14 @@ In a notebook an error is that one line; with the environment variable `COLABKIT
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import os
 import re
 import traceback
 from collections.abc import Callable
+from typing import TypeGuard
 
 from colabkit._reports import printable
 
@@ -213,6 +215,16 @@ def reword(error: ShownInOneLine, worded: Callable[[str], str]) -> None:
         error.msg = error.args[0]
 
 
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number; a truth value is none."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
+
+
 def check_whole_number(act: str, name: str, value: object, least: int) -> int:
     """Return a whole number of at least `least` as a plain one: those of NumPy overflow, and are no JSON.
 
@@ -251,6 +263,5 @@ def check_seconds(act: str, name: str, value: object) -> None:
         name: of the argument.
         value: what was given.
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) < float("inf"):  # type: ignore[arg-type]
+    if not is_finite_number(value) or value <= 0:
         raise InvalidOption(cannot(act, f"{name}={value!r}", "seconds above 0", f"Use {name}=60, say"))

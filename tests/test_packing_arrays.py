@@ -366,5 +366,5 @@ def test_text_and_bytes_are_told_apart(tmp_path):
     pack(source(["a", "b"]), tmp_path / "p.h5", progress=False)
     with pytest.raises(TargetExists):
         pack(source([b"a", b"b"]), tmp_path / "p.h5", progress=False)
-    with pytest.raises(InvalidOption, match="'words' of text in one split and of bytes in another, one of the two"):
+    with pytest.raises(InvalidOption, match="'words' of text in one split and of bytes in another, the same kind"):
         pack({"train": source(["a", "b"]), "test": source([b"a", b"b"])}, tmp_path / "q.h5", progress=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from conftest import leftovers, make_tree
 from near_copies import MemorySource, copy, data_of, kept_partials, zipped
 
 from colabkit import _files, _partials
-from colabkit.errors import Corrupt
+from colabkit.errors import Corrupt, TargetExists
 from colabkit.packing import verify
 from colabkit.sources import BLOCK_BYTES, STAGE_SEAL, Block, Item
 from colabkit.staging import unstage
@@ -328,14 +329,37 @@ def test_all_that_is_left_of_a_source_is_given_back_at_once(image_tree, tmp_path
     assert leftovers(tmp_path) == []
 
 
-def test_a_file_of_others_whose_place_is_taken_does_not_stand_in_the_way_of_a_refresh(image_tree, near_storage):
+@pytest.mark.parametrize("taken_by", ["a file", "a folder", "a file where its folder was"])
+def test_a_refresh_loses_no_file_of_others_whose_place_is_taken(image_tree, near_storage, taken_by):
     found = copy(image_tree).path
-    (found / "mine").write_bytes(b"theirs")
-    (found / "also").mkdir()
-    (found / "also" / "mine").write_bytes(b"kept")
-    (image_tree / "mine").mkdir()
-    (image_tree / "mine" / "x.jpg").write_bytes(b"new")
-    (image_tree / "also").write_bytes(b"new, too")
+    own = found / "mine" / "notes" if taken_by == "a file where its folder was" else found / "mine"
+    own.parent.mkdir(exist_ok=True)
+    own.write_bytes(b"theirs")
+    new = "mine/x.jpg" if taken_by == "a folder" else "mine"
+    (image_tree / new).parent.mkdir(exist_ok=True)
+    (image_tree / new).write_bytes(b"new")
+    place = re.escape(str(own))
+    with pytest.raises(TargetExists, match=f"the source has something new where .* of your own .* Move '{place}'"):
+        copy(image_tree, refresh=True)
+    assert own.read_bytes() == b"theirs"
+    own.rename(found / "elsewhere")
+    assert copy(image_tree, refresh=True).resumed_bytes > 0
+    assert (found / new).read_bytes() == b"new"
+    assert (found / "elsewhere").read_bytes() == b"theirs"
+
+
+def test_a_file_that_others_brought_and_the_source_has_as_well_is_one_file(image_tree, near_storage):
+    found = copy(image_tree).path
+    for folder in (found, image_tree):
+        (folder / "both").write_bytes(b"same")
     copy(image_tree, refresh=True)
-    assert (found / "mine" / "x.jpg").read_bytes() == b"new"
-    assert (found / "also").read_bytes() == b"new, too"
+    assert (found / "both").read_bytes() == b"same"
+
+
+def test_links_of_others_in_a_near_copy_outlive_a_refresh(image_tree, near_storage):
+    found = copy(image_tree).path
+    (found / "latest").symlink_to("nowhere")
+    (image_tree / "more.jpg").write_bytes(b"new")
+    copy(image_tree, refresh=True)
+    assert (found / "more.jpg").read_bytes() == b"new"
+    assert (found / "latest").readlink() == Path("nowhere")

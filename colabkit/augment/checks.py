@@ -6,19 +6,14 @@ import math
 import numbers
 from typing import Any
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number
+from colabkit.errors import InvalidOption, cannot, check_whole_number, is_finite_number
 
-__all__ = ["checked_number", "checked_range", "checked_size", "is_number", "shown"]
+__all__ = ["checked_number", "checked_range", "checked_size", "shown"]
 
 
 def shown(value: Any) -> str:
     """Return the text of what was given, for a message: one line of 80 characters at most."""
     return f"{' '.join(repr(value).split()):.80}"
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number; a truth value is none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def checked_size(act: str, size: Any) -> tuple[int, int]:
@@ -56,7 +51,7 @@ def checked_number(
     Raises:
         InvalidOption: if it is no such number.
     """
-    if not is_number(value) or not least <= value <= most:
+    if not is_finite_number(value) or not least <= value <= most:
         bounds = f" of {least:g} or more" if math.isfinite(least) else ""
         bounds = f" from {least:g} to {most:g}" if math.isfinite(most) else bounds
         raise InvalidOption(cannot(act, f"{name}={value!r}", f"a finite number{bounds}", f"Use {name}={example}, say"))
@@ -76,9 +71,8 @@ def checked_range(act: str, name: str, value: Any, example: tuple[float, float],
     Raises:
         InvalidOption: if they are no such numbers.
     """
-    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    is_pair = is_pair and all(isinstance(v, numbers.Real) and not isinstance(v, bool) for v in value)
-    if not is_pair or not 0 < value[0] <= value[1] <= most or not math.isfinite(value[1]):
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_finite_number, value))
+    if not is_pair or not 0 < value[0] <= value[1] <= most:
         needed = "two numbers above 0 in rising order" + (f", at most {most:g}" if math.isfinite(most) else "")
         raise InvalidOption(cannot(act, f"{name}={value!r}", needed, f"Use {name}={example}, say"))
     return float(value[0]), float(value[1])

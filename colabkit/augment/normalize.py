@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colabkit.augment.checks import is_number, shown
+from colabkit.augment.checks import shown
 from colabkit.augment.draws import Draws
 from colabkit.augment.transform import Transform, check_images
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, is_finite_number
 
 __all__ = ["Normalize"]
 
@@ -38,7 +38,7 @@ class Normalize(Transform):
         if not isinstance(mean, Sequence) or not isinstance(std, Sequence):
             found = f"mean={mean!r}, std={std!r}"
             raise InvalidOption(cannot("normalize", found, "a sequence of numbers each", "Use mean=(0.5,), say"))
-        if not all(is_number(value) for value in (*mean, *std)):
+        if not all(is_finite_number(value) for value in (*mean, *std)):
             found = f"mean={shown(mean)}, std={shown(std)}"
             raise InvalidOption(cannot("normalize", found, "finite numbers", "Use mean=(0.5,), std=(0.5,), say"))
         if not 0 < len(mean) == len(std) or not all(value > 0 for value in std):

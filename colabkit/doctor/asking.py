@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import os
 import time
 from collections.abc import Iterable
@@ -19,7 +17,7 @@ from colabkit.doctor.diagnosis import Diagnosis, Shares
 from colabkit.doctor.judging import judged
 from colabkit.doctor.machine import SNAPSHOT_S
 from colabkit.doctor.watching import Watched, watch
-from colabkit.errors import InvalidOption, cannot, kind_of
+from colabkit.errors import InvalidOption, cannot, is_finite_number, kind_of
 from colabkit.loader import Loader
 from colabkit.loader.foreign import may_be_loader
 from colabkit.meters import LoaderFacts, MetersSnapshot
@@ -108,8 +106,7 @@ def _host_now() -> HostSnapshot:
 
 def _by_itself(loader: Loader | Watched[Any], seconds: float) -> Diagnosis:
     """Iterate a loader, and tell how fast it is."""
-    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
-    if not is_number or not math.isfinite(seconds):
+    if not is_finite_number(seconds):
         given_s = f"seconds={seconds!r}"
         raise InvalidOption(cannot("diagnose the loader", given_s, "a number of seconds", "Use seconds=5, say"))
     before = loader.meters.snapshot()

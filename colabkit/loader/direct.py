@@ -130,34 +130,33 @@ class _Slots:
 class _Slot:
     """A buffer, and how to see whether any tensor shares it.
 
-    torch keeps the array that a tensor was made from alive as long as any tensor has its storage.
+    torch keeps the array that a tensor was made from alive as long as any tensor has its storage; each of these arrays
+    refers to the one that owns the memory, whose references so tell of them.
     """
 
     def __init__(self, rows: RowGather, samples: int) -> None:
         self._rows = rows
-        self._memory = empty_bytes(samples * rows.row_bytes).reshape(samples, -1)
-        self._take(samples)
+        self._make(samples)
 
-    def _take(self, count: int) -> None:
-        """Prepare so many rows; only while nobody sees any."""
-        if count > len(self._memory):  # a sampler of the user's own may give larger batches
-            self._memory = empty_bytes(count * self._rows.row_bytes).reshape(count, -1)
-        self._count = count
-        memory = self._memory[:count]
-        self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), count)
+    def _make(self, samples: int) -> None:
+        memory = empty_bytes(samples * self._rows.row_bytes).reshape(samples, -1)
+        self._samples = samples
+        self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), samples)
         shaped = self._rows.shaped_array(memory)
-        # An array of its own, which no other one refers to: tensors made from it are told by its references.
-        self._array = self._memory[:count] if shaped is None else shaped[:]
-        self._own_references = sys.getrefcount(self._array)
+        self._array = memory if shaped is None else shaped
+        del memory, shaped
+        self._owner = self._array.base
+        self._own_references = sys.getrefcount(self._owner)
 
     @property
     def is_free(self) -> bool:
         """Whether nobody sees its content."""
-        return sys.getrefcount(self._array) == self._own_references
+        return sys.getrefcount(self._owner) == self._own_references
 
     def of(self, count: int) -> tuple[Tensor, Tensor]:
         """Return its first `count` rows as what is to be filled, and as they are; only while it is free."""
-        if count != self._count:  # but for the last batches it is the same one always
-            self._take(count)
-        found = torch.from_numpy(self._array)
-        return self._wide, found if found.dtype == self._rows.dtype else self._rows.shaped(found.view(-1), count)
+        if count > self._samples:  # a sampler of the user's own may give larger batches
+            self._make(count)
+        found = torch.from_numpy(self._array[:count])
+        found = found if found.dtype == self._rows.dtype else self._rows.shaped(found.view(-1), count)
+        return self._wide[:count], found

@@ -171,9 +171,10 @@ class InThreads:
     def _lists_here(self, maker: BatchMaker, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
         """Yield batches that are made together in the caller's thread, backwards, and the seconds it took."""
         if self._direct is not None:
-            made = self._direct.made(portion)
-            while (batches := _next_of(made)) is not None:
-                yield batches
+            try:
+                yield from self._direct.made(portion)
+            except Exception as error:
+                _raise(error)
             return
         began = time.perf_counter()
         group = made_here(maker, portion)

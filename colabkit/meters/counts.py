@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -238,17 +239,18 @@ class LoaderMeters:
         """Count the steps that a clock has timed since it was asked before."""
         with self._settling:
             newest = clock.settled()
-            if newest:  # a stream may have come by long before it was asked
-                self.timed_s = max(self.timed_s, time.monotonic() - (time.perf_counter() - clock.left_s))
-            for times in newest:
-                self.steps += 1
-                self.wait_s += times.wait_s
-                self.copy_s += times.copy_s
-                self.compute_s += times.compute_s
-                self.other_s += times.other_s
-                if times.is_first:
-                    self.first_s += times.wait_s
-                self._recent.append(times)
+            if not newest:
+                return
+            # A stream may have come by long before it was asked.
+            self.timed_s = max(self.timed_s, time.monotonic() - (time.perf_counter() - clock.left_s))
+            waits, copies, computes, others, _, are_first = zip(*newest, strict=True)
+            self.steps += len(newest)
+            self.wait_s += sum(waits)
+            self.copy_s += sum(copies)
+            self.compute_s += sum(computes)
+            self.other_s += sum(others)
+            self.first_s += sum(itertools.compress(waits, are_first))
+            self._recent.extend(newest)
 
     def snapshot(self) -> MetersSnapshot:
         """Return the totals at this instant."""

@@ -138,15 +138,18 @@ class ArraySamples:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def check_alike(act: str, name: str, first: Rows | Blobs | None, other: Rows | Blobs | None) -> None:
-    """Refuse a field that is not of the same kind in two splits; raises `InvalidOption`."""
+def check_alike(
+    act: str, name: str, first: tuple[Rows | Blobs, str] | None, other: tuple[Rows | Blobs, str] | None
+) -> None:
+    """Refuse a field that is not of the same kind in two splits, each as `rows_of` gives it; raises `InvalidOption`."""
     if first is None or other is None:
         found = f"the field {name!r} in some splits only"
         raise InvalidOption(cannot(act, found, "the same fields in all", "Leave it out, or give it for all"))
-    one, two = ("text" if isinstance(a, tuple) else f"{a.dtype} {list(a.shape[1:])}" for a in (first, other))
+    given = first, other
+    one, two = (kind if isinstance(rows, tuple) else f"{rows.dtype} {list(rows.shape[1:])}" for rows, kind in given)
     if one != two:
         found = f"{name!r} of {one} in one split and of {two} in another"
-        raise InvalidOption(cannot(act, found, "the same shape and dtype", "Convert one of them"))
+        raise InvalidOption(cannot(act, found, "the same kind, shape and dtype", "Convert one of them"))
 
 
 def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | Blobs]) -> None:
@@ -160,10 +163,10 @@ def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | Blobs]) -> N
         raise BadSource(cannot(act, f"no samples in {split!r}", "at least one", "Leave the split out"))
 
 
-def digest_of_rows(rows: Rows | Blobs) -> list[Any]:
-    """Return plain values that other arrays do not have: dtype, shape and CRC32s."""
+def digest_of_rows(rows: Rows | Blobs, content: str) -> list[Any]:
+    """Return plain values that other arrays do not have: what they hold or their dtype, shape and CRC32s."""
     if isinstance(rows, tuple):
-        return ["text", len(rows), crc32(b"".join(rows)), crc32(np.fromiter(map(len, rows), np.int64, len(rows)).data)]
+        return [content, len(rows), crc32(b"".join(rows)), crc32(np.fromiter(map(len, rows), np.int64, len(rows)).data)]
     crc = 0
     for piece in _pieces(rows):
         crc = crc32(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data, crc)

@@ -45,14 +45,16 @@ def plan_arrays(source: Any, options: PackOptions) -> Plan:
     _refuse(act, f"on_bad={options.on_bad!r}", options.on_bad != "raise")
     _refuse(act, f"labels={options.labels!r:.60}", options.labels not in ("auto", None))
     _refuse(act, f"encoding={options.encoding!r}", options.encoding not in ("auto", "raw"))
-    contents: dict[str, str] = {}
-    parts = {split: _arrays(act, split, part, contents) for split, part in parts_of(act, source).items()}
+    given = {split: _arrays(act, split, part) for split, part in parts_of(act, source).items()}
+    alike = next(iter(given.values()))
+    for part in given.values():
+        for name in alike.keys() | part.keys():
+            check_alike(act, name, alike.get(name), part.get(name))
+    contents = {name: content for name, (_, content) in alike.items()}
+    parts = {split: {name: rows for name, (rows, _) in part.items()} for split, part in given.items()}
     first = next(iter(parts.values()))
-    for part in parts.values():
-        for name in first.keys() | part.keys():
-            check_alike(act, name, first.get(name), part.get(name))
     digests = [
-        [split, name, contents[name] if isinstance(one, tuple) else "", digest_of_rows(one)]
+        [split, name, digest_of_rows(one, contents[name])]
         for split, part in parts.items()
         for name, one in part.items()
     ]
@@ -60,8 +62,8 @@ def plan_arrays(source: Any, options: PackOptions) -> Plan:
     kind: Kind = "none"
     classes: tuple[str, ...] = ()
     if LABELS in first and options.labels is not None:
-        given = [part[LABELS] for part in parts.values()]
-        labels, kind, classes = _labels(act, [one if isinstance(one, tuple) else np.asarray(one) for one in given])
+        columns = [part[LABELS] for part in parts.values()]
+        labels, kind, classes = _labels(act, [one if isinstance(one, tuple) else np.asarray(one) for one in columns])
     parts = {split: {name: one for name, one in part.items() if name != LABELS} for split, part in parts.items()}
     texts = [name for name, one in first.items() if isinstance(one, tuple) and name not in (SAMPLES, LABELS)]
     tables = [] if labels is None else [Table(Field(LABELS, "labels"), labels)]
@@ -152,20 +154,14 @@ def _refuse(act: str, option: str, is_given: bool) -> None:
         raise InvalidOption(cannot(act, f"{option} {_NO_FILES}", "the samples alone", next_step))
 
 
-def _arrays(act: str, split: str, part: Mapping[str, Any], contents: dict[str, str]) -> dict[str, Rows | Blobs]:
-    """Return a split's arrays, `X` first; `contents` gets what they hold."""
+def _arrays(act: str, split: str, part: Mapping[str, Any]) -> dict[str, tuple[Rows | Blobs, str]]:
+    """Return a split's arrays, `X` first, each with what it holds."""
     if SAMPLES not in part:
         told = f"the fields {', '.join(part) or 'nothing'} in {split!r}"
         raise InvalidOption(cannot(act, told, "an array named X", "Use {'X': images, 'Y': labels}, say"))
     check_field_names(act, [name for name in part if name not in (SAMPLES, LABELS)])
-    found = {}
-    for name in sorted(part, key=lambda name: name != SAMPLES):
-        found[name], content = rows_of(act, name, part[name])
-        if {content, contents.get(name)} == {"text", "bytes"}:
-            told = f"{name!r} of text in one split and of bytes in another"
-            raise InvalidOption(cannot(act, told, "one of the two", "Convert one of them"))
-        contents[name] = content
-    check_lengths(act, split, found)
+    found = {name: rows_of(act, name, part[name]) for name in sorted(part, key=lambda name: name != SAMPLES)}
+    check_lengths(act, split, {name: rows for name, (rows, _) in found.items()})
     return found
 
 

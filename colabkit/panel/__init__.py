@@ -6,12 +6,11 @@ waits for data. The loop knows nothing of it; if painting fails, the panel goes 
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import get_args
 
 from colabkit import meters
-from colabkit.errors import InvalidOption, cannot
+from colabkit.errors import InvalidOption, cannot, is_finite_number
 from colabkit.panel.painter import Dashboard, is_any_open
 from colabkit.panel.screens import ScreenName, choose_screen
 
@@ -36,8 +35,7 @@ def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboa
         InvalidOption: if an argument cannot be meant.
         MissingPackage: if `"widgets"` is asked for and ipywidgets is not installed.
     """
-    is_number = isinstance(refresh_s, numbers.Real) and not isinstance(refresh_s, bool)
-    if not is_number or not refresh_s >= 0.5:
+    if not is_finite_number(refresh_s) or refresh_s < 0.5:
         raise InvalidOption(cannot("show the panel", f"refresh_s={refresh_s!r}", "0.5 or more", "Use refresh_s=0.5"))
     if screen not in get_args(ScreenName):
         known = ", ".join(map(repr, get_args(ScreenName)))

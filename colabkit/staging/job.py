@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import itertools
 import os
 import time
@@ -15,7 +16,7 @@ from typing import Literal
 
 from colabkit import _files
 from colabkit._partials import KeptPartial, discard, discard_kept
-from colabkit.errors import BadArchive, BadSource, NotEnoughSpace, SourceChanged, cannot
+from colabkit.errors import BadArchive, BadSource, NotEnoughSpace, SourceChanged, TargetExists, cannot
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
     STALLED_S,
@@ -215,7 +216,7 @@ class Job:
                 tmpfs=os.fspath(target.mounted_at or ""),
             )
             if begun.is_sealed and begun.place is not None:
-                _carry_over(begun.place.path, kept.data, {item.path for item, _ in manifest})
+                _carry_over(self.act, begun.place.path, kept.data)
             write_seal(kept.data, seal, manifest)
             check_target(self.act, self.source, target.path, self.key, self.refresh)  # copying took its time
             if found := self._found():
@@ -377,19 +378,31 @@ def _wait_a_moment(folder: Path) -> bool:
     return time.time() - newest < 2 * STALLED_S
 
 
+def _carry_over(act: str, old: Path, new: Path) -> None:
+    """Give files that others put into a near copy a second name in the one that takes its place.
+
+    Raises:
+        TargetExists: if the source has something else in such a place now, so that a file would be lost.
+    """
+    sealed = {item.path for item, _ in read_manifest(old)}
+    for path in sizes_in(old):
+        if path in sealed or _are_same(old / path, new / path):
+            continue
+        if not _has_place(new, path):
+            found = f"the source has something new where {path!r} of your own lies in the near copy"
+            next_step = f"Move {os.fspath(old / path)!r} elsewhere, and run it again"
+            raise TargetExists(cannot(act, found, "a place for each", next_step))
+        _files.make_folder((new / path).parent)
+        _files.link(old / path, new / path)
+
+
+def _are_same(own: Path, other: Path) -> bool:
+    """Return whether both are files of the same bytes."""
+    are_files = all(path.is_file() and not path.is_symlink() for path in (own, other))
+    return are_files and filecmp.cmp(own, other, shallow=False)
+
+
 def _has_place(folder: Path, path: str) -> bool:
     """Return whether a path is free in a folder, and no file stands where its folders would be."""
     parents = itertools.takewhile(lambda parent: parent != folder, (folder / path).parents)
     return not os.path.lexists(folder / path) and not any(parent.exists() and not parent.is_dir() for parent in parents)
-
-
-def _carry_over(old: Path, new: Path, known: set[str]) -> None:
-    """Give files that others put into a near copy a second name in the one that takes its place.
-
-    One whose place is taken there, by a folder or by a file where its folder was, stays behind with the old copy.
-    """
-    sealed = {item.path for item, _ in read_manifest(old)}
-    for path in sizes_in(old):
-        if path not in sealed and path not in known and not (old / path).is_symlink() and _has_place(new, path):
-            _files.make_folder((new / path).parent)
-            _files.link(old / path, new / path)

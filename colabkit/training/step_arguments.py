@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
+from colabkit.errors import InvalidOption, cannot, check_whole_number, is_finite_number, kind_of
 from colabkit.training.saving import Stateful
 
 __all__ = ["check_objects", "check_options", "check_scheduler", "pair_of"]
@@ -73,8 +71,7 @@ def check_options(amp: Any, channels_last: Any, accumulate: Any, clip: Any, comp
             needed = f"{', '.join(most)} or {last}"
             raise InvalidOption(cannot(_MAKE, f"{name}={value!r}", needed, f"Use {name}={allowed[0]!r}"))
     check_whole_number(_MAKE, "accumulate", accumulate, 1)
-    is_number = isinstance(clip, numbers.Real) and not isinstance(clip, bool)
-    if clip is not None and not (is_number and 0 < float(clip) < math.inf):
+    if clip is not None and not (is_finite_number(clip) and clip > 0):
         raise InvalidOption(cannot(_MAKE, f"clip={clip!r}", "a norm above 0", "Use clip=1.0, say, or None"))
     if not isinstance(compile_, bool | str) or compile_ == "":
         next_step = "Use compile=True"

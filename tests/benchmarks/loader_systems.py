@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from functools import partial
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,8 @@ def bare(source: str) -> Make:
     return make
 
 
-def plain_copy(source: str) -> Make:
-    """The same bytes in the order they lie in: blocks of rows copied into one reused buffer."""
+def plain_copy(source: str, buffers: int = 1) -> Make:
+    """The same bytes in the order they lie in: blocks of rows copied into reused buffers, which take turns."""
     import torch
 
     import colabkit
@@ -252,8 +253,8 @@ def plain_copy(source: str) -> Make:
     rows = colabkit.open_pack(source)["train"].rows
 
     def make(size: int) -> Iterable[Any]:
-        buffer = torch.empty(size, *rows.shape[1:], dtype=rows.dtype)
-        return Again(lambda: ((buffer[: len(some)].copy_(some),) for some in rows.split(size)))
+        turns = cycle([torch.empty(size, *rows.shape[1:], dtype=rows.dtype) for _ in range(buffers)])
+        return Again(lambda: ((next(turns)[: len(some)].copy_(some),) for some in rows.split(size)))
 
     return make
 
@@ -273,6 +274,7 @@ SYSTEMS: dict[str, Callable[[str], Make]] = {
     "colabkit decoded": colabkit_decoded,
     "bare": bare,
     "copy": plain_copy,
+    "copy in turns": partial(plain_copy, buffers=2),
     **PEERS,
 }
 
