@@ -225,6 +225,22 @@ def test_another_batch_size_goes_on_and_says_what_it_cannot_keep(tmp_path, packs
     assert "Not kept: batches of 20 samples, now 30" in repr(report)
 
 
+def test_shuffled_validations_go_on_after_a_stop_as_if_nothing_had_been(tmp_path, packs):
+    data = packs["digits"]
+
+    def trained(folder: Path, **options: Any) -> TrainReport:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(data[0][0].numel(), 10))
+        step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        validate = Loader(data, 500, shuffle=True, drop_last=True)  # each pass leaves other samples out
+        return train(step, Loader(data, 300), validate=validate, save_to=folder, epochs=EPOCHS, **options)
+
+    whole = trained(tmp_path / "whole")
+    with pytest.raises(TrainingInterrupted):
+        trained(tmp_path / "stopped", on_step=stop_after(whole.steps // 2 + 1))
+    assert trained(tmp_path / "stopped").validations == whole.validations
+
+
 def nothing(batch: object) -> None:
     """Be a step that does nothing."""
 

@@ -66,7 +66,10 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
 
 
 def validate_of(validate: Any, step: Any, loader: Loader) -> Any:
-    """Return what to call for a validation: a function as it is, a loader as the usual step evaluates it."""
+    """Return what to call with the number of a validation; None for no validation.
+
+    It calls a function, or has the usual step evaluate the pass of that number over a loader: after a resume, too.
+    """
     if validate is loader:
         found = "validate is the training's Loader"
         raise InvalidOption(cannot(_ACT, found, "it has to be another one", "Make one of held-out samples"))
@@ -74,11 +77,18 @@ def validate_of(validate: Any, step: Any, loader: Loader) -> Any:
         if not isinstance(step, SupervisedStep):
             found = "validate is a Loader beside a step of your own"
             raise InvalidOption(cannot(_ACT, found, f"it has to be {_JUDGES}", "Evaluate the model in a function"))
-        return lambda: step.evaluate(validate)
-    if validate is not None and not callable(validate):
+
+        def evaluated(number: int) -> dict[str, float]:
+            validate.set_epoch(number)
+            return step.evaluate(validate)
+
+        return evaluated
+    if validate is None:
+        return None
+    if not callable(validate):
         found = f"validate is {kind_of(validate)}"
         raise InvalidOption(cannot(_ACT, found, f"it has to be a Loader or {_JUDGES}", "Pass one of these"))
-    return validate
+    return lambda _: validate()
 
 
 def validation_steps(validate_every: Any) -> int | None:

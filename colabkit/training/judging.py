@@ -17,7 +17,7 @@ class Judge:
     """Tells how good a state is.
 
     Args:
-        validate: returns numbers, or None to judge by what the step returns.
+        validate: returns numbers, told how many validations came before; None to judge by what the step returns.
         every: steps between two validations, None for the ends of epochs.
         monitor: the number that judges, None for the loss.
         mode: whether the lowest or the highest is best.
@@ -31,7 +31,7 @@ class Judge:
 
     def __init__(
         self,
-        validate: Callable[[], Values] | None,
+        validate: Callable[[int], Values] | None,
         every: int | None,
         monitor: str | None,
         mode: Literal["min", "max"],
@@ -69,8 +69,11 @@ class Judge:
         """Note that the state is another."""
         self.score, self.is_best = None, False
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, number: int) -> dict[str, float]:
         """Validate in all processes, and return what the first one found.
+
+        Args:
+            number: of validations before this one.
 
         Raises:
             InvalidOption: if that is no dict of numbers.
@@ -80,7 +83,7 @@ class Judge:
         found: dict[str, float] = {}
         trouble: Exception | None = None
         try:
-            returned = self._validate()
+            returned = self._validate(number)
             if self._processes.is_first:
                 found = numbers_of(returned)
         except Exception as error:  # the others have to hear of it before it is raised

@@ -1,44 +1,30 @@
-"""`train()`: the loop around a loader, with validation, checkpoints, resume, and a clean end whatever ends it.
-
-The loop publishes what happens to `meters` and knows nothing of who listens. It reads no value from the device between
-two checkpoints, so it never makes the host wait for the GPU.
-"""
+"""`train()`: a run over a loader, with validation, checkpoints, resume, and a clean end whatever ends it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
-from copy import copy
-from dataclasses import asdict
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Literal
 
 from colabkit import meters
-from colabkit.checkpoint import random_state
 from colabkit.errors import InvalidOption, cannot, check_whole_number
 from colabkit.loader import Loader
-from colabkit.loader.foreign import samples_in
 from colabkit.mounts import user_path
-from colabkit.telemetry import Sampler, sampled
+from colabkit.telemetry import sampled
 from colabkit.training.arguments import check_step, state_of, validate_of, validation_steps
 from colabkit.training.durations import Moment, moment
-from colabkit.training.epoch import Begun
 from colabkit.training.judging import Judge
 from colabkit.training.processes import Processes
-from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainReport, Validation
+from colabkit.training.report import TrainingInterrupted, TrainReport
+from colabkit.training.run import OnStep, Run, Step
 from colabkit.training.saving import Saving, Schedule, Stateful
-from colabkit.training.steps import SupervisedStep
-from colabkit.training.stops import RESERVE_S, StopNow, Stops
-from colabkit.training.values import Curve, Means, Recorder, Values, values_of
+from colabkit.training.stops import RESERVE_S, Stops
+from colabkit.training.values import Values
 
 __all__ = ["train"]
-
-Step: TypeAlias = Callable[[Any], object]
-OnStep: TypeAlias = Callable[[meters.StepDone], None]
-
-_RESERVE = 2.0  # a checkpoint before a deadline may take so many times as long as the slowest so far
 
 
 def train(
@@ -122,7 +108,7 @@ def train(
         saving = Saving(folder, keep_last, judge.rule, parts, step, loader, processes)
         stack.callback(saving.close)
         stops = stack.enter_context(Stops(ends_at, processes.count > 1, folder is not None))
-        run = _Run(step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled()))
+        run = Run(step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled()))
         try:
             run.resume(resume)
             report = run.through(epochs, started)
@@ -135,312 +121,3 @@ def train(
     if stops.reason == "Ctrl-C":
         raise TrainingInterrupted(report)
     return report
-
-
-class _Run:
-    """What changes while `train()` goes on."""
-
-    def __init__(
-        self,
-        step: Step,
-        loader: Loader,
-        saving: Saving,
-        schedule: Schedule,
-        judge: Judge,
-        processes: Processes,
-        stops: Stops,
-        on_step: OnStep | None,
-        watched: Sampler,
-    ) -> None:
-        self._step = step
-        self._loader = loader
-        self._saving = saving
-        self._schedule = schedule
-        self._judge = judge
-        self._processes = processes
-        self._stops = stops
-        self._on_step = on_step
-        self._watched = watched
-        self._epochs: list[EpochRecord] = []
-        self._validations: list[Validation] = []
-        self._curve = Curve()
-        self._recorder = Recorder(self._curve, Means())
-        self._begun: Begun | None = None
-        self._steps = 0
-        self._step_s = self._validate_s = 0.0
-        self._is_saved = False
-        self._spend: Callable[[], None] = lambda: None
-        self._trained = loader.received
-        self._is_usual = isinstance(step, SupervisedStep)  # whose values need no check
-
-    def resume(self, resume: bool) -> None:
-        """Go on from the newest checkpoint, or write the first."""
-        saved = self._saving.resume(resume)
-        if saved is None:
-            # A Loader that was looked into before stands in the middle of an epoch that it will not go on with.
-            self._loader.set_epoch(self._loader.next_epoch)
-            self._trained = self._loader.received
-            self._save(wait=True)  # shows that saving works before hours are spent, and where to begin again
-            return
-        self._trained = self._loader.received
-        self._steps = saved["steps"]
-        self._is_saved = True
-        self._schedule.saved(self._steps)
-        self._epochs = [EpochRecord(**record) for record in saved["epochs"]]
-        self._validations = [Validation(**validation) for validation in saved["validations"]]
-        self._curve = Curve.of(saved["curve"])
-        if tuple(saved["judge"]) == self._judge.rule:
-            self._judge.best, self._judge.score = saved["best"], saved.get("score")
-        elif saved["best"] is not None:
-            self._saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self._judge.rule)}",)
-        self._begun = None if saved["begun"] is None else Begun(**saved["begun"])
-        first = self._processes.is_first
-        if self._begun is not None and not first:  # sums of all processes are with the first
-            self._begun.samples = 0
-        self._recorder = Recorder(self._curve, Means(saved["means"] if first else None))
-
-    def through(self, epochs: int, started: float) -> TrainReport:
-        """Train what is left of so many epochs and return the report."""
-        before, trained_before, steps_before = self._loader.meters.snapshot(), len(self._epochs), self._steps
-        seconds_before = self._seconds
-        error: BaseException | None = None
-        is_left = len(self._epochs) < epochs
-        if is_left:
-            meters.publish(meters.RunStarted(self._loader.meters, epochs, len(self._loader), self._precision))
-        try:
-            while len(self._epochs) < epochs and self._epoch():
-                pass
-            self._stops.note(max(self._processes.from_all(self._stops.strength)))
-            if not self._is_saved:
-                self._save(wait=True)
-            self._stops.let_go(signal.SIGINT)
-            self._saving.finish()
-        except BaseException as raised:
-            error = raised
-            if isinstance(raised, Exception):
-                with suppress(Exception):  # what has been handed over comes to its place all the same
-                    self._saving.finish()
-            raise
-        finally:
-            if is_left:
-                name = type(error).__name__ if error else self._stops.reason
-                meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
-        done = self._loader.meters.snapshot() - before
-        seconds = self._seconds - seconds_before
-        samples = sum(self._processes.from_all(done.samples)) if self._steps > steps_before else 0
-        return TrainReport(
-            epochs=tuple(self._epochs),
-            trained=len(self._epochs) - trained_before,
-            steps=self._steps,
-            seconds=time.monotonic() - started,
-            samples_per_s=samples / seconds if seconds > 0 else 0.0,
-            wait_share=min(1.0, done.wait_s / seconds) if seconds > 0 else 0.0,
-            parts={part.name: part.busy_s for part in done.parts},
-            curve=self._curve.points(),
-            validations=tuple(self._validations),
-            stopped=self._stops.reason,
-            checkpoint=self._saving.latest,
-            best=self._saving.best,
-            best_value=self._judge.best,
-            resumed_from=self._saving.resumed_from,
-            passed_over=self._saving.passed_over,
-            not_kept=self._saving.not_kept,
-            failed_saves=self._saving.failures,
-            spent=done,
-            facts=self._loader.meters.facts,
-            hosts=tuple(host for host in self._watched.curve() if host.at_s >= started),
-            precision=self._precision,
-        )
-
-    @property
-    def _precision(self) -> str | None:
-        """What the step computes in, as far as it tells."""
-        return (self._step.amp or "fp32") if isinstance(self._step, SupervisedStep) else None  # type: ignore[return-value]
-
-    @property
-    def _seconds(self) -> float:
-        """Seconds of all epochs so far, validation apart."""
-        return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
-
-    def _epoch(self) -> bool:
-        """Train an epoch, or what is left of it; return whether to go on."""
-        if self._begun is None:
-            self._begun = Begun(len(self._epochs), self._trained[0])
-            self._recorder = Recorder(self._curve, Means())
-        try:
-            if self._trained[0] == self._begun.loader_epoch and not self._batches(self._begun):
-                return False
-            if not self._is_whole:
-                cast(Any, self._step).flush()
-            is_by_epoch = self._judge.validates and self._judge.is_by_epoch
-            if is_by_epoch or self._begun.is_validation_due:
-                self._validate(self._begun)
-        except StopNow:
-            return False
-        self._end(self._begun)
-        return not self._stops.look() or self._processes.count > 1
-
-    def _batches(self, begun: Begun) -> bool:
-        """Take the batches of an epoch; return false if something ended them before."""
-        counts = self._loader.meters
-        former, before = counts.snapshot(), copy(begun)
-        started, apart_s = time.perf_counter(), 0.0
-
-        def spend() -> None:
-            begun.spend(before, counts.snapshot() - former)
-
-        def count() -> None:
-            begun.seconds = before.seconds + time.perf_counter() - started - apart_s
-            spend()
-
-        self._spend = spend
-
-        def validate() -> None:
-            nonlocal apart_s
-            began = time.perf_counter()
-            count()
-            try:
-                self._validate(begun)
-            finally:
-                validated_s = time.perf_counter() - began
-                apart_s += validated_s
-                if counts.clock is not None:
-                    counts.clock.apart(validated_s)
-
-        try:
-            if begun.is_validation_due and self._is_whole:
-                validate()
-            with closing(cast(Any, iter(self._loader))) as batches:
-                while (batch := self._next_of(batches)) is not None:
-                    began = time.perf_counter()
-                    found = self._step(batch)
-                    counts.clock.worked(time.perf_counter() - began)  # type: ignore[union-attr]
-                    values = cast(Values, found) if self._is_usual else values_of(found)
-                    self._after_step(begun, values, samples_in(batch, self._loader.batch_size))
-                    del batch, found
-                    self._step_s = time.perf_counter() - began
-                    begun.is_validation_due |= self._judge.is_due(self._steps)
-                    if begun.is_validation_due and self._is_whole:
-                        validate()
-                    if not self._goes_on(begun, count):
-                        return False
-            self._trained = self._loader.received  # bad samples may have followed the last batch
-        finally:
-            count()
-        return True
-
-    def _next_of(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, None after the last; while it is waited for, Ctrl-C and a deadline end the epoch."""
-        self._stops.begin_wait(self._is_whole)
-        try:
-            return next(batches, None)
-        finally:
-            self._stops.end_wait()
-
-    def _after_step(self, begun: Begun, values: Values, samples: int) -> None:
-        self._steps += 1
-        self._is_saved = False
-        self._judge.moved()
-        begun.steps += 1
-        begun.samples += samples
-        self._trained = self._loader.received  # what is received later and not trained on does not count
-        self._recorder.add(self._steps, samples, values)
-        if self._on_step is not None or meters.is_heard():
-            done = meters.StepDone(begun.epoch, self._steps, begun.steps, values)
-            meters.publish(done)
-            if self._on_step is not None:
-                self._on_step(done)
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether no gradients wait to be applied, which no checkpoint holds."""
-        return bool(getattr(self._step, "is_whole", True))
-
-    def _goes_on(self, begun: Begun, count: Callable[[], None]) -> bool:
-        """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
-        if not self._is_whole:
-            return True
-        due = self._saving.folder is not None and self._schedule.is_due(self._steps)
-        late = self._schedule.is_late()
-        self._stops.reserve_s = RESERVE_S + _RESERVE * (self._saving.save_s + self._step_s) + self._validate_s
-        wishes = [self._stops.look(), int(late), int((due or late) and not self._saving.is_free)]
-        strength, is_late, is_busy = self._processes.agreed(self._steps, self._step_s, wishes, at_once=due)
-        if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):
-            count()
-            self._save()
-        self._stops.note(strength)
-        return not strength
-
-    def _validate(self, begun: Begun) -> None:
-        """Judge the state; after a resume this comes first if it was interrupted here."""
-        begun.is_validation_due = True
-        random = random_state() if self._saving.folder is not None else None
-        received, began = self._loader.received, time.monotonic()
-        try:
-            with self._stops.wait():
-                found = self._judge.validate()
-        except (StopNow, Exception):
-            self._save(wait=True, random=random)  # it has drawn from the generators, and will again
-            raise
-        self._validate_s = max(self._validate_s, time.monotonic() - began)
-        if self._loader.received != received:
-            found_text, needed = "a validation that took batches of the training's Loader", "another Loader for it"
-            raise InvalidOption(cannot("validate", found_text, needed, "Make one of held-out samples"))
-        begun.is_validation_due = False
-        begun.validation = found
-        self._validations.append(Validation(self._steps, found))
-        if not self._judge.is_by_epoch:
-            self._judged(found)
-            if self._judge.is_best and not self._is_last(begun):
-                self._save()
-
-    def _judged(self, values: Mapping[str, float]) -> None:
-        try:
-            self._judge.judge(values)
-        except InvalidOption:
-            self._save(wait=True)
-            raise
-
-    def _is_last(self, begun: Begun) -> bool:
-        """Return whether an epoch has had its last step: the state is saved once, at its end."""
-        return self._trained[0] > begun.loader_epoch
-
-    def _end(self, begun: Begun) -> None:
-        """Close an epoch: its record, and its checkpoint."""
-        self._recorder.read()  # which waits for the device: now all of the epoch's steps are over
-        self._spend()
-        means = Means.of_all(self._processes.from_all(self._recorder.means.sums)).read()
-        samples = sum(self._processes.from_all(begun.samples))
-        self._epochs.append(begun.record(samples, means))
-        self._begun = None
-        self._is_saved = False
-        if self._judge.is_by_epoch:
-            self._judged(begun.validation or means)
-        is_late = any(self._processes.from_all(self._schedule.is_late()))
-        if is_late or self._judge.is_best or self._schedule.is_by_epoch or self._schedule.is_due(self._steps):
-            self._save()
-
-    def _save(self, *, random: Mapping[str, Any] | None = None, wait: bool = False) -> None:
-        if self._saving.folder is None:
-            return
-        self._recorder.read()
-        begun = self._begun
-        means = Means.of_all(self._processes.from_all(self._recorder.means.sums))
-        begun_now = None
-        if begun is not None:
-            begun_now = {**asdict(begun), "samples": sum(self._processes.from_all(begun.samples))}
-        run = {
-            "steps": self._steps,
-            "epochs": [asdict(record) for record in self._epochs],
-            "validations": [asdict(validation) for validation in self._validations],
-            "curve": self._curve.state_dict(),
-            "judge": list(self._judge.rule),
-            "best": self._judge.best,
-            "score": self._judge.score,
-            "begun": begun_now,
-            "means": means.sums if begun is not None else {},
-        }
-        self._schedule.saved(self._steps)
-        self._is_saved, self._judge.is_best = True, False
-        position = {**self._loader.state_dict(), "epoch": self._trained[0], "samples": self._trained[1]}
-        self._saving.save(self._steps, position, run, score=self._judge.score, random=random, wait=wait)
