@@ -26,7 +26,7 @@ from colabkit.dataset import FileDataset
 from colabkit.errors import BadImage, ColabkitError, FileFailed, SourceChanged, TimedOut
 from colabkit.loader import Loader, reading
 from colabkit.sampler import Shuffled
-from colabkit.sources import FolderSource, Item, SlowSource, answering, concurrency, engine
+from colabkit.sources import FolderSource, Item, SlowSource, answering, concurrency, reads
 
 COUNT = 60
 
@@ -64,7 +64,7 @@ class Far(FolderSource):
 
 @pytest.fixture(autouse=True)
 def _quick_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engine, "_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
     monkeypatch.setattr(concurrency, "_TICK_S", 0.01)
     monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
     yield

@@ -18,7 +18,7 @@ from colabkit.sources import BucketSource, FileSource, Item, Retries, bucket, re
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
-    monkeypatch.setattr(sources.engine, "_BACK_OFF_S", 0)
+    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
     yield
     MemoryFileSystem.store.clear()
 

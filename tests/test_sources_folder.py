@@ -19,7 +19,7 @@ from colabkit.sources import FolderSource, Item, Listing, Retries, concurrency, 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources.engine, "_BACK_OFF_S", 0)
+    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
 
 
 @pytest.fixture(params=[False, True], ids=["near", "can hang"], autouse=True)

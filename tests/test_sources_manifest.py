@@ -221,7 +221,7 @@ def test_each_file_is_asked_for_once_and_errors_that_pass_are_counted(tree, monk
 
     source = ManifestSource([tree / "a/1.png"] * 5)
     monkeypatch.setattr(os, "stat", flaky)
-    monkeypatch.setattr(sources.engine, "_BACK_OFF_S", 0)
+    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
     listing = source.list()
     assert len(listing.items) == 5
     assert listing.retries == 1

@@ -360,7 +360,7 @@ class FlakySource(MemorySource):
 
 
 def test_retries_are_counted_in_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr("colabkit.sources.engine._BACK_OFF_S", 0)
+    monkeypatch.setattr("colabkit.sources.reads._BACK_OFF_S", 0)
     files = {f"{number}": bytes([number]) for number in range(10)}
     report = copy(FlakySource(files), tmp_path / "near")
     assert data_of(report.path) == files

@@ -15,7 +15,7 @@ from far_mounts import FuseMount, has_fuse
 from near_copies import copy, data_of, kept_partials, state_of, zipped
 
 from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
-from colabkit.sources import BLOCK_BYTES, concurrency, engine
+from colabkit.sources import BLOCK_BYTES, concurrency, engine, reads
 from colabkit.staging import unstage
 from colabkit.staging.copying import journalled
 
@@ -23,7 +23,7 @@ from colabkit.staging.copying import journalled
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     needs("FUSE", has_fuse())
-    monkeypatch.setattr(engine, "_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
 
 
 @pytest.fixture

@@ -20,23 +20,14 @@ from colabkit.mounts import mounts, user_path
 from colabkit.sources.answering import answer_of
 from colabkit.sources.bucket import BucketSource
 from colabkit.sources.concurrency import STALLED_S, Calls, Threads, check_threads, concurrently
-from colabkit.sources.engine import (
-    BLOCK_BYTES,
-    Block,
-    Reading,
-    Retries,
-    SharedFile,
-    Wanted,
-    block_offsets,
-    read_blocks,
-    read_item,
-)
+from colabkit.sources.engine import BLOCK_BYTES, Block, Reading, Wanted, block_offsets
 from colabkit.sources.folder import FolderSource
 from colabkit.sources.items import STAGE_SEAL, Item, Listing, Source
 from colabkit.sources.level import Level
 from colabkit.sources.lmdb_records import LmdbSource
 from colabkit.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_manifest
 from colabkit.sources.one_file import FileSource
+from colabkit.sources.reads import Retries, SharedFile, read_blocks, read_item
 from colabkit.sources.records import open_records
 from colabkit.sources.tar_archive import TAR_SUFFIXES, TarSource, is_tar
 from colabkit.sources.tfrecord import TfRecordSource

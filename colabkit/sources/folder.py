@@ -13,10 +13,10 @@ from colabkit._files import translated
 from colabkit.environment import can_hang
 from colabkit.mounts import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts
 from colabkit.sources.concurrency import STALLED_S, Calls
-from colabkit.sources.engine import Retries
 from colabkit.sources.items import STAGE_SEAL, Item, Listing
 from colabkit.sources.level import Level
 from colabkit.sources.listed import open_listed, read_listed
+from colabkit.sources.reads import Retries
 
 __all__ = ["FolderSource"]
 

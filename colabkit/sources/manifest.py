@@ -20,9 +20,9 @@ from colabkit.errors import BadSource, InvalidOption, MissingPackage, SourceMiss
 from colabkit.mounts import Mount, mounts, user_path
 from colabkit.sources.answering import answer_of
 from colabkit.sources.concurrency import STALLED_S, concurrently
-from colabkit.sources.engine import Retries
 from colabkit.sources.items import Item, Listing
 from colabkit.sources.listed import open_listed, read_listed
+from colabkit.sources.reads import Retries
 
 __all__ = ["TABLE_SUFFIXES", "ManifestSource", "is_manifest"]
 
