@@ -140,6 +140,17 @@ def link(path: Path, to: Path) -> None:
     os.link(path, to, follow_symlinks=False)
 
 
+def link_or_copy(path: Path, to: Path) -> None:
+    """Give a file, or a link, another name; on another file system a copy."""
+    try:
+        link(path, to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _step("create", to)
+        shutil.copy2(path, to, follow_symlinks=False)
+
+
 def sync(fd: int, path: Path) -> None:
     """Wait until the file's bytes are on the medium."""
     _step("sync", path)

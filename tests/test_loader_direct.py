@@ -15,6 +15,7 @@ from torch import Tensor
 from colabkit.dataset import open_pack
 from colabkit.loader import Loader, direct
 from colabkit.loader.direct import DirectRows
+from colabkit.loader.gather import RowGather
 
 WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda images: images,
@@ -87,6 +88,24 @@ def test_rows_of_any_type_and_shape_come_as_they_are(dtype, shape):
     assert found.dtype == dtype
     expected = rows if rows.ndim < 4 or dtype != torch.uint8 else rows.permute(0, 3, 1, 2)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(600,), (20, 40), (12, 12, 3)])
+def test_a_buffer_of_any_type_is_used_again_as_soon_as_it_is_let_go_of(dtype, shape):
+    rows = torch.randint(0, 2, (64, *shape)).to(dtype)
+    slots = direct._Slots(RowGather([rows], None, are_images=len(shape) == 3), 32)
+
+    def gathered(start: int) -> Tensor:
+        return slots.gather(torch.arange(start, start + 32), (32,))[0]
+
+    first = gathered(0)
+    place, part = first.untyped_storage().data_ptr(), first[3:5]
+    del first
+    assert gathered(0).untyped_storage().data_ptr() != place
+    assert torch.equal(part.contiguous().view(torch.uint8), gathered(0)[3:5].contiguous().view(torch.uint8))
+    del part
+    assert gathered(32).untyped_storage().data_ptr() == place
 
 
 def test_few_buffers_are_remembered_when_the_user_holds_all_batches(images, small_gathers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -339,7 +340,7 @@ def test_a_refresh_loses_no_file_of_others_whose_place_is_taken(image_tree, near
     (image_tree / new).parent.mkdir(exist_ok=True)
     (image_tree / new).write_bytes(b"new")
     place = re.escape(str(own))
-    with pytest.raises(TargetExists, match=f"the source has something new where .* of your own .* Move '{place}'"):
+    with pytest.raises(TargetExists, match=f"of your own lies .* where the source has something else.* Move '{place}'"):
         copy(image_tree, refresh=True)
     assert own.read_bytes() == b"theirs"
     own.rename(found / "elsewhere")
@@ -362,4 +363,52 @@ def test_links_of_others_in_a_near_copy_outlive_a_refresh(image_tree, near_stora
     (image_tree / "more.jpg").write_bytes(b"new")
     copy(image_tree, refresh=True)
     assert (found / "more.jpg").read_bytes() == b"new"
+    assert (found / "latest").readlink() == Path("nowhere")
+
+
+def test_nothing_is_ever_written_through_a_link_of_others(image_tree, near_storage, tmp_path):
+    found, theirs = copy(image_tree).path, tmp_path / "theirs"
+    theirs.mkdir()
+    (found / "latest").symlink_to(theirs)
+    (found / "notes").write_bytes(b"theirs")
+    (image_tree / "notes").write_bytes(b"new")
+    with pytest.raises(TargetExists, match="'notes' of your own"):  # after the link got its second name
+        copy(image_tree, refresh=True)
+    (found / "notes").unlink()
+    (found / "latest").unlink()
+    (image_tree / "latest").mkdir()
+    (image_tree / "latest" / "x.jpg").write_bytes(b"new")
+    copy(image_tree, refresh=True)
+    assert list(theirs.iterdir()) == []
+    assert (found / "latest" / "x.jpg").read_bytes() == b"new"
+
+
+def test_a_near_copy_whose_seal_is_damaged_loses_no_file_of_others(image_tree, near_storage):
+    found = copy(image_tree).path
+    (found / "notes").write_bytes(b"theirs")
+    seal = found / STAGE_SEAL
+    seal.write_bytes(seal.read_bytes().partition(b"\n")[0] + b"\n{broken")
+    copy(image_tree, refresh=True)
+    assert (found / "notes").read_bytes() == b"theirs"
+
+
+def test_files_of_others_stay_when_an_archive_is_kept_as_it_is_after_all(image_tree, tmp_path):
+    archive, near = zipped(image_tree, tmp_path / "a.zip"), tmp_path / "near"
+    (copy(archive, to=near).path / "notes").write_bytes(b"theirs")
+    copy(archive, to=near, refresh=True, extract=False)
+    assert sorted(path.name for path in near.iterdir() if path.name != STAGE_SEAL) == ["a.zip", "notes"]
+
+
+def test_files_of_others_move_along_to_another_file_system(image_tree, near_storage, monkeypatch):
+    found = copy(image_tree).path
+    (found / "notes").write_bytes(b"theirs")
+    (found / "latest").symlink_to("nowhere")
+    (image_tree / "more.jpg").write_bytes(b"new")
+
+    def refused(path: Path, to: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(_files, "link", refused)
+    copy(image_tree, refresh=True)
+    assert (found / "notes").read_bytes() == b"theirs"
     assert (found / "latest").readlink() == Path("nowhere")

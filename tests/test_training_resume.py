@@ -241,6 +241,18 @@ def test_shuffled_validations_go_on_after_a_stop_as_if_nothing_had_been(tmp_path
     assert trained(tmp_path / "stopped").validations == whole.validations
 
 
+def test_a_validation_is_a_whole_pass_wherever_its_loader_stands(packs):
+    data, seen = packs["digits"], list[list[int]]()
+    for samples in (0, 500):
+        validate = Loader(data, 500)
+        validate.load_state_dict({**validate.state_dict(), "samples": samples})
+        model = nn.Sequential(nn.Flatten(), nn.Linear(data[0][0].numel(), 10))
+        step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        train(step, Loader(data, 300), validate=validate, epochs=2)
+        seen.append([validate.meters.samples, validate.next_epoch])
+    assert seen == [[2 * len(data), 2]] * 2
+
+
 def nothing(batch: object) -> None:
     """Be a step that does nothing."""
 

@@ -120,7 +120,7 @@ class _Slots:
         with self._lock:  # two threads may iterate one loader
             slot = next((slot for slot in self._slots if slot.is_free), None)
             if slot is None:
-                slot = _Slot(self._rows, self._samples)
+                slot = _Slot(self._rows, max(self._samples, len(numbers)))
                 self._slots.append(slot)
             wide, found = slot.of(len(numbers))
         self._rows.gather_wide(numbers, wide)

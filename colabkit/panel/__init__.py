@@ -36,7 +36,9 @@ def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboa
         MissingPackage: if `"widgets"` is asked for and ipywidgets is not installed.
     """
     if not is_finite_number(refresh_s) or refresh_s < 0.5:
-        raise InvalidOption(cannot("show the panel", f"refresh_s={refresh_s!r}", "0.5 or more", "Use refresh_s=0.5"))
+        raise InvalidOption(
+            cannot("show the panel", f"refresh_s={refresh_s!r}", "a finite number of 0.5 or more", "Use refresh_s=0.5")
+        )
     if screen not in get_args(ScreenName):
         known = ", ".join(map(repr, get_args(ScreenName)))
         raise InvalidOption(cannot("show the panel", f"screen={screen!r}", f"one of {known}", "Use one of these"))

@@ -81,7 +81,8 @@ def stage(
         SourceMissing: if nothing is at the source's path.
         BadSource: if the source holds no files, or the target lies inside it.
         BadArchive: if an archive is broken, cut short or hostile.
-        TargetExists: if something else is at the target's path.
+        TargetExists: if something else is at the target's path, or a file of your own in the near copy has a place that
+            the source now takes.
         NotEnoughSpace: before anything is written, where that can be known.
         SourceChanged: if a file changed between listing and reading, or while it was read.
         Corrupt: if with `verify="full"` the second reading gives other bytes.

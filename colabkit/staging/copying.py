@@ -249,6 +249,8 @@ def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    for here, _, names in os.walk(folder):
+    """Yield the paths of all files in a folder, and of all links."""
+    for here, folders, names in os.walk(folder):
         inside = os.path.relpath(here, folder)
-        yield from (name if inside == "." else f"{inside}/{name}" for name in names)
+        links = (name for name in folders if os.path.islink(os.path.join(here, name)))
+        yield from (name if inside == "." else f"{inside}/{name}" for name in (*names, *links))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import filecmp
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -14,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from colabkit import _files
 from colabkit._partials import KeptPartial, discard, discard_kept
-from colabkit.errors import BadArchive, BadSource, NotEnoughSpace, SourceChanged, TargetExists, cannot
+from colabkit.errors import BadArchive, BadSource, NotEnoughSpace, SourceChanged, cannot
 from colabkit.progress import ProgressBar
 from colabkit.sources import (
     STALLED_S,
@@ -31,6 +28,7 @@ from colabkit.sources import (
     TarSource,
     Threads,
 )
+from colabkit.staging.carrying import carry_over
 from colabkit.staging.copying import Copy, good_blocks
 from colabkit.staging.extracting import Archive, check_extracted, extracted
 from colabkit.staging.looking import look_at
@@ -48,7 +46,7 @@ from colabkit.staging.planning import (
     origin_of,
 )
 from colabkit.staging.reports import StagePlan
-from colabkit.staging.seal import Crcs, Seal, is_complete, read_manifest, read_seal, sealed_crcs, sizes_in, write_seal
+from colabkit.staging.seal import Crcs, Seal, is_complete, read_manifest, read_seal, sealed_crcs, write_seal
 from colabkit.staging.targets import Target, check_room, choose, give_back_tmpfs, prepare_place, room_of
 
 __all__ = ["Job", "wait_for_others"]
@@ -215,8 +213,8 @@ class Job:
                 origin=origin,
                 tmpfs=os.fspath(target.mounted_at or ""),
             )
-            if begun.is_sealed and begun.place is not None:
-                _carry_over(self.act, begun.place.path, kept.data)
+            for old in self._replaced(target):
+                carry_over(self.act, old, kept.data)
             write_seal(kept.data, seal, manifest)
             check_target(self.act, self.source, target.path, self.key, self.refresh)  # copying took its time
             if found := self._found():
@@ -231,6 +229,11 @@ class Job:
         self._tidy(target)
         self.is_reused = False
         return target.path, seal
+
+    def _replaced(self, target: Target) -> list[Path]:
+        """Return the near copies that this one takes the place of."""
+        paths = dict.fromkeys([*(place.path for place in self.places), target.path])
+        return [path for path in paths if (seal := read_seal(path)) and (seal.key == self.key or path == target.path)]
 
     def _tidy(self, target: Target) -> None:
         """Remove near copies and interrupted runs of the same source in other places: one is enough."""
@@ -376,33 +379,3 @@ def _wait_a_moment(folder: Path) -> bool:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     time.sleep(_BUSY_S)
     return time.time() - newest < 2 * STALLED_S
-
-
-def _carry_over(act: str, old: Path, new: Path) -> None:
-    """Give files that others put into a near copy a second name in the one that takes its place.
-
-    Raises:
-        TargetExists: if the source has something else in such a place now, so that a file would be lost.
-    """
-    sealed = {item.path for item, _ in read_manifest(old)}
-    for path in sizes_in(old):
-        if path in sealed or _are_same(old / path, new / path):
-            continue
-        if not _has_place(new, path):
-            found = f"the source has something new where {path!r} of your own lies in the near copy"
-            next_step = f"Move {os.fspath(old / path)!r} elsewhere, and run it again"
-            raise TargetExists(cannot(act, found, "a place for each", next_step))
-        _files.make_folder((new / path).parent)
-        _files.link(old / path, new / path)
-
-
-def _are_same(own: Path, other: Path) -> bool:
-    """Return whether both are files of the same bytes."""
-    are_files = all(path.is_file() and not path.is_symlink() for path in (own, other))
-    return are_files and filecmp.cmp(own, other, shallow=False)
-
-
-def _has_place(folder: Path, path: str) -> bool:
-    """Return whether a path is free in a folder, and no file stands where its folders would be."""
-    parents = itertools.takewhile(lambda parent: parent != folder, (folder / path).parents)
-    return not os.path.lexists(folder / path) and not any(parent.exists() and not parent.is_dir() for parent in parents)

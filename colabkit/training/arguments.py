@@ -79,7 +79,7 @@ def validate_of(validate: Any, step: Any, loader: Loader) -> Any:
             raise InvalidOption(cannot(_ACT, found, f"it has to be {_JUDGES}", "Evaluate the model in a function"))
 
         def evaluated(number: int) -> dict[str, float]:
-            validate.set_epoch(number)
+            validate.load_state_dict({**validate.state_dict(), "epoch": number, "samples": 0})
             return step.evaluate(validate)
 
         return evaluated

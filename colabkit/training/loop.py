@@ -68,7 +68,8 @@ def train(
         save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
         keep_last: how many of the newest checkpoints stay, beside the best.
         resume: false insists on beginning anew, in a folder without checkpoints.
-        validate: called for numbers to judge by, or a loader that `supervised_step` evaluates.
+        validate: called for numbers to judge by, or a loader that `supervised_step` evaluates: in the first validation
+            its epoch 0, in the next one epoch 1, and so on, wherever it stands.
         validate_every: steps between two validations, or `"epoch"`.
         monitor: which number says what checkpoint is best: of `validate` where there is one, else of the step; None
             for the loss, if there is one.
