@@ -33,7 +33,8 @@ __all__ = ["Asked", "Built", "built_by_sample", "built_of_feed"]
 _GROUP_BYTES = 8 << 20  # made together: two of them stay in a processor's cache
 _DEVICE_GROUP_BYTES = 64 << 20
 _GROUP_BATCHES = 32
-_PORTION_BATCHES = 32
+_PORTION_BATCHES = 32, 128  # planned together, as many of them as hold so many bytes
+_PORTION_BYTES = 256 << 20
 _LEAST_AHEAD = 4
 _AHEAD_BYTES = 512 << 20
 
@@ -234,7 +235,8 @@ def _depth(asked: Asked, stages: Stages, is_decoded: bool, row_bytes: int | None
     ahead = asked.prefetch_batches or max(min(_LEAST_AHEAD, most), 2 * fitting)
     group = max(1, min(fitting, ahead // 2))
     begins_here = not works and asked.device.type == "cpu" and asked.prefetch_batches is None
-    portion = _PORTION_BATCHES if begins_here else group
+    least, largest = _PORTION_BATCHES
+    portion = max(least, min(largest, _PORTION_BYTES // batch_bytes)) if begins_here else group
     return Depth(portion, group, max(1, ahead // group), threads, begins_here)
 
 

@@ -7,6 +7,7 @@ them, so a position counted in samples means the same whatever the batch size an
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from colabkit.sampler import Order
 
-__all__ = ["Numbers", "OrderedPlan", "Pass", "Plan", "Portion", "Portions", "Share", "parted", "told_early"]
+__all__ = ["Numbers", "OrderedPlan", "Pass", "Plan", "Portion", "Portions", "Share", "grown", "parted", "told_early"]
 
 Numbers = npt.NDArray[np.int64]
 
@@ -159,7 +160,7 @@ class Plan(Protocol):
         """Return how many samples these batches hold."""
 
     def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
-        """Yield these batches: one at first, so that training starts at once, then twice as many, up to a limit."""
+        """Yield these batches: one at first, so that training starts at once, then ever more, up to a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +195,15 @@ class OrderedPlan:
         while first < batches:
             count = min(count, batches - first)
             yield found.portion(order, epoch, first, count)
-            first, count = first + count, min(2 * count, most_batches)
+            first, count = first + count, grown(count, most_batches)
 
     def _pass(self, start: int) -> Pass:
         return Pass.of(len(self.order), start, self.batch_size, self.share, self.drop_last)
+
+
+def grown(batches: int, most_batches: int) -> int:
+    """Return how many batches come after a portion of so many: the limit is reached by about the fourth portion."""
+    return min(most_batches, batches * max(2, round(math.cbrt(most_batches))))
 
 
 class Portions:

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from colabkit.augment import Draws
 from colabkit.augment.checks import shown
 from colabkit.errors import InvalidOption, cannot
-from colabkit.loader.portions import Pass, Portion, Share
+from colabkit.loader.portions import Pass, Portion, Share, grown
 from colabkit.loader.seeding import generators_kept, seed_all
 from colabkit.sampler.randoms import key_of
 
@@ -24,6 +24,7 @@ __all__ = ["SampledPlan", "gives_batches", "seed_of"]
 
 _MAYBE_MASKS = {bool, np.bool_, torch.Tensor}
 _STORED = (Sequence, np.ndarray, torch.Tensor)  # hold what they give, so it can be counted
+_AHEAD_BATCHES = 32  # that a sampler is asked for together: it may go by what training has found meanwhile
 _OF_SAMPLERS = 1  # a stream of draws that no transform has
 _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
@@ -81,7 +82,7 @@ class SampledPlan:
             given = _given(self.sampler, self.seed, epoch)
         except Exception as error:
             given = _failing(error)  # in its turn, as what fails later
-        return self._portions(given, start, most_batches)
+        return self._portions(given, start, min(most_batches, _AHEAD_BATCHES))
 
     def _portions(self, given: Iterator[Any], start: int, most_batches: int) -> Iterator[Portion]:
         position, count = start, 1
@@ -91,7 +92,7 @@ class SampledPlan:
             waiting.append(batch)
             if len(waiting) == count:
                 yield _portion(waiting, position, self.n, self.share)
-                waiting, count = [], min(2 * count, most_batches)
+                waiting, count = [], grown(count, most_batches)
         if waiting:
             yield _portion(waiting, position, self.n, self.share)
 
