@@ -349,7 +349,7 @@ class Loader:
         """Return a batch as the user gets it, after what is done to it at last."""
         whole: Callable[[Sequence[Any]], Any]
         if self._feed is not None:
-            values, whole, label_place = taken.values, self._feed.batch, self._feed.label_place
+            values, whole, label_place = [*taken.values], self._feed.batch, self._feed.label_place
         else:
             values, whole = fields_of(taken.values)
             label_place = 1 if len(values) > 1 else None

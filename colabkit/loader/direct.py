@@ -29,7 +29,7 @@ from colabkit.meters import LoaderMeters
 
 __all__ = ["DirectRows"]
 
-_GATHERED_BYTES = 6 << 20  # at once; two buffers of this size stay in a third-level cache
+_GATHERED_BYTES = 5 << 20  # at once; two buffers of this size stay in a third-level cache
 _SMALL_ROW = 256  # bytes; such fields are gathered for a whole portion at once
 _KEPT_SLOTS = 4
 
@@ -65,8 +65,7 @@ class DirectRows:
         numbers, gather_s = torch.from_numpy(portion.numbers), 0.0
         began = clock()
         small = {
-            place: column.gather(numbers, torch.empty(len(numbers) * column.row_bytes, dtype=torch.uint8, device="cpu"))
-            .split_with_sizes(portion.sizes)
+            place: column.gathered(numbers).split_with_sizes(portion.sizes)
             for place, column in enumerate(self._columns)
             if isinstance(column, RowGather) and place not in self._slots
         }  # fmt: skip
@@ -84,7 +83,7 @@ class DirectRows:
                 else:
                     values.append(self._read(column, portion.numbers[start:stop], sizes))
             batches = [
-                Batch(list(fields), positions[starts[place] : starts[place + 1]], reached[place], was_ready=False)
+                Batch(fields, positions[starts[place] : starts[place + 1]], reached[place], was_ready=False)
                 for place, fields in enumerate(zip(*values, strict=True), first)
             ]
             del values  # or a buffer could not be used again when the user lets go of its batches
@@ -159,4 +158,4 @@ class _Slot:
             self._make(count)
         found = torch.from_numpy(self._array[:count])
         found = found if found.dtype == self._rows.dtype else self._rows.shaped(found.view(-1), count)
-        return self._wide[:count], found
+        return (self._wide if count == self._samples else self._wide[:count]), found

@@ -63,6 +63,17 @@ class RowGather:
         """Whether rows are `uint8 [H, W, C]`."""
         return self.are_images and self.dtype == torch.uint8 and len(self.shape) == 3
 
+    def gathered(self, indices: Tensor) -> Tensor:
+        """Return the rows at `indices` in memory of their own, images as `[B, C, H, W]`, channels last.
+
+        Args:
+            indices: `int64 [B]`.
+        """
+        if len(self.maps) > 1:
+            return self.gather(indices, torch.empty(len(indices) * self.row_bytes, dtype=torch.uint8, device="cpu"))
+        rows = self.maps[0].index_select(0, self.rows_of(indices))
+        return rows.movedim(-1, 1) if self.are_images else rows
+
     def gather(self, indices: Tensor, buffer: Tensor) -> Tensor:
         """Copy the rows at `indices` into `buffer` and return them, images as `[B, C, H, W]`, channels last.
 

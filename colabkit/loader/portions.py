@@ -7,7 +7,6 @@ them, so a position counted in samples means the same whatever the batch size an
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -113,7 +112,8 @@ class Pass:
 
     def _begins(self, first: int, count: int) -> list[int]:
         """Return where some global batches begin, and where the last of them ends."""
-        begins = [self.start + self._step * number for number in range(first, first + count + 1)]
+        step = self._step
+        begins = [*range(self.start + step * first, self.start + step * (first + count) + 1, step)]
         if first + count >= len(self):
             begins[-1] = self.stop
         return begins
@@ -121,6 +121,8 @@ class Pass:
     def _mine(self, begins: list[int]) -> list[tuple[int, int]]:
         """Return the positions of each global batch that are this rank's."""
         rank, world = self.share.rank, self.share.world_size
+        if world == 1:
+            return [*itertools.pairwise(begins)]
         return [
             (begin + (end - begin) * rank // world, begin + (end - begin) * (rank + 1) // world)
             for begin, end in itertools.pairwise(begins)
@@ -202,8 +204,8 @@ class OrderedPlan:
 
 
 def grown(batches: int, most_batches: int) -> int:
-    """Return how many batches come after a portion of so many: the limit is reached by about the fourth portion."""
-    return min(most_batches, batches * max(2, round(math.cbrt(most_batches))))
+    """Return how many batches come after a portion of so many: a limit of 64 or more is the third portion's."""
+    return min(most_batches, batches * max(2, most_batches // 8))
 
 
 class Portions:

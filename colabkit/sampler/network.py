@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.errors import InvalidOption, cannot
-from colabkit.sampler.randoms import Words64, hashed, key_of, round_keys
+from colabkit.sampler.randoms import GAMMA, MASK, Words64, finalise, hashed, key_of, round_keys
 
 __all__ = ["CHUNK", "MAX_SAMPLES", "Positions", "check_range", "epoch_order", "permute", "permute_each"]
 
@@ -33,8 +33,8 @@ MAX_SAMPLES = 1 << 62
 
 _ROUNDS = 8
 _SORTED_UP_TO = 1 << 16
-_INDEX_BITS = np.uint64(_SORTED_UP_TO - 1)
-_HASHED_CHUNK = 8192  # of which no scratch array is so large that its pages come from the kernel each time
+_INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
+_RANDOM_BITS = ~_INDEX_BITS
 _EACH_SORTED_UP_TO = 32  # of 10**5 permutations of fewer by the network, some come measurably more often than others
 _TABLES_UP_TO = 4096  # columns: making tables of more takes milliseconds, and megabytes, for a gain of a third
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
@@ -75,7 +75,7 @@ def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positio
     """
     check_range(start, stop, n)
     if n <= _SORTED_UP_TO:
-        return _sorted_order(n, key_of(seed, epoch))[start:stop].copy()
+        return _samples(_sorted_words(n, key_of(seed, epoch))[start:stop])
     order = np.arange(start, stop, dtype=np.int64)
     permute(order, n, key_of(seed, epoch))
     return order
@@ -86,7 +86,7 @@ def permute(positions: Positions, n: int, key: int) -> None:
     if n <= 1:
         return
     if n <= _SORTED_UP_TO:
-        positions[:] = _sorted_order(n, key)[positions]
+        positions[:] = _samples(_sorted_words(n, key)[positions])
         return
     rows = math.isqrt(n - 1) + 1
     columns = -(-n // rows)
@@ -132,17 +132,32 @@ def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positio
 
 
 @functools.lru_cache(maxsize=4)
-def _sorted_order(n: int, key: int) -> Positions:
-    """Return all of a small order: the indices in the lower bits of words, sorted by 48 random bits above them."""
-    words = np.empty(n, np.uint64)
-    for first in range(0, n, _HASHED_CHUNK):
-        index = np.arange(first, min(first + _HASHED_CHUNK, n), dtype=np.int64)
-        words[first : first + _HASHED_CHUNK] = hashed(key, index) & ~_INDEX_BITS | index.view(np.uint64)
+def _sorted_words(n: int, key: int) -> Words64:
+    """Return all of a small order: words of 48 random bits, sorted, with the index of a sample in the bits below."""
+    numbers, steps = _first_steps()
+    words, scratch = np.empty(n, np.uint64), np.empty(min(n, CHUNK), np.uint64)
+    for first in range(0, n, CHUNK):
+        some = words[first : first + CHUNK]
+        np.add(steps[: some.size], np.array((key + first * GAMMA) & MASK, np.uint64), out=some)
+        finalise(some, scratch[: some.size])
+        some &= _RANDOM_BITS
+        some |= numbers[: some.size]
+        some |= np.array(first, np.uint64)
     words.sort()
-    words &= _INDEX_BITS
-    order = words.view(np.int64)
-    order.flags.writeable = False
-    return order
+    words.flags.writeable = False
+    return words
+
+
+@functools.cache
+def _first_steps() -> tuple[Words64, Words64]:
+    """Return the numbers of a chunk, and what SplitMix64 adds to its state until each of them."""
+    numbers = np.arange(CHUNK, dtype=np.uint64)
+    return numbers, numbers * np.uint64(GAMMA)
+
+
+def _samples(words: Words64) -> Positions:
+    """Return the indices in the lower bits of words."""
+    return (words & _INDEX_BITS).view(np.int64)
 
 
 def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:

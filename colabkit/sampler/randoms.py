@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GAMMA", "MASK", "Stream", "Words64", "hashed", "key_of", "mixed", "round_keys", "uniforms"]
+__all__ = ["GAMMA", "MASK", "Stream", "Words64", "finalise", "hashed", "key_of", "mixed", "round_keys", "uniforms"]
 
 Words64: TypeAlias = npt.NDArray[np.uint64]
 
@@ -22,6 +22,10 @@ GAMMA = 0x9E3779B97F4A7C15
 
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
+
+# Arrays, because numpy would look up the type of a scalar anew in each operation.
+_FACTORS = [np.array(factor, np.uint64) for factor in (_FIRST, _SECOND)]
+_SHIFTS = [np.array(bits, np.uint64) for bits in (30, 27, 31)]
 
 
 class Stream(enum.IntEnum):
@@ -58,15 +62,23 @@ def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
     """
     words = numbers.astype(np.uint64) * np.uint64(GAMMA)
     words = words + (np.uint64(keys) if isinstance(keys, int) else keys)
-    shifted = words >> np.uint64(30)
-    words ^= shifted
-    words *= np.uint64(_FIRST)
-    np.right_shift(words, np.uint64(27), out=shifted)
-    words ^= shifted
-    words *= np.uint64(_SECOND)
-    np.right_shift(words, np.uint64(31), out=shifted)
-    words ^= shifted
+    finalise(words, np.empty_like(words))
     return words
+
+
+def finalise(words: Words64, scratch: Words64) -> None:
+    """Replace words by those that the finaliser of SplitMix64 makes of them.
+
+    Args:
+        words: sums of a key and a number times `GAMMA`, modulo 2**64.
+        scratch: of the same shape; overwritten.
+    """
+    np.right_shift(words, _SHIFTS[0], out=scratch)
+    for factor, shift in zip(_FACTORS, _SHIFTS[1:], strict=True):
+        words ^= scratch
+        words *= factor
+        np.right_shift(words, shift, out=scratch)
+    words ^= scratch
 
 
 def uniforms(words: Words64) -> npt.NDArray[np.float64]:
