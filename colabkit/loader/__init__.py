@@ -307,6 +307,7 @@ class Loader:
         counts = self.meters if self._aside is None else self._aside
         if is_told:
             meters.used(counts)
+        if is_told and meters.is_heard():
             meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
         clock: meters.Clock
         clock = meters.HostClock() if self.device.type == "cpu" else meters.DeviceClock(lambda: marked(self.device))

@@ -50,7 +50,7 @@ class DirectRows:
         self._row_bytes = sum(column.row_bytes for column in rows)
         largest = max((column.row_bytes for column in rows), default=1)
         self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, largest)))
-        samples = min(self._batches_at_once * (batch_size + 1), max(1, feed.count))  # a sampler may ask for more
+        samples = min(self._batches_at_once * batch_size, max(1, feed.count))  # a sampler may ask for more
         self._slots = {
             place: _Slots(column, samples)
             for place, column in enumerate(self._columns)
@@ -59,29 +59,28 @@ class DirectRows:
 
     def made(self, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
         """Yield the batches of a portion, those gathered together in a list, backwards, and the seconds it took."""
-        clock, count = time.perf_counter, len(portion.sizes)
-        positions, reached = portion.positions, portion.reached
-        starts = [0, *itertools.accumulate(portion.sizes)]
-        numbers, gather_s = torch.from_numpy(portion.numbers), 0.0
+        clock, together, gather_s = time.perf_counter, self._batches_at_once, 0.0
+        sizes, positions, reached = portion.sizes, portion.positions, portion.reached
+        starts = [*itertools.accumulate(sizes, initial=0)]
+        steps = [*starts[:-1:together], starts[-1]]
+        numbers = torch.from_numpy(portion.numbers)
         began = clock()
         small = {
-            place: column.gathered(numbers).split_with_sizes(portion.sizes)
+            place: column.gathered(numbers).split_with_sizes(sizes)
             for place, column in enumerate(self._columns)
             if isinstance(column, RowGather) and place not in self._slots
-        }  # fmt: skip
-        for first in range(0, count, self._batches_at_once):
-            last = min(first + self._batches_at_once, count)
-            start, stop = starts[first], starts[last]
-            sizes = portion.sizes[first:last]
-            rows = numbers[start:stop]
+        }
+        gathered = numbers.split_with_sizes([stop - start for start, stop in itertools.pairwise(steps)])
+        for first, rows in zip(range(0, len(sizes), together), gathered, strict=True):
+            some = sizes[first : first + together]
             values = []
             for place, column in enumerate(self._columns):
                 if place in self._slots:
-                    values.append(self._slots[place].gather(rows, sizes))
+                    values.append(self._slots[place].gather(rows, some))
                 elif place in small:
-                    values.append(small[place][first:last])
+                    values.append(small[place][first : first + together])
                 else:
-                    values.append(self._read(column, portion.numbers[start:stop], sizes))
+                    values.append(self._read(column, rows.numpy(), some))
             batches = [
                 Batch(fields, positions[starts[place] : starts[place + 1]], reached[place], was_ready=False)
                 for place, fields in enumerate(zip(*values, strict=True), first)
@@ -117,8 +116,10 @@ class _Slots:
     def gather(self, numbers: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
         """Return the rows of some samples, parted into batches."""
         with self._lock:  # two threads may iterate one loader
-            slot = next((slot for slot in self._slots if slot.is_free), None)
-            if slot is None:
+            for slot in self._slots:
+                if slot.is_free:
+                    break
+            else:
                 slot = _Slot(self._rows, max(self._samples, len(numbers)))
                 self._slots.append(slot)
             wide, found = slot.of(len(numbers))
@@ -142,6 +143,7 @@ class _Slot:
         self._samples = samples
         self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), samples)
         shaped = self._rows.shaped_array(memory)
+        self._is_shaped = shaped is not None
         self._array = memory if shaped is None else shaped
         del memory, shaped
         self._owner = self._array.base
@@ -156,6 +158,6 @@ class _Slot:
         """Return its first `count` rows as what is to be filled, and as they are; only while it is free."""
         if count > self._samples:  # a sampler of the user's own may give larger batches
             self._make(count)
+        wide = self._wide if count == self._samples else self._wide[:count]
         found = torch.from_numpy(self._array[:count])
-        found = found if found.dtype == self._rows.dtype else self._rows.shaped(found.view(-1), count)
-        return (self._wide if count == self._samples else self._wide[:count]), found
+        return wide, found if self._is_shaped else self._rows.shaped(found.view(-1), count)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -35,8 +36,6 @@ from colabkit.loader.transfer import DeviceTransfer, Taken, sent
 from colabkit.loader.workers import Batch, Group, Workers, made_here
 
 __all__ = ["Depth", "Images", "InThreads"]
-
-_Made = TypeVar("_Made")
 
 _TICK_S = 0.25  # how often a waiting user is told of
 _FILES_AHEAD = 512
@@ -134,7 +133,8 @@ class InThreads:
                 numbers = self._feed.samples.numbers
                 depth = 2 * self._depth.group_batches * self._batch_size
                 portions = looked_ahead(portions, self._on_disk, None if numbers is None else numbers.numpy(), depth)
-            maker = BatchMaker(
+            make = partial(
+                BatchMaker,
                 self._feed,
                 self._stages,
                 self._decoding(ahead),
@@ -146,20 +146,20 @@ class InThreads:
             )
             pays = True
             if self._depth.begins_here or not self._depth.threads:
-                pays = yield from self._made_here(maker, portions)
+                pays = yield from self._made_here(make() if self._direct is None else self._direct, portions)
             if pays:
-                yield from self._made_ahead(maker, portions, ahead)
+                yield from self._made_ahead(make(), portions, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
             if self._populating is not None:
                 self._populating.stop()
 
-    def _made_here(self, maker: BatchMaker, portions: Iterator[Portion]) -> Generator[Batch, None, bool]:
+    def _made_here(self, maker: BatchMaker | DirectRows, portions: Iterator[Portion]) -> Generator[Batch, None, bool]:
         """Yield batches made in the caller's thread; return True when a thread would pay, False when all are made."""
         clock, convinced = time.perf_counter, 0
         while (portion := _next_of(portions)) is not None:
-            for made_s, batches in self._lists_here(maker, portion):
+            for made_s, batches in _lists_here(maker, portion):
                 left = clock()
                 while batches:
                     yield batches.pop()
@@ -167,23 +167,6 @@ class InThreads:
             if convinced >= _CONVINCED and self._depth.threads:
                 return True
         return False
-
-    def _lists_here(self, maker: BatchMaker, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
-        """Yield batches that are made together in the caller's thread, backwards, and the seconds it took."""
-        if self._direct is not None:
-            try:
-                yield from self._direct.made(portion)
-            except Exception as error:
-                _raise(error)
-            return
-        began = time.perf_counter()
-        group = made_here(maker, portion)
-        group.batches.reverse()
-        if group.batches:
-            group.batches[-1].was_ready = False
-        yield time.perf_counter() - began, group.batches
-        if group.error is not None:
-            _raise(group.error)
 
     def _made_ahead(
         self, maker: BatchMaker, portions: Iterator[Portion], ahead: ReadingAhead | None
@@ -276,9 +259,27 @@ def _raise(error: BaseException) -> NoReturn:
     raise failed(error) from error
 
 
-def _next_of(made: Iterator[_Made]) -> _Made | None:
-    """Return the next one, None after the last; what is the user's may fail here, such as a sampler."""
+def _next_of(portions: Iterator[Portion]) -> Portion | None:
+    """Return the next portion, None after the last; what is the user's may fail here, such as a sampler."""
     try:
-        return next(made, None)
+        return next(portions, None)
     except Exception as error:
         _raise(error)
+
+
+def _lists_here(maker: BatchMaker | DirectRows, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
+    """Yield batches that are made together in the caller's thread, backwards, and the seconds it took."""
+    if isinstance(maker, DirectRows):
+        try:
+            yield from maker.made(portion)
+        except Exception as error:
+            _raise(error)
+        return
+    began = time.perf_counter()
+    group = made_here(maker, portion)
+    group.batches.reverse()
+    if group.batches:
+        group.batches[-1].was_ready = False
+    yield time.perf_counter() - began, group.batches
+    if group.error is not None:
+        _raise(group.error)
