@@ -90,6 +90,18 @@ def test_rows_of_any_type_and_shape_come_as_they_are(dtype, shape):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.uint64, torch.complex128, torch.bits8]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (5, 2)])
+def test_small_rows_come_as_they_are_even_of_types_that_torch_cannot_index(dtype, shape):
+    content = torch.randint(0, 256, (20, *shape, dtype.itemsize), dtype=torch.uint8)
+    rows = content.view(-1).view(dtype).view(20, *shape)
+    found = [batch.reshape(-1) for batch in Loader(rows, 8)]
+    assert {batch.dtype for batch in found} == {dtype}
+    assert torch.equal(torch.cat([batch.view(torch.uint8) for batch in found]), content.reshape(-1))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [(600,), (20, 40), (12, 12, 3)])
 def test_a_buffer_of_any_type_is_used_again_as_soon_as_it_is_let_go_of(dtype, shape):

@@ -71,8 +71,8 @@ class RowGather:
         """
         if len(self.maps) > 1:
             return self.gather(indices, torch.empty(len(indices) * self.row_bytes, dtype=torch.uint8, device="cpu"))
-        rows = self.maps[0].index_select(0, self.rows_of(indices))
-        return rows.movedim(-1, 1) if self.are_images else rows
+        rows = self._wide_maps[0].index_select(0, self.rows_of(indices))  # it does not know all types of elements
+        return self.shaped(rows.view(-1), len(indices))
 
     def gather(self, indices: Tensor, buffer: Tensor) -> Tensor:
         """Copy the rows at `indices` into `buffer` and return them, images as `[B, C, H, W]`, channels last.
