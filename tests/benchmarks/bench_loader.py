@@ -3,8 +3,9 @@
     python tests/benchmarks/bench_loader.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 
 Every system runs in a fresh process, in interleaved rounds: an epoch to warm up, then whole shuffled epochs for three
-seconds at least. The consumer only takes batches. Everything is warm in the page cache. `--peers` runs the other
-loaders in this Python, `--peers-python` in an environment of their own, made so on Debian or Ubuntu:
+seconds at least, or in turns of a few epochs with another. The consumer only takes batches. Everything is warm in the
+page cache. `--peers` runs the other loaders in this Python, `--peers-python` in an environment of their own, made so on
+Debian or Ubuntu:
 
     apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
     uv venv --python 3.11 peers
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -44,10 +46,14 @@ FEW = 10_000
 PHOTO_TIMES, ROW_TIMES = 4, 10
 """How often the photos are repeated, so that an epoch has batches enough."""
 
+TURNS, TURN_EPOCHS = 40, 5
+"""Of each process that takes turns with another, in a round."""
+
 FIRST_RUNS = 5
 PEERS = {"FFCV", "FFCV crops", "WebDataset", "Streaming", "litdata", "HF datasets", "SPDL", "SPDL crops", "DALI"}
 PEERS |= {"DALI crops"}
 OURS = "colabkit.Loader"
+BARE = "bare index_select loop"
 DECODED = "colabkit.Loader, size=256, decoded rows kept"
 JPEG_PEERS = ("FFCV jpg", "DALI")
 
@@ -258,7 +264,7 @@ def cifar(bench: Bench) -> None:
     packing = "packing_systems.py"
     rows = {
         OURS: Row("colabkit", packed, many),
-        "bare index_select loop": Row("bare", packed, many),
+        BARE: Row("bare", packed, many),
         "FFCV": Row("FFCV", bench.written("beton rows", packed), many),
         "TensorDataset + DataLoader": Row("tensors", packed, many),
         "SPDL, 2 threads, rows of the pack": Row("SPDL", packed, many),
@@ -272,7 +278,7 @@ def cifar(bench: Bench) -> None:
     }
     title = f"{many:,} images 32x32x3"
     note = f"2 workers where there are any; from HF datasets on epochs have {some:,} samples; those of files hold JPEGs"
-    often = (OURS, "bare index_select loop", "FFCV")
+    often = (OURS, BARE, "FFCV")
     middle = compare(bench, title, rows, 512, (OURS, "FFCV"), note, often)
     for other, needed in (
         ("FFCV", 2),
@@ -281,9 +287,51 @@ def cifar(bench: Bench) -> None:
         ("WebDataset", 100),
         ("MosaicML Streaming", 100),
         ("litdata", 100),
-        ("bare index_select loop", 0.85),
     ):
         bench.need_ratio("cifar", middle, OURS, other, needed)
+
+
+def bare(bench: Bench) -> None:
+    """Small raw rows beside a bare loop: processes of both live side by side and take turns of some 50 ms.
+
+    The two are too near each other to be told apart over minutes, in which a shared machine's speed changes by half.
+    """
+    files = bench.files()
+    packed, count = bench.pack(files), warm(files)
+    rates: dict[str, list[float]] = {OURS: [], BARE: []}
+    for _ in range(bench.rounds):
+        for name, seconds in in_turns({OURS: "colabkit", BARE: "bare"}, packed, 512).items():
+            rates[name] += [TURN_EPOCHS * count / each for each in seconds]
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    lines = [
+        (name, *(f"{value:,.0f}" for value in (middle[name], min(values), max(values))))
+        for name, values in rates.items()
+    ]
+    about = f"{bench.rounds} starts of both, {TURNS} turns of {TURN_EPOCHS} epochs each"
+    table(f"{count:,} images 32x32x3, batch 512, shuffled; {about}", ("", "images/s, median", "min", "max"), lines)
+    bench.figures["bare"] = rates
+    bench.need_ratio("bare", middle, OURS, BARE, 0.85)
+
+
+def in_turns(systems: Mapping[str, str], source: Path, batch_size: int) -> dict[str, list[float]]:
+    """Return the seconds of each system's turns; each has a process of its own, and sleeps when it is not its turn."""
+    os.sync()
+    with ExitStack() as living:
+        running = {}
+        for name, system in systems.items():
+            command = [sys.executable, str(HERE / "loader_systems.py"), "turns", system, str(source), str(batch_size)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            running[name] = living.enter_context(process)
+            living.callback(process.communicate)
+        seconds: dict[str, list[float]] = {name: [] for name in systems}
+        for _ in range(1 + TURNS):  # in the first one the processes may still be starting
+            for name, process in running.items():
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(f"{TURN_EPOCHS}\n")
+                process.stdin.flush()
+                seconds[name].append(float(process.stdout.readline()))
+        return {name: values[1:] for name, values in seconds.items()}
 
 
 def rows_224(bench: Bench) -> None:
@@ -424,6 +472,7 @@ def repeated(
 
 RUNS = {
     "cifar": cifar,
+    "bare": bare,
     "rows": rows_224,
     "photos": photos,
     "jpeg": jpeg,

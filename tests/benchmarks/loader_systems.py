@@ -1,6 +1,7 @@
 """One way to load batches, run in a process of its own: `python loader_systems.py ACTION SYSTEM SOURCE [MORE]`.
 
 - `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for three seconds at least; samples and seconds.
+- `turns SYSTEM SOURCE BATCH`: for each line of input the seconds of as many full epochs as it says.
 - `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a process that made none before.
 - `write SYSTEM SOURCE TARGET`: the data that a system reads.
 - `worker`, `order`, `meters` `colabkit SOURCE BATCH`: what colabkit's loader costs besides.
@@ -57,6 +58,17 @@ def epochs(system: str, source: str, batch_size: str) -> dict[str, float]:
     loader = SYSTEMS[system](source)(int(batch_size))
     one_epoch(loader)
     return timed(loader)
+
+
+def turns(system: str, source: str, batch_size: str) -> dict[str, float]:
+    loader = SYSTEMS[system](source)(int(batch_size))
+    samples = one_epoch(loader)
+    for line in sys.stdin:
+        started = time.perf_counter()
+        for _ in range(int(line)):
+            one_epoch(loader)
+        print(time.perf_counter() - started, flush=True)
+    return {"samples": samples}
 
 
 def timed(loader: Iterable[Any]) -> dict[str, float]:
@@ -261,6 +273,7 @@ def plain_copy(source: str, buffers: int = 1) -> Make:
 
 ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "epochs": epochs,
+    "turns": turns,
     "first": first,
     "write": write,
     "worker": worker,
