@@ -129,6 +129,15 @@ def test_few_buffers_are_remembered_when_the_user_holds_all_batches(images, smal
     assert len({batch.untyped_storage().data_ptr() for batch in held}) > direct._KEPT_SLOTS
 
 
+def test_a_loader_that_began_in_inference_mode_serves_outside_it(images, small_gathers):
+    loader = Loader(images, 32)
+    with torch.inference_mode():
+        before = [batch.clone() for batch, _ in loader]
+    for (batch, _), expected in zip(loader, before, strict=True):
+        assert not batch.is_inference()
+        assert torch.equal(batch, expected)
+
+
 def test_two_passes_at_once_do_not_share_a_buffer(images, small_gathers):
     loader = Loader(images, 32)
     for (one, _), (other, _) in zip(loader, loader, strict=True):

@@ -307,8 +307,8 @@ class Loader:
         counts = self.meters if self._aside is None else self._aside
         if is_told:
             meters.used(counts)
-        if is_told and meters.is_heard():
-            meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
+            if meters.is_heard():
+                meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
         clock: meters.Clock
         clock = meters.HostClock() if self.device.type == "cpu" else meters.DeviceClock(lambda: marked(self.device))
         counts.begin_pass(clock)

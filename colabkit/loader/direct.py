@@ -50,7 +50,7 @@ class DirectRows:
         self._row_bytes = sum(column.row_bytes for column in rows)
         largest = max((column.row_bytes for column in rows), default=1)
         self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, largest)))
-        samples = min(self._batches_at_once * batch_size, max(1, feed.count))  # a sampler may ask for more
+        samples = min(self._batches_at_once * batch_size, max(1, feed.count))  # a few batches are larger
         self._slots = {
             place: _Slots(column, samples)
             for place, column in enumerate(self._columns)
@@ -141,7 +141,8 @@ class _Slot:
     def _make(self, samples: int) -> None:
         memory = empty_bytes(samples * self._rows.row_bytes).reshape(samples, -1)
         self._samples = samples
-        self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), samples)
+        with torch.inference_mode(False):  # what is made in that mode cannot be filled again outside
+            self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), samples)
         shaped = self._rows.shaped_array(memory)
         self._is_shaped = shaped is not None
         self._array = memory if shaped is None else shaped
@@ -156,7 +157,7 @@ class _Slot:
 
     def of(self, count: int) -> tuple[Tensor, Tensor]:
         """Return its first `count` rows as what is to be filled, and as they are; only while it is free."""
-        if count > self._samples:  # a sampler of the user's own may give larger batches
+        if count > self._samples:  # as the last batch of several ranks may be, and any of a sampler of the user's own
             self._make(count)
         wide = self._wide if count == self._samples else self._wide[:count]
         found = torch.from_numpy(self._array[:count])

@@ -93,8 +93,6 @@ class Feed:
 
     def batch(self, values: Sequence[Any]) -> Any:
         """Return a batch as the user gets it, of the values of the columns."""
-        if self.order is None and self.structure == "tuple":
-            return tuple(values)
         names: Iterable[str] = self.columns
         if self.order is not None:
             named = dict(zip(names, values, strict=True))

@@ -64,14 +64,16 @@ class RowGather:
         return self.are_images and self.dtype == torch.uint8 and len(self.shape) == 3
 
     def gathered(self, indices: Tensor) -> Tensor:
-        """Return the rows at `indices` in memory of their own, images as `[B, C, H, W]`, channels last.
+        """Return the rows at `indices` in new memory, images as `[B, C, H, W]`, channels last.
+
+        They are gathered as integers, since `index_select` does not know all types of elements.
 
         Args:
             indices: `int64 [B]`.
         """
         if len(self.maps) > 1:
             return self.gather(indices, torch.empty(len(indices) * self.row_bytes, dtype=torch.uint8, device="cpu"))
-        rows = self._wide_maps[0].index_select(0, self.rows_of(indices))  # it does not know all types of elements
+        rows = self._wide_maps[0].index_select(0, self.rows_of(indices))
         return self.shaped(rows.view(-1), len(indices))
 
     def gather(self, indices: Tensor, buffer: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ them, so a position counted in samples means the same whatever the batch size an
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,8 +205,8 @@ class OrderedPlan:
 
 
 def grown(batches: int, most_batches: int) -> int:
-    """Return how many batches come after a portion of so many: a limit of 64 or more is the third portion's."""
-    return min(most_batches, batches * max(2, most_batches // 8))
+    """Return how many batches come after a portion of so many: the limit is reached by about the fourth portion."""
+    return min(most_batches, batches * max(2, round(math.cbrt(most_batches))))
 
 
 class Portions:

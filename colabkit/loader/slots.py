@@ -169,9 +169,11 @@ class PinnedSlots:
     def _made(self, size: int) -> Tensor:
         if self._pins:
             try:
-                with torch.cuda.device(self._device):
+                # What is made in inference mode cannot be filled again outside.
+                with torch.cuda.device(self._device), torch.inference_mode(False):
                     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pins = False
                 warn_unpinned(error)
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -119,13 +119,12 @@ class HostClock:
 
     def settled(self) -> list[StepTimes]:
         """Return the steps that are over."""
-        found, left, is_first = [], self.left_s, self._is_first
+        found = []
         for asked, given, left, samples, told_s, apart_s in _taken(self._noted):
             user_s = max(0.0, left - given - apart_s)
             compute_s = user_s if told_s is None else min(told_s, user_s)
-            found.append((given - asked, 0.0, compute_s, user_s - compute_s, samples, is_first))
-            is_first = False
-        self.left_s, self._is_first = left, is_first
+            found.append((given - asked, 0.0, compute_s, user_s - compute_s, samples, self._is_first))
+            self._is_first, self.left_s = False, left
         return [*map(StepTimes._make, found)]
 
     @property

@@ -34,7 +34,7 @@ MAX_SAMPLES = 1 << 62
 _ROUNDS = 8
 _SORTED_UP_TO = 1 << 16
 _INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
-_RANDOM_BITS = ~_INDEX_BITS
+_RANDOM_BITS = np.array(~_INDEX_BITS)
 _EACH_SORTED_UP_TO = 32  # of 10**5 permutations of fewer by the network, some come measurably more often than others
 _TABLES_UP_TO = 4096  # columns: making tables of more takes milliseconds, and megabytes, for a gain of a third
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)

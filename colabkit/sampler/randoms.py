@@ -62,12 +62,11 @@ def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
     """
     words = numbers.astype(np.uint64) * np.uint64(GAMMA)
     words = words + (np.uint64(keys) if isinstance(keys, int) else keys)
-    finalise(words, np.empty_like(words))
-    return words
+    return finalise(words, np.empty_like(words))
 
 
-def finalise(words: Words64, scratch: Words64) -> None:
-    """Replace words by those that the finaliser of SplitMix64 makes of them.
+def finalise(words: Words64, scratch: Words64) -> Words64:
+    """Return what the finaliser of SplitMix64 makes of words, in their own memory.
 
     Args:
         words: sums of a key and a number times `GAMMA`, modulo 2**64.
@@ -79,6 +78,7 @@ def finalise(words: Words64, scratch: Words64) -> None:
         words *= factor
         np.right_shift(words, shift, out=scratch)
     words ^= scratch
+    return words
 
 
 def uniforms(words: Words64) -> npt.NDArray[np.float64]:
