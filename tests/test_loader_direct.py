@@ -13,7 +13,7 @@ from contract import make_pack
 from torch import Tensor
 
 from colabkit.dataset import open_pack
-from colabkit.loader import Loader, direct
+from colabkit.loader import Loader, direct, threaded
 from colabkit.loader.direct import DirectRows
 from colabkit.loader.gather import RowGather
 
@@ -173,3 +173,29 @@ def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, smal
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_thread_takes_over_in_the_midst_of_a_portion_and_no_batch_is_lost(images, small_gathers, monkeypatch):
+    monkeypatch.setattr(threaded, "_HAND_OVER_S", -1.0)  # as if every gather and every step took longer
+    loader = Loader(images, 32)
+    assert loader._built.engine.portion_batches == 128
+    found, begun = list[Tensor](), list[int]()
+    workers = threaded.Workers
+    monkeypatch.setattr(threaded, "Workers", lambda *given: begun.append(len(found)) or workers(*given))
+    for batch, _ in loader:
+        found.append(batch.clone())
+    assert torch.equal(torch.cat(found), images.rows.permute(0, 3, 1, 2))
+    assert begun == [5]  # after one batch, and two gathers of two
+    (gather,) = loader.meters.snapshot().parts
+    assert gather.samples == 1000
+
+
+@pytest.mark.parametrize("taken", [1, 2, 4, 30])
+def test_a_pass_that_is_left_counts_what_it_gathered(images, small_gathers, taken):
+    loader = Loader(images, 32)
+    passing = iter(loader)
+    for _ in range(taken):
+        next(passing)
+    passing.close()
+    (gather,) = loader.meters.snapshot().parts
+    assert gather.samples == 32 * (1 + 2 * (taken // 2))

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from colabkit.meters import HostClock, LoaderMeters, MetersSnapshot, PartSnapshot
+from colabkit.meters import HostClock, LoaderMeters, MetersSnapshot, PartSnapshot, StepTimes
 from colabkit.meters import counts as totals
 
 
@@ -64,7 +64,7 @@ def test_snapshots_subtract():
 
 def test_a_difference_holds_the_steps_since_then_as_far_as_they_are_kept():
     counts = LoaderMeters()
-    counts.clock = clock = HostClock()
+    counts.clock = clock = HostClock(counts)
     for number in range(3):
         clock.stepped(number, number + 0.5, number + 1, 4)
     before = counts.snapshot()
@@ -78,7 +78,7 @@ def test_a_difference_holds_the_steps_since_then_as_far_as_they_are_kept():
 
 def test_only_the_newest_steps_are_kept_and_all_are_counted():
     counts = LoaderMeters()
-    counts.clock = clock = HostClock()
+    counts.clock = clock = HostClock(counts)
     for number in range(1000):
         clock.stepped(number, number + 0.25, number + 1, 1)
     found = counts.snapshot()
@@ -88,7 +88,7 @@ def test_only_the_newest_steps_are_kept_and_all_are_counted():
 def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
     counts = LoaderMeters()
     for _ in range(2):
-        counts.clock = clock = HostClock()
+        counts.clock = clock = HostClock(counts)
         clock.stepped(0, 5, 6, 4)
         clock.stepped(6, 7, 8, 4)
         counts.settle(clock)
@@ -100,12 +100,12 @@ def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
 def test_what_the_first_pass_came_to_is_kept_when_another_begins():
     counts = LoaderMeters()
     assert counts.snapshot().first_pass is None
-    counts.begin_pass(HostClock())
+    counts.begin_pass(HostClock(counts))
     counts.add("decode", 10, 100, 0.5)
     begun = counts.snapshot()
     assert begun.first_pass is None
     for _ in range(2):
-        counts.begin_pass(HostClock())
+        counts.begin_pass(HostClock(counts))
         counts.add("decode", 1, 1, 0.25)
     spent = counts.snapshot()
     assert spent.first_pass is not None
@@ -120,7 +120,7 @@ def test_what_parts_did_before_the_first_pass_is_not_of_it():
     counts.add("decode", 5, 50, 0.5)  # as for a look at the next batches
     before = counts.snapshot()
     for _ in range(2):
-        counts.begin_pass(HostClock())
+        counts.begin_pass(HostClock(counts))
         counts.add("decode", 1, 1, 0.25)
     spent = counts.snapshot() - before
     assert spent.first_pass is not None
@@ -136,24 +136,36 @@ def test_a_part_tells_its_usual_worst_call_and_the_cpu_it_got():
     assert (part.calls, part.p95_s, part.cpu_s, part.wait_s) == (99, 0.95, 25.0, 3.0)
 
 
-def test_a_pass_that_ends_while_another_is_counted_is_counted_too():
+@pytest.mark.parametrize("is_same", [False, True])
+def test_a_pass_that_ends_while_one_is_counted_is_counted_too_and_once(is_same):
     """As the garbage collector ends one that was left, in the thread that counts and in the midst of it."""
-    counts, left = LoaderMeters(), HostClock()
-    left.stepped(0.0, 1.0, 3.0, 1)
+    counts = LoaderMeters()
 
-    class Ending(HostClock):
-        def settled(self):
-            counts.settle(left)
-            counts.add("transfer", 1, 1, 0.5)
-            return super().settled()
+    class Left:
+        left_s = 3.0
 
-    clock = Ending()
-    clock.stepped(0.0, 2.0, 3.0, 1)
-    counting = threading.Thread(target=counts.settle, args=(clock,), daemon=True)
+        def __init__(self, wait_s: float, compute_s: float) -> None:
+            self.steps = [StepTimes(wait_s, 0.0, compute_s, 0.0)]
+
+        def settled(self) -> list[StepTimes]:
+            found, self.steps = self.steps, []
+            return found
+
+    class Ending(Left):
+        def settled(self) -> list[StepTimes]:
+            if self.steps:
+                found = super().settled()
+                counts.settle(self if is_same else Left(1.0, 2.0))
+                counts.add("transfer", 1, 1, 0.5)
+                return found
+            return []
+
+    counting = threading.Thread(target=counts.settle, args=(Ending(2.0, 1.0),), daemon=True)
     counting.start()
     counting.join(20.0)
     assert not counting.is_alive()
-    assert (counts.steps, counts.wait_s, counts.compute_s) == (2, 3.0, 3.0)
+    expected = (1, 2.0, 1.0) if is_same else (2, 3.0, 3.0)
+    assert (counts.steps, counts.wait_s, counts.compute_s) == expected
 
 
 def test_shares_are_right_and_defined_where_nothing_happened():

@@ -81,27 +81,32 @@ def mean(steps: list[StepTimes]) -> tuple[float, float, float, float]:
 
 
 def test_on_the_cpu_the_parts_are_exact():
-    clock = HostClock()
+    counts = LoaderMeters()
+    clock = HostClock(counts)
     clock.stepped(0.0, 1.0, 5.0, 8)
     clock.worked(2.0)
     clock.stepped(5.0, 5.5, 9.5, 8)
     clock.worked(2.0)
     clock.apart(1.0)
     clock.stepped(9.5, 9.5, 13.5, 4)
-    assert clock.settled() == [
+    found = counts.snapshot()
+    assert found.recent == (
         StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),  # nobody told what was the step
         StepTimes(0.5, 0.0, 2.0, 2.0, 8),
         StepTimes(0.0, 0.0, 2.0, 1.0, 4),
-    ]
-    assert clock.settled() == []
+    )
+    assert (found.wait_s, found.compute_s, found.other_s, found.first_s, found.steps) == (1.5, 8.0, 3.0, 1.0, 3)
+    counts.settle(clock)
+    assert counts.snapshot() == found
 
 
 def test_on_the_cpu_parts_are_never_negative():
-    clock = HostClock()
+    counts = LoaderMeters()
+    clock = HostClock(counts)
     clock.worked(10.0)
     clock.apart(3.0)
     clock.stepped(0.0, 1.0, 2.0, 1)
-    (step,) = clock.settled()
+    (step,) = counts.snapshot().recent
     assert min(step[:4]) >= 0
 
 
@@ -159,8 +164,8 @@ def test_a_stream_that_is_far_behind_loses_the_oldest_steps_not_memory():
 
 
 def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once():
-    counts, clock = LoaderMeters(), HostClock()
-    counts.clock = clock
+    counts = LoaderMeters()
+    counts.clock = clock = HostClock(counts)
     is_over = threading.Event()
 
     def look() -> None:

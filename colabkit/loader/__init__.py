@@ -310,7 +310,9 @@ class Loader:
             if meters.is_heard():
                 meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
         clock: meters.Clock
-        clock = meters.HostClock() if self.device.type == "cpu" else meters.DeviceClock(lambda: marked(self.device))
+        clock = (
+            meters.HostClock(counts) if self.device.type == "cpu" else meters.DeviceClock(lambda: marked(self.device))
+        )
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter
         asked = now()

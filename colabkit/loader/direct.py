@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,9 @@ class DirectRows:
             if isinstance(column, RowGather) and column.row_bytes > _SMALL_ROW
         }
 
-    def made(self, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
+    def made(self, portion: Portion) -> Generator[tuple[float, list[Batch]], None, None]:
         """Yield the batches of a portion, those gathered together in a list, backwards, and the seconds it took."""
-        clock, together, gather_s = time.perf_counter, self._batches_at_once, 0.0
+        clock, together, gather_s, given = time.perf_counter, self._batches_at_once, 0.0, 0
         sizes, positions, reached = portion.sizes, portion.positions, portion.reached
         starts = [*itertools.accumulate(sizes, initial=0)]
         steps = [*starts[:-1:together], starts[-1]]
@@ -71,27 +71,30 @@ class DirectRows:
             if isinstance(column, RowGather) and place not in self._slots
         }
         gathered = numbers.split_with_sizes([stop - start for start, stop in itertools.pairwise(steps)])
-        for first, rows in zip(range(0, len(sizes), together), gathered, strict=True):
-            some = sizes[first : first + together]
-            values = []
-            for place, column in enumerate(self._columns):
-                if place in self._slots:
-                    values.append(self._slots[place].gather(rows, some))
-                elif place in small:
-                    values.append(small[place][first : first + together])
-                else:
-                    values.append(self._read(column, rows.numpy(), some))
-            batches = [
-                Batch(fields, positions[starts[place] : starts[place + 1]], reached[place], was_ready=False)
-                for place, fields in enumerate(zip(*values, strict=True), first)
-            ]
-            del values  # or a buffer could not be used again when the user lets go of its batches
-            batches.reverse()
-            made_s = clock() - began
-            gather_s += made_s
-            yield made_s, batches
-            began = clock()
-        self._meters.add("gather", len(numbers), len(numbers) * self._row_bytes, gather_s)
+        try:
+            for first, rows in zip(range(0, len(sizes), together), gathered, strict=True):
+                some = sizes[first : first + together]
+                values = []
+                for place, column in enumerate(self._columns):
+                    if place in self._slots:
+                        values.append(self._slots[place].gather(rows, some))
+                    elif place in small:
+                        values.append(small[place][first : first + together])
+                    else:
+                        values.append(self._read(column, rows.numpy(), some))
+                batches = [
+                    Batch(fields, positions[starts[place] : starts[place + 1]], reached[place], was_ready=False)
+                    for place, fields in enumerate(zip(*values, strict=True), first)
+                ]
+                del values  # or a buffer could not be used again when the user lets go of its batches
+                batches.reverse()
+                made_s = clock() - began
+                gather_s += made_s
+                given += len(rows)
+                yield made_s, batches
+                began = clock()
+        finally:
+            self._meters.add("gather", given, given * self._row_bytes, gather_s)
 
     def _read(self, column: Any, numbers: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> list[Any]:
         with self._meters.busy("read", 0, 0):

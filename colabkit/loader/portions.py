@@ -7,7 +7,6 @@ them, so a position counted in samples means the same whatever the batch size an
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,6 +54,13 @@ class Portion:
     positions: Numbers
     sizes: tuple[int, ...]
     reached: tuple[int, ...]
+
+    def part(self, first: int, stop: int | None = None) -> Portion:
+        """Return its batches from `first` to `stop`, or to its end."""
+        begin, end = sum(self.sizes[:first]), sum(self.sizes[:stop])
+        return Portion(
+            self.numbers[begin:end], self.positions[begin:end], self.sizes[first:stop], self.reached[first:stop]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ class Plan(Protocol):
         """Return how many samples these batches hold."""
 
     def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
-        """Yield these batches: one at first, so that training starts at once, then ever more, up to a limit."""
+        """Yield these batches: one at first, so that training starts at once, then more, up to a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +211,12 @@ class OrderedPlan:
 
 
 def grown(batches: int, most_batches: int) -> int:
-    """Return how many batches come after a portion of so many: the limit is reached by about the fourth portion."""
-    return min(most_batches, batches * max(2, round(math.cbrt(most_batches))))
+    """Return how many batches come after a portion of so many.
+
+    Where the limit is low, threads make these batches ahead, and ever larger portions keep the next one near. Where it
+    is high, they are only planned together, and it is reached at once: each portion has a cost of its own.
+    """
+    return min(most_batches, batches * max(2, (most_batches // 8) ** 2))
 
 
 class Portions:
@@ -245,11 +255,8 @@ def parted(portions: Iterator[Portion], most_batches: int) -> Iterator[Portion]:
         if len(portion.sizes) <= most_batches:
             yield portion
             continue
-        starts = [0, *itertools.accumulate(portion.sizes)]
         for first in range(0, len(portion.sizes), most_batches):
-            sizes, reached = (each[first : first + most_batches] for each in (portion.sizes, portion.reached))
-            samples = slice(starts[first], starts[first + len(sizes)])
-            yield Portion(portion.numbers[samples], portion.positions[samples], sizes, reached)
+            yield portion.part(first, first + most_batches)
 
 
 def told_early(portions: Iterator[Portion], tell: Callable[[Portion], None], depth: int) -> Iterator[Portion]:

@@ -6,6 +6,7 @@ asked for, and a thread takes over when it can work while the user does: when bo
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Generator, Iterator
@@ -40,7 +41,7 @@ __all__ = ["Depth", "Images", "InThreads"]
 _TICK_S = 0.25  # how often a waiting user is told of
 _FILES_AHEAD = 512
 _HAND_OVER_S = 2e-4
-_CONVINCED = 2  # groups in a row that would have paid for a thread
+_CONVINCED = 3  # groups in a row that would have paid for a thread
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class InThreads:
             elif self._on_disk is not None and isinstance(self._feed.samples, RowGather):
                 numbers = self._feed.samples.numbers
                 depth = 2 * self._depth.group_batches * self._batch_size
-                portions = looked_ahead(portions, self._on_disk, None if numbers is None else numbers.numpy(), depth)
+                few = parted(portions, self._depth.group_batches)
+                portions = looked_ahead(few, self._on_disk, None if numbers is None else numbers.numpy(), depth)
             make = partial(
                 BatchMaker,
                 self._feed,
@@ -144,29 +146,35 @@ class InThreads:
                 self._depth.threads,
                 self._counts,
             )
-            pays = True
+            left: Iterator[Portion] | None = portions
             if self._depth.begins_here or not self._depth.threads:
-                pays = yield from self._made_here(make() if self._direct is None else self._direct, portions)
-            if pays:
-                yield from self._made_ahead(make(), portions, ahead)
+                left = yield from self._made_here(make() if self._direct is None else self._direct, portions)
+            if left is not None:
+                yield from self._made_ahead(make(), left, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
             if self._populating is not None:
                 self._populating.stop()
 
-    def _made_here(self, maker: BatchMaker | DirectRows, portions: Iterator[Portion]) -> Generator[Batch, None, bool]:
-        """Yield batches made in the caller's thread; return True when a thread would pay, False when all are made."""
+    def _made_here(
+        self, maker: BatchMaker | DirectRows, portions: Iterator[Portion]
+    ) -> Generator[Batch, None, Iterator[Portion] | None]:
+        """Yield batches made in the caller's thread; return those that are left when a thread would pay, else None."""
         clock, convinced = time.perf_counter, 0
         while (portion := _next_of(portions)) is not None:
-            for made_s, batches in _lists_here(maker, portion):
-                left = clock()
-                while batches:
-                    yield batches.pop()
-                convinced = convinced + 1 if min(made_s, clock() - left) > _HAND_OVER_S else 0
-            if convinced >= _CONVINCED and self._depth.threads:
-                return True
-        return False
+            given = 0
+            with closing(_lists_here(maker, portion)) as lists:
+                for made_s, batches in lists:
+                    given += len(batches)
+                    left = clock()
+                    while batches:
+                        yield batches.pop()
+                    convinced = convinced + 1 if min(made_s, clock() - left) > _HAND_OVER_S else 0
+                    if convinced == _CONVINCED and self._depth.threads:
+                        rest = [portion.part(given)] if given < len(portion.sizes) else []
+                        return itertools.chain(rest, portions)
+        return None
 
     def _made_ahead(
         self, maker: BatchMaker, portions: Iterator[Portion], ahead: ReadingAhead | None
@@ -267,7 +275,7 @@ def _next_of(portions: Iterator[Portion]) -> Portion | None:
         _raise(error)
 
 
-def _lists_here(maker: BatchMaker | DirectRows, portion: Portion) -> Iterator[tuple[float, list[Batch]]]:
+def _lists_here(maker: BatchMaker | DirectRows, portion: Portion) -> Generator[tuple[float, list[Batch]], None, None]:
     """Yield batches that are made together in the caller's thread, backwards, and the seconds it took."""
     if isinstance(maker, DirectRows):
         try:

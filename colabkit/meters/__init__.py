@@ -21,7 +21,7 @@ from colabkit.meters.events import (
 )
 from colabkit.meters.facts import LoaderFacts
 from colabkit.meters.newest import finished, latest, used
-from colabkit.meters.steps import Clock, DeviceClock, HostClock, Mark, StepTimes
+from colabkit.meters.steps import Clock, DeviceClock, HostClock, Mark, StepTimes, StepTotals
 
 __all__ = [
     "BatchTaken",
@@ -39,6 +39,7 @@ __all__ = [
     "RunStarted",
     "StepDone",
     "StepTimes",
+    "StepTotals",
     "Waiting",
     "finished",
     "is_heard",

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from colabkit.meters.facts import LoaderFacts
-from colabkit.meters.steps import Clock, StepTimes
+from colabkit.meters.steps import Clock, StepTimes, StepTotals
 
 __all__ = ["LoaderMeters", "MetersSnapshot", "PartSnapshot"]
 
-_RECENT_STEPS = 512
 _EARLIER = 4  # passes that a GPU may be behind
 _RECENT_CALLS = 256
 
@@ -160,36 +159,33 @@ class _Part:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class LoaderMeters:
+class LoaderMeters(StepTotals):
     """Running totals of one loader. Parts may be written and all may be read from any thread.
 
     `facts` are what is known of the loader; `clock` is that of its newest pass, which `train()` tells how long a step
-    took; `timed_s` is when the newest step that was counted was over, on the scale of `time.monotonic()`.
+    took.
     """
 
     batches: int = 0
     samples: int = 0
-    wait_s: float = 0.0
-    copy_s: float = 0.0
-    compute_s: float = 0.0
-    other_s: float = 0.0
-    first_s: float = 0.0
     passes: int = 0
-    steps: int = 0
     ready: int = 0
     queued: int = 0
     queue_room: int = 0
     retries: int = 0
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
-    timed_s: float = field(default=0.0, repr=False)
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
-    _recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
     _parts: dict[str, _Part] = field(default_factory=dict, repr=False)
     _first_pass: MetersSnapshot | None = field(default=None, repr=False)
     # Both are taken again by the same thread where the garbage collector ends a pass that was left: within a call.
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _settling: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def timed_s(self) -> float:
+        """When the newest step that was counted was over, on the scale of `time.monotonic()`."""
+        return time.monotonic() - (time.perf_counter() - self.left_s)
 
     @contextmanager
     def busy(self, part: str, samples: int, handled_bytes: int) -> Iterator[None]:
@@ -236,13 +232,12 @@ class LoaderMeters:
         self.clock = clock
 
     def settle(self, clock: Clock) -> None:
-        """Count the steps that a clock has timed since it was asked before."""
+        """Count the steps that a clock has timed since it was asked before, if it does not count them itself."""
         with self._settling:
             newest = clock.settled()
             if not newest:
                 return
-            # A stream may have come by long before it was asked.
-            self.timed_s = max(self.timed_s, time.monotonic() - (time.perf_counter() - clock.left_s))
+            self.left_s = max(self.left_s, clock.left_s)  # a stream may have come by long before it was asked
             waits, copies, computes, others, _, are_first = zip(*newest, strict=True)
             self.steps += len(newest)
             self.wait_s += sum(waits)
@@ -250,7 +245,7 @@ class LoaderMeters:
             self.compute_s += sum(computes)
             self.other_s += sum(others)
             self.first_s += sum(itertools.compress(waits, are_first))
-            self._recent.extend(newest)
+            self.newest_steps.extend(newest)
 
     def snapshot(self) -> MetersSnapshot:
         """Return the totals at this instant."""
@@ -288,7 +283,7 @@ class LoaderMeters:
             self.queued,
             self.queue_room,
             self.retries,
-            tuple(self._recent.copy()),
+            tuple(map(StepTimes._make, self.newest_steps.copy())),
             self._first_pass,
         )
 
