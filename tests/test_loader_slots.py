@@ -66,6 +66,13 @@ def test_the_user_is_told_once_that_memory_cannot_be_pinned_and_batches_come_all
     assert "cannot be pinned (CUDA error: planned); they will be slower" in record.getMessage()
 
 
+def test_memory_that_was_lent_in_inference_mode_can_be_filled_outside_it(unlocked):
+    lender = PinnedSlots(64, torch.device("cuda"))
+    with torch.inference_mode():
+        lent = lender.lend(64)
+    assert not lent.is_inference()
+
+
 def test_a_lender_that_cannot_pin_tries_only_once(unlocked):
     lends()
     assert unlocked == ["slot"]

@@ -79,6 +79,7 @@ def test_words_are_those_of_splitmix64():
     """The first outputs for seed 1234567, as the reference implementation prints them."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert hashed(1234567, np.arange(1, 5)).tolist() == expected
+    assert [hashed(1234567, np.array(number)).item() for number in range(1, 5)] == expected
 
 
 def test_keys_differ_by_each_number_and_their_order():

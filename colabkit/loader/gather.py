@@ -124,8 +124,7 @@ class RowGather:
         step = max(1, step_bytes // max(1, self.row_bytes))
         for start in range(0, count, step):
             some = torch.arange(start, min(start + step, count), device="cpu")
-            memory = torch.empty(len(some) * self.row_bytes, dtype=torch.uint8, device="cpu")
-            gathered = self.gather(some, memory)
+            gathered = self.gathered(some)
             rows[start : start + len(some)] = gathered.movedim(1, -1) if self.are_images else gathered
         return RowGather((rows,), None, self.are_images)
 

@@ -167,13 +167,12 @@ class PinnedSlots:
             self._idle.append((buffer, copied))
 
     def _made(self, size: int) -> Tensor:
-        if self._pins:
-            try:
-                # What is made in inference mode cannot be filled again outside.
-                with torch.cuda.device(self._device), torch.inference_mode(False):
-                    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self._pins = False
-                warn_unpinned(error)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # what is made in that mode cannot be filled again outside
+            if self._pins:
+                try:
+                    with torch.cuda.device(self._device):
+                        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+                except RuntimeError as error:
+                    self._pins = False
+                    warn_unpinned(error)
             return torch.empty(size, dtype=torch.uint8, device="cpu")
