@@ -108,7 +108,7 @@ def test_a_loop_is_judged_by_the_machine_of_its_time_also_when_nobody_watches_an
     later = loader()
     for _ in later:
         pass
-    later.meters.left_s += 60.0
+    later.meters.spent.left_s += 60.0
     assert "slowed_gpu" not in [advice.rule for advice in diagnose(later).advice]
 
 

@@ -124,7 +124,7 @@ def test_waiting_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_steps_are_counted_while_a_long_pass_goes_on() -> None:
     watched = watch(Named(list(range(100))))
     for number in watched:
-        assert watched.meters.steps == watched.meters.snapshot().steps == number
+        assert watched.meters.spent.steps == watched.meters.snapshot().steps == number
 
 
 def test_events_tell_of_passes_and_batches(heard: list[meters.Event]) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -252,6 +253,24 @@ def test_a_loader_that_is_let_go_gives_back_all_it_kept(makes):
     gc.collect()
     assert psutil.Process().num_fds() <= before
     assert not any(Path(os.environ["COLABKIT_NEAR"]).rglob("*kept*"))
+
+
+@pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])
+def test_a_loader_that_is_let_go_is_gone_without_a_garbage_collection(makes, way):
+    """Or what was used last, and what memory is free, would depend on when garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        loader = makes[way]()
+        for _ in range(2):
+            run(loader, 0)
+            run(loader, 1)
+        loader_, meters_ = weakref.ref(loader), weakref.ref(loader.meters)
+        del loader
+        assert loader_() is None
+        assert meters_() is None
+    finally:
+        gc.enable()
 
 
 def test_a_user_who_waits_for_threads_may_interrupt(makes):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from colabkit.meters import HostClock, LoaderMeters, MetersSnapshot, PartSnapshot, StepTimes
+from colabkit.meters import HostClock, LoaderMeters, MetersSnapshot, PartSnapshot, StepTimes, StepTotals
 from colabkit.meters import counts as totals
 
 
@@ -34,11 +34,13 @@ def test_parts_add_up_and_keep_their_order():
 
 
 def test_snapshots_subtract():
-    counts = LoaderMeters(batches=2, samples=20, wait_s=1.0, compute_s=3.0, ready=1, steps=1, passes=1)
+    counts = LoaderMeters(
+        batches=2, samples=20, ready=1, passes=1, spent=StepTotals(wait_s=1.0, compute_s=3.0, steps=1)
+    )
     counts.add("gather", 20, 200, 0.5)
     before = counts.snapshot()
-    counts.batches, counts.samples, counts.wait_s, counts.compute_s, counts.ready = 5, 50, 1.5, 3.5, 3
-    counts.other_s, counts.copy_s, counts.first_s, counts.steps, counts.passes = 0.25, 0.125, 0.5, 4, 2
+    counts.batches, counts.samples, counts.ready, counts.passes = 5, 50, 3, 2
+    counts.spent = StepTotals(wait_s=1.5, copy_s=0.125, compute_s=3.5, other_s=0.25, first_s=0.5, steps=4)
     counts.add("gather", 30, 300, 0.25)
     counts.add("transform", 30, 300, 4.0)  # a part that did not exist before
     parts = (
@@ -64,7 +66,7 @@ def test_snapshots_subtract():
 
 def test_a_difference_holds_the_steps_since_then_as_far_as_they_are_kept():
     counts = LoaderMeters()
-    counts.clock = clock = HostClock(counts)
+    counts.clock = clock = HostClock(counts.spent)
     for number in range(3):
         clock.stepped(number, number + 0.5, number + 1, 4)
     before = counts.snapshot()
@@ -78,7 +80,7 @@ def test_a_difference_holds_the_steps_since_then_as_far_as_they_are_kept():
 
 def test_only_the_newest_steps_are_kept_and_all_are_counted():
     counts = LoaderMeters()
-    counts.clock = clock = HostClock(counts)
+    counts.clock = clock = HostClock(counts.spent)
     for number in range(1000):
         clock.stepped(number, number + 0.25, number + 1, 1)
     found = counts.snapshot()
@@ -88,7 +90,7 @@ def test_only_the_newest_steps_are_kept_and_all_are_counted():
 def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
     counts = LoaderMeters()
     for _ in range(2):
-        counts.clock = clock = HostClock(counts)
+        counts.clock = clock = HostClock(counts.spent)
         clock.stepped(0, 5, 6, 4)
         clock.stepped(6, 7, 8, 4)
         counts.settle(clock)
@@ -100,12 +102,12 @@ def test_the_first_wait_of_each_pass_is_counted_apart_as_well():
 def test_what_the_first_pass_came_to_is_kept_when_another_begins():
     counts = LoaderMeters()
     assert counts.snapshot().first_pass is None
-    counts.begin_pass(HostClock(counts))
+    counts.begin_pass(HostClock(counts.spent))
     counts.add("decode", 10, 100, 0.5)
     begun = counts.snapshot()
     assert begun.first_pass is None
     for _ in range(2):
-        counts.begin_pass(HostClock(counts))
+        counts.begin_pass(HostClock(counts.spent))
         counts.add("decode", 1, 1, 0.25)
     spent = counts.snapshot()
     assert spent.first_pass is not None
@@ -120,7 +122,7 @@ def test_what_parts_did_before_the_first_pass_is_not_of_it():
     counts.add("decode", 5, 50, 0.5)  # as for a look at the next batches
     before = counts.snapshot()
     for _ in range(2):
-        counts.begin_pass(HostClock(counts))
+        counts.begin_pass(HostClock(counts.spent))
         counts.add("decode", 1, 1, 0.25)
     spent = counts.snapshot() - before
     assert spent.first_pass is not None
@@ -165,7 +167,7 @@ def test_a_pass_that_ends_while_one_is_counted_is_counted_too_and_once(is_same):
     counting.join(20.0)
     assert not counting.is_alive()
     expected = (1, 2.0, 1.0) if is_same else (2, 3.0, 3.0)
-    assert (counts.steps, counts.wait_s, counts.compute_s) == expected
+    assert (counts.spent.steps, counts.spent.wait_s, counts.spent.compute_s) == expected
 
 
 def test_shares_are_right_and_defined_where_nothing_happened():

@@ -82,7 +82,7 @@ def mean(steps: list[StepTimes]) -> tuple[float, float, float, float]:
 
 def test_on_the_cpu_the_parts_are_exact():
     counts = LoaderMeters()
-    clock = HostClock(counts)
+    clock = HostClock(counts.spent)
     clock.stepped(0.0, 1.0, 5.0, 8)
     clock.worked(2.0)
     clock.stepped(5.0, 5.5, 9.5, 8)
@@ -102,7 +102,7 @@ def test_on_the_cpu_the_parts_are_exact():
 
 def test_on_the_cpu_parts_are_never_negative():
     counts = LoaderMeters()
-    clock = HostClock(counts)
+    clock = HostClock(counts.spent)
     clock.worked(10.0)
     clock.apart(3.0)
     clock.stepped(0.0, 1.0, 2.0, 1)
@@ -165,7 +165,7 @@ def test_a_stream_that_is_far_behind_loses_the_oldest_steps_not_memory():
 
 def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once():
     counts = LoaderMeters()
-    counts.clock = clock = HostClock(counts)
+    counts.clock = clock = HostClock(counts.spent)
     is_over = threading.Event()
 
     def look() -> None:

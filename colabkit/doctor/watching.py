@@ -79,7 +79,7 @@ class Watched(Generic[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         """Yield the batches of one pass."""
         counts, now = self.meters, time.perf_counter
-        clock = _clock(counts)
+        clock = _clock(counts.spent)
         counts.begin_pass(clock)
         self._facts = counts.facts = replace(self._facts, device=_device())
         meters.used(counts)
@@ -107,12 +107,12 @@ class Watched(Generic[T_co]):
             counts.settle(clock)
 
 
-def _clock(counts: meters.LoaderMeters) -> meters.Clock:
+def _clock(totals: meters.StepTotals) -> meters.Clock:
     """Return a clock of the GPU if this process uses one, else of the host, for steps that are counted there."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
         return meters.DeviceClock(lambda: marked(device))
-    return meters.HostClock(counts)
+    return meters.HostClock(totals)
 
 
 def _device() -> str:

@@ -311,7 +311,9 @@ class Loader:
                 meters.publish(meters.EpochStarted(counts, epoch, plan.batches(start), plan.samples(start)))
         clock: meters.Clock
         clock = (
-            meters.HostClock(counts) if self.device.type == "cpu" else meters.DeviceClock(lambda: marked(self.device))
+            meters.HostClock(counts.spent)
+            if self.device.type == "cpu"
+            else meters.DeviceClock(lambda: marked(self.device))
         )
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter

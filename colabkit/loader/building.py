@@ -21,6 +21,7 @@ from colabkit.loader.gather import RowGather
 from colabkit.loader.kept import KeptRows
 from colabkit.loader.options import check_without_processes
 from colabkit.loader.paging import Populating, mapped_rows
+from colabkit.loader.portions import MADE_TOGETHER
 from colabkit.loader.processes import SampleWorkers
 from colabkit.loader.resident import Resident
 from colabkit.loader.stages import Stages, stages_of
@@ -32,7 +33,6 @@ __all__ = ["Asked", "Built", "built_by_sample", "built_of_feed"]
 
 _GROUP_BYTES = 8 << 20  # made together: two of them stay in a processor's cache
 _DEVICE_GROUP_BYTES = 64 << 20
-_GROUP_BATCHES = 32
 _PORTION_BATCHES = 32, 128  # planned together, as many of them as hold so many bytes
 _PORTION_BYTES = 256 << 20
 _LEAST_AHEAD = 4
@@ -230,7 +230,7 @@ def _depth(asked: Asked, stages: Stages, is_decoded: bool, row_bytes: int | None
     threads = asked.workers if works else min(1, asked.workers)  # rows are gathered faster than two threads take turns
     threads = max(1, threads) if asked.device.type == "cuda" else threads
     batch_bytes = max(1, asked.batch_size * (row_bytes or 1 << 18))
-    fitting = 1 if is_decoded else max(1, min(_GROUP_BATCHES, _GROUP_BYTES // batch_bytes))
+    fitting = 1 if is_decoded else max(1, min(MADE_TOGETHER, _GROUP_BYTES // batch_bytes))
     most = max(2, _AHEAD_BYTES // (4 * batch_bytes) if works else 2 * fitting)  # floats are four times as large
     ahead = asked.prefetch_batches or max(min(_LEAST_AHEAD, most), 2 * fitting)
     group = max(1, min(fitting, ahead // 2))
@@ -243,5 +243,5 @@ def _depth(asked: Asked, stages: Stages, is_decoded: bool, row_bytes: int | None
 def _on_device(asked: Asked, columns: Mapping[str, Column], row_bytes: int | None) -> Engine:
     """Return what gathers batches on the device; small ones several at a time."""
     fitting = _DEVICE_GROUP_BYTES // max(1, asked.batch_size * (row_bytes or 1))
-    group_batches = max(1, min(_GROUP_BATCHES, fitting))
+    group_batches = max(1, min(MADE_TOGETHER, fitting))
     return OnDevice(Resident(columns, asked.device), asked.counts, group_batches)

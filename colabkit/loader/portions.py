@@ -7,6 +7,7 @@ them, so a position counted in samples means the same whatever the batch size an
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +18,24 @@ import numpy.typing as npt
 
 from colabkit.sampler import Order
 
-__all__ = ["Numbers", "OrderedPlan", "Pass", "Plan", "Portion", "Portions", "Share", "grown", "parted", "told_early"]
+__all__ = [
+    "MADE_TOGETHER",
+    "Numbers",
+    "OrderedPlan",
+    "Pass",
+    "Plan",
+    "Portion",
+    "Portions",
+    "Share",
+    "grown",
+    "parted",
+    "told_early",
+]
 
 Numbers = npt.NDArray[np.int64]
+
+MADE_TOGETHER = 32
+"""Batches that are made together at most; more may be planned together."""
 
 _FIRST_CHUNK = 1024  # so that the first batch comes at once
 _CHUNK = 65536
@@ -213,10 +229,12 @@ class OrderedPlan:
 def grown(batches: int, most_batches: int) -> int:
     """Return how many batches come after a portion of so many.
 
-    Where the limit is low, threads make these batches ahead, and ever larger portions keep the next one near. Where it
-    is high, they are only planned together, and it is reached at once: each portion has a cost of its own.
+    Those that are made together grow up to the limit, which keeps the next batch near. Where more are planned together,
+    the limit is reached at once, since each portion has a cost of its own.
     """
-    return min(most_batches, batches * max(2, (most_batches // 8) ** 2))
+    if most_batches > MADE_TOGETHER:
+        return most_batches
+    return min(most_batches, batches * max(2, round(math.cbrt(most_batches))))
 
 
 class Portions:

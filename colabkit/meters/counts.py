@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -159,11 +158,11 @@ class _Part:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class LoaderMeters(StepTotals):
+class LoaderMeters:
     """Running totals of one loader. Parts may be written and all may be read from any thread.
 
-    `facts` are what is known of the loader; `clock` is that of its newest pass, which `train()` tells how long a step
-    took.
+    `spent` has the seconds of steps; `facts` are what is known of the loader; `clock` is that of its newest pass, which
+    `train()` tells how long a step took.
     """
 
     batches: int = 0
@@ -173,6 +172,7 @@ class LoaderMeters(StepTotals):
     queued: int = 0
     queue_room: int = 0
     retries: int = 0
+    spent: StepTotals = field(default_factory=StepTotals)
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
@@ -185,7 +185,7 @@ class LoaderMeters(StepTotals):
     @property
     def timed_s(self) -> float:
         """When the newest step that was counted was over, on the scale of `time.monotonic()`."""
-        return time.monotonic() - (time.perf_counter() - self.left_s)
+        return time.monotonic() - (time.perf_counter() - self.spent.left_s)
 
     @contextmanager
     def busy(self, part: str, samples: int, handled_bytes: int) -> Iterator[None]:
@@ -237,15 +237,8 @@ class LoaderMeters(StepTotals):
             newest = clock.settled()
             if not newest:
                 return
-            self.left_s = max(self.left_s, clock.left_s)  # a stream may have come by long before it was asked
-            waits, copies, computes, others, _, are_first = zip(*newest, strict=True)
-            self.steps += len(newest)
-            self.wait_s += sum(waits)
-            self.copy_s += sum(copies)
-            self.compute_s += sum(computes)
-            self.other_s += sum(others)
-            self.first_s += sum(itertools.compress(waits, are_first))
-            self.newest_steps.extend(newest)
+            self.spent.add(newest)
+            self.spent.left_s = max(self.spent.left_s, clock.left_s)  # a stream may have come by long before
 
     def snapshot(self) -> MetersSnapshot:
         """Return the totals at this instant."""
@@ -271,19 +264,19 @@ class LoaderMeters(StepTotals):
         return MetersSnapshot(
             self.batches,
             self.samples,
-            self.wait_s,
-            self.copy_s,
-            self.compute_s,
-            self.other_s,
-            self.first_s,
+            self.spent.wait_s,
+            self.spent.copy_s,
+            self.spent.compute_s,
+            self.spent.other_s,
+            self.spent.first_s,
             self.passes,
-            self.steps,
+            self.spent.steps,
             self.ready,
             parts,
             self.queued,
             self.queue_room,
             self.retries,
-            tuple(map(StepTimes._make, self.newest_steps.copy())),
+            tuple(map(StepTimes._make, self.spent.newest.copy())),
             self._first_pass,
         )
 

@@ -12,6 +12,7 @@ host has waited, as far as the stream was starved.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,10 @@ _Step: TypeAlias = tuple[float, float, float, float, int, bool]  # as `StepTimes
 
 @dataclass(slots=True)
 class StepTotals:
-    """What all whole steps came to, and the newest ones; `left_s` is when these were over, by `time.perf_counter`."""
+    """What all whole steps came to, and the newest ones; `left_s` is when these were over, by `time.perf_counter`.
+
+    Clocks refer to it, and not to the meters that refer to them: so these are gone as soon as their loader is.
+    """
 
     wait_s: float = 0.0
     copy_s: float = 0.0
@@ -64,7 +68,19 @@ class StepTotals:
     first_s: float = 0.0
     steps: int = 0
     left_s: float = field(default=0.0, repr=False)
-    newest_steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
+    newest: deque[_Step] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
+
+    def add(self, steps: Sequence[StepTimes]) -> None:
+        """Count some steps, one or more."""
+        waits, copies, computes, others, _, are_first = zip(*steps, strict=True)
+        first_s = sum(itertools.compress(waits, are_first))
+        self.steps += len(steps)
+        self.wait_s += sum(waits)
+        self.copy_s += sum(copies)
+        self.compute_s += sum(computes)
+        self.other_s += sum(others)
+        self.first_s += first_s
+        self.newest.extend(steps)
 
 
 class Mark(Protocol):
@@ -153,7 +169,7 @@ class HostClock:
         totals.wait_s += wait_s
         totals.compute_s += compute_s
         totals.left_s = left
-        totals.newest_steps.append((wait_s, 0.0, compute_s, other_s, samples, is_first))
+        totals.newest.append((wait_s, 0.0, compute_s, other_s, samples, is_first))
 
     def settled(self) -> Sequence[StepTimes]:
         """Return no steps: all are counted."""

@@ -185,7 +185,7 @@ def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
     }
     calls["add"] = calls.get("add", 0) - calls.get("busy", 0)  # those inside `busy` are in its cost
     total_s = sum(calls.get(name, 0) * cost for name, cost in costs.items())
-    mine.clock = watched.HostClock(mine)
+    mine.clock = watched.HostClock(mine.spent)
     total_s += batches * cost_s(lambda: counted_batch(mine))
     epoch_s = found["seconds"] / found["epochs"]
     return {"share": total_s / epoch_s, "epoch_s": epoch_s, "calls": sum(calls.values()), "batches": batches}
