@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clocks import PromptClock
 from conftest import make_tree
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -125,6 +126,13 @@ def test_steps_are_counted_while_a_long_pass_goes_on() -> None:
     watched = watch(Named(list(range(100))))
     for number in watched:
         assert watched.meters.spent.steps == watched.meters.snapshot().steps == number
+
+
+def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_clock", PromptClock)
+    watched = watch(Named(list(range(1000))))
+    list(watched)
+    assert watched.meters.snapshot().steps == 1000
 
 
 def test_events_tell_of_passes_and_batches(heard: list[meters.Event]) -> None:

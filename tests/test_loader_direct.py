@@ -190,6 +190,32 @@ def test_a_thread_takes_over_in_the_midst_of_a_portion_and_no_batch_is_lost(imag
     assert gather.samples == 1000
 
 
+def test_only_gathers_in_a_row_that_would_have_paid_for_a_thread_begin_one(images, monkeypatch):
+    monkeypatch.setattr(threaded, "_HAND_OVER_S", 0.0)
+    told = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])  # seconds
+
+    class Told(DirectRows):
+        def made(self, portion):
+            for _, batches in super().made(portion):
+                yield next(told), batches
+
+    loader = Loader(images, 32)
+    engine = loader._built.engine
+    rows, portions = Told(engine._feed, 32, loader.meters), loader._plan().portions(0, 0, 8)
+    rows._batches_at_once = 1
+    batches = engine._made_here(rows, portions)
+    given = 0
+    while True:
+        try:
+            next(batches)
+        except StopIteration as end:
+            left = end.value
+            break
+        given += 1
+    assert given == 8  # five, and three in a row
+    assert sum(len(portion.sizes) for portion in left) == 32 - 8
+
+
 @pytest.mark.parametrize("taken", [1, 2, 4, 30])
 def test_a_pass_that_is_left_counts_what_it_gathered(images, small_gathers, taken):
     loader = Loader(images, 32)

@@ -1,4 +1,4 @@
-"""What a loader with worker processes counts: bytes, waiting, and what was ready when it was asked for."""
+"""What a loader counts: steps, and of worker processes bytes, waiting, and what was ready when it was asked for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import PromptClock
 from torch.utils.data import Dataset, default_collate
 
 from colabkit import meters
@@ -46,6 +47,13 @@ def test_samples_made_one_by_one_count_the_bytes_of_their_tensors(collate, num_w
     list(loader)
     part = part_of(loader)
     assert (part.name, part.samples, part.handled_bytes) == ("samples", 16, 16 * 12)
+
+
+def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch):
+    monkeypatch.setattr(meters, "HostClock", PromptClock)
+    loader = Loader(torch.zeros(1000), 1)
+    list(loader)
+    assert loader.meters.snapshot().steps == 1000
 
 
 class Costly:

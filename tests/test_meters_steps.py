@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from dataclasses import dataclass
 
 import pytest
+from clocks import PromptClock
 
 from colabkit.meters import DeviceClock, HostClock, LoaderMeters, StepTimes
 
@@ -163,9 +165,12 @@ def test_a_stream_that_is_far_behind_loses_the_oldest_steps_not_memory():
     assert len(clock._noted) == 256
 
 
-def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once():
+@pytest.mark.parametrize("kind", [HostClock, PromptClock])
+def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once(kind):
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     counts = LoaderMeters()
-    counts.clock = clock = HostClock(counts.spent)
+    counts.clock = clock = kind(counts.spent)
     is_over = threading.Event()
 
     def look() -> None:
@@ -175,11 +180,16 @@ def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once():
     threads = [threading.Thread(target=look) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for number in range(20_000):
-        clock.stepped(number, number + 0.25, number + 1.0, 1)
-    is_over.set()
-    for thread in threads:
-        thread.join()
+    try:
+        for number in range(20_000):
+            clock.stepped(number, number + 0.25, number + 1.0, 1)
+            if not number % 64:
+                counts.settle(clock)
+    finally:
+        sys.setswitchinterval(switch_s)
+        is_over.set()
+        for thread in threads:
+            thread.join()
     found = counts.snapshot()
     assert (found.steps, found.wait_s, found.compute_s) == (20_000, 5_000.0, 15_000.0)
 

@@ -108,7 +108,7 @@ class Watched(Generic[T_co]):
 
 
 def _clock(totals: meters.StepTotals) -> meters.Clock:
-    """Return a clock of the GPU if this process uses one, else of the host, for steps that are counted there."""
+    """Return a clock of the GPU if this process uses one, else of the host, which counts its steps in `totals`."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
         return meters.DeviceClock(lambda: marked(device))

@@ -46,7 +46,7 @@ from colabkit.sampler import Order
 
 __all__ = ["Loader", "Tier"]
 
-_SETTLED_EVERY = 64  # batches; what the clock notes is worked out together
+_SETTLED_EVERY = 64  # batches: a GPU's clock keeps a few times as many that nobody has asked it for
 
 
 class Loader:

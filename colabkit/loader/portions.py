@@ -37,7 +37,7 @@ Numbers = npt.NDArray[np.int64]
 MADE_TOGETHER = 32
 """Batches that are made together at most; more may be planned together."""
 
-_FIRST_CHUNK = 1024  # so that the first batch comes at once
+_FIRST_CHUNK = 1024  # positions: enough for a small epoch, and little for the one batch of the first portion
 _CHUNK = 65536
 
 
@@ -185,7 +185,7 @@ class Plan(Protocol):
         """Return how many samples these batches hold."""
 
     def portions(self, epoch: int, start: int, most_batches: int) -> Iterator[Portion]:
-        """Yield these batches: one at first, so that training starts at once, then more, up to a limit."""
+        """Yield these batches: one at first, then more, up to a limit."""
 
 
 @dataclass(frozen=True, slots=True)

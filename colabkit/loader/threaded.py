@@ -162,6 +162,7 @@ class InThreads:
     ) -> Generator[Batch, None, Iterator[Portion] | None]:
         """Yield batches made in the caller's thread; return those that are left when a thread would pay, else None."""
         clock, convinced = time.perf_counter, 0
+        can_pay = self._depth.threads > 0 and isinstance(maker, DirectRows)  # which leaves no batch out
         while (portion := _next_of(portions)) is not None:
             given = 0
             with closing(_lists_here(maker, portion)) as lists:
@@ -171,7 +172,7 @@ class InThreads:
                     while batches:
                         yield batches.pop()
                     convinced = convinced + 1 if min(made_s, clock() - left) > _HAND_OVER_S else 0
-                    if convinced == _CONVINCED and self._depth.threads:
+                    if convinced == _CONVINCED and can_pay:
                         rest = [portion.part(given)] if given < len(portion.sizes) else []
                         return itertools.chain(rest, portions)
         return None

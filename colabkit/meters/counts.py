@@ -184,7 +184,9 @@ class LoaderMeters:
 
     @property
     def timed_s(self) -> float:
-        """When the newest step that was counted was over, on the scale of `time.monotonic()`."""
+        """When the newest step that was counted was over, on the scale of `time.monotonic()`; 0 before the first."""
+        if not self.spent.left_s:
+            return 0.0
         return time.monotonic() - (time.perf_counter() - self.spent.left_s)
 
     @contextmanager

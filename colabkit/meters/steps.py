@@ -112,7 +112,7 @@ class Clock(Protocol):
         """A batch was asked for, was there, and is no longer needed, by `time.perf_counter`; it had so many samples."""
 
     def settled(self) -> Sequence[StepTimes]:
-        """Return the steps that were over after they were left, and not returned before; any thread may call it."""
+        """Return the steps that are over, and were neither counted nor returned before; any thread may call it."""
 
     @property
     def is_behind(self) -> bool:
@@ -120,7 +120,7 @@ class Clock(Protocol):
 
     @property
     def left_s(self) -> float:
-        """When the host was done with the newest step, by `time.perf_counter`; 0 before the first."""
+        """When the host was done with the newest step, by `time.perf_counter`."""
 
 
 class HostClock:
