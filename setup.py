@@ -18,7 +18,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["colabkit", "colabkit.*"]),
-    package_data={"colabkit": ["py.typed", "samples/*.zip"]},
+    package_data={"colabkit": ["py.typed", "**/*.pyi", "storage/samples/*.zip"]},
     python_requires=">=3.11",
     install_requires=[
         "h5py>=3.8",
@@ -28,6 +28,7 @@ setup(
         "psutil>=5.9",
         "simplejpeg>=1.7",
         "torch>=2.6",
+        "lazy-loader>=0.3",
         "tqdm>=4.64",
     ],
     extras_require={
@@ -72,7 +73,7 @@ setup(
         "plot": ["matplotlib>=3.7"],
         "records": ["google-crc32c>=1.5", "protobuf>=4.25"],
     },
-    entry_points={"console_scripts": ["colabkit = colabkit.cli:main"]},
+    entry_points={"console_scripts": ["colabkit = colabkit.notebook.command_line:main"]},
     classifiers=[
         "Framework :: IPython",
         "Framework :: Jupyter",

@@ -2,6 +2,6 @@
 
 import sys
 
-from colabkit.cli import main
+from colabkit.notebook.command_line import main
 
 sys.exit(main())

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from contract import make_pack
 from killing import Killing
-from PIL import Image
+from trees import make_tree
 
-from colabkit import _files, meters
-from colabkit._reports import Report
-from colabkit.dataset import PackedDataset, open_pack
+from colabkit.foundation import file_changes, meters
+from colabkit.foundation.reports import Report
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.packed import PackedDataset
 
 MAIN = sys.modules["__main__"]
 NUMBERS = itertools.count()
@@ -86,27 +85,15 @@ def image_tree(tmp_path: Path) -> Path:
     return make_tree(tmp_path / "tree", 8)
 
 
-def make_tree(folder: Path, images_per_class: int, size: tuple[int, int] = (6, 5), prefix: str = "") -> Path:
-    """Write class folders of random but reproducible PNG images, height x width as in `size`."""
-    random = np.random.default_rng(7)
-    for name in ("ants", "bees", "cats"):
-        target = folder / prefix / name
-        target.mkdir(parents=True)
-        for number in range(images_per_class):
-            pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(target / f"{number:03d}.png")
-    return folder
-
-
 @pytest.fixture
 def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]]:
     """Return a function that sets the hook called before each change of the file system; it is removed afterwards."""
 
     def set_hook(hook: Callable[[str, Path], None] | None) -> None:
-        _files.hook = hook
+        file_changes.hook = hook
 
     yield set_hook
-    _files.hook = None
+    file_changes.hook = None
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +125,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def leftovers(folder: Path) -> list[str]:
-    """Return everything below a folder that colabkit left half-done."""
-    return [path for path in map(str, folder.rglob("*")) if ".partial" in path]
-
-
-def needs(tool: str, available: bool) -> None:
-    """Skip a test whose tool is missing; with COLABKIT_CI=1 fail instead, since CI installs all of them."""
-    if available:
-        return
-    if os.environ.get("COLABKIT_CI") == "1":
-        pytest.fail(f"{tool} is missing, and COLABKIT_CI=1 asks for every test")
-    pytest.skip(f"{tool} is missing")

@@ -1,27 +1,12 @@
-"""`train()`: the loop around a loader that survives a disconnect; the usual step, its ceiling, folds and processes."""
+"""Training: the loop around a loader that survives a disconnect.
 
-from __future__ import annotations
+- `api`, `run`, `report`: `train()`, one run, and the report it returns.
+- `steps`: `supervised_step()`, the usual step of a model.
+- `ceiling`: `headspace()`, what a step could reach without waiting for data.
+- `folds`, `launch`: `k_fold()` and `notebook_launch()`.
+- `checkpoints`: snapshots written in the background, sealed, published and loaded again.
+"""
 
-from colabkit.training.ceiling import HeadspaceReport, headspace
-from colabkit.training.folds import KFoldReport, k_fold
-from colabkit.training.launch import notebook_launch
-from colabkit.training.loop import train
-from colabkit.training.networks import small_network
-from colabkit.training.report import EpochRecord, TrainingInterrupted, TrainReport, Validation
-from colabkit.training.steps import SupervisedStep, supervised_step
+import lazy_loader
 
-__all__ = [
-    "EpochRecord",
-    "HeadspaceReport",
-    "KFoldReport",
-    "SupervisedStep",
-    "TrainReport",
-    "TrainingInterrupted",
-    "Validation",
-    "headspace",
-    "k_fold",
-    "notebook_launch",
-    "small_network",
-    "supervised_step",
-    "train",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,13 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
-from colabkit.loader import Loader
-from colabkit.loader.foreign import may_be_loader
+from colabkit.foundation import InvalidOption, cannot, check_whole_number, kind_of
+from colabkit.loading import Loader
+from colabkit.training.foreign_loaders import may_be_loader
 from colabkit.training.saving import Stateful
 from colabkit.training.steps import SupervisedStep
-
-__all__ = ["check_step", "state_of", "validate_of", "validation_steps"]
 
 _ACT = "train"
 _JUDGES = "a function that returns a dict of numbers"

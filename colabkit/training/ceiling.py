@@ -15,19 +15,23 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from colabkit._reports import Report
-from colabkit._units import format_rate, format_seconds, format_things
-from colabkit.checkpoint import random_state, restore_random_state
-from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
-from colabkit.loader import Loader
-from colabkit.loader.foreign import samples_in
-from colabkit.loader.structures import mapped
+from colabkit.foundation import (
+    InvalidOption,
+    Report,
+    cannot,
+    check_whole_number,
+    format_rate,
+    format_seconds,
+    format_things,
+    kind_of,
+)
+from colabkit.loading import Loader, mapped
 from colabkit.training.arguments import check_step, state_of
+from colabkit.training.checkpoints.randoms import random_state, restore_random_state
 from colabkit.training.durations import duration_s
+from colabkit.training.foreign_loaders import samples_in
 from colabkit.training.processes import Processes
 from colabkit.training.saving import Stateful, plain
-
-__all__ = ["HeadspaceReport", "headspace"]
 
 _WARM_UP = 3
 

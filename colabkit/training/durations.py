@@ -8,9 +8,7 @@ import time
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
-from colabkit.errors import InvalidOption, cannot
-
-__all__ = ["Moment", "duration_s", "moment"]
+from colabkit.foundation import InvalidOption, cannot
 
 Moment: TypeAlias = float | str | timedelta | datetime
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from colabkit.meters import MetersSnapshot
+from colabkit.foundation import MetersSnapshot
 from colabkit.training.report import EpochRecord
-
-__all__ = ["Begun"]
 
 
 @dataclass

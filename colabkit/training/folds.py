@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from colabkit._reports import Report
-from colabkit._units import format_things
-from colabkit.dataset import PackedDataset
-from colabkit.errors import InvalidOption, cannot, check_whole_number, kind_of
+from colabkit.foundation import InvalidOption, Report, cannot, check_whole_number, format_things, kind_of
+from colabkit.packs import PackedDataset
 from colabkit.training.report import TrainReport
 from colabkit.training.values import is_number
-
-__all__ = ["KFoldReport", "k_fold"]
 
 RunFold = Callable[[PackedDataset, PackedDataset, int], TrainReport | Mapping[str, float]]
 

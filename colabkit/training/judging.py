@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from colabkit.errors import InvalidOption, LaunchFailed, cannot
+from colabkit.foundation import InvalidOption, LaunchFailed, cannot
 from colabkit.training.processes import Processes
 from colabkit.training.values import Values, numbers_of
-
-__all__ = ["Judge"]
 
 
 class Judge:

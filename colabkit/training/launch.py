@@ -17,11 +17,15 @@ from typing import Any
 import torch
 from torch import distributed
 
-from colabkit._units import format_things
-from colabkit.environment import usable_cpus
-from colabkit.errors import InvalidOption, LaunchFailed, cannot, check_whole_number, kind_of
-
-__all__ = ["notebook_launch"]
+from colabkit.foundation import (
+    InvalidOption,
+    LaunchFailed,
+    cannot,
+    check_whole_number,
+    format_things,
+    kind_of,
+    usable_cpus,
+)
 
 _TOLD = 20_000  # characters of a traceback: all of it has to fit into a pipe
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number
-
-__all__ = ["small_network"]
+from colabkit.foundation import InvalidOption, cannot, check_whole_number
 
 _GRID = 8  # what the first layer brings the shorter side to, about
 

@@ -9,20 +9,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from colabkit import _files
-from colabkit._partials import Partial
-from colabkit._units import format_count
-from colabkit.errors import InvalidOption, MissingPackage, cannot
-from colabkit.mounts import user_path
+from colabkit.foundation import InvalidOption, MissingPackage, Partial, cannot, file_changes, format_count, user_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from colabkit.telemetry import HostSnapshot
+    from colabkit.foundation import HostSnapshot
     from colabkit.training.report import EpochRecord, TrainReport
 
-__all__ = ["plot_run", "write_figure"]
 
 # Of Okabe and Ito's palette, told apart by all eyes; hatches and dashes tell them apart without colour.
 _BLUE, _VERMILLION, _GREEN, _PURPLE, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
@@ -82,8 +77,8 @@ def write_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         raise InvalidOption(cannot(act, found, f"one of {', '.join(formats)} is needed", "Name it run.png, say"))
     drawn = io.BytesIO()
     figure.savefig(drawn, format=ending)
-    with _files.translated(act), Partial(target) as partial:
-        _files.write_file(partial.path, drawn.getvalue(), durable=True)
+    with file_changes.translated(act), Partial(target) as partial:
+        file_changes.write_file(partial.path, drawn.getvalue(), durable=True)
         partial.publish(replace=True)
 
 

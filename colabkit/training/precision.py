@@ -7,9 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from colabkit.errors import InvalidOption, cannot
-
-__all__ = ["Amp", "Precision", "check_precision", "precision_on"]
+from colabkit.foundation import InvalidOption, cannot
 
 Amp: TypeAlias = Literal["auto", "bf16", "fp16", False]
 

@@ -8,8 +8,6 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import distributed
 
-__all__ = ["Processes"]
-
 T = TypeVar("T")
 
 _AGREE_EVERY_S = 0.25

@@ -10,20 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colabkit import _files
-from colabkit._partials import Partial
-from colabkit._reports import Report
-from colabkit._units import format_rate, format_seconds, format_share, format_things
-from colabkit.errors import ShownInOneLine
-from colabkit.meters import LoaderFacts, MetersSnapshot
-from colabkit.mounts import user_path
-from colabkit.telemetry import HostSnapshot
+from colabkit.foundation import (
+    HostSnapshot,
+    LoaderFacts,
+    MetersSnapshot,
+    Partial,
+    Report,
+    ShownInOneLine,
+    file_changes,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_things,
+    user_path,
+)
 from colabkit.training.stops import Reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EpochRecord", "TrainReport", "TrainingInterrupted", "Validation"]
 
 _TOLD = 200  # epochs, validations and points of a curve that `to_dict` holds at most
 _TOLD_MACHINES = 240  # snapshots likewise, a GPU counted as a third of one
@@ -135,7 +140,7 @@ class TrainReport(Report):
             NotEnoughSpace: if the disk is full.
             NotMounted: if it is on Drive, which is not mounted.
         """
-        from colabkit.training.plot import plot_run, write_figure  # matplotlib is heavy, and needed here alone
+        from colabkit.training.plot import plot_run, write_figure
 
         figure = plot_run(self)
         if path is not None:
@@ -176,8 +181,8 @@ class TrainReport(Report):
         told = self.to_dict()
         told["spent"]["recent"] = _short([list(step) for step in self.spent.recent])
         text = json.dumps(_finite(told), allow_nan=False)
-        with _files.translated(act), Partial(target) as partial:
-            _files.write_file(partial.path, text.encode(), durable=True)
+        with file_changes.translated(act), Partial(target) as partial:
+            file_changes.write_file(partial.path, text.encode(), durable=True)
             partial.publish(replace=True)
         return target
 

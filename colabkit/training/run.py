@@ -14,13 +14,11 @@ from copy import copy
 from dataclasses import asdict
 from typing import Any, TypeAlias, cast
 
-from colabkit import meters
-from colabkit.checkpoint import random_state
-from colabkit.errors import InvalidOption, cannot
-from colabkit.loader import Loader
-from colabkit.loader.foreign import samples_in
-from colabkit.telemetry import Sampler
+from colabkit.foundation import InvalidOption, Sampler, cannot, meters
+from colabkit.loading import Loader
+from colabkit.training.checkpoints.randoms import random_state
 from colabkit.training.epoch import Begun
+from colabkit.training.foreign_loaders import samples_in
 from colabkit.training.judging import Judge
 from colabkit.training.processes import Processes
 from colabkit.training.report import EpochRecord, TrainReport, Validation
@@ -28,8 +26,6 @@ from colabkit.training.saving import Saving, Schedule
 from colabkit.training.steps import SupervisedStep
 from colabkit.training.stops import RESERVE_S, StopNow, Stops
 from colabkit.training.values import Curve, Means, Recorder, Values, values_of
-
-__all__ = ["OnStep", "Run", "Step"]
 
 Step: TypeAlias = Callable[[Any], object]
 OnStep: TypeAlias = Callable[[meters.StepDone], None]

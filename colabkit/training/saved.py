@@ -7,13 +7,20 @@ import os
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from colabkit import _files
-from colabkit.errors import BadSource, FileFailed, SourceMissing, cannot
-from colabkit.meters import LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
-from colabkit.mounts import user_path
-from colabkit.telemetry import GpuSnapshot, HostSnapshot
-
-__all__ = ["SavedRun", "read_run"]
+from colabkit.foundation import (
+    BadSource,
+    FileFailed,
+    GpuSnapshot,
+    HostSnapshot,
+    LoaderFacts,
+    MetersSnapshot,
+    PartSnapshot,
+    SourceMissing,
+    StepTimes,
+    cannot,
+    file_changes,
+    user_path,
+)
 
 _Record = TypeVar("_Record")
 
@@ -42,7 +49,7 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     """
     found = user_path(path, "read the report")
     try:
-        with _files.translated("read the report"), open(found, encoding="utf-8", errors="replace") as file:
+        with file_changes.translated("read the report"), open(found, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except FileFailed as error:
         if not isinstance(error.__cause__, FileNotFoundError):

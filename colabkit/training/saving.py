@@ -10,14 +10,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from colabkit._units import format_things
-from colabkit.checkpoint import Checkpoint, Checkpoints, random_state, restore_random_state
-from colabkit.errors import InvalidOption, LaunchFailed, TargetExists, cannot, check_whole_number
-from colabkit.loader import Loader
+from colabkit.foundation import InvalidOption, LaunchFailed, TargetExists, cannot, check_whole_number, format_things
+from colabkit.loading import Loader
+from colabkit.training.checkpoints.checkpoints import Checkpoint, Checkpoints
+from colabkit.training.checkpoints.randoms import random_state, restore_random_state
 from colabkit.training.durations import duration_s
 from colabkit.training.processes import Processes
-
-__all__ = ["Saving", "Schedule", "Stateful", "plain"]
 
 
 @runtime_checkable

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colabkit.errors import InvalidOption, cannot, check_whole_number, is_finite_number, kind_of
+from colabkit.foundation import InvalidOption, cannot, check_whole_number, is_finite_number, kind_of
 from colabkit.training.saving import Stateful
-
-__all__ = ["check_objects", "check_options", "check_scheduler", "pair_of"]
 
 _MAKE = "make a supervised step"
 

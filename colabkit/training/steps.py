@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colabkit.errors import InvalidOption, cannot, kind_of
+from colabkit.foundation import InvalidOption, cannot, kind_of
 from colabkit.training.precision import Amp, Precision, check_precision, precision_on
 from colabkit.training.saving import Stateful, plain
 from colabkit.training.step_arguments import check_objects, check_options, check_scheduler, pair_of
@@ -27,8 +27,6 @@ from colabkit.training.wrapping import (
     is_one_of_several,
     to_channels_last,
 )
-
-__all__ = ["SupervisedStep", "supervised_step"]
 
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 

@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
-from colabkit import meters
-
-__all__ = ["BOUNCE_S", "RESERVE_S", "Reason", "StopNow", "Stops"]
+from colabkit.foundation import meters
 
 Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline"]
 

@@ -8,9 +8,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from colabkit.errors import InvalidOption, cannot, kind_of
-
-__all__ = ["Curve", "Means", "Recorder", "Values", "is_number", "numbers_of", "values_of"]
+from colabkit.foundation import InvalidOption, cannot, kind_of
 
 Values: TypeAlias = Mapping[str, object]
 

@@ -11,19 +11,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from colabkit.errors import InvalidOption, MissingPackage, cannot
+from colabkit.foundation import InvalidOption, MissingPackage, cannot
 from colabkit.training.saving import plain
-
-__all__ = [
-    "Forward",
-    "average",
-    "compiled",
-    "convolutions",
-    "ddp_in",
-    "fails_in_channels_last",
-    "is_one_of_several",
-    "to_channels_last",
-]
 
 Forward: TypeAlias = Callable[[Tensor], Any]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rounds import interleaved, machine, report, verdict
 
-from colabkit.checkpoint import Checkpoints
+from colabkit.training.checkpoints.checkpoints import Checkpoints
 
 LAYERS = 60
 ALONE_S = 1.5

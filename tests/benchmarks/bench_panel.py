@@ -24,9 +24,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from rounds import interleaved, machine, report, verdict
 
 import colabkit
-from colabkit import meters
+from colabkit.foundation import meters
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from models import small_cnn
 
 BATCH = 64

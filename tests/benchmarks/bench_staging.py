@@ -28,13 +28,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 from far_mounts import FuseMount, wait_for
 from rounds import machine
 
 import colabkit
-from colabkit.sources import BLOCK_BYTES, STAGE_SEAL
+from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.sources.items import STAGE_SEAL
 
 PARTS = ("small", "big", "local", "memory", "again", "prepare", "kill")
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -24,7 +24,7 @@ from torch import nn
 
 import colabkit
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from models import small_cnn
 
 BATCH, STEPS = 64, 12

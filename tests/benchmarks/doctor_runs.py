@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 import numpy as np
 import torch
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import colabkit
-from colabkit.doctor.diagnosis import Diagnosis, Verdict
-from colabkit.doctor.timing import settled_steps, typical
-from colabkit.telemetry import sampled
+from colabkit.foundation.telemetry.sampler import sampled
+from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
+from colabkit.monitoring.doctor.timing import settled_steps, typical
 
 __all__ = ["RUNS", "Run"]
 
@@ -304,8 +304,8 @@ def busy_processes(folder: Path, count: int = 2) -> Iterator[None]:
 @contextlib.contextmanager
 def little_memory(folder: Path) -> Iterator[None]:
     """Fill nine tenths of the RAM."""
-    from colabkit.environment import memory_limits
-    from colabkit.mounts import read_file
+    from colabkit.foundation.environment.limits import memory_limits
+    from colabkit.foundation.mount_table import read_file
 
     limits = memory_limits(read_file)
     size = int(limits.available_bytes - 0.1 * limits.total_bytes)

@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from colabkit.doctor import Doctor
-from colabkit.doctor.diagnosis import Diagnosis, Verdict
-from colabkit.meters import LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
-from colabkit.telemetry import GpuSnapshot, HostSnapshot
+from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
+from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.foundation.meters.steps import StepTimes
+from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
+from colabkit.monitoring.doctor.judging import Doctor
 
 __all__ = ["TRACES", "Trace"]
 

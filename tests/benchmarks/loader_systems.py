@@ -147,7 +147,7 @@ def order(_: str, __: str, batch_size: str) -> dict[str, float]:
 
 def meters(_: str, source: str, batch_size: str) -> dict[str, float]:
     """Share of an epoch that the meters take: how often each is called in it, times what one call costs."""
-    from colabkit import meters as watched
+    from colabkit.foundation import meters as watched
 
     loader = colabkit_pack(source)(int(batch_size))
     one_epoch(loader)

@@ -1,0 +1,174 @@
+"""The exceptions of colabkit: one family, each also the matching builtin.
+
+```
+ColabkitError
+├── InvalidOption (ValueError)          an argument that cannot be meant
+├── SourceMissing (FileNotFoundError)   nothing is at the source's path
+├── BadSource (ValueError)              the source is there, but is not what is needed
+├── BadArchive (ValueError)             an archive that is cut short, broken or hostile
+├── BadImage (ValueError)               a file that cannot be decoded as an image
+├── SourceChanged (OSError)             the source changed while it was read
+├── TargetExists (FileExistsError)      the target holds something else
+├── NotEnoughSpace (OSError)            the bytes do not fit where they should go
+├── FileFailed (OSError)                the file system refused an operation
+├── NotSealed (ValueError)              a file without the mark that proves it whole
+├── Corrupt (ValueError)                a sealed file whose content is no longer what was sealed
+├── MissingSplit (KeyError)             a pack has no split of this name
+├── NotMounted (FileNotFoundError)      Drive, or the mount that is meant, is not there
+├── MountFailed (OSError)               Drive cannot be mounted, with the cause
+├── UnsentWrites (RuntimeError)         what was asked would lose writes that are not sent yet
+├── TimedOut (TimeoutError)             no answer before the deadline
+├── FetchFailed (OSError)               a download that failed, with the cause
+├── MissingPackage (ImportError)        an optional package is not installed
+├── NoNotebook (RuntimeError)           what needs a notebook is asked for outside of one
+├── PackingFailed (RuntimeError)        a process that packs died, here or on a cluster
+├── LoaderFailed (RuntimeError)         the loader's background work failed
+└── LaunchFailed (RuntimeError)         one of several training processes failed
+```
+
+Every message has one form, made by `cannot`: *Cannot <verb> <object>: <found>, <needed>. <Next step>.*
+In a notebook an error is that one line; with the environment variable `COLABKIT_DEBUG=1` it is the full traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+
+from colabkit.foundation.reports import printable
+
+
+class ShownInOneLine(BaseException):
+    """What IPython shows in one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython prints for this error: one line, or all of it under COLABKIT_DEBUG=1."""
+        if os.environ.get("COLABKIT_DEBUG") == "1":
+            return traceback.format_exception(self)
+        return [f"{type(self).__name__}: {printable(self)}"]
+
+
+class ColabkitError(ShownInOneLine, Exception):
+    """Anything that colabkit refuses or fails to do; the message names the next step."""
+
+
+class InvalidOption(ColabkitError, ValueError):
+    """An argument has a value that cannot be meant."""
+
+
+class SourceMissing(ColabkitError, FileNotFoundError):
+    """Nothing is at the source's path."""
+
+
+class BadSource(ColabkitError, ValueError):
+    """The source is there, but is not what is needed: empty, without classes, of another kind."""
+
+
+class BadArchive(ColabkitError, ValueError):
+    """An archive is cut short, broken, or would write outside its folder."""
+
+
+class BadImage(ColabkitError, ValueError):
+    """A file cannot be decoded as an image, or not to the wanted shape."""
+
+
+class SourceChanged(ColabkitError, OSError):
+    """The source changed while it was read."""
+
+
+class TargetExists(ColabkitError, FileExistsError):
+    """The target holds something else, which is left alone."""
+
+
+class NotEnoughSpace(ColabkitError, OSError):
+    """The bytes do not fit where they should go."""
+
+
+class FileFailed(ColabkitError, OSError):
+    """The file system refused an operation: permissions, a lost mount, a broken disk."""
+
+
+class NotSealed(ColabkitError, ValueError):
+    """A file lacks the mark, written last, that proves it whole."""
+
+
+class Corrupt(ColabkitError, ValueError):
+    """A sealed file no longer holds what was sealed."""
+
+
+class MissingSplit(ColabkitError, KeyError):
+    """A pack has no split of this name."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes
+
+
+class NotMounted(ColabkitError, FileNotFoundError):
+    """Drive, or the mount that is meant, is not there."""
+
+
+class MountFailed(ColabkitError, OSError):
+    """Drive cannot be mounted.
+
+    Attributes:
+        cause: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`, `"folder"`, `"timeout"`,
+            `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
+    """
+
+    cause = "unknown"
+
+
+class UnsentWrites(ColabkitError, RuntimeError):
+    """What was asked would lose writes that have not been sent yet."""
+
+
+class TimedOut(ColabkitError, TimeoutError):
+    """There was no answer before the deadline."""
+
+
+class FetchFailed(ColabkitError, OSError):
+    """A download failed; the message names the cause."""
+
+
+class MissingPackage(ColabkitError, ImportError):
+    """An optional package is not installed; the message holds the line that installs it."""
+
+
+class NoNotebook(ColabkitError, RuntimeError):
+    """What needs a notebook is asked for outside of one."""
+
+
+class PackingFailed(ColabkitError, RuntimeError):
+    """A process that packs, here or on a cluster, died or lost its work."""
+
+
+class LoaderFailed(ColabkitError, RuntimeError):
+    """The loader's background work failed; the cause is in the message."""
+
+
+class LaunchFailed(ColabkitError, RuntimeError):
+    """One of several training processes failed; its own output says more."""
+
+
+def cannot(act: str, found: str, needed: str, next_step: str) -> str:
+    """Return the one form of every error message.
+
+    Args:
+        act: verb and object, as in `"stage 'birds'"`.
+        found: what is there, with numbers and units.
+        needed: what has to be there.
+        next_step: a sentence that says what to do, without its full stop.
+    """
+    return f"Cannot {act}: {found}, {needed}. {next_step}."
+
+
+def reword(error: ShownInOneLine, worded: Callable[[str], str]) -> None:
+    """Bring the message of an error to other words, in place.
+
+    Args:
+        error: with one message.
+        worded: brings a text to these words.
+    """
+    error.args = (worded(str(error)),)
+    if isinstance(error, ImportError):  # which shows this instead
+        error.msg = error.args[0]

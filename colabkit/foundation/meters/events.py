@@ -1,0 +1,108 @@
+"""The events that loader and training publish, and who is told of them.
+
+A listener that raises is taken off the list and named once in the log: watching never stops a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from colabkit.foundation.meters.counts import LoaderMeters
+
+logger = logging.getLogger("colabkit")
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStarted:
+    """A pass over a loader begins: its number from 0, and how many batches and samples it has left.
+
+    Both are None where a loader that is watched does not tell.
+    """
+
+    meters: LoaderMeters
+    epoch: int
+    batches: int | None
+    samples: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTaken:
+    """The user receives a batch."""
+
+    meters: LoaderMeters
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The user is waiting for a batch and has been for `wait_s` seconds; sent a few times a second while it lasts."""
+
+    meters: LoaderMeters
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """`train()` begins: epochs in all, steps of a whole epoch, and the step's precision, if it tells."""
+
+    meters: LoaderMeters
+    epochs: int
+    steps_per_epoch: int
+    precision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step is over: its number in all, its number in this epoch, both from 1.
+
+    `values` are what the step returned, not yet read from the device: `float(value)` reads them.
+    """
+
+    epoch: int
+    step: int
+    step_in_epoch: int
+    values: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """`train()` ends; `error` is the exception's name when it did not end by itself."""
+
+    error: str | None
+
+
+Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | RunEnded
+Listener: TypeAlias = Callable[[Event], None]
+
+_listeners: list[Listener] = []
+os.register_at_fork(after_in_child=_listeners.clear)  # a panel is its own process's
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Call `listener` with every event, in the thread that causes it; return the function that ends this."""
+    _listeners.append(listener)
+
+    def unsubscribe() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+    return unsubscribe
+
+
+def is_heard() -> bool:
+    """Return whether anybody listens; where events are many, none need be made else."""
+    return bool(_listeners)
+
+
+def publish(event: Event) -> None:
+    """Tell every listener. One that raises an `Exception` is dropped and logged."""
+    for listener in tuple(_listeners):
+        try:
+            listener(event)
+        except Exception:
+            if listener in _listeners:
+                _listeners.remove(listener)
+            logger.warning("a listener of the meters failed and was dropped; the run goes on", exc_info=True)

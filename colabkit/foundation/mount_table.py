@@ -1,0 +1,233 @@
+"""What is mounted, read from the kernel's table alone: a path on a dead mount is never touched here.
+
+`drive:` is the short name of the Drive mount in every path that colabkit takes: `drive:datasets/birds` lies in My
+Drive, `drive:Shareddrives/Team/birds` in a shared drive.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from colabkit.foundation.errors import InvalidOption, NotMounted, cannot
+
+Reader = Callable[[str], str]
+
+DRIVEFS = "fuse.drive"
+OCAMLFUSE = "fuse.google-drive-ocamlfuse"
+RCLONE = "fuse.rclone"
+DRIVE_TYPES: Mapping[str, str] = {DRIVEFS: "DriveFS", OCAMLFUSE: "google-drive-ocamlfuse", RCLONE: "rclone"}
+"""File system types behind which Google Drive can be, in the order in which `drive:` looks for them."""
+
+DRIVEFS_FOLDER = ".config/Google/DriveFS"
+DRIVEFS_LOG = f"{DRIVEFS_FOLDER}/Logs/drive_fs.txt"
+
+SHORTCUT_TARGETS = ".shortcut-targets-by-id"
+"""The folder of a DriveFS mount into which Drive's shortcuts point, which show as links."""
+
+_SHORT_NAME = "drive:"
+_SHARED_DRIVES = "Shareddrives"
+_NETWORK_TYPES = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "afs"})
+_LOCAL_FUSE_TYPES = frozenset({"fuseblk", "fusectl", "fuse.lxcfs", "fuse.fuse-overlayfs", "fuse.portal"})
+_LOG_CAUSES = {"QUOTA_EXCEEDED": "quota", "QueryManager timed out": "top folder"}
+_DEAD = frozenset({errno.ENOTCONN, errno.ESTALE})
+_LOG_TAIL_BYTES = 1 << 18
+_LOG_RECENT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A line of the kernel's table of mounts.
+
+    Attributes:
+        point: the folder it is mounted at, absolute, unescaped.
+        fstype: exactly as the kernel names it, as in `"fuse.drive"`.
+        source: the device or remote.
+        options: as in `("rw", "nosuid")`.
+    """
+
+    point: str
+    fstype: str
+    source: str
+    options: tuple[str, ...]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether another program or machine answers for it, so that any touch can hang."""
+        is_fuse = self.fstype.split(".")[0] == "fuse" and self.fstype not in _LOCAL_FUSE_TYPES
+        return is_fuse or self.fstype in _NETWORK_TYPES
+
+    @property
+    def readonly(self) -> bool:
+        """Whether the kernel refuses writes; DriveFS has a read-only mode of its own, which does not show here."""
+        return "ro" in self.options
+
+
+def read_file(path: str) -> str:
+    """Return a small text file as it is; raises `OSError` where there is none."""
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        return file.read()
+
+
+def mounts(read: Reader = read_file) -> list[Mount]:
+    """Return all mounts in the kernel's order; a later one hides earlier ones at its point."""
+    try:
+        lines = read("/proc/mounts").rstrip("\n").split("\n")
+    except OSError:
+        return []
+    found = []
+    for line in filter(None, lines):
+        source, point, fstype, options, *_ = line.split(" ")
+        found.append(Mount(_unescaped(point), fstype, _unescaped(source), tuple(options.split(","))))
+    return found
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+
+
+def mount_holding(path: str, table: Iterable[Mount]) -> Mount | None:
+    """Return the mount that holds an absolute path, by its text alone."""
+    holding = [
+        (len(mount.point), number, mount)
+        for number, mount in enumerate(table)
+        if path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+    ]
+    return max(holding)[2] if holding else None
+
+
+def drive_mounts(table: Iterable[Mount]) -> list[Mount]:
+    """Return the mounts that can be Drive: Colab's own, else those of google-drive-ocamlfuse, else those of rclone."""
+    table = list(table)
+    for fstype in DRIVE_TYPES:
+        if found := {mount.point: mount for mount in table if mount.fstype == fstype}:
+            return list(found.values())
+    return []
+
+
+def drive_mount(table: Iterable[Mount]) -> Mount | None:
+    """Return the mount that `drive:` stands for; None where there is none, and where several leave it open."""
+    found = drive_mounts(table)
+    return found[0] if len(found) == 1 else None
+
+
+def drive_root(mount: Mount) -> str:
+    """Return the folder of My Drive in a Drive mount."""
+    return f"{mount.point}/MyDrive" if mount.fstype == DRIVEFS else mount.point
+
+
+def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None = None) -> Path:
+    """Return the path a user means: `drive:` becomes the Drive mount, `~` the home folder.
+
+    Args:
+        path: as the user gave it.
+        act: verb and object for messages.
+        table: the mounts; by default those of now.
+
+    Raises:
+        NotMounted: if it begins with `drive:` and Drive is not mounted.
+        InvalidOption: if it is no path.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not text or not isinstance(text, str) or "\0" in text:
+        raise InvalidOption(cannot(act, f"{path!r} as path", "a path", "Pass the path as a text"))
+    if not text.startswith(_SHORT_NAME):
+        try:
+            return Path(path).expanduser()
+        except RuntimeError as error:
+            raise InvalidOption(cannot(act, f"{text!r} names no user's home", "a path", "Check its ~")) from error
+    found = mounts() if table is None else table
+    if chosen := os.environ.get("COLABKIT_DRIVE"):
+        point, root = chosen, chosen
+        holding = mount_holding(os.path.abspath(chosen), found)
+        if (holding is None or not holding.is_remote) and not os.path.isdir(chosen):  # or a typo would be made a folder
+            gone = f"COLABKIT_DRIVE={chosen!r} is no folder"
+            raise NotMounted(cannot(act, gone, "the folder that drive: stands for", "Mount it, or set it anew"))
+    elif mount := drive_mount(found):
+        point, root = mount.point, drive_root(mount)
+    else:
+        raise NotMounted(
+            cannot(
+                act,
+                f"no single Drive mount for {text!r} to be in",
+                "which stands for one",
+                "Run colabkit.mount() first, or set COLABKIT_DRIVE to the folder that drive: stands for",
+            )
+        )
+    inside = text.removeprefix(_SHORT_NAME).lstrip("/")
+    is_shared = point != root and inside.split("/")[0] == _SHARED_DRIVES
+    return Path(point if is_shared else root, inside)
+
+
+def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
+    """Return why DriveFS says in its log that it failed: `"quota"`, `"top folder"`.
+
+    Args:
+        start: byte of the log from which on it counts; a log that became shorter was begun anew and counts whole.
+            Without it the end of the log counts, if it was written in the last ten minutes.
+        home: the home folder that DriveFS runs in.
+    """
+    try:
+        with open(_log_path(home), "rb") as log:
+            if not start and time.time() - os.fstat(log.fileno()).st_mtime > _LOG_RECENT_S:
+                return frozenset()
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start if start <= size else 0, size - _LOG_TAIL_BYTES))
+            text = log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return frozenset()
+    return frozenset(cause for words, cause in _LOG_CAUSES.items() if words in text)
+
+
+def log_size(home: str | None = None) -> int:
+    """Return the bytes that DriveFS's log has now, to be given to `log_causes` later."""
+    try:
+        return os.stat(_log_path(home)).st_size
+    except OSError:
+        return 0
+
+
+def _log_path(home: str | None) -> str:
+    return os.path.join(home or os.path.expanduser("~"), DRIVEFS_LOG)
+
+
+def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[str, str] | None:
+    """Return what an error of a file on a far mount means and what helps, or None for any other error.
+
+    Args:
+        error: with the file's name.
+        table: the mounts; by default those of now.
+    """
+    if not isinstance(error.filename, str | bytes | os.PathLike):
+        return None
+    path = os.path.abspath(os.fsdecode(error.filename))
+    mount = mount_holding(path, mounts() if table is None else table)
+    if mount is None or not mount.is_remote:
+        return None
+    name = DRIVE_TYPES.get(mount.fstype, mount.fstype)
+    where = f"the {name} mount at {mount.point!r}"
+    if error.errno in _DEAD:
+        cure = "Run colabkit.mount(), which repairs it" if mount.fstype == DRIVEFS else "Mount it again"
+        return f"{where} is dead", cure
+    if error.errno == errno.ENOSPC and mount.fstype == DRIVEFS:
+        return (
+            f"the disk that DriveFS caches on is full, whatever room Drive has ({where})",
+            "Run colabkit.clear_cache(), and write big files near first",
+        )
+    if error.errno in (errno.EIO, errno.ETIMEDOUT):
+        if mount.fstype == DRIVEFS and "quota" in log_causes():
+            return (
+                f"Drive says QUOTA_EXCEEDED for {where}",
+                "Wait some hours, or copy the file into a folder of your own Drive and read that; "
+                "one archive needs far fewer requests than many files",
+            )
+        return (
+            f"{where} did not deliver it",
+            "Try again; if it stays, split folders of more than some thousand files, or keep them as one archive",
+        )
+    return None

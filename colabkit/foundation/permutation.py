@@ -1,0 +1,244 @@
+"""Permutations as pure functions: the samples at any positions, in the time of those positions.
+
+Up to 65,536 samples are sorted by random words, all at once: in less than a millisecond where NumPy sorts by vector
+instructions (2.0 or later on x86), in three elsewhere. The last few orders are kept.
+
+The permutation of more is a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells; positions that fall
+on the few cells beyond n walk on along their cycle. Rounds mix with the 32-bit finaliser of MurmurHash3. On all but
+huge grids rounds look their words up, in tables of sqrt(n) entries that are kept for the last few permutations.
+
+Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): network on a grid, cycle walking.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation.errors import InvalidOption, cannot
+from colabkit.foundation.random_numbers import GAMMA, MASK, Words64, finalise, hashed, key_of, round_keys
+
+CHUNK = 16384
+"""Positions that are worked on together: their scratch arrays stay in the cache of a core."""
+
+MAX_SAMPLES = 1 << 62
+
+_ROUNDS = 8
+_SORTED_UP_TO = 1 << 16
+_INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
+_RANDOM_BITS = np.array(~_INDEX_BITS)
+_EACH_SORTED_UP_TO = 32  # of 10**5 permutations of fewer by the network, some come measurably more often than others
+_TABLES_UP_TO = 4096  # columns: making tables of more takes milliseconds, and megabytes, for a gain of a third
+_UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
+
+# Arrays, because numpy would look up the type of a scalar anew in each of some hundred operations.
+_FIRST_FACTOR = np.array(0x85EBCA6B, np.uint32)
+_SECOND_FACTOR = np.array(0xC2B2AE35, np.uint32)
+_FIRST_SHIFT = np.array(13, np.uint32)
+_SECOND_SHIFT = np.array(16, np.uint32)
+
+Positions: TypeAlias = npt.NDArray[np.int64]
+Words: TypeAlias = npt.NDArray[np.uint32]
+
+
+def check_range(start: int, stop: int, n: int) -> None:
+    """Raise `InvalidOption` unless 0 <= start <= stop <= n <= 2**62."""
+    if not 0 <= start <= stop <= n <= MAX_SAMPLES:
+        raise InvalidOption(
+            cannot(f"order positions {start} to {stop}", f"{n} samples", "0 <= start <= stop <= n", "Check the range")
+        )
+
+
+def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positions:
+    """Return which samples stand at positions `start` to `stop` of a shuffled epoch, `int64 [stop - start]`.
+
+    Over all positions every sample in [0, n) comes exactly once. The result depends on the arguments alone: not on the
+    machine, the version of numpy, threads, or what was asked before.
+
+    Args:
+        n: samples in the data set.
+        seed: any integer.
+        epoch: number of the pass.
+        start: first position.
+        stop: position after the last.
+
+    Raises:
+        InvalidOption: if the range does not lie in [0, n].
+    """
+    check_range(start, stop, n)
+    if n <= _SORTED_UP_TO:
+        return _samples(_sorted_words(n, key_of(seed, epoch))[start:stop])
+    order = np.arange(start, stop, dtype=np.int64)
+    permute(order, n, key_of(seed, epoch))
+    return order
+
+
+def permute(positions: Positions, n: int, key: int) -> None:
+    """Replace positions, each in [0, n), by what stands there in the permutation of [0, n) that belongs to `key`."""
+    if n <= 1:
+        return
+    if n <= _SORTED_UP_TO:
+        positions[:] = _samples(_sorted_words(n, key)[positions])
+        return
+    rows = math.isqrt(n - 1) + 1
+    columns = -(-n // rows)
+    for first in range(0, positions.size, CHUNK):
+        _permute_cells(positions[first : first + CHUNK], rows, columns, key)
+    while (outside := np.flatnonzero(positions >= n)).size:
+        walking = positions[outside]
+        _permute_cells(walking, rows, columns, key)
+        positions[outside] = walking
+
+
+def permute_each(positions: Positions, sizes: Positions, keys: Words64) -> None:
+    """Replace each position by what stands there in a permutation of its own, in constant time for each.
+
+    Args:
+        positions: `[N]`, each in [0, its size).
+        sizes: `[N]`, 1 or more.
+        keys: `[N]`, which permutation.
+    """
+    small = np.flatnonzero(sizes <= _EACH_SORTED_UP_TO)
+    of_small = _at_sorted(positions[small], sizes[small], keys[small]) if small.size else None
+    rows = np.ceil(np.sqrt(sizes)).astype(np.int64)
+    columns = -(-sizes // rows)
+    rounds = [(keys * np.uint64(2 * place + 1)).view(np.uint32)[_UPPER_HALF] for place in range(_ROUNDS)]
+    _mix_cells(positions, rows, columns, rounds)
+    outside = np.flatnonzero(positions >= sizes)
+    while outside.size:
+        walking = positions[outside]
+        _mix_cells(walking, rows[outside], columns[outside], [words[outside] for words in rounds])
+        positions[outside] = walking
+        outside = outside[walking >= sizes[outside]]
+    if of_small is not None:
+        positions[small] = of_small
+
+
+def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positions:
+    """Return what stands at each position when the numbers below its size are sorted by their words."""
+    numbers = np.arange(sizes.max())
+    words = hashed(keys[:, None], numbers)
+    words[numbers >= sizes[:, None]] = np.iinfo(np.uint64).max
+    order = np.argsort(words, axis=1, kind="stable")
+    return order[np.arange(positions.size), positions]
+
+
+@functools.lru_cache(maxsize=4)
+def _sorted_words(n: int, key: int) -> Words64:
+    """Return all of a small order: words of 48 random bits, sorted, with the index of a sample in the bits below."""
+    numbers, steps = _first_steps()
+    words, scratch = np.empty(n, np.uint64), np.empty(min(n, CHUNK), np.uint64)
+    for first in range(0, n, CHUNK):
+        some = words[first : first + CHUNK]
+        np.add(steps[: some.size], np.array((key + first * GAMMA) & MASK, np.uint64), out=some)
+        finalise(some, scratch[: some.size])
+        some &= _RANDOM_BITS
+        some |= numbers[: some.size]
+        some |= np.array(first, np.uint64)
+    words.sort()
+    words.flags.writeable = False
+    return words
+
+
+@functools.cache
+def _first_steps() -> tuple[Words64, Words64]:
+    """Return the numbers of a chunk, and what SplitMix64 adds to its state until each of them."""
+    numbers = np.arange(CHUNK, dtype=np.uint64)
+    return numbers, numbers * np.uint64(GAMMA)
+
+
+def _samples(words: Words64) -> Positions:
+    """Return the indices in the lower bits of words."""
+    return (words & _INDEX_BITS).view(np.int64)
+
+
+def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:
+    """Replace cells of a grid by those of a permutation of the grid."""
+    if columns <= _TABLES_UP_TO:
+        _look_up_cells(cells, columns, _tables(rows, columns, key))
+    else:
+        keys = [np.array(word, np.uint32) for word in round_keys(key, _ROUNDS)]
+        _mix_cells(cells, np.array(rows), np.array(columns), keys)
+
+
+def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> None:
+    """Replace cells by those of the permutation that the tables hold."""
+    *rounds, of_rows, of_columns = tables
+    row = cells // columns
+    added = row * columns
+    column = cells
+    column -= added
+    for place, table in enumerate(rounds):
+        changed, other = (column, row) if place % 2 else (row, column)
+        table.take(other, out=added, mode="clip")  # nothing is clipped: by default numpy would copy `out`
+        changed += added
+    of_columns.take(column, out=added, mode="clip")
+    of_rows.take(row, out=cells, mode="clip")
+    cells += added
+
+
+@functools.lru_cache(maxsize=4)
+def _tables(rows: int, columns: int, key: int) -> list[Positions]:
+    """Return what each round adds to the row or the column, by the other, and at the end what row and column stand for.
+
+    Sums are not brought below their bound after each round: the tables repeat as often as sums can reach beyond it.
+    """
+    keys = np.array(round_keys(key, _ROUNDS), np.uint32)[:, None]
+    to_rows = _scaled(_mixed(np.arange(columns, dtype=np.uint32), keys[0::2]), rows)
+    to_columns = _scaled(_mixed(np.arange(rows, dtype=np.uint32), keys[1::2]), columns)
+    tables = []
+    for place in range(_ROUNDS // 2):
+        tables += [np.tile(to_rows[place], place + 1), np.tile(to_columns[place], place + 2)]
+    repeats = _ROUNDS // 2 + 1
+    return [*tables, np.tile(np.arange(rows) * columns, repeats), np.tile(np.arange(columns), repeats)]
+
+
+def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequence[Words]) -> None:
+    """Replace cells by those of a permutation of a grid: of one for all cells, or of one for each."""
+    wide = cells // columns
+    row = wide.astype(np.uint32)
+    wide *= columns
+    cells -= wide
+    column = cells.astype(np.uint32)
+    mixed = np.empty_like(row)
+    shifted = np.empty_like(row)
+    product = wide.view(np.uint64)
+    scaled = product.view(np.uint32)[_UPPER_HALF]
+    bounds = [(bound.astype(np.uint32), bound.astype(np.uint64)) for bound in (rows, columns)]
+    for place, key in enumerate(keys):
+        changed, other = (column, row) if place % 2 else (row, column)
+        bound, wide_bound = bounds[place % 2]
+        np.bitwise_xor(other, key, out=mixed)
+        np.multiply(mixed, _FIRST_FACTOR, out=mixed)
+        np.right_shift(mixed, _FIRST_SHIFT, out=shifted)
+        np.bitwise_xor(mixed, shifted, out=mixed)
+        np.multiply(mixed, _SECOND_FACTOR, out=mixed)
+        np.right_shift(mixed, _SECOND_SHIFT, out=shifted)
+        np.bitwise_xor(mixed, shifted, out=mixed)
+        # Brought evenly to [0, bound) by the upper half of a product, which is faster than division.
+        np.copyto(product, mixed)
+        np.multiply(product, wide_bound, out=product)
+        np.add(changed, scaled, out=changed)
+        # The difference wraps to a large word exactly when the sum is below the bound.
+        np.subtract(changed, bound, out=shifted)
+        np.minimum(changed, shifted, out=changed)
+    np.multiply(row, columns, out=cells, dtype=np.int64)
+    cells += column
+
+
+def _mixed(words: Words, key: Words) -> Words:
+    mixed = (words ^ key) * _FIRST_FACTOR
+    mixed ^= mixed >> _FIRST_SHIFT
+    mixed *= _SECOND_FACTOR
+    mixed ^= mixed >> _SECOND_SHIFT
+    return mixed
+
+
+def _scaled(words: Words, bound: int) -> Positions:
+    return ((words.astype(np.uint64) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)

@@ -1,0 +1,141 @@
+"""Other programs, run with a deadline; a child that cannot die, as on a hung mount, is left behind, not waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from colabkit.foundation.errors import TimedOut, cannot
+from colabkit.foundation.mount_table import mount_holding, mounts
+from colabkit.foundation.units import format_seconds
+
+_GRACE_S = 1.0  # a killed child that is not gone after this waits in the kernel, where no signal reaches it
+_TICK_S = 0.2
+
+_left_behind: list[subprocess.Popen[bytes]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A program that ended: its exit status, and what it wrote to standard output and error together."""
+
+    status: int
+    output: str
+
+
+def run(
+    command: Sequence[str],
+    act: str,
+    timeout: float,
+    *,
+    next_step: str = "Try again, or allow more time with timeout=",
+    environ: Mapping[str, str] | None = None,
+    on_tick: Callable[[float], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> Finished:
+    """Run a program to its end and return what it said.
+
+    It runs in `/`, in a session of its own, without input, and is killed with its children at the deadline and when
+    this call is interrupted.
+
+    Args:
+        command: program and arguments; no shell reads them.
+        act: verb and object for the message.
+        timeout: seconds it may take.
+        next_step: what the message advises after the deadline.
+        environ: its environment; by default this process's.
+        on_tick: called about five times a second with the seconds that have passed.
+        on_line: called with each line of output as it comes.
+
+    Raises:
+        TimedOut: at the deadline.
+        OSError: if the program cannot be started.
+    """
+    _left_behind[:] = [child for child in _left_behind if child.poll() is None]
+    started = time.monotonic()
+    child = subprocess.Popen(  # noqa: S603 - no shell; callers choose the program
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd="/",
+        env=environ,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    output, line = bytearray(), bytearray()
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            is_open = True
+            while is_open or child.poll() is None:
+                passed = time.monotonic() - started
+                if passed >= timeout:
+                    raise TimedOut(
+                        cannot(act, f"no end after {format_seconds(timeout)}", "an answer in this time", next_step)
+                    )
+                if on_tick is not None:
+                    on_tick(passed)
+                if not is_open:  # it closed its output, and ends soon
+                    _wait(child, min(_TICK_S, timeout - passed))
+                elif selector.select(min(_TICK_S, timeout - passed)):
+                    block = os.read(child.stdout.fileno(), 1 << 16)
+                    is_open = bool(block)
+                    output += block
+                    line += block
+                    *whole, line = line.split(b"\n")
+                    for text in whole if on_line is not None else ():
+                        on_line(text.decode("utf-8", "replace"))  # type: ignore[misc]
+                elif child.poll() is not None:
+                    break  # it ended; a child of its own still holds the output
+        return Finished(child.returncode, output.decode("utf-8", "replace"))
+    finally:
+        _end(child)
+
+
+def program(name: str) -> str | None:
+    """Return the path of a program, looked for in the folders of PATH but those on remote mounts, which can hang."""
+    table = mounts()
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        holding = mount_holding(os.path.abspath(folder), table) if os.path.isabs(folder) else None
+        if os.path.isabs(folder) and (holding is None or not holding.is_remote):
+            path = os.path.join(folder, name)
+            if os.path.isfile(path) and os.access(path, os.X_OK):
+                return path
+    return None
+
+
+def python(code: str, *arguments: str, isolated: bool = True) -> list[str]:
+    """Return the command that runs Python code in a fresh interpreter.
+
+    Args:
+        code: the program.
+        arguments: in `sys.argv[1:]`.
+        isolated: start in some milliseconds, with the standard library alone.
+    """
+    return [sys.executable or "python3", *(["-I", "-S"] if isolated else []), "-c", code, *arguments]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        if not _wait(child, _GRACE_S):
+            _left_behind.append(child)
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

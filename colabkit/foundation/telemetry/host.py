@@ -1,0 +1,243 @@
+"""CPUs, RAM, storage, network and stalls of this machine, as far as this process may use and see them.
+
+In a container the files of `/proc` speak of the host. So CPU figures are those of the allowed cores, or of the cgroup
+where a quota allows less; RAM is what the tightest limit leaves; stalls are the cgroup's own where it tells them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from colabkit.foundation.environment.limits import allowed_cpus, cgroup_folders, memory_limits
+from colabkit.foundation.environment.storage import can_hang, disk, near_folder
+from colabkit.foundation.mount_table import Reader, mounts, read_file
+from colabkit.foundation.telemetry.family import Family
+from colabkit.foundation.telemetry.rates import Rate
+from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+
+_SLOW_S = 10.0  # room on disks, affinity and quota change slowly
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(os.getpid())
+    return set(range(os.cpu_count() or 1))
+
+
+class Host:
+    """Reads the machine; what cannot be read is None.
+
+    Args:
+        read: reads a small text file.
+        system: `cpu_times`, `net_io_counters` and `disk_io_counters` as psutil has them, and without its care for
+            counters that begin anew, which takes a lock that a forked process could find held.
+        process: this process, as `psutil.Process` has it.
+        clock: tells seconds.
+        affinity: tells the numbers of the allowed cores.
+        statvfs: tells the room of a file system.
+        environ: the process's environment, which names the near folder.
+    """
+
+    def __init__(
+        self,
+        read: Reader = read_file,
+        system: Any = psutil,
+        process: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+        affinity: Callable[[], set[int]] = _affinity,
+        statvfs: Callable[[str], Any] = os.statvfs,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._read = read
+        self._system = system
+        self._process = psutil.Process() if process is None else process
+        self._clock = clock
+        self._affinity = affinity
+        self._statvfs = statvfs
+        self._near = os.path.abspath(near_folder(environ))
+        self._family = Family(self._process, clock, read)
+        self._rates: dict[str, Rate] = {}
+        self._cores_before: list[tuple[float, float]] = []
+        self._stall_files: dict[str, str | None] = {}
+        self._due_s = clock()
+        self._allowed: set[int] = set()
+        self._cpus = 1.0
+        self._room: tuple[int | None, int | None] = (None, None)
+
+    def snapshot(self, gpus: tuple[GpuSnapshot, ...] = ()) -> HostSnapshot:
+        """Return the state of this instant, with `gpus` in it."""
+        at_s = self._clock()
+        if at_s >= self._due_s:
+            self._due_s = at_s + _SLOW_S
+            self._look_slowly()
+        read = functools.cache(self._read)  # several of the figures are in the same files
+        cpu_rate, busiest = self._cpu(read)
+        own = self._family.totals()
+        own_cpus = self._rate("own", own.cpu_s)
+        children_cpus = self._rate("children", own.children_cpu_s)
+        memory = memory_limits(read)
+        shm_free, shm_total = self._room_of("/dev/shm")
+        return HostSnapshot(
+            at_s=at_s,
+            cpus=self._cpus,
+            cpu_rate=cpu_rate,
+            own_cpu_rate=None if own_cpus is None else min(1.0, own_cpus / self._cpus),
+            children_cpu_rate=None if children_cpus is None else min(1.0, children_cpus / self._cpus),
+            busiest_core_rate=busiest,
+            ram_used_bytes=memory.total_bytes - memory.available_bytes,
+            ram_total_bytes=memory.total_bytes,
+            tmpfs_bytes=_tmpfs_bytes(read, memory.limited_by),
+            own_ram_bytes=self._own_ram_bytes(),
+            storage_read_bytes_per_s=self._rate("read", own.read_bytes),
+            asked_read_bytes_per_s=self._rate("asked", own.asked_bytes),
+            disk_read_bytes_per_s=self._rate("disk", self._disk_read_bytes()),
+            network_bytes_per_s=self._rate("network", self._received_bytes()),
+            disk_free_bytes=self._room[0],
+            disk_total_bytes=self._room[1],
+            shm_free_bytes=shm_free,
+            shm_total_bytes=shm_total,
+            cpu_stall_rate=self._stall(read, "cpu"),
+            io_stall_rate=self._stall(read, "io"),
+            memory_stall_rate=self._stall(read, "memory"),
+            gpus=gpus,
+        )
+
+    def _rate(self, name: str, total: float | None) -> float | None:
+        if name not in self._rates:
+            self._rates[name] = Rate(self._clock)
+        return self._rates[name].of(total)
+
+    def _look_slowly(self) -> None:
+        self._allowed = self._affinity()
+        self._cpus = allowed_cpus(self._read, len(self._allowed))
+        self._room = self._near_room()
+
+    def _near_room(self) -> tuple[int | None, int | None]:
+        """Return free and total bytes of the disk that holds, or will hold, the near folder."""
+        table = mounts(self._read)
+        if can_hang(self._near, table):
+            return None, None
+        for folder in (self._near, *map(str, Path(self._near).parents)):
+            if (found := disk(folder, table, 0)) is not None:
+                return found.free_bytes, found.total_bytes
+        return None, None
+
+    def _room_of(self, folder: str) -> tuple[int | None, int | None]:
+        try:
+            stats = self._statvfs(folder)
+        except OSError:
+            return None, None
+        return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
+
+    def _cpu(self, read: Reader) -> tuple[float | None, float | None]:
+        """Return the busy share of the allowed CPUs, and that of the busiest core.
+
+        A core's time is counted in ticks, of which sandboxes may count none. Under a quota the cores are other
+        people's as well, so there the cgroup's own use counts.
+        """
+        shares = self._core_shares()
+        busiest = max(shares, default=None)
+        if self._cpus < len(self._allowed):
+            used_s = self._rate("cgroup", _cgroup_cpu_s(read))
+            if used_s is not None:
+                return min(1.0, used_s / self._cpus), busiest
+        return (min(1.0, sum(shares) / self._cpus) if shares else None), busiest
+
+    def _core_shares(self) -> list[float]:
+        try:
+            cores = self._system.cpu_times(percpu=True)
+        except (psutil.Error, OSError, RuntimeError, NotImplementedError):
+            cores = []
+        if len(cores) != len(self._allowed):  # where some are offline, places are no numbers
+            in_order = sorted(self._allowed)
+            cores = [cores[core] for core in in_order] if in_order and in_order[-1] < len(cores) else []
+        now = [_core_times(times) for times in cores]
+        before, self._cores_before = self._cores_before, now
+        if len(before) != len(now):
+            return []
+        passed = [
+            (busy - busy_then, total - then) for (busy, total), (busy_then, then) in zip(now, before, strict=True)
+        ]
+        return [min(1.0, max(0.0, busy / total)) for busy, total in passed if total > 0]
+
+    def _own_ram_bytes(self) -> int | None:
+        try:
+            return int(self._process.memory_info().rss)
+        except (psutil.Error, OSError):
+            return None
+
+    def _disk_read_bytes(self) -> int | None:
+        try:
+            counters = self._system.disk_io_counters(nowrap=False)
+        except (psutil.Error, OSError, RuntimeError, NotImplementedError):  # sandboxes have no /proc/diskstats
+            return None
+        return None if counters is None else int(counters.read_bytes)
+
+    def _received_bytes(self) -> int | None:
+        try:
+            interfaces = self._system.net_io_counters(pernic=True, nowrap=False)
+        except (psutil.Error, OSError, RuntimeError, NotImplementedError):
+            return None
+        received = [counters.bytes_recv for name, counters in interfaces.items() if name not in ("lo", "lo0")]
+        return sum(received) if received else None
+
+    def _stall(self, read: Reader, resource: str) -> float | None:
+        """Return the share of the time that some task waited for a resource, exact by the kernel's microseconds."""
+        if resource not in self._stall_files:
+            own = [
+                f"{folder}/{resource}.pressure" for version, folder in cgroup_folders(read, resource) if version == 2
+            ]
+            files = (*own, f"/proc/pressure/{resource}")
+            self._stall_files[resource] = next((file for file in files if _stalled_s(read, file) is not None), None)
+        file = self._stall_files[resource]
+        rate = None if file is None else self._rate(file, _stalled_s(read, file))
+        return None if rate is None else min(1.0, rate)
+
+
+def _core_times(times: Any) -> tuple[float, float]:
+    """Return busy and all seconds of a core; time of guests is in that of the user already."""
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return total - times.idle - getattr(times, "iowait", 0.0), total
+
+
+def _cgroup_cpu_s(read: Reader) -> float | None:
+    """Return the CPU seconds that this process's cgroup has used."""
+    for version, folder in (*cgroup_folders(read, "cpu"), *cgroup_folders(read, "cpuacct")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if version == 2:
+                return int(_numbers(read(f"{folder}/cpu.stat"))["usage_usec"]) / 1e6
+            return int(read(f"{folder}/cpuacct.usage")) / 1e9
+    return None
+
+
+def _tmpfs_bytes(read: Reader, limited_by: str) -> int | None:
+    """Return what tmpfs and shared memory hold, of the machine or of the cgroup that limits the RAM."""
+    with contextlib.suppress(OSError, ValueError):
+        if limited_by == "machine":
+            lines = (line.split() for line in read("/proc/meminfo").splitlines())
+            return next((int(words[1]) * 1024 for words in lines if words and words[0] == "Shmem:"), None)
+        told = _numbers(read(f"{limited_by}/memory.stat"))
+        shared = told.get("total_shmem", told.get("shmem"))
+        return None if shared is None else int(shared)
+    return None
+
+
+def _numbers(text: str) -> dict[str, str]:
+    return dict(words for line in text.splitlines() if len(words := line.split()) == 2)
+
+
+def _stalled_s(read: Reader, file: str) -> float | None:
+    """Return the seconds that some task was stalled, from a file of the kernel's pressure stall information."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words: Sequence[str] = read(file).splitlines()[0].split()
+        if words[0] == "some" and words[-1].startswith("total="):
+            return int(words[-1].removeprefix("total=")) / 1e6
+    return None

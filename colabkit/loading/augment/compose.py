@@ -1,0 +1,177 @@
+"""Several transforms as one, and the part of them that a loader can do while it gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from colabkit.foundation import InvalidOption, cannot, kind_of
+from colabkit.loading.augment.boxes import Boxes
+from colabkit.loading.augment.checks import shown
+from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.augment.per_sample import is_per_sample
+from colabkit.loading.augment.transform import Transform
+
+Step = tuple[int, Callable[..., Any]]
+
+
+class _Steps(Transform):
+    """Transforms applied one after the other, each with the random numbers of its number.
+
+    Crops and flips that follow each other are folded into one box of each sample, so an image is copied once.
+    """
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+        # What is not ours may look at the whole batch.
+        self.whole_batch = any(getattr(transform, "whole_batch", True) for _, transform in steps)
+        self.changes_labels = any(getattr(transform, "changes_labels", False) for _, transform in steps)
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        steps = self.steps
+        while steps:
+            leading = _leading_geometry(steps)
+            number, transform = steps[0]
+            if leading:
+                images, labels = _Folded(leading).apply(images, labels, draws)
+            elif isinstance(transform, Transform):
+                images, labels = transform.apply(images, labels, draws.of(number))
+            else:
+                images = transform(images)
+            steps = steps[max(1, len(leading)) :]
+        return images, labels
+
+    def __repr__(self) -> str:
+        return f"_Steps({self.steps})"
+
+
+class Compose(_Steps):
+    """Applies transforms one after the other; each has random numbers of its own.
+
+    A `Compose` inside it counts as its transforms. Other callables get the images of the whole batch alone and return
+    them; their random numbers are their own business.
+
+    Args:
+        transforms: a list, in the order in which they apply.
+        others: refused: a list is one argument.
+
+    Raises:
+        InvalidOption: if there are none, one cannot be called, or one is for single samples.
+    """
+
+    def __init__(self, transforms: Iterable[Callable[..., Any]], *others: Any) -> None:
+        act = "compose transforms"
+        if others or not isinstance(transforms, Iterable):
+            found = f"{1 + len(others)} arguments" if others else kind_of(transforms)
+            raise InvalidOption(cannot(act, found, "a list of them", "Put them in brackets: Compose([...])"))
+        flat: list[Callable[..., Any]] = []
+        for transform in transforms:
+            flat += transform.transforms if isinstance(transform, Compose) else [transform]
+        for transform in flat:
+            if isinstance(transform, type):
+                found = f"the class {transform.__name__} among them"
+                raise InvalidOption(cannot(act, found, "made transforms", f"Make one of it: {transform.__name__}(...)"))
+            if not callable(transform):
+                found = f"{shown(transform)} among them"
+                raise InvalidOption(cannot(act, found, "something to call", "Pass made transforms"))
+            if is_per_sample(transform):
+                found = f"{shown(transform)}, which is for one sample"
+                next_step = (
+                    "Put all into one PerSample or torchvision's v2.Compose, or mark what draws nothing by PerBatch"
+                )
+                raise InvalidOption(cannot(act, found, "transforms of a batch", next_step))
+        if not flat:
+            raise InvalidOption(cannot(act, "none", "at least one", "Leave the transform out"))
+        super().__init__(tuple(enumerate(flat)))
+
+    @property
+    def transforms(self) -> tuple[Callable[..., Any], ...]:
+        """The transforms, in the order in which they apply."""
+        return tuple(transform for _, transform in self.steps)
+
+    def __repr__(self) -> str:
+        return f"Compose([{', '.join(map(repr, self.transforms))}])"
+
+
+class _Folded(Geometry):
+    """Crops and flips as one: at most one crop, with the flips around it."""
+
+    def __init__(self, steps: tuple[tuple[int, Geometry], ...]) -> None:
+        self.steps = steps
+        for _, step in steps:
+            if step.size is not None:
+                self.size, self.resizes, self.fill = step.size, step.resizes, step.fill
+
+    def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
+        found = Boxes.whole(sizes)
+        for number, step in self.steps:
+            new = step.boxes(sizes, draws.of(number))
+            if step.size is None:
+                found = replace(found, mirrored=found.mirrored ^ new.mirrored)
+            else:  # in a mirrored image, the box is as far from the other side
+                left = np.where(found.mirrored, sizes[:, 1] - new.left - new.width, new.left)
+                found = replace(new, left=left, mirrored=found.mirrored ^ new.mirrored)
+        return found
+
+    def __repr__(self) -> str:
+        return f"_Folded({self.steps})"
+
+
+def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None]:
+    """Return the leading geometry of a transform as one, and what is left to do after it; both take the same draws.
+
+    One crop, with the flips directly before and after it, is folded into one box of each sample. Applying the two in
+    turn gives, bit for bit, what the transform gives.
+
+    Args:
+        transform: a transform, perhaps a `Compose` or a part of one.
+    """
+    if isinstance(transform, Geometry):
+        return transform, None
+    if not isinstance(transform, _Steps):
+        return None, transform
+    leading = _leading_geometry(transform.steps)
+    rest = transform.steps[len(leading) :]
+    return (_Folded(leading) if leading else None), (_Steps(rest) if rest else None)
+
+
+def parted(
+    transform: Transform, goes_first: Callable[[Callable[..., Any]], bool]
+) -> tuple[Transform | None, Callable[..., Any] | None]:
+    """Return a transform in two parts: its leading steps for which `goes_first` holds, and the rest.
+
+    Each step keeps its random numbers, so the two in turn give what the transform gives.
+
+    Args:
+        transform: a transform, perhaps a `Compose` or a part of one.
+        goes_first: told each step.
+    """
+    if not isinstance(transform, _Steps):
+        return (transform, None) if goes_first(transform) else (None, transform)
+    steps = transform.steps
+    count = next((place for place, (_, step) in enumerate(steps) if not goes_first(step)), len(steps))
+    first, rest = steps[:count], steps[count:]
+    return (_Steps(first) if first else None), (_Steps(rest) if rest else None)
+
+
+def _leading_geometry(steps: tuple[Step, ...]) -> tuple[tuple[int, Geometry], ...]:
+    """Return the first steps as far as they are flips and at most one crop."""
+    leading: list[tuple[int, Geometry]] = []
+    for number, step in steps:
+        if not isinstance(step, Geometry) or (step.size is not None and any(part.size for _, part in leading)):
+            break
+        leading.append((number, step))
+    return tuple(leading)
+
+
+def steps_of(transform: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """Return the transforms that a `Compose`, or a part of one, applies; of another one itself."""
+    if isinstance(transform, Compose):
+        return transform.transforms
+    return tuple(step for _, step in transform.steps) if isinstance(transform, _Steps) else (transform,)

@@ -1,0 +1,321 @@
+"""What batches consist of: the columns of a packed split, of files, or of arrays and tensors in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import StackDataset
+
+from colabkit.foundation import InvalidOption, cannot, format_things, kind_of
+from colabkit.loading.loader.gather import RowGather
+from colabkit.loading.loader.portions import Numbers
+from colabkit.packs import LABELS, SAMPLES, FileDataset, ImageFiles, Pack, PackedDataset
+
+_CHANNELS = (1, 3, 4)
+_FEW = 4  # arrays in a list that are fields rather than samples, if each is longer than that
+
+Structure: TypeAlias = Literal["alone", "tuple", "dict"]
+
+
+class ImageSet(Protocol):
+    """Image files that have to be decoded."""
+
+    def image_files(self) -> ImageFiles | None:
+        """Return what they become."""
+
+    def encoded(self, number: int) -> bytes:
+        """Return the bytes of one."""
+
+    def name_of(self, number: int) -> str:
+        """Return what to call one in a message."""
+
+
+Read: TypeAlias = Callable[[Numbers], Any]
+Column: TypeAlias = RowGather | ImageSet | Read
+"""A field: rows to gather, image files to decode, or a function that reads some samples."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The columns of a data set.
+
+    Attributes:
+        columns: by name; the first one is what transforms are applied to.
+        structure: how batches hold them: one alone, a tuple, a dict.
+        labels: name of the column with the labels, None if there is none.
+        count: samples.
+        about: the data set as a text.
+        is_on_disk: whether rows lie in files that are mapped, not in memory.
+        order: names of the columns in the order that batches have; None for that of `columns`.
+        name_of: gives what to call a sample in a message; None if they have no names.
+    """
+
+    columns: Mapping[str, Column]
+    structure: Structure
+    labels: str | None
+    count: int
+    about: str
+    is_on_disk: bool = False
+    order: tuple[str, ...] | None = None
+    name_of: Callable[[int], str] | None = None
+
+    @property
+    def samples(self) -> Column:
+        """The column that transforms are applied to."""
+        return next(iter(self.columns.values()))
+
+    @property
+    def label_place(self) -> int | None:
+        """Place of the labels among the columns, None if there are none."""
+        return None if self.labels is None else [*self.columns].index(self.labels)
+
+    def batch(self, values: Sequence[Any]) -> Any:
+        """Return a batch as the user gets it, of the values of the columns."""
+        names: Iterable[str] = self.columns
+        if self.order is not None:
+            named = dict(zip(names, values, strict=True))
+            names, values = self.order, [named[name] for name in self.order]
+        if self.structure == "dict":
+            return dict(zip(names, values, strict=True))
+        return tuple(values) if self.structure == "tuple" else values[0]
+
+
+def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool) -> Feed | None:
+    """Return the columns of a data set, None for one that can only be asked sample by sample.
+
+    Args:
+        act: for messages.
+        dataset: a `PackedDataset`, a `FileDataset`, a tensor, an array, a tuple, list or dict of them, or a
+            `TensorDataset`.
+        fields: the fields that are wanted, by name; None for all.
+        as_dict: batches are dicts.
+
+    Raises:
+        InvalidOption: if fields are named that are not there, or arrays do not fit together.
+    """
+    name_of = None
+    if _gives_samples_of(dataset, PackedDataset, FileDataset):
+        name_of, columns = dataset.name_of, _stored(dataset)
+        structure: Structure = "tuple" if len(columns) > 1 else "alone"
+        about, count = repr(dataset), len(dataset)
+        labels = None if dataset.labels is None else LABELS
+    else:
+        found = _arrays(act, dataset)
+        if found is None:
+            return None
+        arrays, structure = found
+        columns = {name: RowGather(*_rows(act, name, value)) for name, value in arrays.items()}
+        count = _length(act, arrays)
+        about = f"arrays of {format_things(count, 'sample')}"
+        labels = [*arrays][1] if len(arrays) > 1 else None
+    if fields is not None:
+        columns = _chosen(act, columns, fields)
+        structure = "tuple" if len(columns) > 1 else "alone"
+        labels = labels if labels in columns else None
+    order = None if fields is None or list(columns) == list(fields) else tuple(fields)
+    is_on_disk = name_of is not None and isinstance(dataset, PackedDataset)
+    return Feed(columns, "dict" if as_dict else structure, labels, count, about, is_on_disk, order, name_of)
+
+
+def fingerprint_of(act: str, dataset: Any) -> str:
+    """Return what tells a data set from others, the same however its samples are asked for.
+
+    Args:
+        act: for messages.
+        dataset: as given: arrays are told by some of their samples, what says nothing of itself by its kind and length.
+    """
+    if isinstance(told := getattr(dataset, "fingerprint", None), str):
+        return told
+    if (found := _arrays(act, dataset)) is not None:
+        return _digest(found[0])
+    return f"{type(dataset).__qualname__} of {len(dataset)}"
+
+
+def check_channels(act: str, feed: Feed) -> None:
+    """Refuse arrays `[N, H, W, C]` where a transform takes `[N, C, H, W]`.
+
+    Raises:
+        InvalidOption: saying how to turn them.
+    """
+    rows = feed.samples
+    if not isinstance(rows, RowGather) or rows.are_images or len(rows.shape) != 3:
+        return
+    if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
+        found = f"images {[feed.count, *rows.shape]} whose channels come last"
+        next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which copies nothing"
+        if feed.is_on_disk:
+            next_step = "Begin it with PerBatch(lambda images: images.permute(0, 3, 1, 2))"
+        raise InvalidOption(cannot(act, found, "[N, C, H, W] for this transform", next_step))
+
+
+def wrapped(act: str, dataset: Any) -> Any:
+    """Return the view of a pack that torch's `Subset` of one means; all else as it is.
+
+    Raises:
+        InvalidOption: if it is a whole pack.
+    """
+    if isinstance(dataset, Pack):
+        next_step = f"Pass pack[{next(iter(dataset), 'train')!r}]"
+        raise InvalidOption(cannot(act, "a whole pack", "one of its splits", next_step))
+    if _gives_samples_of(dataset, torch.utils.data.Subset):
+        whole = wrapped(act, dataset.dataset)
+        if _gives_samples_of(whole, PackedDataset, FileDataset):
+            return whole.subset(dataset.indices)
+    return dataset
+
+
+def as_samples(act: str, dataset: Any) -> Any:
+    """Return what can be asked sample by sample: a tuple or dict of arrays as a data set, and all data sets.
+
+    Raises:
+        InvalidOption: if arrays do not fit together, or it is no data set.
+    """
+    found = _arrays(act, dataset) if isinstance(dataset, tuple | list | Mapping) else None
+    if found is None:
+        kind, is_path = type(dataset), isinstance(dataset, str | os.PathLike)
+        if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_path:
+            return dataset
+        next_step = "Pass open_pack(path)['train'], FileDataset(folder) or arrays"
+        if is_path:
+            next_step = "Pass FileDataset(path) for a folder of images, or open_pack(path)['train'] for a pack"
+        needed = "a data set with a length and an index, or arrays"
+        raise InvalidOption(cannot(act, kind_of(dataset), needed, next_step))
+    arrays, structure = found
+    _length(act, arrays)
+    return StackDataset(**arrays) if structure == "dict" else StackDataset(*arrays.values())
+
+
+def _gives_samples_of(dataset: Any, *kinds: type[Any]) -> bool:
+    """Return whether a data set is of one of some kinds and gives samples as that does: a subclass may change them."""
+    asked = ("__getitem__", "__getitems__")
+    return any(
+        isinstance(dataset, kind)
+        and all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in asked)
+        for kind in kinds
+    )
+
+
+def _stored(dataset: PackedDataset | FileDataset) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    for name in dataset.fields:
+        if name == LABELS and dataset.labels is not None:
+            columns[name] = RowGather((dataset.labels.contiguous(),), None, are_images=False)
+        elif name == SAMPLES and dataset.image_files() is not None:
+            columns[name] = dataset
+        else:
+            assert isinstance(dataset, PackedDataset)
+            maps = dataset.maps(name)
+            if maps:
+                are_images = dataset.info.fields[name].content == "image"
+                columns[name] = RowGather(maps, dataset.numbers, are_images)
+            else:
+                columns[name] = _reader(dataset, name)
+    return columns
+
+
+def _reader(dataset: PackedDataset, name: str) -> Read:
+    return lambda numbers: dataset.column(name, numbers)
+
+
+def _length(act: str, arrays: Mapping[str, Any]) -> int:
+    counts = {name: len(value) if value.ndim else 0 for name, value in arrays.items()}
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{name} of {count}" for name, count in counts.items())
+        raise InvalidOption(cannot(act, shown, "arrays of equal length", "Check the arrays"))
+    return next(iter(counts.values()))
+
+
+def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> dict[str, Column]:
+    is_list = isinstance(fields, Sequence) and not isinstance(fields, str) and len(fields) > 0
+    if not is_list or sorted(name for name in columns if name in fields) != sorted(fields, key=str):
+        needed = f"a list of some of {', '.join(columns)}"
+        raise InvalidOption(cannot(act, f"fields={fields!r}", needed, "Name fields of the data set, each once"))
+    return {name: column for name, column in columns.items() if name in fields}
+
+
+def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
+    """Return arrays by name, and how batches hold them; None if it is something else."""
+    if _gives_samples_of(dataset, torch.utils.data.TensorDataset):
+        return {str(number): tensor for number, tensor in enumerate(dataset.tensors)}, "tuple"
+    if isinstance(dataset, Tensor | np.ndarray):
+        return {"0": dataset}, "alone"
+    if isinstance(dataset, Mapping):
+        named, structure = {str(name): value for name, value in dataset.items()}, "dict"
+    elif isinstance(dataset, tuple):
+        named, structure = {str(number): value for number, value in enumerate(dataset)}, "tuple"
+    elif isinstance(dataset, list) and _are_columns(dataset):
+        found = f"a list of {len(dataset)} arrays, which would be so many samples"
+        next_step = "Pass a tuple: (images, labels); if they are samples, stack them"
+        raise InvalidOption(cannot(act, found, "a tuple for fields", next_step))
+    else:
+        return None
+    what = kind_of(dataset)
+    if not named:
+        raise InvalidOption(cannot(act, f"{what} without arrays", "tensors and arrays in it", "Pass a data set"))
+    for name, value in named.items():
+        if not isinstance(value, Tensor | np.ndarray):
+            found = f"{f'item {name}' if structure == 'tuple' else repr(name)} of {what} is {kind_of(value)}"
+            next_step = "Make it one by numpy.asarray, or pass a data set"
+            raise InvalidOption(cannot(act, found, "tensors and arrays", next_step))
+    return named, "dict" if structure == "dict" else "tuple"
+
+
+def _are_columns(values: list[Any]) -> bool:
+    """Return whether a short list of long arrays is meant as fields, not as samples."""
+    is_few = 1 < len(values) <= _FEW
+    if not is_few or not all(isinstance(value, Tensor | np.ndarray) and value.ndim for value in values):
+        return False
+    return len(set(map(len, values))) == 1 and len(values[0]) > _FEW
+
+
+def _rows(act: str, name: str, value: Any) -> tuple[tuple[Tensor, ...], None, bool]:
+    """Return an array as the rows to gather, and whether they are images with their channels last in memory."""
+    if isinstance(value, np.ndarray):
+        try:
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                # torch has no negative strides.
+                value = torch.from_numpy(native if min(native.strides, default=0) >= 0 else native.copy())
+        except (TypeError, ValueError) as error:
+            found = f"an array {name!r} of dtype {value.dtype}"
+            raise InvalidOption(cannot(act, found, "numbers that torch knows", "Convert it first")) from error
+    if not value.ndim or value.layout != torch.strided or 0 in value.shape[1:]:
+        found = f"a tensor {name!r} of shape {list(value.shape)}, {value.layout}"
+        raise InvalidOption(cannot(act, found, "a dense tensor [N, ...]", "Pass the samples in one tensor"))
+    if value.device.type != "cpu":
+        found = f"a tensor {name!r} on {value.device}"
+        raise InvalidOption(cannot(act, found, "one on the CPU", "Pass it so, with device= and keep='gpu'"))
+    value = value.detach().resolve_conj().resolve_neg()
+    if value.ndim == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
+        return (value.permute(0, 2, 3, 1),), None, True
+    return (value.contiguous(),), None, False
+
+
+def _digest(arrays: Mapping[str, Any]) -> str:
+    """Return a digest of shapes, dtypes and some rows: enough to tell one data set from another."""
+    digest = hashlib.sha256()
+    for name, array in arrays.items():
+        shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")
+        digest.update(f"{name} {dtype} {shape} ".encode())
+        for number in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
+            digest.update(_bytes_of(array, number))
+    return f"arrays/{digest.hexdigest()[:32]}"
+
+
+def _bytes_of(array: Any, number: int) -> bytes:
+    """Return the bytes of a row, whatever its layout in memory; none of what is no plain number."""
+    if not isinstance(array, Tensor):
+        return b"" if array.dtype.hasobject else array[number : number + 1].tobytes()  # those of objects are addresses
+    if array.layout != torch.strided or array.is_quantized:
+        return b""
+    row = array[number].detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    return row.contiguous().view(torch.uint8).numpy().tobytes()

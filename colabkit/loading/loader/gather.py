@@ -1,0 +1,148 @@
+"""Rows of memory maps and arrays are gathered into host buffers by the fastest way torch has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class RowGather:
+    """Gathers rows of maps into a buffer by the fastest branch of `torch.index_select`.
+
+    That is a parallel memcpy of rows, taken when a row has fewer than 32,768 elements; so rows are viewed as the widest
+    integers that divide them. Source: `index_select_out_cpu_` in ATen's TensorAdvancedIndexing.cpp. Rows that lie in
+    several files are gathered file by file, then put in order: two copies instead of one.
+
+    Args:
+        maps: rows of each file, contiguous `[N, ...]`, of one shape and dtype, on one device.
+        numbers: the rows, counted through all files, that a view has; None for all.
+        are_images: whether rows are `[H, W, C]`.
+
+    Attributes:
+        shape: of a row as stored.
+        dtype: of its elements.
+        row_bytes: bytes of a row.
+        are_images: as given.
+        maps: as given.
+        numbers: as given.
+    """
+
+    def __init__(self, maps: Sequence[Tensor], numbers: Tensor | None, are_images: bool) -> None:
+        self.shape = maps[0].shape[1:]
+        self.dtype = maps[0].dtype
+        self.are_images = are_images
+        self.maps = tuple(maps)
+        self.numbers = numbers
+        self.row_bytes = self.shape.numel() * self.dtype.itemsize
+        as_bytes = [rows.reshape(-1).view(torch.uint8).view(len(rows), self.row_bytes) for rows in maps]
+        self._wide = next(
+            dtype
+            for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+            if self.row_bytes % dtype.itemsize == 0 and all(rows.data_ptr() % dtype.itemsize == 0 for rows in as_bytes)
+        )
+        self._wide_maps = [rows.view(self._wide) for rows in as_bytes]
+        if self.row_bytes == self._wide.itemsize:  # of one number: a vector is gathered three times as fast
+            self._wide_maps = [rows.view(-1) for rows in self._wide_maps]
+        self._stops = torch.tensor([len(rows) for rows in maps], device="cpu").cumsum(0)
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(map(len, self.maps)) if self.numbers is None else len(self.numbers)
+
+    @property
+    def are_images_of_bytes(self) -> bool:
+        """Whether rows are `uint8 [H, W, C]`."""
+        return self.are_images and self.dtype == torch.uint8 and len(self.shape) == 3
+
+    def gathered(self, indices: Tensor) -> Tensor:
+        """Return the rows at `indices` in new memory, images as `[B, C, H, W]`, channels last.
+
+        They are gathered as integers, since `index_select` does not know all types of elements.
+
+        Args:
+            indices: `int64 [B]`.
+        """
+        if len(self.maps) > 1:
+            return self.gather(indices, torch.empty(len(indices) * self.row_bytes, dtype=torch.uint8, device="cpu"))
+        rows = self._wide_maps[0].index_select(0, self.rows_of(indices))
+        return self.shaped(rows.view(-1), len(indices))
+
+    def gather(self, indices: Tensor, buffer: Tensor) -> Tensor:
+        """Copy the rows at `indices` into `buffer` and return them, images as `[B, C, H, W]`, channels last.
+
+        Args:
+            indices: `int64 [B]`.
+            buffer: `uint8`, as many bytes as the rows have together, aligned as the rows are.
+        """
+        self.gather_wide(indices, self.wide(buffer, len(indices)))
+        return self.shaped(buffer, len(indices))
+
+    def wide(self, buffer: Tensor, count: int) -> Tensor:
+        """Return `count` rows of a buffer as what `gather_wide` fills."""
+        wide = buffer.view(self._wide)
+        return wide.view(count, -1) if self._wide_maps[0].ndim > 1 else wide
+
+    def gather_wide(self, indices: Tensor, wide: Tensor) -> None:
+        """Copy the rows at `indices` into what `wide` made of a buffer."""
+        rows = self.rows_of(indices)
+        if len(self._wide_maps) == 1:
+            torch.index_select(self._wide_maps[0], 0, rows, out=wide)
+        else:
+            self._gather_by_file(rows, wide)
+
+    def shaped(self, buffer: Tensor, count: int) -> Tensor:
+        """Return `count` rows of a buffer as they are, images as `[count, C, H, W]`, channels last."""
+        rows = buffer.view(self.dtype).view(count, *self.shape)
+        return rows.movedim(-1, 1) if self.are_images else rows
+
+    def shaped_array(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
+        """Return rows of bytes as `shaped` does; None if NumPy does not know their type."""
+        try:
+            typed = rows.view(torch.empty(0, dtype=self.dtype, device="cpu").numpy().dtype)
+        except TypeError:
+            return None
+        shaped = typed.reshape(len(rows), *self.shape)
+        return np.moveaxis(shaped, -1, 1) if self.are_images else shaped
+
+    def rows_of(self, indices: Tensor) -> Tensor:
+        """Return the rows, counted through all files, that samples lie in."""
+        return indices if self.numbers is None else self.numbers[indices]
+
+    def on(self, device: torch.device, step_bytes: int) -> RowGather:
+        """Return the same rows in the memory of a device, copied in steps; rows that a view leaves out stay behind."""
+        count = self.count
+        rows = torch.empty((count, *self.shape), dtype=self.dtype, device=device)
+        step = max(1, step_bytes // max(1, self.row_bytes))
+        for start in range(0, count, step):
+            some = torch.arange(start, min(start + step, count), device="cpu")
+            gathered = self.gathered(some)
+            rows[start : start + len(some)] = gathered.movedim(1, -1) if self.are_images else gathered
+        return RowGather((rows,), None, self.are_images)
+
+    def pixels(self, numbers: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[Any]]:
+        """Yield the row of each sample as it lies in its map, `[...]`."""
+        rows = self.rows_of(torch.from_numpy(numbers))
+        if len(self.maps) == 1:
+            yield from map(self._arrays[0].__getitem__, rows.tolist())
+            return
+        owners = torch.bucketize(rows, self._stops, right=True).tolist()
+        for row, owner in zip(rows.tolist(), owners, strict=True):
+            yield self._arrays[owner][row - int(self._stops[owner]) + len(self.maps[owner])]
+
+    @functools.cached_property
+    def _arrays(self) -> list[npt.NDArray[Any]]:
+        return [rows.numpy() for rows in self.maps]
+
+    def _gather_by_file(self, rows: Tensor, wide: Tensor) -> None:
+        owner = torch.bucketize(rows, self._stops, right=True)
+        for number in owner.unique().tolist():
+            places = (owner == number).nonzero().flatten()
+            start = int(self._stops[number]) - len(self._wide_maps[number])
+            wide.index_copy_(0, places, self._wide_maps[number].index_select(0, rows[places] - start))

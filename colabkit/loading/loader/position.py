@@ -1,0 +1,192 @@
+"""Where in which epoch the user is, and the state that says so in a checkpoint."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
+
+from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things
+from colabkit.loading.loader.sampled import seed_of
+from colabkit.loading.sampler.blocks import BlockShuffled
+from colabkit.loading.sampler.orders import Order, Sequential, Shuffled
+
+_VERSION = 3
+_NEXT_STEPS = {  # by the beginning of a fingerprint
+    "files": "Use the files it was taken with, with the same labels and splits",
+    "arrays": "Pass the arrays it was taken with",
+}
+_BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
+
+
+class Position:
+    """The next position of a stream of epochs.
+
+    Samples are counted when the user receives them, not when they are made. A position at the end of an epoch is the
+    start of the next one.
+
+    Args:
+        order: of the epochs.
+        seed: of the loader.
+        fingerprint: of the data.
+
+    Attributes:
+        order: as given, or as a state says.
+        pure_order: the same, if it is one of `colabkit.sampler`; None for a sampler of the user's own.
+        seed: of the loader.
+    """
+
+    def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
+        self._take(order)
+        self.seed = seed
+        self._fingerprint = fingerprint
+        self._next = (0, 0)  # epoch and samples at which the next iteration begins
+        self._reached = (0, 0)
+
+    def _take(self, order: Order | Iterable[Any]) -> None:
+        self.order = order
+        self.pure_order = order if isinstance(order, Order) else None
+
+    @property
+    def policy(self) -> str:
+        """What tells this order from others."""
+        return self.pure_order.policy if self.pure_order is not None else f"sampler {type(self.order).__qualname__}"
+
+    @property
+    def _order_seed(self) -> int:
+        return self.pure_order.seed if self.pure_order is not None else seed_of(self.order)
+
+    @property
+    def shuffle(self) -> bool | str:
+        """What the argument `shuffle` would have to be."""
+        return "block" if isinstance(self.order, BlockShuffled) else isinstance(self.order, Shuffled)
+
+    @property
+    def order_text(self) -> str:
+        """How samples follow each other, for the loader's text."""
+        if isinstance(self.order, Sequential):
+            return "in order"
+        if isinstance(self.order, Shuffled | BlockShuffled):
+            what = "shuffled" if isinstance(self.order, Shuffled) else "shuffled by blocks"
+            return f"{what} with seed {self.order.seed}"
+        return f"by {self.policy.partition(' ')[0]}"
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration begins or goes on with."""
+        return self._next[0]
+
+    @property
+    def received(self) -> tuple[int, int]:
+        """Epoch, and samples of it that the user has received; the start of the next one at the end of an epoch."""
+        return self._reached
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
+        epoch = check_whole_number("set the epoch", "epoch", epoch, 0)
+        if epoch != self._next[0]:
+            self._next = (epoch, 0)
+        self._reached = self._next
+
+    def begin(self) -> tuple[int, int]:
+        """Return the epoch and the samples at which an iteration begins; the next one will be the epoch after it."""
+        begun = self._next
+        self._next = (begun[0] + 1, 0)
+        self._reached = begun
+        return begun
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Begin within the block after what the user received, and be after it as before."""
+        before = self._next, self._reached
+        self._next = self._reached
+        try:
+            yield
+        finally:
+            self._next, self._reached = before
+
+    def reached(self, epoch: int, samples: int, *, is_over: bool) -> None:
+        """Note that the user has received so many samples of an epoch."""
+        self._reached = (epoch + 1, 0) if is_over else (epoch, samples)
+
+    def state_dict(self, batch_size: int = 0, world_size: int = 1) -> dict[str, Any]:
+        """Return the position as plain values.
+
+        Args:
+            batch_size: samples of a step of one process; told, not needed.
+            world_size: how many processes there are; needed for samplers of the user's own, whose samples each process
+                counts for itself.
+        """
+        epoch, samples = self._reached
+        return {
+            "version": _VERSION,
+            "fingerprint": self._fingerprint,
+            "order": self.policy,
+            "order_seed": self._order_seed,
+            "seed": self.seed,
+            "epoch": epoch,
+            "samples": samples,
+            "global_batch": batch_size * world_size,
+            "world_size": world_size,
+        }
+
+    def load(self, state: dict[str, Any], is_end: Callable[[int], bool], world_size: int = 1) -> None:
+        """Take the position of a state, with its order.
+
+        Args:
+            state: of `state_dict`.
+            is_end: tells whether an epoch is known to have no batch after so many samples; those that it does not know
+                of end as soon as they are asked for more.
+            world_size: how many processes there are.
+
+        Raises:
+            InvalidOption: if the state is of other data, of another order, of another number of processes where that
+                counts, of an unknown version, or not whole.
+        """
+        act = "resume the Loader"
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != _VERSION:
+            found = f"a state of version {version!r}"
+            raise InvalidOption(cannot(act, found, f"version {_VERSION}", "Start the epoch anew"))
+        if missing := [name for name in self.state_dict() if name not in state]:
+            found = f"a state without {', '.join(missing)}"
+            raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch anew"))
+        if state["fingerprint"] != self._fingerprint:
+            next_step = _NEXT_STEPS.get(
+                self._fingerprint.partition("/")[0], "Open the pack or data set it was taken with"
+            )
+            raise InvalidOption(cannot(act, "a state of another data set", "the state of this one", next_step))
+        numbers = [state[name] for name in ("order_seed", "seed", "epoch", "samples", "world_size")]
+        are_whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
+        if not are_whole or min(numbers[1:]) < 0:
+            found = f"a state with order_seed, seed, epoch, samples and world_size {', '.join(map(repr, numbers))}"
+            raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch anew"))
+        order_seed, seed, epoch, samples, processes = map(operator.index, numbers)
+        order = self._order_of(act, str(state["order"]), order_seed)
+        if not isinstance(order, Order) and samples and processes != world_size:
+            found = f"a state within an epoch that a sampler parted among {format_things(processes, 'process')}"
+            next_step = f"Start as many, or begin this epoch anew: set_epoch({epoch})"
+            raise InvalidOption(cannot(act, found, f"as many now, not {world_size}", next_step))
+        self._take(order)
+        self.seed = seed
+        self._next = self._reached = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
+
+    def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
+        """Return the order that a state tells of: one that needs no data, else the one that is here."""
+        if policy == self.policy and seed == self._order_seed:
+            return self.order
+        if isinstance(self.order, Sequential | Shuffled | BlockShuffled):
+            n = len(self.order)
+            if policy == "sequential":
+                return Sequential(n)
+            if policy == "shuffle":
+                return Shuffled(n, seed)
+            if found := _BLOCKS.fullmatch(policy):
+                block, window = map(int, found.groups())
+                return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
+        other = f"a state of the order {policy.partition(' ')[0]!r} with seed {seed}"
+        needed = f"this loader's {self.policy.partition(' ')[0]!r}"
+        raise InvalidOption(cannot(act, other, needed, "Make the Loader as it was, with the same sampler and seed"))

@@ -1,0 +1,172 @@
+"""The doctor: looks at a run again and again, and changes its mind only when that has changed clearly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, format_count, format_share
+from colabkit.monitoring.doctor.case import Case, case_of
+from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
+from colabkit.monitoring.doctor.rules.table import RULES
+from colabkit.monitoring.doctor.timing import ENOUGH_STEPS
+from colabkit.monitoring.doctor.what_if import forecast_of
+
+_THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH}
+_HYSTERESIS = 0.03
+_CONVINCED = 2  # looks in a row that say the same
+_MOST_ADVICE = 3
+_LEAST_GAIN = 1.03
+_URGENT = ("full_ram", "full_shm", "full_disk", "lost_gpu", "wrong_device")
+_AGAINST = {  # what would make worse, or say again, what another piece of advice is about
+    "full_ram": ("more_workers", "bursts"),
+    "full_shm": ("more_workers", "bursts"),
+    "full_gpu": ("tiny_batches", "launches", "room_on_the_gpu"),
+    "held_by_python": ("more_workers",),
+    "tiny_batches": ("launches", "room_on_the_gpu"),
+    "launches": ("room_on_the_gpu",),
+    "throttled": ("far_files",),
+}
+_PARTS = {
+    "read": "reading",
+    "decode": "decoding",
+    "augment": "transforming",
+    "gather": "gathering rows",
+    "samples": "making samples in Python",
+    "transfer": "copying",
+}
+
+
+class Doctor:
+    """Judges one run, at any time; a verdict stands until another one has been clear twice.
+
+    Args:
+        precision: of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if not known.
+    """
+
+    def __init__(self, *, precision: str | None = None) -> None:
+        self.precision = precision
+        self._verdict: Verdict = "unknown"
+        self._other: tuple[Verdict, int] = ("unknown", 0)
+
+    def look(
+        self,
+        spent: MetersSnapshot,
+        facts: LoaderFacts | None,
+        hosts: Sequence[HostSnapshot] = (),
+        cost_share: float | None = None,
+        is_over: bool = False,
+    ) -> Diagnosis:
+        """Return the diagnosis of this instant.
+
+        Args:
+            spent: what the loader's meters counted in the run so far.
+            facts: what is known of the loader.
+            hosts: the newest snapshots of the machine, oldest first.
+            cost_share: share of the time that the panel took.
+            is_over: whether no more steps will come.
+        """
+        case = case_of(
+            spent,
+            facts,
+            hosts,
+            cost_share=cost_share,
+            precision=self.precision,
+        )
+        settled = self._settled(case)
+        return judged(case, None if is_over else settled, is_over=is_over)  # the last look is what diagnose() says
+
+    def _settled(self, case: Case) -> Verdict:
+        """Return the verdict that stands."""
+        if not case.is_enough:
+            return self._verdict
+        now = verdict_of(case, self._verdict)
+        if self._verdict in ("unknown", now):
+            self._verdict, self._other = now, (now, 0)
+            return now
+        name, times = self._other
+        self._other = now, times + 1 if now == name else 1
+        if self._other[1] >= _CONVINCED:
+            self._verdict = now
+        return self._verdict
+
+
+def verdict_of(case: Case, standing: Verdict = "unknown") -> Verdict:
+    """Return what limits the speed: the largest share of what should not be there, if it is large; else the step."""
+    shares = case.shares
+    found: list[tuple[float, Verdict]] = [(case.input_share, "data"), (shares.copy, "copy"), (shares.other, "other")]
+    large = [
+        (share, name) for share, name in found if share >= _THRESHOLDS[name] - (_HYSTERESIS if name == standing else 0)
+    ]
+    return max(large)[1] if large else "compute"
+
+
+def judged(case: Case, verdict: Verdict | None = None, *, is_over: bool = True) -> Diagnosis:
+    """Return the diagnosis of a case.
+
+    Args:
+        case: what is known.
+        verdict: the one that stands; None for the one of this case alone.
+        is_over: whether no more steps will come.
+    """
+    if verdict is None:
+        verdict = verdict_of(case) if case.is_enough else "unknown"
+    forecast = forecast_of(case)
+    given = [advice for rule in RULES if (advice := rule(case)) is not None] if case.is_enough else []
+    return Diagnosis(
+        verdict=verdict,
+        sentence=_sentence(case, verdict, is_over),
+        shares=case.shares,
+        step_s=case.step.seconds,
+        samples_per_s=case.samples_per_s,
+        ceiling_samples_per_s=forecast.without_loader() if case.is_enough else None,
+        bottleneck=case.bottleneck if case.is_enough else None,
+        advice=_best(case, given),
+        steps=case.steps,
+    )
+
+
+def _best(case: Case, given: list[Advice]) -> tuple[Advice, ...]:
+    """Return the most useful pieces of advice: first what may end the run, then by what is gained."""
+    now = case.samples_per_s
+    useful: dict[str, Advice] = {}
+    for advice in given:
+        if advice.samples_per_s is not None and advice.samples_per_s < _LEAST_GAIN * now:
+            continue
+        if advice.samples_per_s is not None and case.facts.samples and now:
+            saved_s = case.facts.samples / now - case.facts.samples / advice.samples_per_s
+            advice = replace(advice, saved_s=saved_s)  # noqa: PLW2901
+        useful[advice.rule] = advice
+    against = {name for rule in useful for name in _AGAINST.get(rule, ())}
+    fitting = [advice for advice in useful.values() if advice.rule not in against]
+
+    def rank(advice: Advice) -> tuple[int, float]:
+        urgency = 0 if advice.rule in _URGENT else 1 if advice.samples_per_s else 2
+        return urgency, -(advice.samples_per_s or 0.0)
+
+    once: dict[str, Advice] = {}
+    for advice in sorted(fitting, key=rank):
+        once.setdefault(advice.call or advice.rule, advice)
+    return (*once.values(),)[:_MOST_ADVICE]
+
+
+def _sentence(case: Case, verdict: Verdict, is_over: bool) -> str:
+    shares = case.shares
+    slowest = f": {_PARTS[case.bottleneck]} is the slowest part" if case.bottleneck in _PARTS else ""
+    match verdict:
+        case "unknown":
+            few = "Too few steps to judge by" if is_over else "Not enough steps yet"
+            return f"{few}: {format_count(case.steps)} of {ENOUGH_STEPS}, the first ones apart"
+        case "data":
+            if case.stolen_s < case.step.wait_s:
+                return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"
+            taken = format_share(case.stolen_s / case.step.seconds)
+            waits = f", and it waits for data {format_share(shares.wait)}" if shares.wait >= MODERATE else ""
+            return f"Making data takes the CPU from the step, {taken} of the time{waits}{slowest}"
+        case "copy":
+            return f"Training waits for copies to the GPU {format_share(shares.copy)} of the time"
+        case "other":
+            return f"Other work between steps takes {format_share(shares.other)} of the time"
+    if shares.wait >= MODERATE:
+        return f"Data slows training a little, {format_share(shares.wait)} of the time{slowest}"
+    return f"Data keeps up: the step itself takes {format_share(shares.compute)} of the time"

@@ -1,0 +1,139 @@
+"""Where the panel appears: under a notebook's cell, as a widget, or in a terminal."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import uuid
+from typing import Any, Literal, Protocol, TextIO, TypeAlias
+
+from colabkit.foundation import MissingPackage, cannot
+
+ScreenName: TypeAlias = Literal["auto", "notebook", "widgets", "text", "none"]
+
+
+class Screen(Protocol):
+    """Shows frames, each in place of the one before."""
+
+    def paint(self, html: str, text: str, final: bool) -> None:
+        """Show a frame; the final one stays."""
+
+    def close(self) -> None:
+        """Let go of what is held; what is shown stays. May be called twice."""
+
+
+class NotebookScreen:
+    """Updates one output of the running cell; its last frame stays in the saved notebook, as HTML and as text.
+
+    A display handle needs neither widgets nor scripts, so it looks the same in Colab, Jupyter, Kaggle and VS Code.
+    """
+
+    def __init__(self) -> None:
+        self._display_id = uuid.uuid4().hex
+        self._is_shown = False
+
+    def paint(self, html: str, text: str, final: bool) -> None:
+        """Show a frame; call it from the thread that runs the cell."""
+        self._show({"text/html": html, "text/plain": text})
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def _show(self, bundle: dict[str, Any]) -> None:
+        from IPython.display import display
+
+        display(bundle, raw=True, display_id=self._display_id, update=self._is_shown)
+        self._is_shown = True
+
+
+class WidgetScreen(NotebookScreen):
+    """Updates one HTML widget; the last frame takes its place as HTML and text, and the widget is closed.
+
+    So the messages of a frame are small, and the saved notebook needs no widgets to be read.
+
+    Args:
+        widgets: the package ipywidgets.
+    """
+
+    def __init__(self, widgets: Any) -> None:
+        super().__init__()
+        self._widgets = widgets
+        self._widget: Any = None
+
+    def paint(self, html: str, text: str, final: bool) -> None:
+        """Show a frame; call it from the thread that runs the cell."""
+        if final:
+            super().paint(html, text, final)
+            self.close()
+        elif self._widget is None:
+            self._widget = self._widgets.HTML(value=html)
+            # As the widget would show itself, but in an output that the last frame can take the place of.
+            view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
+            self._show({"application/vnd.jupyter.widget-view+json": view, "text/plain": text})
+        else:
+            self._widget.value = html
+
+    def close(self) -> None:
+        """Close the widget, and those that it is made of."""
+        widget, self._widget = self._widget, None
+        if widget is not None:
+            for part in (widget, widget.layout, widget.style):
+                part.close()
+
+
+class TerminalScreen:
+    """Rewrites some lines in place on a terminal; writes only the final frame to anything else.
+
+    Args:
+        stream: where to write; standard output by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._lines = 0
+
+    def paint(self, html: str, text: str, final: bool) -> None:
+        """Show a frame."""
+        if not final and not self._stream.isatty():
+            return
+        encoding = self._stream.encoding or "utf-8"
+        lines = text.encode(encoding, "replace").decode(encoding).splitlines()
+        if not final:  # lines that the terminal breaks or scrolls away could not be rewritten
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[: columns - 1] for line in lines[: rows - 1]]
+        up = f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
+        self._stream.write("\n".join([up + lines[0], *lines[1:], ""]))
+        self._stream.flush()
+        self._lines = len(lines)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def choose_screen(name: ScreenName) -> Screen | None:
+    """Return a screen by name, None for `"none"`; `"auto"` is the notebook where a kernel runs, else the terminal.
+
+    Raises:
+        MissingPackage: if ipywidgets is asked for and not installed.
+    """
+    if name == "auto":
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython else None
+        name = "notebook" if shell is not None and hasattr(shell, "kernel") else "text"
+    match name:
+        case "notebook":
+            return NotebookScreen()
+        case "widgets":
+            return WidgetScreen(_widgets())
+        case "text":
+            return TerminalScreen()
+    return None
+
+
+def _widgets() -> Any:
+    try:
+        return importlib.import_module("ipywidgets")
+    except ImportError as error:
+        found, next_step = "ipywidgets is not installed", "Run pip install ipywidgets, or use screen='notebook'"
+        raise MissingPackage(cannot("show the panel", found, "it, for screen='widgets'", next_step)) from error

@@ -1,0 +1,61 @@
+"""The panel as text, for terminals and for notebooks that show no HTML: at most twelve lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colabkit.monitoring.panel import words
+from colabkit.monitoring.panel.charts import thinned
+from colabkit.monitoring.panel.state import PanelState
+
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_FILLS = ("▒", "▓", "█", "░")  # of the parts of a step
+_BAR = 24
+_CURVE = 24
+
+
+def as_text(state: PanelState) -> str:
+    """Return the panel as eleven lines of text, twelve where advice has more to say."""
+    parts = words.segments(state)
+    done = round(_BAR * (words.done_share(state) or 0.0))
+    load, speed, data, queue, loss = words.curves(state)
+    gpu, ram, disk, tmpfs = words.gauges(state)
+    action, found, gain, call = words.advised(state)
+    legend = (f"{fill} {part.name} {part.text}" for fill, part in zip(_FILLS, parts, strict=True))
+    lines = [
+        " ".join(filter(None, words.verdict(state))),
+        f"{'█' * done}{'░' * (_BAR - done)}  {words.position(state)}",
+        "  ".join([_stacked([part.share for part in parts]), *legend]),
+        *(_curve(curve) for curve in (load, speed, data, queue)),
+        " · ".join(filter(None, [_curve(loss), words.values(state)])),
+        f"{_gauge(gpu)} · {_gauge(ram)}",
+        f"{_gauge(disk)} · {_gauge(tmpfs)} · {words.cost(state)}",
+        f"{action}{f': {found}' if found else ''}",
+        "  ".join(filter(None, [gain and f"→ {gain}", call])),
+    ]
+    first, *rest = (line.rstrip() for line in lines)
+    return "\n".join([first, *(f"  {line}" for line in rest if line)])
+
+
+def _stacked(shares: Sequence[float | None]) -> str:
+    """Return a bar whose parts have the shares, rounded so that together they fill it."""
+    drawn, passed = "", 0.0
+    for fill, share in zip(_FILLS, shares, strict=True):
+        passed += share or 0.0
+        drawn += fill * (round(_BAR * min(1.0, passed)) - len(drawn))
+    return drawn.ljust(_BAR, "·")
+
+
+def _curve(curve: words.Curve) -> str:
+    drawn = ""
+    points = thinned(curve.points, _CURVE)
+    if len(points) > 1:
+        low = min(points) if curve.low is None else curve.low
+        room = ((max(points) if curve.high is None else curve.high) - low) or 1.0
+        tops = (min(1.0, max(0.0, (point - low) / room)) for point in points)
+        drawn = "".join(_HEIGHTS[round(top * (len(_HEIGHTS) - 1))] for top in tops)
+    return f"{curve.name:12}{curve.text:14}{drawn}"
+
+
+def _gauge(gauge: words.Gauge) -> str:
+    return f"{gauge.name} {gauge.text}{f' ({gauge.apart_text})' if gauge.apart_text else ''}"

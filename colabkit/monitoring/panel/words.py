@@ -1,0 +1,226 @@
+"""What the panel says: the same words in its HTML and in its text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from colabkit.foundation import format_bytes, format_count, format_seconds, format_share, printable
+from colabkit.monitoring.panel.state import PanelState
+
+UNKNOWN = "n/a"
+_MOST_TIMES = 100  # beyond, a factor says nothing
+_LONG_WAIT_S = 1.0  # shorter ones come and go too fast to be read
+_MOST_VALUES = 6
+_MOST_OF_A_CALL = 240  # characters; half a call is of no use
+_CLIPPED = "colabkit.supervised_step(..., clip=1.0)"
+
+
+class Segment(NamedTuple):
+    """A part of a step's time: its share in [0, 1], None if nothing was timed."""
+
+    name: str
+    share: float | None
+
+    @property
+    def text(self) -> str:
+        """Share as text."""
+        return UNKNOWN if self.share is None else format_share(self.share)
+
+
+class Curve(NamedTuple):
+    """A curve: its name, what its newest value is and was as text, its points, the ends of its axis that are fixed."""
+
+    name: str
+    text: str
+    points: Sequence[float]
+    unit: Callable[[float], str]
+    low: float | None = 0.0
+    high: float | None = None
+
+
+class Gauge(NamedTuple):
+    """How full something is: its share in [0, 1], of which `apart` is shown apart; None is not known."""
+
+    name: str
+    text: str
+    share: float | None
+    apart: float = 0.0
+    apart_text: str = ""
+
+
+class Advised(NamedTuple):
+    """What to do, why, what that is predicted to bring, and the line of Python that does it; empty is what is not."""
+
+    action: str
+    found: str = ""
+    gain: str = ""
+    call: str = ""
+
+
+def clipped(text: object, most: int) -> str:
+    """Return a text in one line, without control characters, of at most so many characters."""
+    line = printable(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def verdict(state: PanelState) -> tuple[str, str]:
+    """Return the one sentence that matters, and what in it changes all the time."""
+    if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
+        return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
+    sentence = clipped(state.diagnosis.sentence, 140) if state.diagnosis else ""
+    early = {"starting": "Starting", "finished": "Finished", "stopped": "Stopped"}
+    return sentence or early.get(state.phase, "Warming up"), ""
+
+
+def position(state: PanelState) -> str:
+    """Return what stopped the run, epoch, step and time."""
+    parts = [f"stopped by {clipped(state.stopped_by, 60)}"] if state.phase == "stopped" else []
+    if state.epoch is not None:
+        parts.append(f"epoch {_of(state.epoch, state.epochs)}")
+        parts.append(f"step {_of(state.step, state.steps_per_epoch)}")
+    if state.is_over:
+        parts.append(f"{format_seconds(state.elapsed_s)} in all")
+    elif state.remaining_s is not None:
+        parts.append(f"{_whole_seconds(state.remaining_s)} left")
+    else:
+        parts.append(f"{_whole_seconds(state.elapsed_s)} so far")
+    return " · ".join(parts)
+
+
+def done_share(state: PanelState) -> float | None:
+    """Return how much of the run is done, of the epoch where nobody tells how many there will be."""
+    if not state.steps_per_epoch or state.epoch is None:
+        return 1.0 if state.phase == "finished" else None
+    done = state.step / state.steps_per_epoch
+    return min(1.0, (state.epoch - 1 + done) / state.epochs if state.epochs else done)
+
+
+def segments(state: PanelState) -> tuple[Segment, ...]:
+    """Return where the time of a step goes."""
+    shares = state.diagnosis.shares if state.diagnosis else None
+    is_known = shares is not None and shares.wait + shares.copy + shares.compute + shares.other > 0
+    return tuple(
+        Segment(name, getattr(shares, part) if is_known else None)
+        for name, part in (("waiting for data", "wait"), ("copy", "copy"), ("step", "compute"), ("other", "other"))
+    )
+
+
+def curves(state: PanelState) -> tuple[Curve, ...]:
+    """Return the curves: load, speed, data, queue, loss."""
+    gpu, host = state.gpu, state.host
+    many = host is not None and len(host.gpus) > 1
+    name = f"GPU {state.gpu_number}" if many else "GPU" if gpu else "CPU"
+    load = gpu.utilization_rate if gpu else host.cpu_rate if host else None
+    return (
+        _curve(name, load, state.load_curve, _percent, 0.0, 1.0),
+        _curve("Images/s", state.samples_per_s, state.speed_curve, _counted),
+        _curve("Data", state.data_bytes_per_s, state.data_curve, _per_second),
+        _curve("Ready queue", state.queue_rate, state.queue_curve, _percent, 0.0, 1.0),
+        _curve("Loss", state.values.get("loss"), state.loss_curve, _number, None),
+    )
+
+
+def gauges(state: PanelState) -> tuple[Gauge, ...]:
+    """Return how full GPU memory, RAM, disk and tmpfs are."""
+    host, gpu = state.host, state.gpu
+    if host is None:
+        return tuple(Gauge(name, UNKNOWN, None) for name in ("GPU memory", "RAM", "Disk", "tmpfs"))
+    if gpu is None:
+        memory = Gauge("GPU memory", "no GPU", None)
+    elif gpu.is_lost:
+        memory = Gauge("GPU memory", "GPU lost", None)
+    else:
+        memory = _filled("GPU memory", gpu.used_bytes, gpu.total_bytes)
+    ram = _filled("RAM", host.ram_used_bytes, host.ram_total_bytes)
+    if host.tmpfs_bytes and ram.share:
+        tmpfs = min(host.tmpfs_bytes / host.ram_total_bytes, ram.share)
+        ram = ram._replace(apart=tmpfs, apart_text=f"tmpfs {format_bytes(host.tmpfs_bytes)}")
+    return (
+        memory,
+        ram,
+        _filled("Disk", _used(host.disk_free_bytes, host.disk_total_bytes), host.disk_total_bytes),
+        _filled("tmpfs", _used(host.shm_free_bytes, host.shm_total_bytes), host.shm_total_bytes),
+    )
+
+
+def advised(state: PanelState) -> Advised:
+    """Return the best piece of advice; where the loss is no number, more speed is of no use."""
+    loss = state.values.get("loss")
+    if loss is not None and not math.isfinite(loss):
+        return Advised("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
+    diagnosis = state.diagnosis
+    if diagnosis is None or not diagnosis.advice:
+        if diagnosis is not None and diagnosis.needs_nothing:
+            return Advised("Nothing to fix")
+        is_early = diagnosis is None or diagnosis.verdict == "unknown"
+        return Advised("No advice yet" if is_early and not state.is_over else "No advice")
+    advice = diagnosis.advice[0]
+    gain = ""
+    if advice.samples_per_s is not None:
+        gain = f"about {_counted(advice.samples_per_s)} images/s"
+        if 0 < advice.samples_per_s <= _MOST_TIMES * diagnosis.samples_per_s:
+            gain += f" ({advice.samples_per_s / diagnosis.samples_per_s:.1f}×)"
+    return Advised(
+        clipped(advice.action, 100).rstrip("."), clipped(advice.found, 110), gain, clipped(advice.call, _MOST_OF_A_CALL)
+    )
+
+
+def values(state: PanelState) -> str:
+    """Return what a step returned beside its loss."""
+    rest = [(name, value) for name, value in state.values.items() if name != "loss"]
+    return " · ".join(f"{clipped(name, 24)} {_number(value)}" for name, value in rest[:_MOST_VALUES])
+
+
+def cost(state: PanelState) -> str:
+    """Return what the panel itself costs."""
+    return f"panel {UNKNOWN if state.cost_share is None else format_share(state.cost_share)}"
+
+
+def _of(count: int, total: int | None) -> str:
+    return f"{format_count(count)}/{format_count(total)}" if total else format_count(count)
+
+
+def _whole_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 59.5 else format_seconds(seconds)
+
+
+def _curve(
+    name: str,
+    value: float | None,
+    points: Sequence[float],
+    unit: Callable[[float], str],
+    low: float | None = 0.0,
+    high: float | None = None,
+) -> Curve:
+    return Curve(name, UNKNOWN if value is None else unit(value), points, unit, low, high)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def _counted(per_second: float) -> str:
+    return f"{per_second:.1f}" if per_second < 9.95 else format_count(per_second)
+
+
+def _per_second(bytes_per_s: float) -> str:
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _used(free_bytes: int | None, total_bytes: int | None) -> int | None:
+    return None if free_bytes is None or total_bytes is None else total_bytes - free_bytes
+
+
+def _filled(name: str, used_bytes: int | None, total_bytes: int | None) -> Gauge:
+    if used_bytes is None or not total_bytes:
+        return Gauge(name, UNKNOWN, None)
+    share = min(1.0, max(0.0, used_bytes / total_bytes))
+    number, _, unit = format_bytes(total_bytes).partition(" ")
+    used = share * float(number)  # in the unit of the whole
+    return Gauge(name, f"{used:.{0 if used >= 99.95 else 1}f}/{number} {unit}", share)

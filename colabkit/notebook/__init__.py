@@ -1,0 +1,13 @@
+"""Notebook: what people touch.
+
+- `options`: one table of verbs and options for magics and the command line.
+- `magics`: line and cell magics; `command_line`: the command `colabkit`.
+- `launcher`: `open_launcher()`, the panel with buttons.
+- `demonstration`: `demo()`.
+
+A new verb needs a row in `options.verbs` and a public function of the same name.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

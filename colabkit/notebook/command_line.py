@@ -1,0 +1,150 @@
+"""The command `colabkit`: the verbs of the magics in a terminal.
+
+Exit status 0 when done; 1 after an error of colabkit or of the user's own file, and where the report is not good: a
+damaged pack, a training that was stopped, a loader that `doctor` finds too slow, or where nobody reads it; 2 for
+arguments that the command does not take; 130 after Ctrl-C. Errors are on standard error: one line, below the user's own
+lines where those failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import colabkit
+from colabkit.foundation import ColabkitError, InvalidOption, SourceMissing, cannot, printable
+from colabkit.notebook.options.parsing import VerbParser, arguments_of, look_up_in, parser_of
+from colabkit.notebook.options.verb import Verb
+from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.options.wording import tell_in, words_of
+
+_STATUS = (
+    "Exit status: 0 when done, 1 after an error and where a report is not good, 2 for arguments that the command does "
+    "not take, 130 after Ctrl-C."
+)
+
+_PREFIX = "colabkit "  # of a verb in a line
+
+_loaded: set[str] = set()
+"""The user's files that were run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status."""
+    about = "Data near, packed and prefetched, for training."
+    parser = argparse.ArgumentParser(prog="colabkit", description=about, epilog=_STATUS)
+    parser.add_argument("--version", action="version", version=f"colabkit {colabkit.__version__}")
+    commands = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=VerbParser)
+    for verb in VERBS:
+
+        def make(**options: Any) -> argparse.ArgumentParser:
+            aliases = [verb.name.replace("_", "-")] if "_" in verb.name else []  # noqa: B023 - called before the next turn
+            return commands.add_parser(verb.name, help=verb.help, aliases=aliases, **options)  # noqa: B023
+
+        command = parser_of(verb, f"colabkit {verb.name}", make)
+        command.add_argument("--json", action="store_true", help="print the report as JSON")
+    parsed = parser.parse_args(arguments)
+    verb = next(verb for verb in VERBS if verb.name == parsed.verb.replace("-", "_"))
+    try:
+        if parsed.json and hasattr(parsed, "progress"):
+            parsed.progress = False
+        with _panel() if verb.name == "train" and sys.stdout.isatty() and not parsed.json else nullcontext():
+            report = getattr(colabkit, verb.call)(**arguments_of(verb, parsed, _look_up))
+    except ColabkitError as error:
+        return _failed(_told(error, verb))
+    except KeyboardInterrupt as interrupt:
+        _failed(_told(interrupt, verb) or "interrupted")
+        return 130
+    except Exception as error:
+        trace = _of_the_user(error.__traceback__)
+        is_unread = isinstance(error, SyntaxError) and error.filename in _loaded
+        if trace is None and not is_unread:
+            raise
+        print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
+        return _failed(f"your file failed: {type(error).__name__}: {printable(error)}")
+    tell_in(report, verb, _PREFIX)
+    is_read = _printed(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
+    return 0 if report.is_good and is_read else 1
+
+
+def _printed(text: str) -> bool:
+    """Print a report in what the terminal can show, and return whether anybody reads it, as `head` may no longer."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return False
+    return True
+
+
+def _told(error: BaseException, verb: Verb) -> str:
+    """Return what an error says, in a terminal's words unless it is a call in the user's own file that failed."""
+    is_theirs = _of_the_user(error.__traceback__) is not None
+    return printable(error if is_theirs else words_of(verb, _PREFIX)(str(error)))
+
+
+def _failed(said: str) -> int:
+    print(f"colabkit: {said}", file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _panel() -> Iterator[None]:
+    """Show the panel beside a training."""
+    from colabkit.monitoring import show_beside_training
+
+    end = show_beside_training()
+    try:
+        yield
+    finally:
+        end()
+
+
+def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
+    """Return what of a traceback is in the files that the user named, and below."""
+    while trace is not None and trace.tb_frame.f_code.co_filename not in _loaded:
+        trace = trace.tb_next
+    return trace
+
+
+def _look_up(reference: str, kind: str) -> Any:
+    """Return the object that `FILE.py:NAME` names."""
+    file, colon, name = reference.rpartition(":")
+    if not colon:
+        raise InvalidOption(
+            cannot(f"use {reference!r}", "no ':' in it", "as in FILE.py:NAME", "Name file and variable")
+        )
+    return look_up_in(vars(_module(os.path.abspath(file))), name, kind)
+
+
+@cache
+def _module(file: str) -> ModuleType:
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(f"colabkit_file_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "as in FILE.py:NAME", "Check the path"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    _loaded.add(file)
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.insert(0, folder)  # as of a program that is run, so that it finds its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""`demo()` goes the whole way on real images: a slow drive, the naive loop, then stage, pack and train.
+
+Every figure in its table is measured in that run. The slow drive is simulated by a wait at each open, so it needs
+neither FUSE nor root; the naive loop is the usual `DataLoader` with two workers that open and decode files one by one.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from colabkit.foundation import (
+    BadImage,
+    BadSource,
+    InvalidOption,
+    Report,
+    TargetExists,
+    cannot,
+    check_whole_number,
+    file_changes,
+    format_count,
+    format_seconds,
+    format_share,
+    format_things,
+    user_path,
+)
+from colabkit.loading import Loader, Normalize
+from colabkit.monitoring import dashboard
+from colabkit.packs import ClassTree, PackedDataset, Size, class_tree, decode_image, height_and_width, open_pack, pack
+from colabkit.storage import FolderSource, Item, SlowSource, Source, TarSource, ZipSource, open_source, stage
+from colabkit.training import TrainReport, small_network, supervised_step, train
+
+_NAIVE_BATCHES = 8
+_NAIVE_WORKERS = 2
+_NAIVE_S = 10.0
+_PEEKED = 32
+_LARGEST_KEPT = 96  # larger images, or images of several sizes, are brought to 64x64: the demo shall end soon
+_SIZE = (64, 64)
+_FRACTIONS = {"train": 0.8, "test": 0.2}
+
+
+@dataclass(frozen=True, repr=False)
+class DemoReport(Report):
+    """What `demo()` measured.
+
+    Attributes:
+        source: where the images came from.
+        samples: images of all splits.
+        classes: how many classes.
+        sample_shape: height, width and channels in the pack.
+        latency_s: what each open of the slow drive waited.
+        naive_images_per_s: training straight from the files.
+        naive_wait_share: share of that time spent waiting for data.
+        packed_images_per_s: training from the pack.
+        packed_wait_share: share of that time spent waiting for data.
+        part_s: seconds of staging, packing, training, and of the loader's parts, which work in the background.
+        epochs: trained from the pack.
+        accuracy: share of the images of a split not trained on that are classified rightly.
+        accuracy_on: that split, `"test"` where there is one, else `"dev"`.
+        kept: the folder that was kept, if any.
+    """
+
+    source: str
+    samples: int
+    classes: int
+    sample_shape: tuple[int, ...]
+    latency_s: float
+    naive_images_per_s: float
+    naive_wait_share: float
+    packed_images_per_s: float
+    packed_wait_share: float
+    part_s: Mapping[str, float]
+    epochs: int
+    accuracy: float
+    accuracy_on: str
+    kept: Path | None
+
+    def _title(self) -> str:
+        shape = "x".join(map(str, self.sample_shape))
+        return (
+            f"{format_count(self.samples)} images {shape} in {self.classes} classes, "
+            f"on a drive that takes {format_seconds(self.latency_s)} to open a file"
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        ratio = self.packed_images_per_s / max(self.naive_images_per_s, 1e-9)
+        return [
+            ("", "from the files", "staged and packed", ""),
+            (
+                "training, images/s",
+                format_count(self.naive_images_per_s),
+                format_count(self.packed_images_per_s),
+                f"{ratio:,.0f} times as many",
+            ),
+            (
+                "waiting for data",
+                format_share(self.naive_wait_share),
+                format_share(self.packed_wait_share),
+                "of the time",
+            ),
+            *((name, "", format_seconds(seconds), _PART_NOTES.get(name, "")) for name, seconds in self.part_s.items()),
+            (
+                f"{self.accuracy_on} accuracy",
+                "",
+                f"{100 * self.accuracy:.1f}%",
+                f"after {format_things(self.epochs, 'epoch', 'epochs')}",
+            ),
+        ]
+
+    def _summary(self) -> str:
+        rows = self._rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [
+            f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
+        ]
+        kept = [f"Kept in {str(self.kept)!r}"] if self.kept else []
+        return "\n".join([self._title(), *lines, *kept])
+
+
+_PART_NOTES = {
+    "stage": "once",
+    "pack": "once",
+    "train": "all epochs, with tests",
+    "gather": "of it, in the background",
+    "augment": "of it, in the background",
+    "transfer": "of it, on a stream of its own",
+}
+
+
+def demo(
+    data: str | os.PathLike[str] | None = None,
+    *,
+    epochs: int = 3,
+    size: Size | None = None,
+    latency: float = 0.02,
+    keep: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> DemoReport:
+    """Train a small network on images behind a simulated slow drive, naively and then staged and packed.
+
+    Args:
+        data: a folder or archive with one folder of images a class, with or without train and test folders; None
+            takes the UCI handwritten digits that travel with the package.
+        epochs: how often the packed samples are trained on.
+        size: height and width to bring images to; None keeps small images of one size, else takes 64.
+        latency: seconds that the slow drive takes to open a file.
+        keep: folder in which near copy, pack and checkpoints stay; None removes them.
+        progress: tell what is done, with a live panel.
+
+    Raises:
+        SourceMissing, BadSource, BadArchive, BadImage: if the data is not there, has no classes, or is broken.
+        NotEnoughSpace: if near copy or pack do not fit.
+    """
+    act = "run the demo"
+    check_whole_number(act, "epochs", epochs, 1)
+    height_and_width(act, size)
+    if latency < 0:
+        raise InvalidOption(cannot(act, f"latency={latency}", "0 seconds or more", "Use latency=0.02, say"))
+    say = print if progress else _silent
+    source = open_source("samples:digits" if data is None else data)
+    with _workplace(keep) as folder, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if isinstance(source, ZipSource | TarSource):
+            say("0/4  Extracting the archive, so that its files lie on the slow drive")
+        drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
+        tree = class_tree(drive.list(), source.name)
+        if "train" not in tree.splits:
+            found = f"only the splits {', '.join(tree.splits)}"
+            raise BadSource(cannot(f"train on {source.name!r}", found, "a folder 'train'", "Rename one of the folders"))
+        shape = _shape(drive.source, tree, size)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        batch_size = 32 if sum(map(len, tree.splits.values())) < 10_000 else 128
+
+        say(f"1/4  Training straight from the slow drive, as usual: DataLoader(num_workers={_NAIVE_WORKERS})")
+        naive_rate, naive_share = _train_naively(drive, tree, shape, batch_size, device)
+        say(f"     {naive_rate:,.0f} images/s, {format_share(naive_share)} of the time waiting for data")
+
+        say("2/4  Staging: every file is copied near, many at once")
+        staged = stage(drive, folder / "near", progress=progress)
+        say(f"     {staged}")
+
+        say("3/4  Packing: all images go into one sealed HDF5 file")
+        splits = _FRACTIONS if set(tree.splits) == {"train"} else None
+        packed = pack(staged.path, folder / "pack.h5", size=shape, splits=splits, overwrite=True, progress=progress)
+        say(f"     {packed}")
+
+        say("4/4  Training from the memory-mapped pack")
+        splits_of = open_pack(packed.path)
+        test = splits_of["test" if "test" in splits_of else "dev"]
+        started = time.monotonic()
+        report = _train_packed(splits_of["train"], test, batch_size, epochs, device, folder / "checkpoints", progress)
+        train_s = time.monotonic() - started
+        say("")
+    return DemoReport(
+        source=source.name,
+        samples=sum(packed.splits.values()),
+        classes=len(packed.classes),
+        sample_shape=packed.sample_shape,
+        latency_s=latency,
+        naive_images_per_s=naive_rate,
+        naive_wait_share=naive_share,
+        packed_images_per_s=report.samples_per_s,
+        packed_wait_share=report.wait_share,
+        part_s={"stage": staged.seconds, "pack": packed.seconds, "train": train_s, **report.parts},
+        epochs=epochs,
+        accuracy=report.epochs[-1].validation[f"{test.split_name} accuracy"],
+        accuracy_on=test.split_name,
+        kept=None if keep is None else folder,
+    )
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
+
+
+@contextmanager
+def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
+    if keep is not None:
+        folder = user_path(keep, "run the demonstration")
+        act = f"keep the demo in {str(folder)!r}"
+        with file_changes.translated(act):
+            file_changes.make_folder(folder)
+            if any(folder.iterdir()):
+                raise TargetExists(cannot(act, "the folder is not empty", "an empty folder", "Choose another folder"))
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="colabkit-demo-") as name:
+        yield Path(name)
+
+
+def _as_files(source: Source, folder: Path, progress: bool) -> Source:
+    """Return the source as files that lie one by one, as on a drive; an archive is extracted first."""
+    if isinstance(source, ZipSource | TarSource):
+        return FolderSource(stage(source, folder, progress=progress).path)
+    return source
+
+
+def _shape(source: Source, tree: ClassTree, size: Size | None) -> tuple[int, int]:
+    """Return the height and width to pack: as asked, else the images' own where they are small and equal."""
+    if size is not None:
+        return (size, size) if isinstance(size, int) else size
+    items = [item for samples in tree.splits.values() for item, _ in samples]
+    peeked = {_image_shape(source, item) for item in items[:: max(1, len(items) // _PEEKED)]}
+    if len(peeked) == 1 and max(own := peeked.pop()) <= _LARGEST_KEPT:
+        return own
+    return _SIZE
+
+
+def _image_shape(source: Source, item: Item) -> tuple[int, int]:
+    with source.open(item) as file:
+        try:
+            height, width, _ = decode_image(file.read()).shape
+        except BadImage as error:
+            act = f"read {item.path!r} of {source.name!r}"
+            raise BadImage(cannot(act, str(error), "an image file", "Remove or repair this file")) from error
+    return height, width
+
+
+class _StraightFromFiles(Dataset[tuple[Tensor, int]]):
+    """What people write: open a file, decode it with Pillow, bring it to size.
+
+    A file that is no image gets the label `-1 - index`, so that the main process can name it in one line.
+    """
+
+    def __init__(self, source: Source, samples: tuple[tuple[Item, int], ...], shape: tuple[int, int]) -> None:
+        self._source = source
+        self._samples = samples
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        item, label = self._samples[index]
+        with self._source.open(item) as file:
+            data = file.read()
+        try:
+            image = Image.open(io.BytesIO(data)).convert("RGB")
+        except OSError:
+            return torch.zeros(3, *self._shape, dtype=torch.uint8), -1 - index
+        fitted = ImageOps.fit(image, (self._shape[1], self._shape[0]), method=Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(fitted)).permute(2, 0, 1), label
+
+
+def _train_naively(
+    drive: Source, tree: ClassTree, shape: tuple[int, int], batch_size: int, device: str
+) -> tuple[float, float]:
+    """Return images a second and the share of waiting, over a few batches; workers' start apart."""
+    dataset = _StraightFromFiles(drive, tree.splits["train"], shape)
+    loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=_NAIVE_WORKERS)
+    model = small_network(len(tree.classes), (*shape, 3)).to(device)
+    step = supervised_step(model, torch.optim.AdamW(model.parameters()))
+    images = 0
+    wait_s = 0.0
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))  # few images make few batches
+    batches = map(partial(_checked, drive, tree.splits["train"]), endless)
+    step(_moved(next(batches), device))
+    started = time.perf_counter()
+    for _ in range(_NAIVE_BATCHES):
+        asked = time.perf_counter()
+        batch = next(batches)
+        wait_s += time.perf_counter() - asked
+        step(_moved(batch, device))
+        images += len(batch[1])
+        if time.perf_counter() - started > _NAIVE_S:
+            break
+    seconds = time.perf_counter() - started
+    return images / max(seconds, 1e-9), wait_s / max(seconds, 1e-9)
+
+
+def _checked(
+    drive: Source, samples: tuple[tuple[Item, int], ...], batch: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the batch, or name the first file in it that is no image."""
+    lowest = int(batch[1].min())
+    if lowest < 0:
+        path = samples[-1 - lowest][0].path
+        act = f"train on {path!r} of {drive.name!r}"
+        raise BadImage(cannot(act, "it cannot be decoded", "an image file", "Remove or repair this file"))
+    return batch
+
+
+def _moved(batch: tuple[Tensor, Tensor], device: str) -> tuple[Tensor, Tensor]:
+    normalize = Normalize()
+    return normalize(batch[0].to(device)), batch[1].to(device)
+
+
+def _train_packed(
+    training: PackedDataset,
+    test: PackedDataset,
+    batch_size: int,
+    epochs: int,
+    device: str,
+    checkpoints: Path,
+    progress: bool,
+) -> TrainReport:
+    loader = Loader(
+        training, batch_size, shuffle=True, drop_last=len(training) >= batch_size, device=device, transform=Normalize()
+    )
+    model = small_network(len(training.classes), training.rows.shape[1:]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    steps = epochs * len(loader)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
+    panel = dashboard() if progress else nullcontext()
+    with panel:
+        return train(
+            supervised_step(model, optimizer, scheduler=scheduler),
+            loader,
+            epochs=epochs,
+            state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+            save_to=checkpoints,
+            resume=False,
+            validate=_accuracy_on(model, Loader(test, 256, device=device, transform=Normalize())),
+        )
+
+
+def _accuracy_on(model: nn.Module, loader: Loader) -> Callable[[], dict[str, float]]:
+    def accuracy() -> dict[str, float]:
+        model.eval()
+        with torch.inference_mode():
+            right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
+        return {f"{loader.dataset.split_name} accuracy": right / len(loader.dataset)}
+
+    return accuracy

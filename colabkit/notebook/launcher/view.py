@@ -1,0 +1,303 @@
+"""The launcher's widgets: a form, buttons, a bar, and places for messages, the live panel, reports and code.
+
+Only core widgets, and only what ipywidgets 7.7 and 8 share. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from colabkit.foundation import Progress, Report
+from colabkit.notebook.launcher import texts
+from colabkit.notebook.launcher.plan import Action
+from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
+
+_ACTIONS: dict[Action, tuple[str, str]] = {
+    "probe": ("Probe", "Measure for some seconds what the source's mount can do"),
+    "stage": ("Stage", "Copy the source near"),
+    "pack": ("Pack", "Stage it, then pack it into one file"),
+    "train": ("Stage and train", "Stage it, pack it, then train a small network on it"),
+}
+_LABEL_PX, _SHORT_LABEL_PX = 104, 48
+_HINT = "a path, also drive:birds; an address or share link of an archive; or samples:digits"
+_OPTIONS, _CODE = "Pack options", "Show the code"
+_OPEN, _SHUT = "▾", "▸"
+_SHORT_WIDTH = "280px"
+_MOST = 1_000_000
+
+
+class View:
+    """Shows the form and what comes of it.
+
+    It is a screen of the live panel: frames appear below the buttons, the last one stays until the next click.
+
+    Args:
+        widgets: the package ipywidgets.
+        near: the choices of where near copies go, as `places` returns them.
+        clicked: called with the action of a button that is clicked.
+        code: returns the code of the settings, or says why there is none.
+        kept: the class of what is hidden while the panel is alive.
+
+    Attributes:
+        root: the widget that holds all others.
+        fields: the form's widgets, by the names of `Settings`.
+        buttons: those that can be clicked now, by their action.
+        options_switch: shows the options of packs.
+        code_switch: shows the code.
+        reports: those that are shown.
+    """
+
+    def __init__(
+        self,
+        widgets: Any,
+        near: list[tuple[str, str]],
+        clicked: Callable[[Action], None],
+        code: Callable[[Settings], str],
+        kept: str,
+    ) -> None:
+        self._widgets = widgets
+        self._clicked = clicked
+        self._code_of = code
+        self._is_error = False
+        self._said = self._noted = ""
+        self.reports: list[Report] = []
+        self.fields = self._form(near)
+        self._rows = [self._buttons() for _ in range(2)]
+        self._turn = 0
+        self.buttons = self._rows[0]
+        self.options_switch, self.code_switch = self._switch(_OPTIONS), self._switch(_CODE)
+        self._message, self._numbers, self._panel, self._table, self._code = (self._html("") for _ in range(5))
+        self._bar = widgets.FloatProgress(max=1.0, layout=self._layout(width="auto", height="16px", margin="0"))
+        self._bar.style.bar_color = texts.ACCENT
+        self._work = self._column(self._bar, self._numbers)
+        self._options = self._column(*(self.fields[name] for name in PACK_OPTIONS))
+        self._lines = [self._line(*row.values()) for row in self._rows]
+        for hidden in (self._work, self._options, self._lines[1]):
+            hidden.layout.display = "none"
+        self.root = self._built(kept)
+        self.options_switch.observe(self._switch_options, "value")
+        for widget in (*self.fields.values(), self.code_switch):
+            widget.observe(self._update_code, "value")
+
+    @property
+    def settings(self) -> Settings:
+        """The form's values."""
+        return Settings(**{field.name: self.fields[field.name].value for field in fields(Settings)})
+
+    @property
+    def said(self) -> str:
+        """The message and the note that are shown."""
+        return "\n".join(filter(None, [self._said, self._noted]))
+
+    @property
+    def html(self) -> str:
+        """What the last run came to, as it is shown."""
+        return f"{self._message.value}{self._panel.value}{self._table.value}"
+
+    def begin(self) -> None:
+        """Show that something runs: no button can be clicked, and nothing is left of what ran before."""
+        for button in self.buttons.values():
+            button.disabled = True
+        self.reports, self._noted = [], ""
+        self.point_to(())
+        _put(self._table, "")
+        _put(self._panel, "")
+
+    def end(self) -> None:
+        """Show that nothing runs any more.
+
+        Two rows of buttons take turns: a click that waited meanwhile arrives at the row that is gone, and starts
+        nothing.
+        """
+        self.progress(None)
+        self._show_reports(self.reports, is_over=True)
+        for button in self.buttons.values():
+            button.disabled = False
+        self._lines[self._turn].layout.display = "none"
+        self._turn = 1 - self._turn
+        self.buttons = self._rows[self._turn]
+        self._lines[self._turn].layout.display = None
+
+    def offer(self, near: list[tuple[str, str]]) -> None:
+        """Show the choices of where near copies go as they are now; the one that was made stays."""
+        choice = self.fields["to"]
+        chosen = choice.value
+        if list(choice.options) != near:
+            choice.options = near
+            choice.value = chosen
+
+    def say(self, text: str, *, is_error: bool = False) -> None:
+        """Show a message in place of the one before; notes stay."""
+        self._said, self._is_error = text, is_error
+        _put(self._message, texts.message(self.said, is_error=is_error))
+
+    def point_to(self, names: Iterable[str]) -> None:
+        """Mark these fields, and no others; those that are folded away unfold."""
+        names = set(names)
+        for name, field in self.fields.items():
+            (field.add_class if name in names else field.remove_class)(texts.POINTED)
+        if not names.isdisjoint(PACK_OPTIONS):
+            self.options_switch.value = True
+
+    def note(self, text: str) -> None:
+        """Show a note below the messages until the next click."""
+        self._noted = text
+        self.say(self._said, is_error=self._is_error)
+
+    def progress(self, progress: Progress | None) -> None:
+        """Show how far the work is, or that it is over."""
+        if progress is None:
+            self._work.layout.display = "none"
+            self._bar.value = 0.0
+            return
+        self._bar.value = min(1.0, progress.done / progress.total) if progress.total else 0.0
+        _put(self._numbers, texts.how_far(progress))
+        self._work.layout.display = None
+
+    def report(self, report: Report) -> None:
+        """Show a report below those of the same run."""
+        self._show_reports([*self.reports, report], is_over=False)
+
+    def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
+        """Show a line of each report, and unfolded the last one's table once nothing runs any more."""
+        _put(self._table, "".join(texts.report(one, is_open=is_over and one is reports[-1]) for one in reports))
+        self.reports = reports
+
+    def paint(self, html: str, text: str, final: bool) -> None:
+        """Show a frame of the live panel."""
+        _put(self._panel, html)
+
+    def close(self) -> None:
+        """There is nothing to let go of after a training: the last frame stays."""
+
+    def remove(self) -> None:
+        """Close every widget."""
+        for widget in list(_tree(self.root)):
+            widget.close()
+
+    def _built(self, kept: str) -> Any:
+        style = self._widgets.HTML(texts.sheet(kept), layout=self._layout(display="none"))
+        numbers = self._line(self.fields["batch_size"], self.fields["epochs"], gap="6px 28px")
+        form = [self.fields["to"], numbers, self.fields["work"]]
+        hint = self._html(texts.hint(_HINT, _LABEL_PX + 8))
+        frame = self._layout(
+            padding="16px 18px", border=f"1px solid {texts.LINE}", max_width="760px", grid_gap="12px", margin="0"
+        )
+        parts = [
+            style,
+            self._html(texts.heading()),
+            self._column(self.fields["source"], hint, *form, self.options_switch, self._options),
+            self._column(*self._lines),
+            self._message,
+            self._work,
+            self._panel,
+            self._table,
+            self.code_switch,
+            self._code,
+        ]
+        root = self._widgets.VBox(parts, layout=frame)
+        root.add_class(texts.ROOT)
+        return root
+
+    def _form(self, near: list[tuple[str, str]]) -> dict[str, Any]:
+        widgets, default = self._widgets, Settings()
+        encodings = [("auto", "auto"), ("raw: pixels", "raw"), ("source: the files' own bytes", "source")]
+        bad = [("raise an error", "raise"), ("skip: leave it out", "skip"), ("blank: a black image", "blank")]
+        choices: dict[str, list[tuple[str, str]]] = {
+            "encoding": [*encodings, ("jpeg: encoded anew", "jpeg")],
+            "channels": [("3: RGB", "3"), ("1: luminance", "1")],
+            "on_bad": bad,
+        }
+        lines = {
+            "source": "a path, drive:birds, an address, or samples:digits",
+            "work": "of packs and checkpoints",
+            "size": "as they are, or 224, or 240x320",
+            "labels": "auto, a column, or none",
+            "splits": "as the source's folders say",
+        }
+        return {
+            **{
+                name: self._field(widgets.Text, name, value=getattr(default, name), placeholder=hint)
+                for name, hint in lines.items()
+            },
+            **{
+                name: self._field(widgets.Dropdown, name, _SHORT_WIDTH, options=options, value=getattr(default, name))
+                for name, options in choices.items()
+            },
+            **{
+                name: self._field(
+                    widgets.BoundedIntText, name, f"{px + 80}px", px, min=1, max=_MOST, value=getattr(default, name)
+                )
+                for name, px in {"batch_size": _LABEL_PX, "epochs": _SHORT_LABEL_PX}.items()
+            },
+            "to": self._field(widgets.RadioButtons, "to", options=near, value=default.to),
+        }
+
+    def _field(self, kind: Any, name: str, width: str = "auto", label_px: int = _LABEL_PX, **traits: Any) -> Any:
+        layout = self._layout(width=width, max_width="100%", margin="0")
+        field = kind(description=FIELDS[name], layout=layout, style={"description_width": f"{label_px}px"}, **traits)
+        field.add_class("colabkit-field")
+        return field
+
+    def _buttons(self) -> dict[Action, Any]:
+        row: dict[Action, Any] = {}
+        for action, (label, hint) in _ACTIONS.items():
+            row[action] = self._widgets.Button(description=label, tooltip=hint, layout=self._layout(width="auto"))
+            row[action].on_click(self._on_click(action))
+        row["train"].add_class("colabkit-main")
+        return row
+
+    def _on_click(self, action: Action) -> Callable[[Any], None]:
+        def on_click(button: Any) -> None:
+            if self.buttons[action] is button:
+                self._clicked(action)
+
+        return on_click
+
+    def _switch(self, label: str) -> Any:
+        switch = self._widgets.ToggleButton(
+            description=f"{_SHUT} {label}", layout=self._layout(width="auto", align_self="flex-start")
+        )
+        switch.add_class("colabkit-switch")
+        return switch
+
+    def _switch_options(self, change: Any) -> None:
+        self.options_switch.description = f"{_OPEN if change['new'] else _SHUT} {_OPTIONS}"
+        self._options.layout.display = None if change["new"] else "none"
+
+    def _update_code(self, change: Any) -> None:
+        is_shown = self.code_switch.value
+        self.code_switch.description = f"{_OPEN if is_shown else _SHUT} {_CODE}"
+        _put(self._code, texts.code(self._code_of(self.settings)) if is_shown else "")
+
+    def _html(self, text: str) -> Any:
+        return self._widgets.HTML(text, layout=self._layout(margin="0", **({} if text else {"display": "none"})))
+
+    def _line(self, *children: Any, gap: str = "8px") -> Any:
+        line = self._widgets.HBox(children, layout=self._layout(flex_flow="row wrap", grid_gap=gap))
+        line.add_class("colabkit-line")
+        return line
+
+    def _column(self, *children: Any) -> Any:
+        return self._widgets.VBox(children, layout=self._layout(grid_gap="6px", margin="0"))
+
+    def _layout(self, **traits: str) -> Any:
+        return self._widgets.Layout(**traits)
+
+
+def _put(widget: Any, text: str) -> None:
+    """Show a text, or take no place without one."""
+    widget.value = text
+    widget.layout.display = None if text else "none"
+
+
+def _tree(widget: Any) -> Iterator[Any]:
+    """Yield a widget and all that it is made of: its children, its layout and its style."""
+    yield widget
+    for name in widget.keys:
+        value = getattr(widget, name)
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(part, "model_id") and part is not widget:
+                yield from _tree(part)

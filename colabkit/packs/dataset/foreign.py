@@ -1,0 +1,345 @@
+"""Somebody else's HDF5 file as a pack: its data sets by the names they have there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from colabkit.foundation import (
+    HDF5_USER_BLOCK_BYTES,
+    BadSource,
+    InvalidOption,
+    NotSealed,
+    SourceChanged,
+    cannot,
+    format_things,
+    translated,
+)
+from colabkit.packs.dataset.hdf5 import Found, Reader, examined, names_in, opened, stamp_of
+from colabkit.packs.dataset.samples import (
+    ArrayColumn,
+    Batch,
+    Column,
+    FileSamples,
+    Numbers,
+    RaggedColumn,
+    Stored,
+    values_of,
+)
+from colabkit.packs.dataset.sealed import OpenSplit
+from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, DataSet, PackInfo
+from colabkit.packs.format.reading import META, hdf5_start, is_pack
+from colabkit.packs.labels.splitting import SPLIT_FOLDERS
+
+if TYPE_CHECKING:
+    import h5py
+
+
+DataSetNames: TypeAlias = str | Mapping[str, str]
+"""The data set of one split, or of each split by name."""
+
+_SEARCHED_BYTES = 1 << 16
+_MOST_CLASSES = 10_000
+_WITH_SPLIT = (
+    ("X_{}", "Y_{}"),
+    ("X_{}", "y_{}"),
+    ("x_{}", "y_{}"),
+    ("{}_set_x", "{}_set_y"),
+    ("{}_x", "{}_y"),
+    ("images_{}", "labels_{}"),
+    ("{}_images", "{}_labels"),
+    ("{}/images", "{}/labels"),
+)
+_WHOLE = (
+    ("X", "Y"),
+    ("X", "y"),
+    ("x", "y"),
+    ("images", "labels"),
+    ("image", "label"),
+    ("data", "labels"),
+    ("data", "label"),
+)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A foreign file that was looked at.
+
+    Attributes:
+        info: what is in it, told as a pack would.
+        x: name of the data set of each split's samples.
+        y: likewise of the labels; empty if there are none.
+        samples: where the samples of each split lie.
+        labels: of each split.
+    """
+
+    info: PackInfo
+    x: Mapping[str, str]
+    y: Mapping[str, str]
+    samples: Mapping[str, Found]
+    labels: Mapping[str, Tensor]
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether a file is HDF5 that `pack()` has never touched; a pack that lost its seal is not."""
+    with translated(f"open {str(path)!r}"):
+        if not path.is_file() or is_pack(path):
+            return False
+        with path.open("rb") as file:
+            head = file.read(_SEARCHED_BYTES)
+            start = hdf5_start(file.fileno(), os.fstat(file.fileno()).st_size)
+    return start is not None and not (start == HDF5_USER_BLOCK_BYTES and META.encode() in head)
+
+
+def find_foreign(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Foreign:
+    """Return what a foreign file holds under the names given, or under usual ones; its labels are read.
+
+    Raises:
+        BadSource: if there is no such data set, or one that cannot be used.
+        NotSealed: if it was a pack, and has no seal any more.
+        InvalidOption: if names are not names.
+    """
+    act = f"open {str(path)!r}"
+    stamp = stamp_of(path)
+    xs, ys = _by_split(act, "x", x), _by_split(act, "y", y)
+    with opened(act, path) as file:
+        if META in file.attrs:
+            raise NotSealed(cannot(act, "a pack that lost its seal", "a sealed pack", "Pack or stage it again"))
+        if not xs:
+            if ys:
+                raise InvalidOption(cannot(act, "y without x", "the names of both", "Name the samples by x="))
+            xs, ys = _guessed(act, file)
+        if ys and set(ys) != set(xs):
+            found = f"x for {', '.join(xs)} and y for {', '.join(ys)}"
+            raise InvalidOption(cannot(act, found, "the same splits in both", "Name the labels of each split"))
+        samples = {split: examined(act, file, name, stamp[0], trusted) for split, name in xs.items()}
+        told = {split: examined(act, file, name, stamp[0], trusted) for split, name in ys.items()}
+        content, is_ragged = _content(act, list(samples.values()))
+        for split, labels_of in told.items():
+            if labels_of.shape[0] != samples[split].shape[0]:
+                of_each = (samples[split].shape[0], "sample"), (labels_of.shape[0], "label")
+                found = f"{' and '.join(format_things(*one) for one in of_each)} in {split}"
+                raise BadSource(cannot(act, found, "as many labels as samples", "Name the labels of these samples"))
+        stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in told.items()}
+    labels, kind, classes = _labels(act, stored)
+    first = next(iter(samples.values()))
+    layouts = [[split, x.name, x.shape, str(x.dtype), x.offset] for split, x in samples.items()]
+    meta = {
+        "source": str(path),
+        "encoding": "source" if is_ragged else "raw" if content == "image" else "array",
+        "fields": {SAMPLES: (content, is_ragged), **({LABELS: ("labels", False)} if told else {})},
+        "classes": classes,
+        "label_kind": kind,
+        "splits": {split: found.shape[0] for split, found in samples.items()},
+        "sample_shape": None if is_ragged else _image_shape(first.shape[1:]) if content == "image" else first.shape[1:],
+        "channels": 3,
+        "is_foreign": True,
+    }
+    data_sets = {
+        f"{SAMPLES}_{split}": DataSet(f"{SAMPLES}_{split}", x.shape, x.dtype.str, -1 if x.offset is None else x.offset)
+        for split, x in samples.items()
+    }
+    info = PackInfo(path, data_sets, meta, {}, _identity(path, json.dumps([layouts, list(ys.items())]), stored))
+    return Foreign(info, xs, ys, samples, labels)
+
+
+def open_foreign(
+    path: Path, x: Mapping[str, str], y: Mapping[str, str], trusted: bool, seal: str, split: str
+) -> OpenSplit:
+    """Return a split of the foreign file at `path`.
+
+    Raises:
+        SourceChanged: if it is not the file any more whose identity is `seal`.
+    """
+    stamp = stamp_of(path)
+    foreign = find_foreign(path, x, y or None, trusted)
+    if foreign.info.seal != seal or stamp_of(path) != stamp:
+        act = f"open {str(path)!r} again"
+        raise SourceChanged(cannot(act, "another file is there now", "the one it was", "Open it anew"))
+    found = foreign.samples[split]
+    content, _ = foreign.info.meta["fields"][SAMPLES]
+    column: Column
+    if found.offset is None:
+        column = _ReadColumn(Reader(path, stamp), found, content)
+    else:
+        array = np.asarray(foreign.info.map(f"{SAMPLES}_{split}"))
+        column = ArrayColumn(
+            array.reshape(len(array), *_image_shape(array.shape[1:])) if content == "image" else array, content
+        )
+    samples = FileSamples(path, split, {SAMPLES: column})
+    again = open_foreign, (path, x, y, trusted, seal, split)
+    return OpenSplit(foreign.info, split, samples, foreign.labels.get(split), again)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadColumn:
+    """Samples that are read through HDF5: compressed, of varying length, or in another byte order's company."""
+
+    reader: Reader
+    found: Found
+    content: str
+
+    def stored(self, row: int) -> Stored:
+        block = self.reader.rows(self.found, np.array([row]))
+        return bytes(block[0]) if self.found.dtype.kind == "O" else block[0:1]
+
+    def value(self, stored: Stored) -> Any:
+        if isinstance(stored, bytes):
+            return RaggedColumn(np.empty(0, np.uint8), np.empty((0, 2), np.int64), self.content).value(stored)
+        return self._values(stored)[0]
+
+    def many(self, rows: Numbers) -> Batch:
+        block = self.reader.rows(self.found, rows)
+        return [self.value(bytes(one)) for one in block] if self.found.dtype.kind == "O" else self._values(block)
+
+    def _values(self, block: npt.NDArray[Any]) -> Batch:
+        if self.content == "image":
+            block = block.reshape(len(block), *_image_shape(block.shape[1:]))
+        return values_of(block, self.content)
+
+
+def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, str]:
+    """Return names of data sets by split, in the order of splits."""
+    if names is None:
+        return {}
+    given = {"train": names} if isinstance(names, str) else names if isinstance(names, Mapping) else {}
+    splits = {SPLIT_FOLDERS.get(split, split): name for split, name in given.items()}
+    if (
+        len(splits) < max(1, len(given))
+        or set(splits) - set(SPLITS)
+        or not all(name and isinstance(name, str) for name in splits.values())
+    ):
+        needed = "a name, or names for train, dev or test"
+        raise InvalidOption(cannot(act, f"{option}={names!r}", needed, f"Use {option}='images', say"))
+    return {split: splits[split] for split in SPLITS if split in splits}
+
+
+def _guessed(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the data sets whose names tell that they are samples and labels."""
+    names = names_in(file)
+    for has_labels in (True, False):
+        for pattern, of_labels in _WITH_SPLIT:
+            pairs = {word: (pattern.format(word), of_labels.format(word)) for word in SPLIT_FOLDERS}
+            fits = {
+                SPLIT_FOLDERS[word]: pair
+                for word, pair in pairs.items()
+                if pair[0] in names and (pair[1] in names or not has_labels)
+            }
+            if fits:
+                _check_all_labelled(act, has_labels, names, [*pairs.values()])
+                ordered = [split for split in SPLITS if split in fits]
+                return {s: fits[s][0] for s in ordered}, {s: fits[s][1] for s in ordered} if has_labels else {}
+        for whole, of_labels in _WHOLE:
+            if whole in names and (of_labels in names or not has_labels):
+                return {"train": whole}, {"train": of_labels} if has_labels else {}
+    shown = ", ".join(map(repr, names[:20])) or "none"
+    found = f"no data set whose name tells that it holds samples; there are {shown}"
+    raise BadSource(cannot(act, found, "the names of samples and labels", "Pass x='images', y='labels', say"))
+
+
+def _check_all_labelled(act: str, has_labels: bool, names: Collection[str], pairs: Sequence[tuple[str, str]]) -> None:
+    """Raise `BadSource` for samples of a split that have no labels while those of another have some."""
+    bare = [samples for samples, labels in pairs if samples in names and labels not in names]
+    if has_labels and bare:
+        found = f"{bare[0]!r} without labels, while those of other splits are there"
+        next_step = "Name what to open, as in x={'train': 'X_train'}, y={'train': 'y_train'}"
+        raise BadSource(cannot(act, found, "labels for all splits", next_step))
+
+
+def _content(act: str, found: list[Found]) -> tuple[str, bool]:
+    """Return what the samples are, and whether they vary in length."""
+    first = found[0]
+    for other in found:
+        if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
+            what = f"{other.name!r} unlike {first.name!r}"
+            raise BadSource(cannot(act, what, "samples of one shape and dtype", "Open their files or splits apart"))
+    if first.varies and len(first.shape) == 1:
+        return "image", True
+    if first.dtype.kind in "OS":
+        found_ = f"{first.name!r} of text"
+        raise BadSource(cannot(act, found_, "samples that are numbers or image files", "Name another data set"))
+    is_image = first.dtype == np.uint8 and (
+        len(first.shape) == 3 or (len(first.shape) == 4 and first.shape[3] in (1, 3, 4))
+    )
+    return "image" if is_image else "array", False
+
+
+def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return height, width and channels; grey images are often stored without the latter."""
+    return (*shape, 1) if len(shape) == 2 else shape
+
+
+def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, Tensor], str, list[str]]:
+    """Return labels as a pack has them, their kind, and the names of classes."""
+    if not stored:
+        return {}, "none", []
+    arrays = {
+        split: array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
+        for split, array in stored.items()
+    }
+    kinds = {array.dtype.kind for array in arrays.values()}
+    ranks = {array.shape[1:] for array in arrays.values()}
+    if len(ranks) == 1 and len(rank := ranks.pop()) <= 1:
+        if kinds <= set("SO") and not rank:
+            texts = {split: [_text(value) for value in array.tolist()] for split, array in arrays.items()}
+            classes = sorted({text for some in texts.values() for text in some})
+            number = {name: place for place, name in enumerate(classes)}
+            labels = {
+                split: torch.tensor([number[text] for text in some], dtype=torch.int64, device="cpu")
+                for split, some in texts.items()
+            }
+            return labels, "class", classes
+        if kinds <= set("biu") and not rank:
+            _check_held(act, arrays, np.dtype(np.int64))
+            labels = {split: torch.from_numpy(array.astype(np.int64)) for split, array in arrays.items()}
+            least = min((int(some.min()) for some in labels.values() if len(some)), default=0)
+            most = max((int(some.max()) for some in labels.values() if len(some)), default=-1)
+            is_named = least >= 0 and most < _MOST_CLASSES
+            return labels, "class", [str(value) for value in range(most + 1)] if is_named else []
+        if kinds <= set("biu") and all(((array == 0) | (array == 1)).all() for array in arrays.values()):
+            labels = {split: torch.from_numpy(array.astype(np.uint8)) for split, array in arrays.items()}
+            return labels, "multilabel", [str(value) for value in range(rank[0])]
+        if kinds <= set("fiu"):
+            _check_held(act, arrays, np.dtype(np.float32))
+            labels = {split: torch.from_numpy(array.astype(np.float32)) for split, array in arrays.items()}
+            return labels, "regression", []
+    shapes = ", ".join(f"{array.dtype} {array.shape}" for array in arrays.values())
+    found, needed = f"labels {shapes}", "classes [N], several labels [N, K] or numbers"
+    raise BadSource(cannot(act, found, needed, "Name another data set by y="))
+
+
+def _check_held(act: str, arrays: Mapping[str, npt.NDArray[Any]], wanted: np.dtype[Any]) -> None:
+    """Raise `BadSource` for labels that a dtype cannot hold, NaN among them."""
+    for array in arrays.values():
+        with np.errstate(over="ignore", invalid="ignore"):
+            held = array.astype(wanted)
+        beyond = held < 0 if array.dtype.kind == "u" and wanted.kind == "i" else ~np.isfinite(held)
+        if beyond.any():
+            found = f"a label {array[np.unravel_index(int(beyond.argmax()), array.shape)]}"
+            raise BadSource(cannot(act, found, f"numbers that {wanted} holds", "Name another data set by y="))
+
+
+def _text(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _identity(path: Path, layouts: str, labels: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Return a digest that tells one foreign file from another: layout, labels, and both ends of the file."""
+    digest = hashlib.sha256(layouts.encode())
+    for array in labels.values():
+        digest.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())
+    with translated(f"open {str(path)!r}"), path.open("rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        digest.update(b"%d" % length + file.read(_SEARCHED_BYTES))
+        digest.update(os.pread(file.fileno(), _SEARCHED_BYTES, max(0, length - _SEARCHED_BYTES)))
+    return digest.hexdigest()

@@ -1,0 +1,264 @@
+"""HDF5 files by others: which of their data sets may be read, and reading them through HDF5."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from colabkit.foundation import BadSource, ColabkitError, SourceChanged, cannot, format_bytes
+from colabkit.packs.dataset.samples import Numbers
+
+if TYPE_CHECKING:
+    import h5py
+
+
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
+"""Filters that HDF5 and h5py bring along, by their registered numbers."""
+_MOST_EXPANSION = 1032
+"""How far deflate can shrink zeros; a file that declares more is mostly air. Source: zlib.net/zlib_tech.html."""
+_CACHE_BYTES = 32 << 20  # of unpacked chunks, for samples read one by one; HDF5's own 1 MiB holds no chunk of images
+_NAMES_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A data set of somebody else's file.
+
+    Attributes:
+        name: its path in the file.
+        shape: samples first.
+        dtype: of its elements; `object` for elements of varying length.
+        offset: of its bytes in the file, in plain order; None if it has to be read through HDF5.
+        chunk_rows: samples that are stored together.
+        varies: whether its elements are bytes of varying length.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int | None
+    chunk_rows: int
+    varies: bool
+
+
+@contextmanager
+def opened(act: str, path: Path) -> Iterator[h5py.File]:
+    """Yield the file, open for reading; what HDF5 says of damage becomes `BadSource`."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES) as file:
+            yield file
+    except ColabkitError:
+        raise
+    except (OSError, LookupError, ValueError, RuntimeError, TypeError, AttributeError, MemoryError) as error:
+        found = f"HDF5 that cannot be read ({str(error).partition(chr(10))[0][:200]})"
+        raise BadSource(cannot(act, found, "a whole HDF5 file", "Get the file again")) from error
+
+
+def names_in(file: h5py.File) -> list[str]:
+    """Return the paths of all data sets in the file itself; links are not followed."""
+    import h5py
+
+    names: list[str] = []
+    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    return names
+
+
+def examined(act: str, file: h5py.File, name: str, length: int, trusted: bool) -> Found:
+    """Return where and what a data set is.
+
+    Raises:
+        BadSource: if there is none of this name, if it cannot be read, or leads out of the file and is not trusted.
+    """
+    import h5py
+
+    dataset = _followed(act, file, name) if trusted else _walked(act, file, name)
+    properties = dataset.get_create_plist()
+    layout = properties.get_layout()
+    filters = [properties.get_filter(number)[0] for number in range(properties.get_nfilters())]
+    strange = [number for number in filters if number not in _FILTERS]
+    if not trusted:
+        if layout == h5py.h5d.VIRTUAL:
+            raise _refused(act, name, "a virtual data set, which reads other files")
+        if properties.get_external_count():
+            raise _refused(act, name, "external storage, which reads another file")
+        if strange:
+            raise _refused(act, name, f"stored with filter {strange[0]}, whose code comes from elsewhere")
+    elif missing := [number for number in strange if not h5py.h5z.filter_avail(number)]:
+        found = f"{name!r} is stored with filter {missing[0]}, which is not installed"
+        raise BadSource(cannot(act, found, "filters that are there", "Install hdf5plugin and import it first"))
+    dtype = np.dtype(dataset.dtype)
+    shape = tuple(map(int, dataset.shape))
+    varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
+    is_text = h5py.check_string_dtype(dtype) is not None
+    if not shape or not (_is_plain(dtype) or is_text or varies):
+        found = f"{name!r} is {'one value' if not shape else f'of dtype {dtype}'}"
+        raise BadSource(cannot(act, found, "an array of numbers", "Name another data set"))
+    if dtype.kind == "O" and not trusted:
+        raise _refused(act, name, "of elements of varying length")
+    declared = math.prod(shape) * dtype.itemsize
+    if declared > _MOST_EXPANSION * length and not trusted:
+        raise _refused(act, name, f"{format_bytes(declared)} in a file of {format_bytes(length)}")
+    chunk_rows = int(properties.get_chunk()[0]) if layout == h5py.h5d.CHUNKED else 1
+    offset = None
+    is_here = h5py.h5f.get_name(dataset) == h5py.h5f.get_name(file.id)
+    if layout == h5py.h5d.CONTIGUOUS and is_here and not properties.get_external_count():
+        offset = dataset.get_offset()
+        if offset is not None and offset + declared > length:
+            found = f"{name!r} reaches beyond the file's end"
+            raise BadSource(cannot(act, found, "a whole file", "Get the file again"))
+        is_as_numpy = dtype.kind != "O" and dataset.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
+        offset = offset if is_as_numpy else None
+    return Found(name, shape, dtype, None if offset is None else int(offset), chunk_rows, varies)
+
+
+def _followed(act: str, file: h5py.File, name: str) -> Any:
+    """Return a data set's HDF5 id, over any links."""
+    import h5py
+
+    found = file.get(name)
+    if not isinstance(found, h5py.Dataset):
+        raise _absent(act, file, name)
+    return found.id
+
+
+def _walked(act: str, file: h5py.File, name: str) -> Any:
+    """Return a data set's HDF5 id, going down group by group over links that stay in the file."""
+    import h5py
+
+    group: Any = file
+    parts = [part for part in name.split("/") if part]
+    for depth, part in enumerate(parts, 1):
+        link = group.get(part, getlink=True)
+        if link is None:
+            break
+        if not isinstance(link, h5py.HardLink):
+            kind = "an external link, which leads to another file" if isinstance(link, h5py.ExternalLink) else "a link"
+            raise _refused(act, "/".join(parts[:depth]), kind)
+        kind = group.get(part, getclass=True)
+        if kind is h5py.Dataset and depth == len(parts):
+            return h5py.h5d.open(group.id, part.encode())
+        if kind is not h5py.Group:
+            break
+        group = group[part]
+    raise _absent(act, file, name)
+
+
+def _absent(act: str, file: h5py.File, name: str) -> BadSource:
+    names = names_in(file)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    listed = ", ".join(map(repr, names[:_NAMES_SHOWN])) + more or "none at all"
+    return BadSource(cannot(act, f"no data set {name!r}", f"one of {listed}", "Name it by x= or y="))
+
+
+def _refused(act: str, name: str, found: str) -> BadSource:
+    needed = "numbers in this very file"
+    next_step = "Name another data set, or pass trusted=True if you know where the file comes from"
+    return BadSource(cannot(act, f"{name!r} is {found}", needed, next_step))
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Return whether torch has tensors of a dtype."""
+    try:
+        torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
+    except TypeError:
+        return False
+    return True
+
+
+_lock = threading.RLock()  # one for all readers: HDF5 lets in one thread at a time anyway
+_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+
+class Reader:
+    """Reads rows of a file's data sets through HDF5, from any thread, also after a fork.
+
+    The file is opened when it is needed, and closed before this process forks: HDF5 would share its state with the
+    child.
+
+    Args:
+        path: the file.
+        stamp: size, time and number of the file that was examined; another one is not read.
+    """
+
+    def __init__(self, path: Path, stamp: tuple[int, ...]) -> None:
+        self._path = path
+        self._stamp = stamp
+        self._file: h5py.File | None = None
+        _close_before_forks()
+        with _lock:
+            _readers.add(self)
+
+    def rows(self, found: Found, rows: Numbers) -> npt.NDArray[Any]:
+        """Return some rows, `[B, ...]`, each chunk read once."""
+        wanted, place = np.unique(rows, return_inverse=True)
+        gathered = np.empty((len(wanted), *found.shape[1:]), found.dtype)
+        # A run ends where the next row is neither the neighbour nor in the same chunk.
+        ends = np.flatnonzero((np.diff(wanted) > 1) & (np.diff(wanted // found.chunk_rows) > 0)) + 1
+        act = f"read {found.name!r} of {str(self._path)!r}"
+        with _lock:
+            dataset = self._opened(act)[found.name]
+            for run in np.split(np.arange(len(wanted)), ends):
+                if len(run):
+                    first, last = int(wanted[run[0]]), int(wanted[run[-1]])
+                    try:
+                        block = dataset[first : last + 1]
+                    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+                        what = str(error).partition("\n")[0][:200]
+                        damage = f"samples {first} to {last} cannot be read ({what})"
+                        raise BadSource(cannot(act, damage, "a whole HDF5 file", "Get the file again")) from error
+                    gathered[run] = block[wanted[run] - first]
+        return gathered[place.reshape(-1)]
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        with _lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _opened(self, act: str) -> h5py.File:
+        import h5py
+
+        if self._file is None:
+            if stamp_of(self._path) != self._stamp:
+                raise SourceChanged(
+                    cannot(act, "another file is there now", "the one that was opened", "Open it again")
+                )
+            self._file = h5py.File(self._path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES)
+        return self._file
+
+
+@cache
+def _close_before_forks() -> None:
+    """Have all files closed while this process forks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_hold, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+def _hold() -> None:
+    _lock.acquire()
+    for reader in list(_readers):
+        reader.close()
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """Return size, time of change and number of a file."""
+    try:
+        about = path.stat()
+    except OSError:
+        return ()
+    return about.st_size, about.st_mtime_ns, about.st_ino

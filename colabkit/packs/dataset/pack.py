@@ -1,0 +1,197 @@
+"""`open_pack()` and what it returns: the splits of a pack by name."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from colabkit.foundation import (
+    InvalidOption,
+    MissingSplit,
+    cannot,
+    check_whole_number,
+    format_bytes,
+    format_count,
+    format_things,
+    html_table,
+    user_path,
+)
+from colabkit.packs.dataset.foreign import DataSetNames, find_foreign, is_foreign, open_foreign
+from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs.dataset.picture import Picture, draw
+from colabkit.packs.dataset.sealed import OpenSplit, open_sealed
+from colabkit.packs.format.layout import SAMPLES, PackInfo
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.labels.splitting import SPLIT_FOLDERS
+
+_SEAL_CHARS = 16
+_LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))
+
+
+def open_pack(
+    path: str | os.PathLike[str], *, x: DataSetNames | None = None, y: DataSetNames | None = None, trusted: bool = False
+) -> Pack:
+    """Return the pack at `path`: `open_pack(path)["train"]` is a data set.
+
+    Of a pack made by `pack()`, seal, length and layout are checked, which takes milliseconds whatever its size. Each
+    sample is checked when it is read; `verify()` checks all. Shards are opened and checked when they are needed.
+
+    Somebody else's HDF5 file opens too. Contiguous data sets are mapped, compressed ones are read through HDF5. It has
+    no seal, so damage can show as wrong samples, or as a crash of the HDF5 library.
+
+    Args:
+        path: a pack made by `pack()`, or an HDF5 file.
+        x: for an HDF5 file, the data set that holds the samples, as in `"images"` or `"group/images"`; with splits, one
+            for each, as in `{"train": "X_train", "test": "X_test"}`. None finds usual names such as `X_train`.
+        y: the data sets of the labels, named likewise; None with `x` leaves samples without labels.
+        trusted: for an HDF5 file, also read what leads to other files or runs other people's code: links, external
+            storage, virtual data sets, filter plugins; and samples of varying length.
+
+    Raises:
+        SourceMissing: if there is no such file.
+        BadSource: if it is no HDF5 file, or its data sets are not what is needed.
+        NotSealed: if it is a pack that was never finished, or lost its seal.
+        Corrupt: if it was sealed and has changed.
+        InvalidOption: if data sets are named for a pack, which names its own.
+    """
+    act = f"open {os.fspath(path)!r}"
+    found = user_path(path, act).absolute()
+    if is_foreign(found):
+        foreign = find_foreign(found, x, y, trusted)
+        return Pack(foreign.info, partial(open_foreign, found, foreign.x, foreign.y, trusted, foreign.info.seal))
+    info = read_pack(found)
+    if x is not None or y is not None:
+        needed = "data sets by name only for HDF5 files that are no packs"
+        raise InvalidOption(cannot(act, "a pack, which names its own fields", needed, "Leave out x and y"))
+    return Pack(info, partial(open_sealed, found, info.seal))
+
+
+class Pack(Mapping[str, PackedDataset]):
+    """The splits of a pack by name, as in `pack["train"]`.
+
+    Attributes:
+        path: the file.
+        classes: class names; a label is an index into them.
+        source: where the samples came from.
+        encoding: how samples are stored: `raw` and `array` as they are used, `source` and `jpeg` as image files.
+        splits: how many samples each split has.
+        info: layout and seal, as read from the file.
+    """
+
+    def __init__(self, info: PackInfo, open_split: Callable[[str], OpenSplit]) -> None:
+        self.info = info
+        self._open_split = open_split
+        self._opened: dict[str, PackedDataset] = {}
+        self.path = info.path
+        self.classes: tuple[str, ...] = tuple(info.meta["classes"])
+        self.source: str = info.meta["source"]
+        self.encoding: str = info.meta["encoding"]
+        self.splits: Mapping[str, int] = {split: info.count(split) for split in info.splits}
+
+    def __getitem__(self, split: str) -> PackedDataset:
+        split = SPLIT_FOLDERS.get(split, split)  # "val" is the split dev
+        if split not in self.splits:
+            act = f"take split {split!r} of {str(self.path)!r}"
+            raise MissingSplit(cannot(act, "no such split", f"one of {', '.join(self)}", "Use one of these"))
+        if split not in self._opened:
+            # The file is mapped by its name, which another pack may have taken since this one was opened.
+            self._opened[split] = PackedDataset(self._open_split(split))
+        return self._opened[split]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.splits)
+
+    def __len__(self) -> int:
+        return len(self.splits)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Pack, (self.info, self._open_split)
+
+    def __fspath__(self) -> str:
+        """Return the path, so that an open pack stands for its file."""
+        return str(self.path)
+
+    def show(self, split: str | None = None, n: int = 16, *, seed: int = 0) -> Picture:
+        """Return a picture of some samples with their labels, which shows itself in a notebook.
+
+        Args:
+            split: whose samples; None takes the first.
+            n: how many, drawn at random.
+            seed: of the draw; the same seed gives the same samples.
+
+        Raises:
+            MissingSplit: if there is no such split.
+            Corrupt: if a sample's bytes are not the sealed ones.
+        """
+        check_whole_number(f"show {str(self.path)!r}", "n", n, 1)
+        data = self[next(iter(self)) if split is None else split]
+        chosen = np.random.default_rng(seed).choice(len(data), min(n, len(data)), replace=False)
+        return draw(data, np.sort(chosen), self.info.meta["label_kind"], f"{self.path.name}, {data.split_name}")
+
+    def __repr__(self) -> str:
+        rows = self._split_rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        about = ", ".join(f"{name} {value}" for name, value in self._about())
+        return "\n  ".join([self._line(), *lines, about])
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._split_rows()
+        return html_table(self._line(), rows, header) + html_table("", self._about())
+
+    def _line(self) -> str:
+        splits = ", ".join(f"{split} {format_count(count)}" for split, count in self.splits.items())
+        shape = self.info.meta["sample_shape"]
+        what = "images" if self.info.fields[SAMPLES].content == "image" else "samples"
+        what += f" {'x'.join(map(str, shape))}" if shape else " of several sizes" if what == "images" else ""
+        classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
+        sizes, missing = self._file_bytes()
+        size = format_bytes(sizes)
+        if self.info.shards:
+            size += f" in {format_things(len(self.info.shards), 'shard')}" + (
+                f", {missing} of them missing" if missing else ""
+            )
+        return f"Pack {str(self.path)!r}: {splits}; {what}{classes}, {size}"
+
+    def _file_bytes(self) -> tuple[int, int]:
+        """Return the bytes of all files, and how many shards are missing."""
+        total, missing = 0, 0
+        for name in [self.path.name, *(Path(shard.name).name for shard in self.info.shards)]:
+            try:
+                total += self.path.with_name(name).stat().st_size
+            except OSError:
+                missing += 1
+        return total, missing
+
+    def _split_rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("split", "samples", "stored as", "bytes")]
+        shape, field = self.info.meta["sample_shape"], self.info.fields[SAMPLES]
+        for split, count in self.splits.items():
+            stored, size = self.encoding, "-"
+            if (found := self.info.data_sets.get(field.data_set(split))) is not None:
+                size = format_bytes(found.size_bytes)
+                if not field.is_ragged:
+                    stored = f"{np.dtype(found.dtype)} {' x '.join(map(str, found.shape))}"
+                else:
+                    stored = "image files" if field.content == "image" else field.content
+            elif shape and not field.is_ragged:
+                stored = f"{self.encoding} {' x '.join(map(str, [count, *shape]))}"
+                size = format_bytes(count * math.prod(shape)) if field.content == "image" else "-"
+            rows.append((split, format_count(count), stored, size))
+        return rows
+
+    def _about(self) -> list[tuple[str, str]]:
+        meta = self.info.meta
+        further = [name for name in self.info.fields if name not in (SAMPLES, "Y")]
+        return [
+            ("encoding", self.encoding),
+            *([("fields", f"X, Y, {', '.join(further)}")] if further else []),
+            ("source", self.source),
+            ("seal", "none" if meta.get("is_foreign") else self.info.seal[:_SEAL_CHARS]),
+            *((name, format_things(len(meta[key]), unit)) for name, key, unit in _LEFT if meta.get(key)),
+        ]

@@ -1,0 +1,1 @@
+"""Image files become uint8 arrays, by the fastest decoder that gives Pillow's result."""

@@ -1,0 +1,186 @@
+"""How a pack is known to be whole, and read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from colabkit.foundation import BadSource, ColabkitError, NotSealed, SourceMissing, cannot, file_changes
+from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, PackInfo, corrupt, unreadable
+
+if TYPE_CHECKING:
+    import h5py
+
+
+META = "colabkit_meta"
+NOTES = "colabkit_notes"
+_FORMAT_VERSION = 2
+_NAME = b"colabkit pack "
+SEAL_MARK = _NAME + b"%d\n" % _FORMAT_VERSION
+_DIGEST_LENGTH = 64
+_BLOCK_BYTES = 1 << 20
+_ASKED = ("classes", "encoding", "label_kind", "sample_shape", "source")
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_KINDS = "biufcS"  # of dtypes: plain numbers, and bytes of one length
+
+
+def read_pack(path: Path) -> PackInfo:
+    """Return what a pack says of itself, after checking its seal, size and layout.
+
+    Raises:
+        SourceMissing: if there is no such file.
+        BadSource: if it is no HDF5 file.
+        NotSealed: if it is HDF5 but no finished pack.
+        Corrupt: if it was sealed and has changed.
+        FileFailed: if it cannot be read.
+    """
+    import h5py
+
+    act = f"open {str(path)!r}"
+    try:
+        if not path.is_file():
+            found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
+            raise SourceMissing(cannot(act, found, "a pack", "Check the path, or make one with pack()"))
+        seal, table_crcs = _checked_seal(act, path)
+        with h5py.File(path, "r", locking=False) as file:
+            data_sets = {name: _data_set(path, file, name) for name in file}
+            info = PackInfo(path, data_sets, json.loads(file.attrs[META]), table_crcs, seal)
+        if NOTES in data_sets:
+            meta = {**info.meta, **json.loads(info.table(NOTES).tobytes())}
+            info = PackInfo(path, data_sets, meta, table_crcs, seal)
+        _check_meta(info)
+        _check_fields(info)
+        return info
+    except ColabkitError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (AttributeError, LookupError, ValueError, RuntimeError, TypeError) as error:
+        raise corrupt(path, f"HDF5 structures are damaged ({error})") from error
+
+
+def _check_meta(info: PackInfo) -> None:
+    """Refuse a pack that does not say of itself what all readers ask."""
+    if missing := [name for name in _ASKED if name not in info.meta]:
+        raise corrupt(info.path, f"it does not tell its {missing[0]}")
+    if not info.splits or SAMPLES not in info.fields:
+        raise corrupt(info.path, "it tells of no samples")
+    shape = info.meta["sample_shape"]
+    if shape is not None and not (isinstance(shape, list) and all(type(side) is int and side >= 0 for side in shape)):
+        raise corrupt(info.path, f"it tells of samples of shape {shape!r:.80}")
+    if odd := [shard.name for shard in info.shards if Path(shard.name).name != shard.name or shard.name in ("", "..")]:
+        raise corrupt(info.path, f"a shard called {odd[0]!r}, which is no file beside it")
+
+
+def _check_fields(info: PackInfo) -> None:
+    """Refuse a pack whose data sets do not have as many samples as it says, or cannot be what they are for."""
+    for split in info.splits:
+        for field in info.fields.values():
+            if info.shards and field.data_set(split) not in info.data_sets:
+                continue  # the shards hold it
+            rows = info.data_sets[field.index(split) if field.is_ragged else field.data_set(split)]
+            if rows.shape[0] != info.count(split):
+                raise corrupt(info.path, f"{rows.name!r} has {rows.shape[0]} samples instead of {info.count(split)}")
+            if field.is_ragged:
+                _check_table(info, rows.name, "iu", 2)
+            if field.name == LABELS:
+                _check_table(info, rows.name, "biuf", min(2, len(rows.shape)))
+        if not info.shards:
+            _check_table(info, f"{CRC}_{split}", "u", 1)
+
+
+def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
+    """Refuse a table that is not sealed, or not of these kinds of numbers and this rank."""
+    found = info.data_sets[name]
+    dtype = np.dtype(found.dtype)
+    if name not in info.table_crcs or dtype.kind not in kinds or dtype.itemsize > 8 or len(found.shape) != rank:
+        raise corrupt(info.path, f"{name!r} is {found.dtype} {list(found.shape)}, which is no such table")
+
+
+def is_pack(path: Path) -> bool:
+    """Return whether a file begins like a pack, whole or not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_NAME)) == _NAME
+
+
+def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
+    """Return the seal and the CRCs of the tables; refuse a file whose bytes outside of the data sets are not sealed."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        length = os.fstat(fd).st_size
+        head = os.pread(fd, file_changes.HDF5_USER_BLOCK_BYTES, 0)
+        if not head.startswith(SEAL_MARK):
+            raise _not_sealed(act, fd, head, length)
+        digest, text = head[len(SEAL_MARK) :][:_DIGEST_LENGTH], head[len(SEAL_MARK) + _DIGEST_LENGTH :].rstrip(b"\0")
+        if hashlib.sha256(text).hexdigest().encode() != digest:
+            raise corrupt(path, "its first bytes are not the sealed ones")
+        sealed = json.loads(text)
+        if length != sealed["length"]:
+            raise corrupt(path, f"{length} bytes instead of {sealed['length']}")
+        if outside_digest(fd, length, sealed["spans"]) != sealed["outside"]:
+            raise corrupt(path, "its attributes or layout are not the sealed ones")
+        return digest.decode(), sealed["tables"]
+    finally:
+        os.close(fd)
+
+
+def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotSealed:
+    """Return the error for a file that does not begin like a pack of this version."""
+    if head.startswith(_NAME):
+        version = head[len(_NAME) :][:8].partition(b"\n")[0].decode("ascii", "replace")
+        needed = f"format {_FORMAT_VERSION}"
+        return NotSealed(cannot(act, f"pack format {version}", needed, "Update colabkit or pack again"))
+    if hdf5_start(fd, length) is None:
+        found = f"no readable HDF5; it begins with {head[:8]!r}" if head else "an empty file"
+        return BadSource(cannot(act, found, "a whole pack", "Pack or stage it again"))
+    found = "HDF5 without colabkit's seal" if any(head) else "a pack that was never finished"
+    return NotSealed(cannot(act, found, "a sealed pack", "Make one with pack()"))
+
+
+def hdf5_start(fd: int, length: int) -> int | None:
+    """Return where HDF5 begins in a file: at 0 or after a user block of 512 bytes times a power of 2; else None."""
+    places = [0, *(512 << power for power in range((length // 512).bit_length()))]
+    signed = (place for place in places if os.pread(fd, len(_HDF5_SIGNATURE), place) == _HDF5_SIGNATURE)
+    return next(signed, None)
+
+
+def outside_digest(fd: int, length: int, spans: Iterable[Sequence[int]]) -> str:
+    """Return the SHA-256 of the bytes after the user block that lie in none of the spans (offset, size)."""
+    digest = hashlib.sha256()
+    position = file_changes.HDF5_USER_BLOCK_BYTES
+    for offset, size in [*spans, (length, 0)]:
+        while position < offset:  # in pieces: what a file says of itself may leave all of it outside
+            block = os.pread(fd, min(_BLOCK_BYTES, offset - position), position)
+            if not block:
+                raise OSError(errno.EIO, "the file ended while it was read")
+            digest.update(block)
+            position += len(block)
+        position = offset + size
+    return digest.hexdigest()
+
+
+def _data_set(path: Path, file: h5py.File, name: str) -> DataSet:
+    """Return where a data set lies, refusing all but plain contiguous arrays of numbers in this very file."""
+    import h5py
+
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink) or not isinstance(file[name], h5py.Dataset):
+        raise corrupt(path, f"{name!r} is no data set of this file")
+    dataset = file[name].id
+    properties = dataset.get_create_plist()
+    plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and properties.get_external_count() == 0
+    dtype = np.dtype(dataset.dtype)
+    if not plain or dtype.kind not in _KINDS:
+        raise corrupt(path, f"{name!r} is not a contiguous array of numbers")
+    found = DataSet(name, tuple(map(int, dataset.shape)), dtype.str, int(dataset.get_offset() or 0))
+    if found.offset + found.size_bytes > path.stat().st_size:
+        raise corrupt(path, f"{name!r} reaches beyond the file's end")
+    return found

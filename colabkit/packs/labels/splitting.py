@@ -1,0 +1,238 @@
+"""Which sample goes to which split or fold: pure functions on arrays, seeded, the same on every machine."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation import InvalidOption, cannot, check_whole_number, epoch_order, format_things
+from colabkit.packs.format.layout import SPLITS
+
+Kind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
+"""What labels are: the number of a class, 0 or 1 for each of several names, numbers, or nothing."""
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+SPLIT_FOLDERS = {
+    "train": "train",
+    "training": "train",
+    "dev": "dev",
+    "val": "dev",
+    "valid": "dev",
+    "validation": "dev",
+    "test": "test",
+    "testing": "test",
+}
+"""The split that a folder, shard or cell of this name means, in small letters."""
+
+_MOST_BINS = 10
+
+
+def split_named(name: object) -> str | None:
+    """Return the split that a name means, in capitals or not; None if it means none."""
+    return SPLIT_FOLDERS.get(name.lower()) if isinstance(name, str) else None
+
+
+def shares_of(act: str, splits: object) -> dict[str, float]:
+    """Return shares of the splits, in the order train, dev, test.
+
+    Args:
+        act: verb and object for messages.
+        splits: what was given as shares, by any name that means a split.
+
+    Raises:
+        InvalidOption: if they are no shares, name no split or one twice, or do not add up to 1.
+    """
+    if not isinstance(splits, Mapping):
+        found = f"splits={splits!r:.80}"
+        raise InvalidOption(cannot(act, found, "shares by split", "Use {'train': 0.8, 'test': 0.2}, say"))
+    named = [(split_named(name), name) for name in splits]
+    if unknown := [name for split, name in named if split is None]:
+        needed = f"names among {', '.join(SPLITS)}"
+        raise InvalidOption(cannot(act, f"{unknown[0]!r} is no split", needed, "Rename it"))
+    found_shares = {split: splits[name] for split, name in named}
+    if len(found_shares) < len(named):
+        found = f"several shares of one split in {dict(splits)!r}"
+        raise InvalidOption(cannot(act, found, "one for each", "Add them up"))
+    _check_shares(act, found_shares)
+    return {split: float(found_shares[split]) for split in SPLITS if split in found_shares}
+
+
+def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Numbers]:
+    """Return the numbers of the samples in each part, `int64` and sorted: every number from 0 to `n` is in one part.
+
+    Each stratum is shuffled by itself and cut at its rounded shares, so that every part has the stratum's share to
+    within one sample, and a stratum more leaves the others as they are.
+
+    Args:
+        strata: `[n]`, such as classes, whose shares each part keeps; None deals all samples as one stratum.
+        n: how many samples.
+        shares: what part of the samples each part gets; any names.
+        seed: the same seed gives the same parts.
+
+    Raises:
+        InvalidOption: if the shares do not add up to 1, there are not `n` strata, or a part would stay empty.
+    """
+    act = f"split into {dict(shares)!r:.200}"
+    check_whole_number(act, "seed", seed, 0)
+    total = _check_shares(act, shares)
+    parts: dict[str, list[Numbers]] = {name: [] for name in shares}
+    for stratum, members in _members(act, strata, n):
+        random.Random(f"{seed}/{stratum}").shuffle(members)
+        dealt = np.array(members, np.int64)
+        start, share = 0, 0.0
+        for name, part in parts.items():
+            share += shares[name] / total
+            stop = round(share * len(dealt))
+            part.append(dealt[start:stop])
+            start = stop
+    found = {name: np.sort(np.concatenate([np.empty(0, np.int64), *part])) for name, part in parts.items()}
+    if empty := next((name for name, part in found.items() if not len(part)), None):
+        told = f"no sample for {empty!r} among {n}"
+        raise InvalidOption(cannot(act, told, "at least one", "Use a larger share or more samples"))
+    return found
+
+
+def strata_of(kind: Kind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Numbers | None:
+    """Return the strata by which labels are dealt, `int64 [n]`; None where all samples are dealt as one.
+
+    Classes are strata as they are. Of several labels each combination is one; those too rare for the smallest share to
+    get a sample are one together. Of numbers, strata are up to ten bins with equal counts. Several numbers have none.
+
+    Args:
+        kind: what the labels are.
+        values: `[n]` or `[n, K]`.
+        shares: what part of the samples each part gets.
+    """
+    if values is None or kind == "none" or (kind == "regression" and values.ndim > 1):
+        return None
+    if kind == "class":
+        return values.astype(np.int64)
+    fewest = math.ceil(1 / min(shares.values()))
+    if kind == "regression":
+        bins = max(1, min(_MOST_BINS, len(values) // fewest))
+        ranks = np.empty(len(values), np.int64)
+        ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
+        return ranks * bins // max(1, len(values))
+    rows = np.ascontiguousarray(values)
+    packed = np.packbits(rows, axis=1) if rows.shape[1] else np.zeros((len(rows), 1), np.uint8)
+    _, numbers, counts = np.unique(packed, axis=0, return_inverse=True, return_counts=True)
+    strata = numbers.reshape(-1).astype(np.int64)
+    strata[counts[strata] < fewest] = -1
+    return strata
+
+
+def fold_numbers(
+    n: int,
+    k: int,
+    *,
+    strata: Sequence[Any] | npt.NDArray[Any] | None = None,
+    groups: Sequence[Any] | npt.NDArray[Any] | None = None,
+    seed: int = 0,
+) -> Numbers:
+    """Return the fold of each sample, `int64 [n]`, from 0 to `k - 1`; no fold is empty.
+
+    Without groups the folds' sizes differ by at most one sample, and so do their counts of each stratum. With groups no
+    group is in two folds: from the heaviest group on, each goes to the fold that then has least of its strata, to the
+    smallest of equals. That keeps low the sum of squares of the folds' shares of all strata, as `StratifiedGroupKFold`
+    of scikit-learn does with their standard deviation, and without strata is what its `GroupKFold` does.
+
+    Args:
+        n: how many samples.
+        k: how many folds, at least 2.
+        strata: `[n]`, such as classes, whose shares each fold keeps.
+        groups: `[n]`, such as patients, whose samples stay together.
+        seed: the same seed gives the same folds.
+
+    Raises:
+        InvalidOption: if there are fewer samples or groups than folds, or not `n` strata or groups.
+    """
+    act = f"make {k!r} folds"
+    check_whole_number(act, "k", k, 2)
+    check_whole_number(act, "n", n, 0)
+    check_whole_number(act, "seed", seed, 0)
+    if n < k:
+        raise InvalidOption(cannot(act, format_things(n, "sample"), "at least one for each fold", "Use fewer folds"))
+    stratum_of = np.zeros(n, np.int64) if strata is None else _codes(act, "strata", strata, n)
+    if groups is not None:
+        group_of = _codes(act, "groups", groups, n)
+        return _folds_of_groups(act, k, stratum_of, group_of, seed)[group_of]
+    order = epoch_order(n, seed, 0, 0, n)
+    order = order[np.argsort(stratum_of[order], kind="stable")]
+    folds = np.empty(n, np.int64)
+    folds[order] = np.arange(n) % k
+    return folds
+
+
+def _folds_of_groups(act: str, k: int, stratum_of: Numbers, group_of: Numbers, seed: int) -> Numbers:
+    """Return the fold of each group."""
+    count = int(group_of.max()) + 1
+    if count < k:
+        raise InvalidOption(cannot(act, f"{count} groups", "at least one for each fold", "Use fewer folds"))
+    totals = np.bincount(stratum_of)
+    pairs, sizes = np.unique(group_of * len(totals) + stratum_of, return_counts=True)
+    owner, stratum = np.divmod(pairs, len(totals))
+    share = sizes / totals[stratum]
+    start = np.searchsorted(owner, np.arange(count + 1)).tolist()
+    group_sizes = np.bincount(group_of).tolist()
+    weight = np.bincount(owner, share**2)
+    order = epoch_order(count, seed, 0, 0, count)
+    order = order[np.argsort(-weight[order], kind="stable")]
+    held = np.zeros((k, len(totals)))
+    fold_sizes = np.zeros(k, np.int64)
+    folds = np.empty(count, np.int64)
+    for group in order.tolist():
+        its = slice(start[group], start[group + 1])
+        # What a fold's sum of squares grows by, less what is the same for all folds. An empty fold costs nothing.
+        costs = held[:, stratum[its]] @ share[its]
+        fold = np.lexsort((fold_sizes, costs))[0]
+        held[fold, stratum[its]] += share[its]
+        fold_sizes[fold] += group_sizes[group]
+        folds[group] = fold
+    return folds
+
+
+def _check_shares(act: str, shares: Mapping[Any, Any]) -> float:
+    """Return the sum of shares; raises `InvalidOption` unless all are above 0 and add up to 1."""
+    odd = [share for share in shares.values() if not isinstance(share, numbers.Real) or isinstance(share, bool)]
+    if odd:
+        found = f"the share {odd[0]!r:.40}"
+        raise InvalidOption(cannot(act, found, "a number", "Use {'train': 0.8, 'test': 0.2}, say"))
+    total = float(sum(shares.values()))
+    if any(not share > 0 for share in shares.values()) or not abs(total - 1) <= 1e-6:
+        found, needed = f"shares that add up to {total:g}", "positive shares that add up to 1"
+        raise InvalidOption(cannot(act, found, needed, "Use {'train': 0.8, 'test': 0.2}, say"))
+    return total
+
+
+def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[Any, list[int]]]:
+    """Return each stratum, in order, with the sorted numbers of its samples."""
+    if strata is None:
+        return [(0, list(range(n)))]
+    codes = _codes(act, "strata", strata, n)
+    order = np.argsort(codes, kind="stable")
+    ends = np.cumsum(np.bincount(codes)) if n else np.empty(0, np.int64)
+    values = np.asarray(strata)[order[ends - 1]].tolist()
+    return [(value, part.tolist()) for value, part in zip(values, np.split(order, ends[:-1]), strict=False)]
+
+
+def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int) -> Numbers:
+    """Return values as numbers from 0, in their order."""
+    array = np.asarray(values)
+    if array.shape != (n,):
+        found, needed = f"{name} of shape {array.shape}", f"one value for each of {format_things(n, 'sample')}"
+        raise InvalidOption(cannot(act, found, needed, "Give as many values as samples"))
+    try:
+        codes = np.unique(array, return_inverse=True)[1]
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))
+        raise InvalidOption(
+            cannot(act, f"{name} of {kinds}", "values of one kind", "Convert them to numbers or text")
+        ) from error
+    return codes.reshape(n).astype(np.int64)

@@ -1,0 +1,325 @@
+"""`pack()` turns many files, arrays or records into one sealed, memory-mapped HDF5 file, or into several.
+
+Files are read many at once and decoded on as many cores as are allowed; each worker writes its own rows at their final
+place in a file whose space was reserved before. The seal comes last, then the rename, so a killed `pack()` leaves
+nothing that opens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+from colabkit.foundation import (
+    ColabkitError,
+    InvalidOption,
+    ProgressBar,
+    TargetExists,
+    cannot,
+    check_whole_number,
+    file_changes,
+    parse_bytes,
+    user_path,
+)
+from colabkit.packs.format.layout import PackInfo
+from colabkit.packs.format.reading import is_pack, read_pack
+from colabkit.packs.labels.labelling import Labels, Splits
+from colabkit.packs.packing.executors import check_executor
+from colabkit.packs.packing.in_memory import plan_arrays, plan_dataset
+from colabkit.packs.packing.makers import Encoding, Unequal
+from colabkit.packs.packing.options import Fields, PackOptions, Size, checked_options
+from colabkit.packs.packing.plan import OnBad, Plan
+from colabkit.packs.packing.planning import FilesToPack
+from colabkit.packs.packing.reports import PackReport
+from colabkit.packs.packing.shards import SHARD_BYTES, reclaim, write_shards, write_single
+from colabkit.packs.packing.values import is_arrays, is_dataset
+from colabkit.packs.packing.verifying import shards_of
+from colabkit.packs.packing.writing import Written
+from colabkit.storage import (
+    DATA_FILE,
+    FSSPEC,
+    TAR_SUFFIXES,
+    AnySource,
+    LmdbSource,
+    RangeSource,
+    Source,
+    TarSource,
+    Threads,
+    check_outside,
+    check_threads,
+    identity_of,
+    open_records,
+    open_source,
+    stage,
+)
+
+_PACKED = (*TAR_SUFFIXES, ".zip", ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
+"""How the names of objects in a bucket end that hold many samples, and so are staged whole."""
+
+
+def pack(
+    source: AnySource,
+    out: str | os.PathLike[str],
+    *,
+    size: Size | None = None,
+    encoding: Encoding | Literal["auto"] = "auto",
+    quality: int = 90,
+    channels: Literal[1, 3] = 3,
+    labels: Labels = "auto",
+    splits: Splits = None,
+    fields: Fields | None = None,
+    seed: int = 0,
+    on_bad: OnBad = "raise",
+    max_bad: float = 0.1,
+    shard_bytes: int | str | None = None,
+    executor: Any = None,
+    threads: Threads = "auto",
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> PackReport:
+    """Pack a source straight into a sealed HDF5 file, no small files in between, and return where it is.
+
+    Samples become `X_<split>`, labels `Y_<split>`, further fields `<name>_<split>`. The same pack that is there already
+    is used again.
+
+    Args:
+        source: a folder, a zip or tar archive, a table of paths (DataFrame, CSV, Parquet, list), a bucket's folder,
+            `samples:digits`; an LMDB, WebDataset shards, TFRecord files; what an https address or Drive link leads to,
+            which is staged first; arrays, as `{"X": images, "Y": labels}`, by split if wanted; a map-style torch data
+            set, or one for each split.
+        out: the pack's path, by custom ending in `.h5`.
+        size: height and width, or one number for both, to which images are scaled (to cover it, bilinear with
+            antialiasing) and cut around the centre; None keeps each as it is.
+        encoding: `"raw"` stores `uint8 [N, H, W, C]`, all of one size; `"source"` the files' own bytes; `"jpeg"` images
+            encoded anew; `"auto"` is raw if the images are of one size and fit in disk and RAM, else source, with
+            `size` jpeg.
+        quality: of `"jpeg"`, 1 to 100.
+        channels: 3 for RGB, 1 for luminance.
+        labels: `"auto"` takes a column that is named like labels, else the folders; else a column, several, a function
+            of a sample's path, or None for no labels. Words and whole numbers are classes, floating-point numbers
+            regression, lists and several columns of 0 and 1 multi-label.
+        splits: shares of `train`, `dev`, `test`, dealt by class; a column; a function of a sample's path. None takes
+            folders or a column named so, else all is `train`.
+        fields: further columns to keep, or for each field a column or a function of a sample's path.
+        seed: decides which sample goes to which split.
+        on_bad: what becomes of a file that cannot be decoded: `"raise"` an error, `"skip"` leaves it out, `"blank"`
+            keeps a black image in its place. The pack and the report list each.
+        max_bad: more bad files than that are an error: a share, as 0.1, or a whole number of them. A share above 0
+            allows at least one.
+        shard_bytes: write several files of about this size, as `"256MiB"`, and `out` as their index; an interrupted
+            call is gone on with from whole shards.
+        executor: any executor of `concurrent.futures`, as `Client.get_executor()` of Dask: packs one shard a task. All
+            machines have to see source and target at the same paths.
+        threads: files read at once; `"auto"` measures what the source rewards.
+        resume: take over whole shards that an interrupted call left.
+        overwrite: replace what is at `out`.
+        progress: show a progress bar.
+
+    Raises:
+        InvalidOption: if options make no sense, or not for this source.
+        SourceMissing, BadSource, BadArchive: if the source is not there, has no classes, or is broken.
+        BadImage: if a file is no image, or not of the common size; it is named. Also if too many are bad.
+        TargetExists: if something else is at `out` and `overwrite` is false.
+        NotEnoughSpace: before anything is written.
+        PackingFailed: if processes die.
+    """
+    started = time.monotonic()
+    in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
+    opened = None if in_memory else _opened(source, overwrite=overwrite, progress=progress)
+    act = f"pack {in_memory if opened is None else opened.name!r}"
+    options = checked_options(
+        act,
+        size=size,
+        encoding=encoding,
+        quality=quality,
+        channels=channels,
+        labels=labels,
+        splits=splits,
+        fields=fields,
+        seed=seed,
+        on_bad=on_bad,
+        max_bad=max_bad,
+    )
+    check_threads(act, threads)
+    check_executor(act, executor)
+    if isinstance(shard_bytes, str):
+        try:
+            shard_bytes = parse_bytes(shard_bytes)
+        except ValueError as error:
+            found = f"shard_bytes={shard_bytes!r}"
+            raise InvalidOption(cannot(act, found, "a number of bytes", "Use shard_bytes='256MiB', say")) from error
+    if shard_bytes is not None:
+        check_whole_number(act, "shard_bytes", shard_bytes, 1)
+    elif executor is not None:
+        shard_bytes = SHARD_BYTES
+    final = user_path(out, f"pack into {out!r}")
+    with file_changes.translated(act):
+        if final.is_dir():
+            needed = "the path of a file, as in 'birds.h5'"
+            raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
+    work = _Packing(
+        options, final, threads, shard_bytes, executor, started, resume=resume, overwrite=overwrite, progress=progress
+    )
+    with file_changes.translated(act):
+        if is_arrays(source):
+            return work.run(plan_arrays(source, options))
+        if opened is None:
+            return work.run(plan_dataset(source, options))
+        check_outside(act, opened, final)
+        with closing(opened):
+            files = FilesToPack(opened, opened.list(), options)
+            if (reused := work.reused(files.key)) is not None:
+                return reused
+            try:
+                return work.run(files.plan(final))
+            except Unequal:
+                if options.encoding != "auto" or options.size is not None:
+                    raise
+            return work.run(files.plan(final, is_unequal=True))
+
+
+def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
+    """Return the source, open; what is better read near is staged first."""
+    address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
+    if address is not None and address.kind != FSSPEC:
+        source = stage(source, extract=False, refresh=overwrite, progress=progress).path
+    elif address is not None and (name := str(source).rstrip("/").rpartition("/")[2]).lower().endswith(_PACKED):
+        folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
+        source = folder / name if (folder / name).is_file() else folder
+    opened = open_records(source) or open_source(source)
+    if opened.can_hang and isinstance(opened, RangeSource):
+        return _near_records(opened, overwrite=overwrite, progress=progress)
+    if opened.can_hang and isinstance(opened, TarSource) and opened.is_sequential:  # labels need a pass, data another
+        opened.close()
+        return TarSource(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
+    return opened
+
+
+def _near_records(far: RangeSource, *, overwrite: bool, progress: bool) -> Source:
+    """Return records whose files were staged whole: of few large files that is faster than sample by sample."""
+    files = [os.path.abspath(file) for file in far.files]
+    root = os.path.commonpath([os.path.dirname(file) for file in files])
+    folder = stage(files, extract=False, refresh=overwrite, progress=progress).path
+    near = [os.fspath(folder / os.path.relpath(file, root)) for file in files]
+    given: AnySource = near
+    if isinstance(far, LmdbSource):
+        given = folder if near[0] == os.fspath(folder / DATA_FILE) else near[0]
+    opened = open_records(given)
+    assert opened is not None
+    opened.name = far.name
+    return opened
+
+
+class _Packing:
+    """One call of `pack()`: arguments as there."""
+
+    def __init__(
+        self,
+        options: PackOptions,
+        final: Path,
+        threads: Threads,
+        shard_bytes: int | None,
+        executor: Any,
+        started: float,
+        *,
+        resume: bool,
+        overwrite: bool,
+        progress: bool,
+    ) -> None:
+        self._options = options
+        self._act = options.act
+        self._final = final
+        self._threads = threads
+        self._shard_bytes = shard_bytes
+        self._executor = executor
+        self._started = started
+        self._resume = resume
+        self._overwrite = overwrite
+        self._progress = progress
+
+    def reused(self, key: str | None) -> PackReport | None:
+        """Return the report of the pack that is there if it is the one that would be made.
+
+        Raises:
+            TargetExists: if something else is there, unless it may be replaced.
+        """
+        final = self._final
+        if not os.path.lexists(final):
+            return None
+        if self._overwrite:
+            if not is_pack(final):
+                needed = "a pack, which alone is overwritten"
+                found = f"{str(final)!r} is no pack"
+                raise TargetExists(cannot(self._act, found, needed, "Remove it or choose another path"))
+            return None
+        next_step = "Choose another path or overwrite=True"
+        try:
+            info = read_pack(final)
+            for _ in shards_of(info):
+                pass  # each is there, and the one that was sealed
+        except ColabkitError as error:
+            found = f"{str(final)!r} holds something else, or a pack that is damaged"
+            raise TargetExists(cannot(self._act, found, "a free path", next_step)) from error
+        if key is None:
+            found = f"{str(final)!r} is there, and a data set cannot be compared with it"
+            raise TargetExists(cannot(self._act, found, "a free path", next_step))
+        if info.meta["plan"] != key:
+            found = f"{str(final)!r} is a pack of {info.meta['source']!r} with other samples or options"
+            raise TargetExists(cannot(self._act, found, "a free path", next_step))
+        reclaim(final)  # of a call that was killed at its end
+        return _report(info, time.monotonic() - self._started, None)
+
+    def run(self, plan: Plan) -> PackReport:
+        """Write the pack of a plan."""
+        if (reused := self.reused(plan.about["plan"])) is not None:
+            return reused
+        try:
+            with ProgressBar("pack", plan.samples, " samples", self._progress) as bar:
+                if self._shard_bytes is None:
+                    written = write_single(plan, self._final, self._threads, bar, replace=self._overwrite)
+                else:
+                    written = self._sharded(plan, self._shard_bytes, bar)
+        except TargetExists:
+            if (reused := self.reused(plan.about["plan"])) is None:  # another process was faster
+                raise
+            return reused
+        return _report(read_pack(self._final), time.monotonic() - self._started, written)
+
+    def _sharded(self, plan: Plan, shard_bytes: int, bar: ProgressBar) -> Written:
+        return write_shards(
+            plan,
+            self._final,
+            self._threads,
+            bar,
+            shard_bytes=shard_bytes,
+            executor=self._executor,
+            resume=self._resume,
+            replace=self._overwrite,
+        )
+
+
+def _report(info: PackInfo, seconds: float, written: Written | None) -> PackReport:
+    meta: Mapping[str, Any] = info.meta
+    shards = [info.path.with_name(Path(shard.name).name) for shard in info.shards]
+    return PackReport(
+        path=info.path,
+        source=meta["source"],
+        splits=meta["splits"],
+        classes=tuple(meta["classes"]),
+        encoding=meta["encoding"],
+        sample_shape=tuple(meta["sample_shape"] or ()),
+        pack_bytes=sum(path.stat().st_size for path in [info.path, *shards]),
+        shards=len(shards) or 1,
+        seconds=seconds,
+        made_by=written.how if written else "",
+        retries=written.retries if written else 0,
+        left_out=tuple((name, why) for name, why in meta["left_out"]),
+        bad=tuple((name, why) for _, _, name, why in meta["bad"]),
+        note=meta["options"].get("note") or "",
+        reused=written is None,
+    )

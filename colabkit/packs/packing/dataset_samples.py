@@ -1,0 +1,398 @@
+"""Map-style data sets as the samples of a pack: asked for one after the other, in one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of
+from colabkit.packs.decode.fitting import Pixels, fitted
+from colabkit.packs.decode.images import decode_pillow
+from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.format.layout import LABELS, SAMPLES, Field
+from colabkit.packs.labels.splitting import Kind
+from colabkit.packs.packing.makers import Encoding, Made, Unequal, Value, is_stored
+from colabkit.packs.packing.values import check_field_names
+from colabkit.storage import Item, Source
+
+_SAMPLE_KEYS = (SAMPLES, "x", "image", "images", "img", "pixel_values", "input", "inputs", "data", "text")
+LABEL_KEYS = (LABELS, "y", "label", "labels", "target", "targets", "class")
+"""What labels are called in samples that are mappings."""
+
+_IMAGE_CHANNELS = (1, 3)
+_FIRST_TRIES = 16
+_RETURN_ALIKE = "Return the same fields, of one shape and dtype, for all samples"
+
+Place: TypeAlias = tuple[Any, ...]
+"""Where a value is in a sample: keys, one inside the other; none where the sample is the value."""
+
+
+class UnlikeFirst(Unequal):
+    """A value is of another shape or kind than in the first sample."""
+
+    next_step = _RETURN_ALIKE
+
+
+class _UnequalPictures(Unequal):
+    next_step = "Use size= to bring all images to one size, or encoding='jpeg' to keep the size of each"
+
+
+class _Raised(BadImage):
+    """A data set could not give a sample."""
+
+
+class _Unfit(BadImage):
+    """A value is nothing that a pack holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """How images are stored; arguments as of `pack()`."""
+
+    encoding: Encoding
+    channels: int
+    size: tuple[int, int] | None
+    quality: int
+
+    def pixels(self, value: Any) -> Pixels:
+        """Return an image as `uint8 [H, W, C]`: one of Pillow as its file would be, pixels with their own channels."""
+        if isinstance(value, Image.Image):
+            return decode_pillow(value, self.channels, self.size)
+        pixels = _numbers(SAMPLES, value)
+        if not isinstance(value, np.ndarray):
+            pixels = pixels.transpose(1, 2, 0)
+        if self.channels == 1 and pixels.shape[2] == 3:
+            pixels = np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).convert("L"))[:, :, None]
+        pixels = np.array(pixels, order="C")  # a copy: a data set may fill the same memory for each sample
+        return pixels if self.size is None else fitted(pixels, (pixels.shape[0], pixels.shape[1]), 1, self.size)
+
+
+class DatasetSamples:
+    """Takes samples from map-style data sets, in their order.
+
+    What a data set holds open may stand neither threads nor forks, so it is asked by one thread at a time. A sample
+    is `x`, `(x, y, ...)` or a mapping, whose keys tell `X` and `Y`. Images of Pillow, `uint8 [C, H, W]` tensors and
+    `uint8 [H, W, C]` arrays, with C = 1 or 3, become `uint8 [H, W, C]`. A number, or a row of numbers, behind `x` is
+    its label `Y`; what else there is becomes fields `Z`, `Z2`, or by their names. What they are is told by the first
+    sample.
+
+    Args:
+        act: verb and object for messages.
+        parts: for each split its data set.
+        pictures: how images are stored.
+        label: the key of the labels of mappings; "auto" takes the usual ones, None takes no labels at all.
+        classes: names that may stand as labels; numbers then are their places.
+        skips_bad: whether the first samples may be bad.
+
+    Raises:
+        BadSource: if a split is empty, or samples are not what can be packed.
+        InvalidOption: if images were asked for, and there are none.
+    """
+
+    source: Source | None = None
+    can_share = False
+
+    def __init__(
+        self,
+        act: str,
+        parts: Mapping[str, Any],
+        pictures: Pictures,
+        label: str | None,
+        classes: Sequence[str],
+        *,
+        skips_bad: bool,
+    ) -> None:
+        self._act = act
+        self._parts = dict(parts)
+        self._counts = {split: _length(act, split, part) for split, part in parts.items()}
+        self._ends = np.cumsum(list(self._counts.values()))
+        self._pictures = pictures
+        self._label = label
+        self._class_numbers = {str(name): number for number, name in enumerate(classes)}
+        self._chosen: npt.NDArray[np.int64] | None = None
+        self._asking = threading.Lock()
+        tries = min(_FIRST_TRIES if skips_bad else 1, int(self._ends[-1]))
+        for number in range(tries):
+            try:
+                self._learn(self._sample(number))
+                break
+            except _Unfit as error:
+                found, needed = f"{error}, in {self.path(number)}", "numbers, text or images"
+                raise BadSource(cannot(act, found, needed, "Convert it in the data set")) from error
+            except BadImage as error:
+                if number == tries - 1:
+                    found = f"{self.path(number)}: {error}"
+                    raise BadImage(cannot(act, found, "a good sample", "Repair or leave out this sample")) from error
+
+    def _learn(self, first: Any) -> None:
+        """Learn from the first sample what all are."""
+        self._places = self._told(first)
+        values = {name: _at(first, place) for name, place in self._places.items()}
+        self.is_image = _is_image(values[SAMPLES])
+        if not self.is_image and (self._pictures.size is not None or self._pictures.encoding == "jpeg"):
+            found, needed = f"size= or encoding= for {_named(values[SAMPLES])}", "images"
+            raise InvalidOption(cannot(self._act, found, needed, "Leave it out"))
+        self.fields = tuple(self._made(name, value) for name, value in values.items())
+        self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
+        self.first_shape = self._pictures.pixels(values[SAMPLES]).shape if self.is_image else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many samples each part has."""
+        return self._counts
+
+    @property
+    def label_kind(self) -> Kind:
+        """What the labels are, by the first."""
+        labels = next((made for made in self.fields if made.field.name == LABELS), None)
+        if labels is None:
+            return "none"
+        if np.dtype(labels.dtype).kind == "f":
+            return "regression"
+        return "multilabel" if labels.shape else "class"
+
+    @property
+    def label_count(self) -> int:
+        """How many labels or targets a sample has; 0 for a class or a single target."""
+        labels = next((made for made in self.fields if made.field.name == LABELS), None)
+        return labels.shape[0] if labels is not None and labels.shape else 0
+
+    def item(self, number: int) -> Item:
+        """There are no items."""
+        raise NotImplementedError
+
+    def lengths(self, numbers: npt.NDArray[np.int64]) -> None:
+        """What is ragged is not known before it is made."""
+
+    def path(self, number: int) -> str:
+        """Return the sample's number in its data set as text."""
+        split, row = self._where(number)
+        return f"sample {row}" + (f" of {split}" if len(self._parts) > 1 else "")
+
+    def make(self, number: int, data: bytes) -> tuple[Value, ...]:
+        """Return the fields of a sample.
+
+        Raises:
+            BadImage: with the bare reason, if the data set cannot give it, or it is unlike the first.
+        """
+        sample = self._sample(number)
+        values = []
+        for made, place in zip(self.fields, self._places.values(), strict=True):
+            name = made.field.name
+            try:
+                value = _at(sample, place)
+            except (KeyError, IndexError, TypeError) as error:
+                raise UnlikeFirst(f"it has no {name!r}") from error
+            if name == SAMPLES and _is_image(value) != self.is_image:
+                raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first")
+            values.append(self._alike(made, self._value(name, value)))
+        return tuple(values)
+
+    def part(self, numbers: npt.NDArray[np.int64]) -> DatasetSamples:
+        """Return these samples only, numbered from 0."""
+        chosen = object.__new__(DatasetSamples)
+        chosen.__dict__.update(self.__dict__)
+        chosen._chosen = numbers if self._chosen is None else self._chosen[numbers]
+        return chosen
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**self.__dict__, "_asking": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._asking = threading.Lock()
+
+    def _where(self, number: int) -> tuple[str, int]:
+        """Return the split and the row of a sample."""
+        if self._chosen is not None:
+            number = int(self._chosen[number])
+        at = int(np.searchsorted(self._ends, number, "right"))
+        return list(self._parts)[at], number - (int(self._ends[at - 1]) if at else 0)
+
+    def _sample(self, number: int) -> Any:
+        split, row = self._where(number)
+        try:
+            with self._asking:  # parts may be made in several threads of an executor
+                return self._parts[split][row]
+        except (ColabkitError, MemoryError):
+            raise
+        except Exception as error:  # a data set's own code raises anything
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            raise _Raised(f"the data set raised {reason}") from error
+
+    def _told(self, sample: Any) -> dict[str, Place]:
+        """Return where each field is in a sample, by the first."""
+        if isinstance(sample, Mapping):
+            return self._by_key(sample, ())
+        if self._label not in ("auto", None):
+            found, needed = f"labels={self._label!r} for samples without keys", "'auto' or None"
+            raise InvalidOption(cannot(self._act, found, needed, "Leave it out: a sample is (x, label)"))
+        if not isinstance(sample, tuple | list):
+            return {SAMPLES: ()}
+        if not sample:
+            raise BadSource(cannot(self._act, "an empty tuple as sample", "x, or x and y", "Return (x, y)"))
+        names = getattr(next(iter(self._parts.values())), "fields", None)  # of a pack's data set
+        if isinstance(names, tuple) and len(names) == len(sample) and names[0] == SAMPLES:
+            return {name: (number,) for number, name in enumerate(names) if name != LABELS or self._label}
+        places: dict[str, Place] = {SAMPLES: (0,)}
+        others = 0
+        for number, value in enumerate(sample[1:], 1):
+            if isinstance(value, Mapping):
+                places |= self._by_key(value, (number,))
+            elif number == 1 and _may_be_label(value):
+                if self._label is not None:
+                    places[LABELS] = (number,)
+            else:
+                others += 1
+                places["Z" if others == 1 else f"Z{others}"] = (number,)
+        return places
+
+    def _by_key(self, sample: Mapping[Any, Any], within: Place) -> dict[str, Place]:
+        """Return the fields of a mapping: what is called like an image is `X`, what is called like a label `Y`."""
+        label = next((key for key in LABEL_KEYS if key in sample and _may_be_label(sample[key])), None)
+        if self._label not in ("auto", None):
+            label = self._label
+            if label not in sample:
+                found, needed = f"no {label!r} in samples", f"one of {', '.join(map(str, sample))}"
+                raise InvalidOption(cannot(self._act, found, needed, "Name one of these"))
+        x = None
+        if not within:
+            rest = [key for key in sample if key != label]
+            x = next((key for key in _SAMPLE_KEYS if key in rest), rest[0] if len(rest) == 1 else None)
+            if x is None:
+                found = f"samples of {', '.join(map(str, sample)) or 'nothing'}"
+                needed = f"one named like {', '.join(_SAMPLE_KEYS[2:6])}"
+                raise BadSource(cannot(self._act, found, needed, "Rename the one that is packed as X"))
+        others = [key for key in sample if key not in (x, label)]
+        check_field_names(self._act, others)
+        places: dict[str, Place] = {} if within else {SAMPLES: (x,)}
+        if label is not None and self._label is not None:
+            places[LABELS] = (*within, label)
+        return places | {key: (*within, key) for key in others}
+
+    def _value(self, name: str, value: Any) -> Any:
+        """Return a value as it is stored; raises `BadImage` with the bare reason."""
+        if name == SAMPLES and _is_image(value):
+            pixels = self._pictures.pixels(value)
+            return encode_jpeg(pixels, self._pictures.quality) if self._pictures.encoding == "jpeg" else pixels
+        if isinstance(value, Image.Image):  # a mask, whose numbers are no colours
+            return np.array(_numbers(name, value))
+        if name == LABELS:
+            return self._label_value(value)
+        if isinstance(value, str):
+            return value.encode("utf-8", "surrogateescape")
+        if isinstance(value, bytes | bytearray):
+            return bytes(value)
+        return np.array(_numbers(name, value))  # a copy, as of pixels
+
+    def _label_value(self, value: Any) -> npt.NDArray[Any]:
+        if isinstance(value, str):
+            if value not in self._class_numbers:
+                known = ", ".join(list(self._class_numbers)[:5]) or "none"
+                raise _Unfit(f"the label {value!r:.80}, where the data set's `classes` are {known}")
+            return np.asarray(self._class_numbers[value], "<i8")
+        found = _numbers(LABELS, value)
+        if found.dtype.kind == "f" and found.ndim < 2:
+            with np.errstate(over="ignore"):
+                stored = found.astype("<f4")
+            if not np.isfinite(stored).all():
+                raise _Unfit("a label that is NaN, infinity or more than float32 holds")
+            return stored
+        if found.dtype.kind in "biu" and found.shape in ((), (1,)) and int(found.max()) <= np.iinfo(np.int64).max:
+            return found.reshape(()).astype("<i8")
+        if found.dtype.kind in "biu" and found.ndim == 1 and ((found == 0) | (found == 1)).all():
+            return found.astype("|u1")
+        raise _Unfit(f"a label of {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats")
+
+    def _alike(self, made: Made, value: Value) -> Value:
+        """Return a value in the form of its field; raises `UnlikeFirst` if it has another."""
+        name = made.field.name
+        if isinstance(value, np.ndarray) is made.field.is_ragged:
+            raise UnlikeFirst(f"{name!r} is of another kind than in the first")
+        if not isinstance(value, np.ndarray):
+            return value
+        if value.shape != made.shape:
+            kind = _UnequalPictures if name == SAMPLES and self.is_image else UnlikeFirst
+            what = "its shape" if name == SAMPLES else f"the shape of {name!r}"
+            raise kind(f"{what} is {_by(value.shape)}, not {_by(made.shape)} like the first")
+        if value.dtype.str != made.dtype:
+            cast = value.astype(made.dtype)
+            is_same = np.can_cast(value.dtype, made.dtype, "same_kind") or cast.dtype.kind == value.dtype.kind
+            if not is_same or (cast.dtype.kind not in "fc" and not np.array_equal(cast, value)):
+                raise UnlikeFirst(f"the dtype of {name!r} is {value.dtype}, not {cast.dtype} like the first")
+            return cast
+        return value
+
+    def _made(self, name: str, value: Any) -> Made:
+        stored = self._value(name, value)
+        is_image = name == SAMPLES and self.is_image
+        if isinstance(stored, np.ndarray):
+            content = "labels" if name == LABELS else "image" if is_image else "array"
+            dtype = stored.dtype.newbyteorder("<").str
+            return Made(Field(name, content), stored.shape, dtype, name == LABELS)  # type: ignore[arg-type]
+        content = "image" if is_image else "text" if isinstance(value, str) else "bytes"
+        return Made(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
+
+
+def _length(act: str, split: str, dataset: Any) -> int:
+    try:
+        count = len(dataset)
+    except Exception as error:
+        found = f"len() of the data set of {split!r} raised {type(error).__name__}: {error}"
+        raise BadSource(cannot(act, found, "a map-style data set", "Give it __len__ and __getitem__")) from error
+    if not count:
+        raise BadSource(cannot(act, f"no samples in {split!r}", "at least one", "Leave the split out"))
+    return count
+
+
+def _at(sample: Any, place: Iterable[Any]) -> Any:
+    for key in place:
+        sample = sample[key]
+    return sample
+
+
+def _may_be_label(value: Any) -> bool:
+    """Return whether a value is one, or a row of some, but no image and no mask."""
+    return not isinstance(value, Image.Image | Mapping) and _dimensions(value) < 2
+
+
+def _dimensions(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return 1 + max(map(_dimensions, value), default=0)
+    return int(getattr(value, "ndim", 0))
+
+
+def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, OSError) as error:
+        raise _Unfit(f"{name!r} is {_named(value)} that is no array") from error
+    if not is_stored(found.dtype):
+        raise _Unfit(f"{name!r} is {_named(value)}")
+    return found
+
+
+def _named(value: Any) -> str:
+    dtype = getattr(value, "dtype", None)
+    return kind_of(value) + (f" of {dtype} {list(getattr(value, 'shape', ()))}" if dtype is not None else "")
+
+
+def _is_image(value: Any) -> bool:
+    """Return whether a value is an image of Pillow, or of uint8: a tensor [C, H, W], or an array [H, W, C]."""
+    if isinstance(value, Image.Image):
+        return True
+    shape = tuple(getattr(value, "shape", ()))
+    is_uint8 = str(getattr(value, "dtype", "")).endswith("uint8") and not str(value.dtype).endswith("quint8")
+    return is_uint8 and len(shape) == 3 and shape[2 if isinstance(value, np.ndarray) else 0] in _IMAGE_CHANNELS
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "()"

@@ -1,0 +1,268 @@
+"""From arrays and map-style data sets to the plan of a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation import BadSource, InvalidOption, cannot
+from colabkit.packs.format.layout import LABELS, SAMPLES, Field
+from colabkit.packs.labels.splitting import Kind, shares_of, split_shares, strata_of
+from colabkit.packs.packing.array_samples import (
+    ArraySamples,
+    Blobs,
+    Rows,
+    check_alike,
+    check_lengths,
+    digest_of_rows,
+    rows_of,
+)
+from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSamples, Pictures
+from colabkit.packs.packing.options import PackOptions
+from colabkit.packs.packing.plan import Plan, Table, digest_of
+from colabkit.packs.packing.values import check_field_names, parts_of
+
+_NAMED_CLASSES = 100_000  # whole numbers above that are no classes
+_LARGEST = np.iinfo(np.int64).max
+_NO_FILES = "for samples that are no files"
+
+
+def plan_arrays(source: Any, options: PackOptions) -> Plan:
+    """Return the plan of a pack of arrays.
+
+    Raises:
+        InvalidOption: if arrays do not fit together, or an option is meant for files.
+        BadSource: if a split is empty.
+    """
+    act = options.act
+    _refuse(act, "size=", options.size is not None)
+    _refuse(act, "fields=", bool(options.fields))
+    _refuse(act, f"on_bad={options.on_bad!r}", options.on_bad != "raise")
+    _refuse(act, f"labels={options.labels!r:.60}", options.labels not in ("auto", None))
+    _refuse(act, f"encoding={options.encoding!r}", options.encoding not in ("auto", "raw"))
+    given = {split: _arrays(act, split, part) for split, part in parts_of(act, source).items()}
+    alike = next(iter(given.values()))
+    for part in given.values():
+        for name in alike.keys() | part.keys():
+            check_alike(act, name, alike.get(name), part.get(name))
+    contents = {name: content for name, (_, content) in alike.items()}
+    parts = {split: {name: rows for name, (rows, _) in part.items()} for split, part in given.items()}
+    first = next(iter(parts.values()))
+    digests = [
+        [split, name, digest_of_rows(one, contents[name])]
+        for split, part in parts.items()
+        for name, one in part.items()
+    ]
+    labels: npt.NDArray[Any] | None = None
+    kind: Kind = "none"
+    classes: tuple[str, ...] = ()
+    if LABELS in first and options.labels is not None:
+        columns = [part[LABELS] for part in parts.values()]
+        labels, kind, classes = _labels(act, [one if isinstance(one, tuple) else np.asarray(one) for one in columns])
+    parts = {split: {name: one for name, one in part.items() if name != LABELS} for split, part in parts.items()}
+    texts = [name for name, one in first.items() if isinstance(one, tuple) and name not in (SAMPLES, LABELS)]
+    tables = [] if labels is None else [Table(Field(LABELS, "labels"), labels)]
+    for name in texts:
+        values = tuple(blob for part in parts.values() for blob in part.pop(name))
+        tables.append(Table(Field(name, contents[name], is_ragged=True), values))  # type: ignore[arg-type]
+    maker = ArraySamples([*parts.values()], contents)
+    counts = {split: len(part[SAMPLES]) for split, part in parts.items()}
+    x = maker.fields[0]
+    encoding = "raw" if x.field.content == "image" else "array"
+    about = _about("arrays", encoding, kind, classes, list(x.shape), digest_of(options.plain(), digests))
+    return Plan("arrays", maker, _splits(act, counts, options, kind, labels), tuple(tables), about, "raise", 0)
+
+
+def plan_dataset(source: Any, options: PackOptions) -> Plan:
+    """Return the plan of a pack of map-style data sets.
+
+    Args:
+        source: the data set, or a mapping of splits to such.
+        options: what was asked for.
+
+    Raises:
+        InvalidOption: if an option is meant for files.
+        BadSource: if a split is empty, or samples hold what cannot be packed.
+        BadImage: if the data set cannot give the first sample.
+    """
+    act = options.act
+    _refuse(act, "fields=", bool(options.fields))
+    _refuse(act, "on_bad='blank'", options.on_bad == "blank")
+    _refuse(act, "encoding='source'", options.encoding == "source")
+    if options.labels is not None and not isinstance(options.labels, str):
+        found, needed = f"labels={options.labels!r:.60} for a data set", "the key of a label in its samples, or None"
+        raise InvalidOption(cannot(act, found, needed, "Leave it out, or return (x, label) in the data set"))
+    parts = parts_of(act, source)
+    key = options.labels
+    names = [_classes(part, key) for part in parts.values()]
+    if len(set(names)) > 1:
+        found = f"other classes in {' than in '.join(parts)}"
+        raise BadSource(cannot(act, found, "the same classes in the same order", "Number the labels alike"))
+    maker = DatasetSamples(
+        act,
+        parts,
+        Pictures("jpeg" if options.encoding == "jpeg" else "raw", options.channels, options.size, options.quality),
+        key,
+        names[0],
+        skips_bad=options.on_bad == "skip",
+    )
+    kind = maker.label_kind
+    targets = [_targets(part, key, maker.counts[split]) for split, part in parts.items()] if kind == "class" else []
+    known = _joined(targets) if targets else None
+    classes = _class_names(maker, names[0], known)
+    shape = list(maker.fields[0].shape)
+    if maker.is_image:
+        assert maker.first_shape is not None
+        shape = list(maker.first_shape) if options.encoding != "jpeg" or options.size else []
+    encoding = ("jpeg" if options.encoding == "jpeg" else "raw") if maker.is_image else "array"
+    name = type(next(iter(parts.values()))).__name__
+    about = _about(name, encoding, kind, classes, shape, None)
+    if maker.first_shape is not None:
+        about["channels"] = maker.first_shape[2]
+    strata = known if len(parts) == 1 else None
+    splits = _splits(act, maker.counts, options, "class", strata)
+    most_bad = options.most_bad(sum(maker.counts.values()))
+    return Plan(name, maker, splits, (), about, options.on_bad, most_bad)
+
+
+def _about(
+    name: str, encoding: str, kind: str, classes: Sequence[str], shape: list[int], key: str | None
+) -> dict[str, Any]:
+    return {
+        "source": name,
+        "encoding": encoding,
+        "classes": tuple(classes),
+        "label_kind": kind,
+        "sample_shape": shape or None,
+        "channels": shape[2] if len(shape) == 3 else 3,
+        "options": {},
+        "plan": key,
+        "source_bytes": 0,
+        "left_out": (),
+    }
+
+
+def _refuse(act: str, option: str, is_given: bool) -> None:
+    """Refuse an option that means something for files only."""
+    if is_given:
+        next_step = "Leave it out, and change the samples before"
+        raise InvalidOption(cannot(act, f"{option} {_NO_FILES}", "the samples alone", next_step))
+
+
+def _arrays(act: str, split: str, part: Mapping[str, Any]) -> dict[str, tuple[Rows | Blobs, str]]:
+    """Return a split's arrays, `X` first, each with what it holds."""
+    if SAMPLES not in part:
+        told = f"the fields {', '.join(part) or 'nothing'} in {split!r}"
+        raise InvalidOption(cannot(act, told, "an array named X", "Use {'X': images, 'Y': labels}, say"))
+    check_field_names(act, [name for name in part if name not in (SAMPLES, LABELS)])
+    found = {name: rows_of(act, name, part[name]) for name in sorted(part, key=lambda name: name != SAMPLES)}
+    check_lengths(act, split, {name: rows for name, (rows, _) in found.items()})
+    return found
+
+
+def _labels(act: str, given: Sequence[npt.NDArray[Any] | Blobs]) -> tuple[npt.NDArray[Any], Kind, tuple[str, ...]]:
+    """Return labels as they are stored, of what kind they are, and the classes' names."""
+    if all(isinstance(one, tuple) for one in given):
+        texts = [blob.decode("utf-8", "surrogateescape") for one in given for blob in one]
+        numbers = {name: number for number, name in enumerate(sorted(set(texts)))}
+        return np.array([numbers[text] for text in texts], "<i8"), "class", tuple(numbers)
+    values = np.concatenate(given)
+    kind = values.dtype.kind
+    if kind in "biu" and values.shape[1:] == (1,):  # as Keras has them
+        values = values.reshape(-1)
+    if values.ndim == 1 and kind == "b":
+        return values.astype("<i8"), "class", ("False", "True")
+    if values.ndim == 1 and kind in "iu" and int(values.max()) <= _LARGEST:
+        return values.astype("<i8"), "class", _numbered(values)
+    if values.ndim == 2 and kind in "biu" and np.isin(values, (0, 1)).all():
+        return values.astype("|u1"), "multilabel", tuple(map(str, range(values.shape[1])))
+    if values.ndim <= 2 and kind == "f":
+        with np.errstate(over="ignore"):
+            stored = values.astype("<f4")
+        if not np.isfinite(stored).all():
+            found = "Y holds NaN, infinity or what float32 cannot hold"
+            raise BadSource(cannot(act, found, "a number for each sample", "Leave these out"))
+        return stored, "regression", ()
+    found = f"Y of {values.dtype} {list(values.shape)}"
+    needed = "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]"
+    raise InvalidOption(cannot(act, found, needed, "Give it another name, as in {'X': ..., 'boxes': ...}"))
+
+
+def _numbered(values: npt.NDArray[Any]) -> tuple[str, ...]:
+    """Return the names of classes that are whole numbers from 0; none for other numbers."""
+    if values.min() < 0 or values.max() >= _NAMED_CLASSES:
+        return ()
+    return tuple(map(str, range(int(values.max()) + 1)))
+
+
+def _class_names(maker: DatasetSamples, names: Sequence[str], known: npt.NDArray[Any] | None) -> tuple[str, ...]:
+    """Return the names of the classes, labels or targets of a data set."""
+    if maker.label_kind == "class":
+        if maker.has_bools:
+            return "False", "True"
+        return tuple(names) or (() if known is None else _numbered(known))
+    if maker.label_kind == "multilabel":
+        return tuple(names) if len(names) == maker.label_count else tuple(map(str, range(maker.label_count)))
+    return ()
+
+
+def _splits(
+    act: str, counts: Mapping[str, int], options: PackOptions, kind: Kind, labels: npt.NDArray[Any] | None
+) -> dict[str, npt.NDArray[np.int64]]:
+    if options.splits is None:
+        ends = np.cumsum(list(counts.values())).tolist()
+        return {split: np.arange(end - counts[split], end) for split, end in zip(counts, ends, strict=True)}
+    if not isinstance(options.splits, Mapping):
+        found, needed = f"splits={options.splits!r:.60}", "shares, as in {'train': 0.8, 'test': 0.2}"
+        raise InvalidOption(cannot(act, found, needed, "Give the splits as a mapping of parts instead"))
+    if list(counts) != ["train"]:
+        found, needed = f"splits= beside the splits {', '.join(counts)}", "one of them"
+        raise InvalidOption(cannot(act, found, needed, "Leave the option out"))
+    shares = shares_of(act, options.splits)
+    return split_shares(strata_of(kind, labels, shares), counts["train"], shares, options.seed)
+
+
+def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
+    """Return the class names that a data set tells, also through views of torch; none if it tells none."""
+    own = getattr(dataset, "classes", None)
+    if isinstance(own, list | tuple) and own:
+        return tuple(name if isinstance(name, str) else str(name) for name in own)
+    features = getattr(dataset, "features", None)  # of Hugging Face
+    if isinstance(features, Mapping):
+        for name in LABEL_KEYS if key in ("auto", None) else (key,):
+            if names := getattr(features.get(name), "names", None):
+                return tuple(map(str, names))
+    if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        return _classes(dataset.dataset, key)
+    if parts := getattr(dataset, "datasets", None):
+        found = {_classes(part, key) for part in parts}
+        return found.pop() if len(found) == 1 else ()
+    return ()
+
+
+def _targets(dataset: Any, key: str | None, count: int) -> npt.NDArray[np.int64] | None:
+    """Return the classes of a data set that tells them without making its samples, as torchvision's do."""
+    if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        whole = _targets(dataset.dataset, key, len(dataset.dataset))
+        return None if whole is None else whole[np.asarray(dataset.indices)]
+    if parts := getattr(dataset, "datasets", None):
+        found = [_targets(part, key, len(part)) for part in parts]
+        return _joined(found)
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, list):
+        names = [name for name in (LABEL_KEYS if key in ("auto", None) else (key,)) if name in columns]
+        given = [np.asarray(dataset[name]) for name in names[:1]]
+    else:
+        given = [np.asarray(getattr(dataset, name, None)) for name in ("targets", "labels")]
+    for values in given:
+        if values.shape == (count,) and values.dtype.kind in "iu":
+            return values.astype(np.int64)
+    return None
+
+
+def _joined(parts: Sequence[npt.NDArray[np.int64] | None]) -> npt.NDArray[np.int64] | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None

@@ -1,0 +1,322 @@
+"""From a source of files to the plan of a pack: samples, labels, fields, encoding."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colabkit.foundation import (
+    BadImage,
+    BadSource,
+    InvalidOption,
+    cannot,
+    file_changes,
+    format_bytes,
+    format_seconds,
+    format_things,
+    kind_of,
+    memory_limits,
+    read_file,
+)
+from colabkit.packs.decode.arrays import decode_array
+from colabkit.packs.decode.images import decode_image
+from colabkit.packs.format.layout import LABELS, Field
+from colabkit.packs.labels.labelling import Labelling, label_samples
+from colabkit.packs.packing.makers import Encoding, FileSamples, Made, is_stored
+from colabkit.packs.packing.options import PackOptions
+from colabkit.packs.packing.plan import Plan, Table, digest_of
+from colabkit.packs.packing.reading import BrokenMember, SampleReading, read_if_whole
+from colabkit.storage import (
+    Item,
+    Listing,
+    ManifestSource,
+    RangeSource,
+    Retries,
+    Source,
+    Wanted,
+    contents_digest,
+    near_copy_at,
+    read_item,
+)
+
+_PROBED = 16
+_FREE_SHARE = 0.9  # of the space at the target that `auto` takes
+_SUGGESTED_SIDE = 256
+_ARRAYS = ".npy"
+_NPY_MAGIC = b"\x93NUMPY"
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the images are, by some of them: shape and dtype of each, and what they cost to decode."""
+
+    kinds: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    decode_s: float
+
+    @property
+    def are_equal(self) -> bool:
+        return len(set(self.kinds)) == 1
+
+
+class FilesToPack:
+    """A source of files, listed and labelled: what a plan is made from.
+
+    Args:
+        source: open.
+        listing: of the source.
+        options: what was asked for.
+
+    Raises:
+        BadSource: if classes or splits cannot be found.
+        InvalidOption: if an option does not suit the source.
+    """
+
+    def __init__(self, source: Source, listing: Listing, options: PackOptions) -> None:
+        self._source = source
+        self._listing = listing
+        self._options = options
+        self._labelled = label_samples(
+            listing, source.name, labels=options.labels, splits=options.splits, seed=options.seed
+        )
+        self._items: Sequence[Item] = self._labelled.items
+        self._extra, self._tables = self._further_fields()
+        origin, contents = _origin_of(source, self._items)
+        digests = [_listing_digest(self._labelled, contents), *map(_table_digest, self._tables)]
+        self.key = digest_of(origin, options.plain(), digests)
+
+    @cached_property
+    def _are_arrays(self) -> bool:
+        """Whether samples are arrays: by their names, those of records by how the first begins."""
+        if isinstance(self._source, RangeSource):
+            return read_item(self._source, self._items[0], Retries()).startswith(_NPY_MAGIC)
+        return all(item.path.lower().endswith(_ARRAYS) for item in self._items)
+
+    def plan(self, final: Path, *, is_unequal: bool = False) -> Plan:
+        """Return the plan of a pack at `final`.
+
+        Args:
+            final: where it will be, whose free space decides what `auto` means.
+            is_unequal: whether the images were found to have several sizes.
+
+        Raises:
+            BadImage: if the images that are looked at first cannot be decoded.
+        """
+        encoding, shape, dtype, note = self._encoding(final, is_unequal)
+        options, labelled = self._options, self._labelled
+        maker = FileSamples(
+            self._source,
+            self._items,
+            encoding,
+            channels=options.channels,
+            size=options.size,
+            shape=shape,
+            dtype=dtype,
+            is_image=not self._are_arrays,
+            quality=options.quality,
+            extra=self._extra,
+        )
+        about = {
+            "source": self._source.name,
+            "encoding": encoding,
+            "classes": labelled.classes,
+            "label_kind": labelled.kind,
+            "sample_shape": list(shape) or ([*options.size, options.channels] if options.size else None),
+            "channels": options.channels,
+            "options": {"size": options.size, "quality": options.quality if encoding == "jpeg" else None, "note": note},
+            "plan": self.key,
+            "source_bytes": sum(item.size for item in self._items),
+            "left_out": labelled.left_out,
+        }
+        most_bad = options.most_bad(len(self._items))
+        return Plan(self._source.name, maker, labelled.splits, self._tables, about, options.on_bad, most_bad)
+
+    def _encoding(self, final: Path, is_unequal: bool) -> tuple[Encoding, tuple[int, ...], str, str]:
+        """Return encoding, shape and dtype of a raw row, and what there is to say of it."""
+        options = self._options
+        sized = (*options.size, options.channels) if options.size else ()
+        if self._are_arrays:
+            if options.encoding not in ("auto", "raw") or options.size:
+                found, needed = "an encoding or size of images", "none, since all samples are .npy arrays"
+                raise InvalidOption(cannot(options.act, found, needed, "Leave it out"))
+            shape, dtype = self._look(1).kinds[0]
+            if not is_stored(dtype):
+                found, needed = f"arrays of {dtype}", "numbers"
+                raise BadSource(cannot(options.act, found, needed, "Convert them first"))
+            return "raw", shape, dtype.str, ""
+        if options.encoding in ("source", "jpeg"):
+            return options.encoding, (), "|u1", ""
+        if options.encoding == "raw":
+            return "raw", sized or self._look(1).kinds[0][0], "|u1", ""
+        fitting = min(_FREE_SHARE * file_changes.free_bytes(final), memory_limits(read_file).available_bytes)
+        if sized:
+            raw_bytes = int(np.prod(sized)) * len(self._items)
+            if raw_bytes <= fitting:
+                return "raw", sized, "|u1", ""
+            return "jpeg", (), "|u1", f"raw would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
+        look = self._look(_PROBED)
+        shape, _ = look.kinds[0]
+        raw_bytes = int(np.prod(shape)) * len(self._items)
+        if look.are_equal and not is_unequal and raw_bytes <= fitting:
+            return "raw", shape, "|u1", ""
+        if look.are_equal and not is_unequal:
+            why = f"raw pixels would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
+            return "source", (), "|u1", f"{why}, so files as they are"
+        suggested = _SUGGESTED_SIDE**2 * options.channels * len(self._items)
+        gain = (
+            f"images of several sizes, so files as they are; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) would "
+            f"take {format_bytes(suggested)} and save {format_seconds(look.decode_s)} of decoding a sample "
+            "in every epoch"
+        )
+        return "source", (), "|u1", gain
+
+    def _look(self, most: int) -> _Look:
+        """Decode some samples, spread over all; while all of them are bad and may be, the next ones too."""
+        options = self._options
+        is_sequential = getattr(self._source, "is_sequential", False)
+        some = np.unique(np.linspace(0, len(self._items) - 1, 1 if is_sequential else most, dtype=np.int64))
+        batch = list(dict.fromkeys(self._items[number] for number in some.tolist()))
+        looked_at = set(batch)
+        others = (item for item in self._items if item not in looked_at)
+        kinds: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        bad: list[tuple[Item, BadImage]] = []
+        decode_s = 0.0
+        while batch:
+            for item, data in self._read(batch):
+                started = time.perf_counter()
+                try:
+                    if isinstance(data, BrokenMember):
+                        raise data
+                    array = decode_array(data) if self._are_arrays else decode_image(data, options.channels)
+                    kinds.append((array.shape, array.dtype))
+                except BadImage as error:
+                    bad.append((item, error))
+                decode_s += time.perf_counter() - started
+            is_done = kinds or options.on_bad == "raise" or len(bad) > options.most_bad(len(self._items))
+            batch = [] if is_done else list(itertools.islice(others, most))
+        if bad and options.on_bad == "raise":
+            item, reason = bad[0]
+            act = f"pack {item.path!r} of {self._source.name!r}"
+            next_step = "Remove or repair this file, or use on_bad='skip'"
+            raise BadImage(cannot(act, str(reason), "an image file", next_step)) from reason
+        if not kinds:
+            item, reason = bad[0]
+            found = f"no good file among {len(bad)} that were looked at, first {item.path!r} ({reason})"
+            next_step = "Check the source" if len(bad) == len(self._items) else "Check the source, or raise max_bad="
+            raise BadImage(cannot(options.act, found, "and an image is needed", next_step))
+        return _Look(tuple(kinds), decode_s / len(kinds))
+
+    def _read(self, items: Sequence[Item]) -> list[tuple[Item, bytes | BrokenMember]]:
+        """Return the bytes of items, or what is wrong with them where that is no error yet."""
+        retries, is_strict = Retries(), self._options.on_bad == "raise"
+        if len(items) == 1 or not self._source.can_hang:
+            read = read_item if is_strict else read_if_whole
+            return [(item, read(self._source, item, retries)) for item in items]
+        reading = SampleReading(self._source, "auto", retries, is_strict=is_strict)
+        with reading:
+            blocks = list(reading.blocks(Wanted(item, 0, item.size) for item in items))
+        return [(block.item, reading.data(block)) for block in blocks]
+
+    def _further_fields(self) -> tuple[list[tuple[Made, Callable[[str], Any]]], tuple[Table, ...]]:
+        """Return fields that a function makes, and those of columns, the labels first."""
+        labelled, made, tables = self._labelled, [], []
+        if labelled.values is not None:
+            tables.append(Table(Field(LABELS, "labels"), labelled.values))
+        for name, wanted in self._options.fields.items():
+            if callable(wanted):
+                made.append((_made_by(self._options.act, name, wanted(self._items[0].path)), wanted))
+            else:
+                tables.append(column_table(self._options.act, name, wanted, self._column(wanted)))
+        return made, tuple(tables)
+
+    def _column(self, name: str) -> list[Any]:
+        if name == "path" and name not in self._listing.columns:
+            return [item.path for item in self._items]
+        if name not in self._listing.columns:
+            known = ", ".join(["path", *self._listing.columns])
+            found = f"no column {name!r}"
+            raise InvalidOption(cannot(self._options.act, found, f"one of {known}", "Use one of these"))
+        column = self._listing.columns[name]
+        return [column[row] for row in self._labelled.rows.tolist()]
+
+
+def column_table(act: str, field: str, column: str, values: list[Any]) -> Table:
+    """Return a column as a field: numbers, lists of numbers of one length, or text.
+
+    Raises:
+        BadSource: if cells are empty, or of several kinds.
+    """
+    missing = sum(value is None for value in values)
+    if missing:
+        found = f"{missing} of {format_things(len(values), 'cell')} of {column!r} are empty"
+        raise BadSource(cannot(act, found, "a value for each sample", "Fill them, or leave the field out"))
+    if all(isinstance(value, str) for value in values):
+        encoded = tuple(value.encode("utf-8", "surrogateescape") for value in values)
+        return Table(Field(field, "text", is_ragged=True), encoded)
+    try:
+        array = np.array(values)
+    except ValueError:
+        array = np.array(None)
+    if array.dtype.kind not in "biuf" or len(array) != len(values):
+        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+        found = f"the column {column!r} holds {kinds}"
+        raise BadSource(cannot(act, found, "numbers, lists of one length, or text", "Convert it first"))
+    return Table(Field(field, "array"), array)
+
+
+def _made_by(act: str, name: str, first: Any) -> Made:
+    """Return the field that a function makes, by what it returned for the first sample."""
+    if isinstance(first, str | bytes):
+        return Made(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
+    try:
+        array = np.asarray(first)
+    except ValueError:  # lists of several lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "biuf" or not is_stored(array.dtype):
+        found = f"the function of the field {name!r} returned {kind_of(first)}"
+        raise InvalidOption(cannot(act, found, "numbers, an array or text", "Convert it in the function"))
+    return Made(Field(name, "array"), array.shape, array.dtype.str)
+
+
+def _table_digest(table: Table) -> str:
+    """Return the SHA-256 of a column's values."""
+    if isinstance(table.values, tuple):
+        lengths = np.fromiter(map(len, table.values), np.int64, len(table.values))
+        return hashlib.sha256(lengths.tobytes() + b"".join(table.values)).hexdigest()
+    about = f"{table.values.dtype.str} {table.values.shape}"
+    return hashlib.sha256(about.encode() + table.values.tobytes()).hexdigest()
+
+
+def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
+    """Return what a source is known by, and a digest of its contents if there is one.
+
+    Those of a near copy are what it is a copy of, wherever and whenever it was made, unless it was changed since.
+    """
+    near = None if source.can_hang else near_copy_at(Path(source.name))
+    if near is not None:
+        contents, sealed_ns = contents_digest(near[0])
+        if all(item.mtime_ns <= sealed_ns for item in items):
+            return near[1].source, contents
+    root = source.root if isinstance(source, ManifestSource) else ""  # tables in memory have no name of their own
+    return f"{source.name}\0{root}" if root else source.name, ""
+
+
+def _listing_digest(labelled: Labelling, contents: str) -> str:
+    """Return the SHA-256 of which file, of what size and time, or of which contents, is which sample."""
+    digest = hashlib.sha256("\0".join([item.path for item in labelled.items]).encode("utf-8", "surrogateescape"))
+    times = (0 if contents else item.mtime_ns for item in labelled.items)
+    for values in ((item.size for item in labelled.items), times):
+        digest.update(np.fromiter(values, np.int64, len(labelled.items)).tobytes())
+    digest.update(contents.encode())
+    digest.update("\0".join(labelled.classes).encode("utf-8", "surrogateescape"))
+    for split, numbers in labelled.splits.items():
+        digest.update(split.encode())
+        digest.update(numbers.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,89 @@
+"""`verify()`: every byte of a pack or a near copy against its digests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from colabkit.foundation import Corrupt, ProgressBar, cannot, file_changes, user_path
+from colabkit.packs.format.layout import CRC, PackInfo
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.packing.reports import VerifyReport
+from colabkit.storage import StageReport, StageVerifyReport, near_copy_at, verify_near_copy
+
+
+def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:
+    """Check every byte of a pack or a near copy against its digests and return which samples or files are damaged.
+
+    Reads all of it once; of a pack of several shards all of them.
+
+    Args:
+        path: the pack, or what `stage()` returned.
+        progress: show a progress bar.
+
+    Raises:
+        SourceMissing, BadSource, NotSealed: if there is no finished pack.
+        Corrupt: if its layout, labels or table of digests are damaged, so that samples cannot be judged.
+    """
+    started = time.monotonic()
+    if isinstance(path, StageReport):
+        path = path.path
+    act = f"verify {os.fspath(path)!r}"
+    with file_changes.translated(act):
+        if found := near_copy_at(user_path(path, act)):
+            return verify_near_copy(*found, progress=progress)
+    info = read_pack(user_path(path, act))
+    damaged: list[tuple[str, int]] = []
+    files: list[str] = []
+    samples = sum(map(info.count, info.splits))
+    with file_changes.translated(act), ProgressBar("verify", samples, " samples", progress) as bar:
+        for name in info.table_crcs:
+            info.table(name)
+        before = dict.fromkeys(info.splits, 0)
+        for shard in shards_of(info):
+            known = len(damaged)
+            for split in shard.splits:
+                damaged += [(split, before[split] + index) for index in _damaged(shard, split, bar)]
+                before[split] += shard.count(split)
+            files += [shard.path.name] if len(damaged) > known else []
+    return VerifyReport(info.path, samples, tuple(damaged), tuple(files), time.monotonic() - started)
+
+
+def shards_of(info: PackInfo) -> Iterator[PackInfo]:
+    """Yield the files that hold the samples of a pack, each checked to be the one that the index names.
+
+    Raises:
+        Corrupt: if one is another file than the one that was sealed with it.
+        SourceMissing, BadSource, NotSealed: if one is missing or no pack.
+    """
+    if not info.shards:
+        yield info
+    for shard in info.shards:
+        found = read_pack(info.path.with_name(Path(shard.name).name))
+        if found.seal != shard.seal:
+            act = f"open {str(info.path)!r}"
+            needed = "the shards that were sealed with it"
+            raise Corrupt(cannot(act, f"{shard.name!r} is of another pack", needed, "Pack or stage it again"))
+        yield found
+
+
+def _damaged(info: PackInfo, split: str, bar: ProgressBar) -> Iterator[int]:
+    """Yield the index of each sample of a split whose bytes are not the sealed ones."""
+    crcs = np.zeros(info.count(split), np.uint32)
+    for name in info.table_crcs:
+        if name.endswith((f"_{split}", f"_{split}_index")):
+            info.table(name)
+    for place, field in enumerate(info.sample_fields()):
+        data = info.map(field.data_set(split))
+        spans = info.table(field.index(split)).tolist() if field.is_ragged else None
+        for index in range(len(crcs)):
+            sample = data[index : index + 1] if spans is None else data[spans[index][0] : sum(spans[index])]
+            crcs[index] = crc32(np.ascontiguousarray(sample).data, int(crcs[index]))
+            if not place:
+                bar.advance(1)
+    yield from np.flatnonzero(crcs != info.table(f"{CRC}_{split}")).tolist()

@@ -1,0 +1,103 @@
+"""What `prepare()` returns: a pack, and which way led to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from colabkit.foundation import Report, format_bytes, format_seconds
+from colabkit.packs.dataset.pack import Pack
+from colabkit.packs.dataset.sealed import open_sealed
+from colabkit.packs.format.layout import PackInfo
+
+Way: TypeAlias = Literal["near", "saved", "packed"]
+
+
+@dataclass(frozen=True, repr=False)
+class PrepareReport(Report):
+    """Which way `prepare()` went, and what the three ways take.
+
+    Attributes:
+        path: the near pack.
+        way: `"near"`: it was there; `"saved"`: the one in `save_to` was staged; `"packed"`: it was made anew.
+        near_s: seconds that finding and opening the near pack took.
+        saved_s: seconds that staging the saved one took, here or earlier on this machine; None if that is not known.
+        packed_s: seconds that packing from the source took, likewise.
+        saved_path: the saved pack, None where there is none.
+        unsaved: why there is none.
+        unused: why a saved pack that is there was not used, empty if it was or there was none.
+        pack_bytes: the pack's length.
+    """
+
+    path: Path
+    way: Way
+    near_s: float
+    saved_s: float | None
+    packed_s: float | None
+    saved_path: Path | None
+    unsaved: str
+    unused: str
+    pack_bytes: int
+
+    def _summary(self) -> str:
+        size = format_bytes(self.pack_bytes)
+        if self.way == "saved":
+            what = f"Staged the pack that was saved at {str(self.saved_path)!r}, {size}"
+        else:
+            done = "Used the near pack" if self.way == "near" else "Packed from the source to"
+            saved = (
+                f"saved at {str(self.saved_path)!r}" if self.saved_path else f"not saved: {self.unsaved.rstrip('.')}"
+            )
+            what = f"{done} {str(self.path)!r}, {size}; {saved}"
+        known = [
+            f"{name} {format_seconds(taken)}"
+            for name, taken in (
+                ("a near pack", self.near_s),
+                ("a saved pack", self.saved_s),
+                ("packing from the source", self.packed_s),
+            )
+            if taken is not None
+        ]
+        notes = f". The saved pack was not used: {self.unused.rstrip('.')}" if self.unused else ""
+        return f"{what}{notes}. The ways take: {', '.join(known)}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        ways = [("near", self.near_s), ("saved", self.saved_s), ("packed", self.packed_s)]
+        return [
+            ("path", str(self.path)),
+            ("saved", str(self.saved_path or self.unsaved)),
+            *((f"way {name}", "not known" if taken is None else format_seconds(taken)) for name, taken in ways),
+        ]
+
+
+class PreparedPack(Pack):
+    """A pack with the report of how `prepare()` came to it.
+
+    Args:
+        info: of the near pack.
+        report: which way it went.
+    """
+
+    def __init__(self, info: PackInfo, report: PrepareReport) -> None:
+        super().__init__(info, partial(open_sealed, info.path.absolute(), info.seal))
+        self.report = report
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PreparedPack, (self.info, self.report)
+
+    @property
+    def is_good(self) -> bool:
+        """True, as of a report: there is a pack."""
+        return self.report.is_good
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that `json.dumps` takes."""
+        return self.report.to_dict()
+
+    def __repr__(self) -> str:
+        return f"{self.report!r}\n{super().__repr__()}"
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_() + super()._repr_html_()

@@ -1,0 +1,9 @@
+"""The orders of epochs: pure functions of a seed and an epoch, for any range of positions, in the time of that range.
+
+No permutation is kept, so a billion samples start at once and a resumed epoch is a slice.
+"""
+
+from colabkit.foundation import epoch_order
+from colabkit.loading import Balanced, BlockShuffled, Order, Sequential, Shuffled, Weighted
+
+__all__ = ["Balanced", "BlockShuffled", "Order", "Sequential", "Shuffled", "Weighted", "epoch_order"]

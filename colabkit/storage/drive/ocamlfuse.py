@@ -1,0 +1,257 @@
+"""A mount by google-drive-ocamlfuse: where its cache is, what it has not sent, and how to clear it without losing that.
+
+`google-drive-ocamlfuse -cc` removes every file of the cache folder, `cache.db` with the queue of uploads among them,
+and does not talk to a running mount. So the order is: wait for the uploads, unmount, look at the queue once more (it is
+exact only now, as the program may keep it in memory), `-cc`, mount again with the arguments that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shlex
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from colabkit.foundation import (
+    ColabkitError,
+    Mount,
+    NotMounted,
+    TimedOut,
+    UnsentWrites,
+    cannot,
+    file_changes,
+    format_things,
+    heartbeat,
+    processes,
+)
+from colabkit.storage.drive.mountpoints import (
+    NOTHING_WAITS,
+    Daemon,
+    counted_files,
+    detach,
+    is_mounted,
+    liveness,
+    mount_failed,
+    serving,
+    wait_until,
+)
+
+PROGRAM = "google-drive-ocamlfuse"
+_UNSENT = (
+    "SELECT count(*) FROM (SELECT resource_id AS id FROM upload_queue"
+    " UNION SELECT id FROM resource WHERE state IN ('ToUpload', 'Uploading'))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ocamlfuse:
+    """A google-drive-ocamlfuse mount, its program, and its folders.
+
+    Attributes:
+        mount: in the kernel's table.
+        daemon: the program that serves it.
+        config: its configuration file.
+        cache: its cache folder.
+    """
+
+    mount: Mount
+    daemon: Daemon
+    config: Path
+    cache: Path
+
+    steps: ClassVar[tuple[str, ...]] = ("wait for uploads", "unmount", f"{PROGRAM} -cc", "mount again as it was")
+    remounts_to_send: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, mount: Mount, act: str) -> Ocamlfuse:
+        """Return what serves a mount.
+
+        Raises:
+            NotMounted: if its program cannot be found, so that its label and folders are unknown.
+        """
+        daemon = next(serving(PROGRAM, mount.point), None)
+        if daemon is None:
+            found = f"no {PROGRAM} of this user serves {mount.point!r}"
+            raise NotMounted(cannot(act, found, "its program, for its label and folders", "Run it as its user"))
+        config, cache = folders(daemon)
+        return cls(mount, daemon, config, cache)
+
+    def unsent(self) -> int | None:
+        """Return how many files wait to be uploaded, or None where its database does not say or is not there."""
+        database = self.cache / "cache.db"
+        try:
+            with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=1)) as connection:
+                return int(connection.execute(_UNSENT).fetchone()[0])
+        except sqlite3.Error:
+            return None
+
+    def cache_folder(self) -> Path:
+        """Return the cache folder."""
+        return self.cache
+
+    def cache_bytes(self) -> int:
+        """Return the disk space of the files that `-cc` removes."""
+        return sum(map(file_changes.disk_bytes, self._cached()))
+
+    def freeable_bytes(self) -> int:
+        """Return the disk space that `clear` gives back."""
+        return self.cache_bytes()
+
+    def _cached(self) -> list[Path]:
+        return [path for path in self.cache.iterdir() if path.is_file()] if self.cache.is_dir() else []
+
+    def send(self, act: str, timeout: float, progress: bool) -> str:
+        """Wait until nothing waits to be uploaded; return what can be said of the writes.
+
+        Raises:
+            TimedOut: naming how many files do.
+        """
+        with heartbeat("upload", timeout, progress) as tick:
+            if wait_until(lambda: self.unsent() == 0, timeout, tick):
+                return f"its database names nothing to send; what {PROGRAM} keeps in memory cannot be seen from here"
+        unsent = self.unsent()
+        found = f"{counted_files(unsent)} not uploaded after {timeout:g} s"
+        raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
+
+    def unmount(self, act: str, timeout: float, progress: bool) -> str:
+        """Wait for uploads, take the mount away and wait for its program to end; return what can be said of the writes.
+
+        Raises:
+            MountFailed: if it is in use.
+            TimedOut: if uploads are not done, or its program does not end, in time.
+        """
+        self.send(act, timeout, progress)
+        self._take_away(act, timeout)
+        if unsent := self.unsent():
+            return f"{format_things(unsent, 'file')} in its queue for the next mount, do not clear its cache"
+        return f"{PROGRAM} says that {NOTHING_WAITS}"
+
+    def _take_away(self, act: str, timeout: float) -> None:
+        detach(self.mount, timeout)
+        if not wait_until(lambda: not os.path.exists(f"/proc/{self.daemon.pid}"), timeout):
+            found = f"{PROGRAM} still runs after {timeout:g} s"
+            raise TimedOut(cannot(act, found, "its end", "It goes on uploading: allow more with timeout="))
+
+    def mount_again(self, timeout: float) -> None:
+        """Mount with the arguments that the program had.
+
+        Raises:
+            MountFailed: if it does not work.
+        """
+        act = f"mount {self.mount.point!r} again"
+        finished = self._run(list(self.daemon.arguments), act, timeout)
+        state, reason = liveness((self.mount.point,), timeout)
+        if finished.status or state != "alive":
+            found = f"{PROGRAM} said {_said(finished)!r}" if finished.status else reason
+            command = shlex.join([PROGRAM, *_without_secrets(self.daemon.arguments)])
+            raise mount_failed("unknown", found, "a mount that answers", f"Run it as before: {command}", act)
+
+    def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
+        """Clear the cache in the order that loses nothing; return what was lost.
+
+        Raises:
+            TimedOut: if uploads are not done in time, unless `force`; then nothing was changed.
+            UnsentWrites: if the database names some after unmounting, unless `force`; then it is mounted again.
+        """
+        try:
+            self.send(act, timeout, progress)
+        except TimedOut:
+            if not force:
+                raise
+        try:
+            self._take_away(act, timeout)
+            unsent = self.unsent()
+            if unsent != 0 and not force:
+                found = f"{counted_files(unsent)} not uploaded"
+                needed = "none, as they would be lost"
+                raise UnsentWrites(cannot(act, found, needed, "Try again, or give them up with force=True"))
+            finished = self._run(["-cc", *self._identity()], act, timeout)
+            # Without stored consent it ends with status 1, but after it has cleared: what counts is what is left.
+            if left := [path for path in self._cached() if not path.name.startswith("cache.db")]:
+                found = f"{PROGRAM} -cc left {format_things(len(left), 'file')} and said {_said(finished)!r}"
+                raise mount_failed("unknown", found, "an empty cache", f"Look at {str(self.cache)!r}", act)
+        except ColabkitError:
+            if not is_mounted(self.mount.point):
+                with contextlib.suppress(ColabkitError):
+                    self.mount_again(timeout)
+            raise
+        self.mount_again(timeout)
+        return "" if unsent == 0 else f"{counted_files(unsent)} not uploaded"
+
+    def _identity(self) -> list[str]:
+        """Return the arguments that say whose cache is meant: all but the mountpoint and what only mounting needs."""
+        kept: list[str] = []
+        words = iter(self.daemon.arguments)
+        for word in words:
+            if word in ("-label", "-config"):
+                kept += [word, next(words, "")]
+            elif word == "-o" and (roots := [o for o in next(words, "").split(",") if o.startswith("gdfroot=")]):
+                kept += ["-o", ",".join(roots)]
+            elif word in ("-xdgbd", "-headless"):
+                kept.append(word)
+        return kept
+
+    def _run(self, arguments: list[str], act: str, timeout: float) -> processes.Finished:
+        try:
+            return processes.run([self.daemon.program, *arguments], act, timeout, environ=self.daemon.environ)
+        except OSError as error:
+            raise mount_failed(
+                "unknown",
+                f"{self.daemon.program!r} cannot be started ({error.strerror})",
+                "it to be installed",
+                f"Install {PROGRAM}",
+                act,
+            ) from error
+
+
+def folders(daemon: Daemon) -> tuple[Path, Path]:
+    """Return a program's configuration file and cache folder, by its arguments and environment.
+
+    The label is `default` unless `-label` says otherwise. Files are below `~/.gdfuse/LABEL`, or what `gdfroot=` names
+    instead of `~/.gdfuse`; with `-xdgbd`, or where such a configuration exists, below the XDG folders. The
+    configuration's `cache_directory` comes before all (google-drive-ocamlfuse, doc/Configuration.md and src/appDir.ml).
+    """
+    arguments = list(daemon.arguments)
+    options = ",".join(value for word, value in itertools.pairwise(arguments) if word == "-o").split(",")
+    label = _after(arguments, "-label") or "default"
+    home = Path(daemon.environ.get("HOME") or Path.home())
+    root = next((Path(option.removeprefix("gdfroot=")) for option in options if option.startswith("gdfroot=")), None)
+    xdg_config = Path(daemon.environ.get("XDG_CONFIG_HOME") or home / ".config") / "gdfuse" / label / "config"
+    if "-xdgbd" in arguments or (root is None and xdg_config.exists()):
+        config = xdg_config
+        cache = Path(daemon.environ.get("XDG_CACHE_HOME") or home / ".cache") / "gdfuse" / label
+    else:
+        config = (root or home / ".gdfuse") / label / "config"
+        cache = config.parent / "cache"
+    if named := _after(arguments, "-config"):
+        config = Path(named)
+    with contextlib.suppress(OSError):
+        for line in config.read_text(errors="replace").splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "cache_directory" and value.strip():
+                cache = Path(value.strip())
+    return config, cache
+
+
+def _said(finished: processes.Finished) -> str:
+    """Return the last line of what a program said, without addresses, which can hold tokens."""
+    last = (finished.output.strip().splitlines() or ["nothing"])[-1]
+    return re.sub(r"\w+://\S+", "(address)", last)
+
+
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for word in arguments:
+        is_secret = bool(kept) and kept[-1] in ("-id", "-secret")
+        kept.append("..." if is_secret else word)
+    return kept
+
+
+def _after(words: list[str], flag: str) -> str:
+    return next((value for word, value in itertools.pairwise(words) if word == flag), "")

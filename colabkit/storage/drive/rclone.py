@@ -1,0 +1,221 @@
+"""A mount by rclone: its remote control, what it has not sent, and how to make it forget what it listed.
+
+The remote control (`--rc`) is asked over HTTP with a deadline; without it rclone still forgets its listings on SIGHUP.
+Contents kept by `--vfs-cache-mode` are rclone's own to evict, by `--vfs-cache-max-size` and `--vfs-cache-max-age`.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from colabkit.foundation import Mount, MountFailed, NotMounted, TimedOut, UnsentWrites, cannot, heartbeat
+from colabkit.storage.drive.mountpoints import (
+    GIVE_UP,
+    NOTHING_WAITS,
+    Daemon,
+    counted_files,
+    detach,
+    mount_failed,
+    serving,
+    wait_until,
+)
+
+_MOUNTING = frozenset({"mount", "mount2", "cmount", "nfsmount"})
+_RC_ADDRESS = "localhost:5572"
+_RC_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rclone:
+    """An rclone mount, its program, and its remote control, None without one that can be asked."""
+
+    mount: Mount
+    daemon: Daemon
+    control: Control | None
+
+    steps: ClassVar[tuple[str, ...]] = (
+        "make rclone forget its listings; contents it evicts itself, by --vfs-cache-max-size and -age",
+    )
+    remounts_to_send: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, mount: Mount, act: str) -> Rclone:
+        """Return what serves a mount.
+
+        Raises:
+            NotMounted: if its program cannot be found.
+        """
+        daemon = next((one for one in serving("rclone", mount.point) if _is_mount(one.arguments)), None)
+        if daemon is None:
+            found = f"no rclone of this user serves {mount.point!r}"
+            raise NotMounted(cannot(act, found, "its program, for its remote control", "Run it as its user"))
+        control = control_of(daemon)
+        return cls(mount, daemon, control if control and control.answers(mount) else None)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the remote control says of the cache on disk; empty where there is no cache, or no control."""
+        if self.control is None:
+            return {}
+        answer = self.control.ask("vfs/stats", self.control.named(self.mount)).get("diskCache")
+        return answer if isinstance(answer, dict) else {}
+
+    def unsent(self) -> int | None:
+        """Return how many files wait to be uploaded; None where rclone cannot be asked."""
+        if self.control is None:
+            return None
+        stats = self.stats()
+        return int(stats.get("uploadsQueued", 0)) + int(stats.get("uploadsInProgress", 0))
+
+    def send(self, act: str, timeout: float, progress: bool) -> str:
+        """Wait until nothing waits to be uploaded; return what can be said of the writes.
+
+        Raises:
+            TimedOut: naming how many files do.
+            UnsentWrites: if rclone cannot be asked.
+        """
+        if self.control is None:
+            found = "rclone runs without --rc, so that it cannot be asked what it has not sent"
+            next_step = f"Start it with --rc, or {GIVE_UP}"
+            raise UnsentWrites(cannot(act, found, "an answer that all is sent", next_step))
+        with heartbeat("upload", timeout, progress) as tick:
+            if wait_until(lambda: self.unsent() == 0, timeout, tick):
+                return f"rclone says that {NOTHING_WAITS}"
+        found = f"{counted_files(self.unsent())} not uploaded after {timeout:g} s"
+        raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
+
+    def unmount(self, act: str, timeout: float, progress: bool) -> str:
+        """Wait for uploads and take the mount away; return what can be said of the writes.
+
+        Raises:
+            TimedOut: if uploads are not done in time.
+            UnsentWrites: if rclone cannot be asked.
+            MountFailed: if it is in use.
+        """
+        said = self.send(act, timeout, progress)
+        detach(self.mount, timeout)
+        return said
+
+    def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
+        """Make rclone forget what it listed, by its remote control, else by SIGHUP; nothing is lost.
+
+        Raises:
+            MountFailed: if rclone refuses.
+        """
+        if self.control is not None:
+            self.control.ask("vfs/forget", self.control.named(self.mount))
+        else:
+            try:
+                os.kill(self.daemon.pid, signal.SIGHUP)
+            except OSError as error:
+                found = f"rclone cannot be signalled ({error.strerror})"
+                raise mount_failed(
+                    "unknown", found, "a running rclone of this user", "Start it with --rc", act
+                ) from error
+        return ""
+
+    def cache_folder(self) -> Path | None:
+        """Return where file contents are kept, None where rclone does not say."""
+        path = self.stats().get("path")
+        return Path(path) if isinstance(path, str) else None
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of file contents that rclone says it keeps on disk."""
+        return int(self.stats().get("bytesUsed", 0))
+
+    def freeable_bytes(self) -> int:
+        """Return 0: contents stay until rclone evicts them."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An rclone remote control: host, port, and the authorization header that its user and password make."""
+
+    host: str
+    port: int
+    authorization: str = field(repr=False)
+
+    def ask(self, command: str, values: dict[str, str]) -> dict[str, Any]:
+        """Return the answer to a command.
+
+        Raises:
+            MountFailed: if there is none in five seconds, or rclone refuses.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self.authorization:
+            headers["Authorization"] = self.authorization
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_RC_TIMEOUT_S)
+        act = f"ask rclone at {self.host}:{self.port} for {command}"
+        try:
+            connection.request("POST", f"/{command}", json.dumps(values).encode(), headers)
+            reply = connection.getresponse()
+            answer = json.loads(reply.read())
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise MountFailed(
+                cannot(act, f"no answer ({error})", "its remote control", "Look whether rclone is still running")
+            ) from error
+        finally:
+            connection.close()
+        if reply.status != 200 or not isinstance(answer, dict):
+            said = answer.get("error") if isinstance(answer, dict) else answer
+            raise MountFailed(cannot(act, f"status {reply.status} ({said})", "an answer", "Look at rclone's log"))
+        return answer
+
+    def answers(self, mount: Mount) -> bool:
+        """Return whether it can be asked about a mount."""
+        try:
+            self.ask("vfs/stats", self.named(mount))
+        except MountFailed:
+            return False
+        return True
+
+    def named(self, mount: Mount) -> dict[str, str]:
+        """Return the value that says which file system is meant, needed where the program serves several."""
+        names = [str(name) for name in self.ask("vfs/list", {}).get("vfses", [])]
+        mine = [name for name in names if name.rstrip(":/") == mount.source.rstrip(":/")]
+        return {"fs": mine[0]} if len(names) > 1 and mine else {}
+
+
+def control_of(daemon: Daemon) -> Control | None:
+    """Return the remote control that a program was started with, by its arguments and environment, over plain HTTP."""
+    given = dict(_flags(daemon.arguments))
+
+    def value(flag: str, default: str = "") -> str:
+        return given.get(flag) or daemon.environ.get("RCLONE_" + flag.upper().replace("-", "_")) or default
+
+    if value("rc", "false").lower() not in ("true", "1") or value("rc-cert"):
+        return None
+    host, colon, port = value("rc-addr", _RC_ADDRESS).rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return None
+    user, password = value("rc-user"), value("rc-pass")
+    secret = base64.b64encode(f"{user}:{password}".encode()).decode()
+    return Control(host.strip("[]") or "localhost", int(port), f"Basic {secret}" if user or password else "")
+
+
+def _is_mount(arguments: tuple[str, ...]) -> bool:
+    """Return whether the subcommand mounts: another, as `rclone copy`, can name the same folder and dies of SIGHUP."""
+    for number, word in enumerate(arguments):
+        if word in _MOUNTING:
+            return True
+        if not word.startswith("-") and not (number and arguments[number - 1].startswith("-")):
+            return False
+    return False
+
+
+def _flags(arguments: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return flags with their values, of both spellings: `--flag=value` and `--flag value`."""
+    found = []
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            plain = "true" if not following or following.startswith("-") or name == "rc" else following
+            found.append((name, value if equals else plain))
+    return found

@@ -1,0 +1,280 @@
+"""Files and folders of Google Drive, fetched by gdown in a child process that is ended when nothing comes any more."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from colabkit.foundation import (
+    FetchFailed,
+    MissingPackage,
+    TargetExists,
+    cannot,
+    file_changes,
+    partials,
+    printable,
+    processes,
+)
+from colabkit.storage.fetching import gdown_child
+from colabkit.storage.fetching.addresses import safe_name
+from colabkit.storage.fetching.headers import HEAD_BYTES, disposition_name, html_title, is_html
+from colabkit.storage.fetching.sinks import digests_of
+from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, Job, Unchanged
+
+_AGAIN = "Check the network, then run it again"
+_LOOK_S = 0.5  # between two looks at what has come
+_PAGE_BYTES = 1 << 16
+
+_KNOWN_FILES = 50  # of which the record says what version their parts are of
+_TRANSIENT = frozenset({408, 429})
+_CAUSES = (
+    (
+        ("too many users have viewed or downloaded", "download quota", "quota exceeded"),
+        "too many people have downloaded it lately, and Drive refuses more for up to a day",
+        "Copy it into your own Drive, and read it there through colabkit.mount()",
+    ),
+    (
+        ("has more than 50 files",),
+        "this gdown stops at 50 files in a folder",
+        "Run pip install -U gdown, which has no such limit from 6.0 on, and fetch again",
+    ),
+)
+_PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder information", "failed to retrieve folder")
+
+
+def fetch_drive_file(job: Job, kept: partials.KeptPartial) -> Fetched:
+    """Bring a Drive file into the partial; Google's documents come as gdown exports them.
+
+    Raises:
+        MissingPackage: if gdown is not installed.
+        FetchFailed: if it cannot be had, with the cause.
+        TimedOut: if nothing came in two tries without anything new between them.
+    """
+    child = _Child(job, kept, is_folder=False)
+    return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.goes_on)
+
+
+def fetch_drive_folder(job: Job, kept: partials.KeptPartial) -> Fetched:
+    """Bring a Drive folder into the partial; errors as of `fetch_drive_file()`."""
+    child = _Child(job, kept, is_folder=True)
+    return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.goes_on)
+
+
+class _Child:
+    def __init__(self, job: Job, kept: partials.KeptPartial, *, is_folder: bool) -> None:
+        self.job, self.kept, self.is_folder = job, kept, is_folder
+        self._looked = self._moved = 0.0
+        self._seen = self._counted = 0
+        self._last: dict[str, Any] = {}
+        self._is_admitted = False
+
+    def run(self) -> dict[str, Any]:
+        """Run gdown once and return what the child said last; what failed is raised."""
+        known = self.kept.record.get("known", {})
+        if self._bytes_there() and not self.is_folder and not known:
+            self.kept.start_over()  # nobody knows of what version they are
+        self.kept.note(known=known)
+        lock = self.kept.folder / "child"
+        if not lock.exists():
+            file_changes.write_file(lock, b"")
+        plan = {
+            "id": self.job.address.text,
+            "resource_key": self.job.address.resource_key,
+            "is_folder": self.is_folder,
+            # A slash makes gdown keep the folder's own name below.
+            "output": f"{self.kept.data.absolute()}{os.sep if self.is_folder else ''}",
+            "cookies": self.job.cookies,
+            "known": known,
+            "lock": str(lock.absolute()),
+            "parent": os.getpid(),
+        }
+        self._seen = self._counted = self._bytes_there()
+        self._looked = self._moved = time.monotonic()
+        self._last = {}
+        self.job.begin(self._seen, known.get(self.job.address.text, {}).get("total"))
+        command = processes.python(inspect.getsource(gdown_child), json.dumps(plan), isolated=False)
+        try:
+            processes.run(
+                command, self.job.act, float("inf"), environ=_environment(), on_tick=self._tick, on_line=self._line
+            )
+            self._look()
+        except (TargetExists, Unchanged):
+            self.kept.start_over()  # the first bytes may have come before the name was judged
+            raise
+        if "done" not in self._last:
+            raise self._failed(self._last)
+        return self._last
+
+    def goes_on(self) -> bool:
+        """Return whether another run can use what is there: of a folder any file, of a file a part of known version."""
+        file = self.kept.record.get("known", {}).get(self.job.address.text, {})
+        return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
+
+    def _bytes_there(self) -> int:
+        """Return the bytes of what gdown has finished and of its part files."""
+        total = 0
+        for path in [*self.kept.folder.glob(f"{self.kept.data.name}*"), *self.kept.data.rglob("*")]:
+            with contextlib.suppress(FileNotFoundError):  # gdown renamed it
+                total += path.stat().st_size if path.is_file() else 0
+        return total
+
+    def _look(self) -> None:
+        if self.is_folder and not self._is_admitted and (names := _folders_in(self.kept.data)):
+            self.job.admit(names[0].name, is_folder=True)  # before all of it comes in vain
+            self._is_admitted = True
+        now = self._bytes_there()
+        if now > self._seen:
+            self.job.advance(now - self._seen)
+            self._seen = now
+        if self._seen - self._counted >= MIN_BYTES:
+            self._counted, self._moved = self._seen, time.monotonic()
+
+    def _tick(self, _passed: float) -> None:
+        now = time.monotonic()
+        if now - self._looked >= min(_LOOK_S, self.job.timeout / 4):
+            self._looked = now
+            self._look()
+        if now - self._moved >= self.job.timeout:
+            raise Again("nothing or too little came from Drive", _AGAIN, hung=True)
+
+    def _line(self, line: str) -> None:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            return  # a warning of the interpreter
+        if not isinstance(said, dict):
+            return
+        if "file" in said:
+            self._found(said["file"])
+        elif "listed" in said:
+            self._moved = time.monotonic()
+        else:
+            self._last = said
+
+    def _found(self, file: dict[str, Any]) -> None:
+        """Note of what version the bytes are that come now; of a single file, see whether it may come at all."""
+        known = {**self.kept.record["known"], file["id"]: file}
+        if self.is_folder:
+            self._moved = time.monotonic()  # many files may be smaller than what counts as progress
+        else:
+            final = self.job.admit(_name(self.job, file))
+            if file["total"] is not None:
+                file_changes.check_space(self.job.act, max(0, file["total"] - self._seen), final)
+            self.job.begin(self._seen, file["total"])
+        self.kept.note(known=dict(list(known.items())[-_KNOWN_FILES:]))
+
+    def _failed(self, said: dict[str, Any]) -> Exception:
+        """Return what a failure means; what may be different another time is `Again`."""
+        failed, status = said.get("failed", ""), said.get("status", 0)
+        text = f"{said.get('kind', '')} {said.get('text', '')}"
+        told = self.job.address.scrubbed(text)
+        text = " ".join(text.split()).lower()
+        if failed == "missing" and said["kind"] == "gdown":
+            needed = "the package that reads Drive links"
+            return self._missing("gdown is not installed", needed, "pip install gdown")
+        if failed == "old":
+            found = f"gdown {printable(said['version'])[:20]} is too old"
+            return self._missing(found, "5.2 or newer", "pip install -U gdown")
+        if failed in ("range", "changed"):
+            self._drop_parts()
+            found = "Drive did not continue where it stopped" if failed == "range" else "the file changed in Drive"
+            return Again(found, "Run it again", is_anew=True)
+        if failed == "network":
+            return Again(f"the network failed ({told})", _AGAIN)
+        if said.get("errno"):
+            return OSError(said["errno"], os.strerror(said["errno"]), str(self.kept.data))
+        if failed != "gdown":
+            return Again(f"gdown's process ended early ({told})" if told else "gdown's process ended early", _AGAIN)
+        for signs, found, next_step in _CAUSES:
+            if any(sign in text for sign in signs):
+                return self._refused(found, next_step)
+        if status in _TRANSIENT or status >= 500:
+            return Again(f"Drive answered {status}", "Run it again later")
+        if status == 404:
+            what = "folder" if self.is_folder else "file"
+            next_step = "Check the link; of a folder all of it is needed, not the id alone"
+            return self._refused(f"Drive has no {what} of this id", next_step)
+        if any(sign in text for sign in _PRIVATE):
+            next_step = 'In Drive, share it with "Anyone with the link", or read it through colabkit.mount()'
+            return self._refused("Drive does not give it to people without a login", next_step)
+        if "incomplete" in text:
+            return Again("the connection ended too early", _AGAIN)
+        return self._refused(told, "Open the link in a browser to see what Drive says")
+
+    def _drop_parts(self) -> None:
+        """Remove what is half there; of a folder, the files that are whole stay."""
+        if not self.is_folder:
+            self.kept.start_over()
+        for part in self.kept.data.rglob("*.part"):
+            file_changes.remove(part)
+
+    def _missing(self, found: str, needed: str, line: str) -> MissingPackage:
+        return MissingPackage(cannot(self.job.act, found, needed, f"Run {line}"))
+
+    def _refused(self, found: str, next_step: str) -> FetchFailed:
+        return FetchFailed(cannot(self.job.act, found, "a file or folder that Drive gives away", next_step))
+
+
+def _whole_file(job: Job, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
+    file = kept.record["known"].get(job.address.text, {"total": None, "disposition": ""})
+    name = _name(job, file)
+    size = kept.data.stat().st_size
+    if file["total"] not in (None, size):
+        kept.start_over()
+        raise Again(f"{size} bytes came of {file['total']}", "Run it again", is_anew=True)
+    with kept.data.open("rb") as opened:
+        page = opened.read(_PAGE_BYTES)
+    if is_html(None, page[:HEAD_BYTES], job.target.name or name):
+        kept.start_over()
+        title = job.address.scrubbed(html_title(page))
+        found = f"a web page titled {title!r}" if title else "a web page"
+        raise FetchFailed(cannot(job.act, found, "a file", "Open the link in a browser to see what Drive says"))
+    _sync(kept.data)
+    return Fetched(kept.data, name, f"gdown {said['version']}", "", 1, digests_of(kept.data, job.wanted))
+
+
+def _whole_folder(job: Job, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
+    if said["repeated"]:
+        found = f"two files of the name {job.address.scrubbed(said['repeated'])!r} in one folder"
+        next_step = "Rename one in Drive; gdown would keep one of them alone"
+        kept.start_over()
+        raise FetchFailed(cannot(job.act, found, "one file a name", next_step))
+    made = _folders_in(kept.data)
+    files = [path for path in kept.data.rglob("*") if path.is_file()]
+    if len(made) != 1 or len(files) != said["done"]:
+        kept.start_over()
+        raise Again("the folder changed while it was fetched", "Run it again when it is at rest", is_anew=True)
+    if not files:
+        found = "no files in it, or none that Drive gives away"
+        next_step = 'In Drive, share it with "Anyone with the link"'
+        raise FetchFailed(cannot(job.act, found, "at least one", next_step))
+    for path in files:
+        _sync(path)
+    return Fetched(made[0], safe_name(made[0].name) or "folder", f"gdown {said['version']}", "", len(files), {})
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def _name(job: Job, file: dict[str, Any]) -> str:
+    return disposition_name(file["disposition"]) or job.address.text
+
+
+def _sync(path: Path) -> None:
+    fd = file_changes.reopen(path)
+    try:
+        file_changes.sync(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, in which modules of the child's working folder are not found."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(folder)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}

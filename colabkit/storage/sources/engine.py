@@ -1,0 +1,172 @@
+"""The one reading engine that staging and packing share: items and blocks of large ones, many requests at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from zlib import crc32
+
+from colabkit.storage.sources.concurrency import STALLED_S, Calls, Threads, concurrently
+from colabkit.storage.sources.items import Item, SequentialSource, Source
+from colabkit.storage.sources.level import Level
+from colabkit.storage.sources.reads import Retries, SharedFile, read_item
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+BLOCK_BYTES = 4 << 20
+"""Larger items are read in blocks of this size, several at once."""
+
+_CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Bytes of an item that are to be read: all of it, or a block of a large one.
+
+    Attributes:
+        item: whose.
+        offset: of the first byte.
+        size: how many.
+        file: what all blocks of a large item share.
+    """
+
+    item: Item
+    offset: int
+    size: int
+    file: SharedFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes that were read, with their CRC32; none where they have been placed already."""
+
+    item: Item
+    offset: int
+    size: int
+    crc: int
+    data: Buffer | None
+
+
+def block_offsets(size: int) -> range:
+    """Return where the blocks of an item of so many bytes begin; an empty item has one, of no bytes."""
+    return range(0, max(size, 1), BLOCK_BYTES)
+
+
+class Reading:
+    """Reads what is wanted of a source, many requests at once; a context that ends its threads.
+
+    Of a source that can hang, the number of requests in flight is measured and climbs while throughput does (`Level`);
+    errors that mounts recover from are tried again as in `read_item`, and lower it; a read that stalls is given up and
+    made anew once. Of others, the first reads are measured, and mostly done one by one.
+
+    Args:
+        source: where the items are.
+        threads: reads in flight, or `"auto"`.
+        retries: counts them.
+        on_wait: called some times a second while nothing comes.
+        place: puts a block of a large item where it goes. Of a source that cannot hang it is called by the threads that
+            read, which then hold one buffer each; the blocks that come out have no data any more.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        threads: Threads,
+        retries: Retries,
+        on_wait: Callable[[], None] | None = None,
+        place: Callable[[Block], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._threads = threads
+        self._retries = retries
+        self._on_wait = on_wait
+        self._place = None if source.can_hang else place
+        self._own = threading.local()
+        self._level = Level() if threads == "auto" else Level(threads, is_fixed=True)
+        self._calls: Calls[Wanted, Block] | None = None
+        self._shared: set[SharedFile] = set()
+        self._before: Callable[[], None] | None = None
+        if source.can_hang:
+            self._calls = Calls(self._read, self._level, STALLED_S, on_wait)
+
+    def begin(self, item: Item) -> bool:
+        """Begin to read a small item before all is known that will be wanted; return whether it was.
+
+        What was begun comes first from `blocks()`. Only sources that can hang are read ahead, and only into 64 MiB.
+        """
+        if self._calls is None or item.size > BLOCK_BYTES or not self._calls.may_begin:
+            return False
+        self._calls.make(Wanted(item, 0, item.size), item.size)
+        return True
+
+    def blocks(self, wanted: Iterable[Wanted]) -> Generator[Block, None, None]:
+        """Yield what was begun and everything wanted as it comes, in any order.
+
+        Raises:
+            SourceChanged: if an item has other bytes, or another time, than listed.
+            BadArchive: if a member of an archive is broken.
+            FileFailed: if an item cannot be read.
+            TimedOut: if a read stalled twice.
+        """
+        if isinstance(self._source, SequentialSource) and self._source.is_sequential:
+            yield from self._passed_through(self._source, wanted)
+        elif self._calls is None:
+            yield from concurrently(
+                self._read, wanted, self._threads, size_of=_size, level=self._level, on_wait=self._on_wait
+            )
+        else:
+            yield from self._calls.results(wanted, _size)
+
+    def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
+        """Yield what is wanted whole of an archive that can only be read from its front, in one pass."""
+        paths = {one.item.path for one in wanted}
+        for item, file in source.walk(paths):
+            data = file.read()
+            yield Block(item, 0, item.size, crc32(data), data)
+
+    def _read(self, one: Wanted) -> Block:
+        if one.file is None:
+            data = read_item(self._source, one.item, self._retries)
+            return Block(one.item, 0, one.size, crc32(data), data)
+        self._shared.add(one.file)
+        if self._place is None:
+            buffer = memoryview(bytearray(one.size))
+        else:
+            if not hasattr(self._own, "buffer"):
+                self._own.buffer = bytearray(BLOCK_BYTES)
+            buffer = memoryview(self._own.buffer)[: one.size]
+        one.file.read_into(buffer, one.offset, self._retries)
+        block = Block(one.item, one.offset, one.size, crc32(buffer), buffer)
+        if self._place is None:
+            return block
+        self._place(block)
+        return Block(one.item, one.offset, one.size, block.crc, None)
+
+    def __enter__(self) -> Self:
+        self._before, self._retries.on_retry = self._retries.on_retry, self._level.refused
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._retries.on_retry = self._before
+        if self._calls is not None:
+            self._calls.__exit__(kind, error, trace)
+        if any(file.is_open for file in list(self._shared)):
+            # A mount that hangs answers no close either.
+            closing = threading.Thread(target=self._close_shared, name="colabkit-read-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S if self._source.can_hang else None)
+
+    def _close_shared(self) -> None:
+        for file in list(self._shared):
+            file.close()
+
+
+def _size(one: Wanted) -> int:
+    return one.size

@@ -1,0 +1,206 @@
+"""A folder tree as a source."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeAlias
+
+from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, can_hang, mount_holding, mounts, translated
+from colabkit.storage.sources.concurrency import STALLED_S, Calls
+from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing
+from colabkit.storage.sources.level import Level
+from colabkit.storage.sources.listed import open_listed, read_listed
+from colabkit.storage.sources.reads import Retries
+
+_Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
+_SHORTCUT_DEPTH = 8
+_STATS_AT_ONCE = 10  # small pieces: the first files are known, and can be read, while others are asked for
+_LISTED_AT_ONCE = 16
+
+
+class _Folder(NamedTuple):
+    """A folder to list: its path inside the source, and the shortcuts on the way to it."""
+
+    inside: str
+    chain: _Chain
+
+
+class _Files(NamedTuple):
+    """Some files of a folder whose sizes are still to be asked for: paths inside the source, and entries."""
+
+    paths: list[str]
+    entries: list[os.DirEntry[str]]
+
+
+class _Found(NamedTuple):
+    """What was found: items, what is to be asked next, and what was passed over."""
+
+    items: list[Item]
+    next: list[_Folder | _Files]
+    skipped: list[tuple[str, str]]
+
+
+class FolderSource:
+    """A folder tree. Drive's shortcuts are followed; links and special files are passed over, named in the listing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        table = mounts()
+        self.can_hang = can_hang(os.path.abspath(path), table)
+        holding = mount_holding(os.path.abspath(path), table)
+        is_drive = holding is not None and holding.fstype == DRIVEFS
+        self._shortcut_targets = f"{holding.point}/{SHORTCUT_TARGETS}/" if holding and is_drive else ""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path.absolute(),)
+
+    def list(
+        self, on_found: Callable[[list[Item]], None] | None = None, on_wait: Callable[[], None] | None = None
+    ) -> Listing:
+        """Return every regular file below the folder; of one that can hang many folders are listed at once.
+
+        Args:
+            on_found: called with files as soon as they are found, some at a time.
+            on_wait: called some times a second while nothing is found.
+
+        Raises:
+            FileFailed: if a folder cannot be listed.
+            TimedOut: if there was no answer, twice.
+        """
+        items: list[Item] = []
+        skipped: list[tuple[str, str]] = []
+        level = Level(_LISTED_AT_ONCE)
+        retries = Retries(level.refused)
+
+        def look(at: _Folder | _Files) -> _Found:
+            tries = 0
+            while True:
+                try:
+                    return self._list_folder(at) if isinstance(at, _Folder) else _stats_of(at)
+                except OSError as error:
+                    tries += 1
+                    retries.pause(error, tries)
+
+        with translated(f"list {self.name!r}"):
+            for found in self._walk(look, level, on_wait):
+                items += found.items
+                skipped += found.skipped
+                if on_found is not None and found.items:
+                    on_found(found.items)
+        return Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)), retries.count)
+
+    def _walk(
+        self, look: Callable[[_Folder | _Files], _Found], level: Level, on_wait: Callable[[], None] | None
+    ) -> Iterator[_Found]:
+        root = _Folder("", ())
+        if not self.can_hang:
+            waiting: list[_Folder | _Files] = [root]
+            while waiting:
+                found = look(waiting.pop())
+                waiting += found.next
+                yield found
+            return
+        with Calls(look, level, STALLED_S, on_wait) as calls:
+            calls.make(root)
+            while calls.under_way:
+                found = calls.take()
+                for at in found.next:
+                    calls.make(at)
+                yield found
+
+    def _list_folder(self, folder: _Folder) -> _Found:
+        inside = folder.inside
+        chain = folder.chain or (os.path.realpath(self.path),)  # asked for here, where it may hang
+        names: list[str] = []
+        files: list[os.DirEntry[str]] = []
+        folders: list[_Folder | _Files] = []
+        skipped: list[tuple[str, str]] = []
+        with self._scanned(inside) as entries:
+            for entry in entries:
+                path = f"{inside}/{entry.name}" if inside else entry.name
+                if path == STAGE_SEAL:
+                    continue
+                if entry.is_file(follow_symlinks=False):  # nearly all are, and no more is asked of them
+                    names.append(path)
+                    files.append(entry)
+                    continue
+                is_shortcut = entry.is_symlink() and self._is_shortcut(self.path / path)
+                if entry.is_symlink() and not is_shortcut:
+                    skipped.append((path, "link"))
+                elif entry.is_dir():
+                    target = os.path.realpath(self.path / path) if is_shortcut else ""
+                    if target in chain or len(chain) > _SHORTCUT_DEPTH:
+                        skipped.append((path, "shortcut to a folder that it lies in, or nested too deep"))
+                    else:
+                        folders.append(_Folder(path, (*chain, target) if is_shortcut else chain))
+                elif entry.is_file():
+                    names.append(path)
+                    files.append(entry)
+                elif is_shortcut:
+                    skipped.append((path, "shortcut to nothing"))
+                else:
+                    skipped.append((path, "special file"))
+            if not self.can_hang:
+                found = _stats_of(_Files(names, files))
+                return _Found(found.items, folders, skipped + found.skipped)
+        step = _STATS_AT_ONCE
+        batches = [_Files(names[at : at + step], files[at : at + step]) for at in range(0, len(names), step)]
+        return _Found([], [*folders, *batches], skipped)
+
+    @contextlib.contextmanager
+    def _scanned(self, inside: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """Give the entries of a folder; of a local one by its descriptor, which halves the cost of their sizes."""
+        if self.can_hang:
+            with os.scandir(self.path / inside) as entries:
+                yield entries
+            return
+        fd = os.open(self.path / inside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with os.scandir(fd) as local:
+                yield local
+        finally:
+            os.close(fd)
+
+    def open(self, item: Item) -> BinaryIO:
+        """Open the item's file without following links other than Drive's shortcuts.
+
+        Raises:
+            SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
+        """
+        path = self.path / item.path
+        try:
+            return open_listed(path, self.name, item, os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno != errno.ELOOP or not self._is_shortcut(path):
+                raise
+            return open_listed(path, self.name, item)
+
+    def read_at_once(self, item: Item) -> bytes | None:
+        """Return a small local item's bytes if it is what was listed."""
+        return read_listed(f"{self.name}/{item.path}", item, os.O_NOFOLLOW)
+
+    def _is_shortcut(self, link: str | Path) -> bool:
+        """Return whether a link is one of Drive's shortcuts: DriveFS shows them as links into a folder of its own."""
+        target = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
+        return bool(self._shortcut_targets) and target.startswith(self._shortcut_targets)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+
+def _stats_of(files: _Files) -> _Found:
+    items: list[Item] = []
+    skipped: list[tuple[str, str]] = []
+    for path, entry in zip(*files, strict=True):
+        try:
+            stats = entry.stat()
+        except FileNotFoundError:
+            skipped.append((path, "it vanished while the folder was listed"))
+        else:
+            items.append(Item(path, stats.st_size, stats.st_mtime_ns))
+    return _Found(items, [], skipped)

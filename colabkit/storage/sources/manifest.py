@@ -1,0 +1,348 @@
+"""A table of paths as a source: a pandas DataFrame, a CSV or Parquet file, or a plain list."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from colabkit.foundation import (
+    BadSource,
+    InvalidOption,
+    MissingPackage,
+    Mount,
+    SourceMissing,
+    can_hang,
+    cannot,
+    format_things,
+    kind_of,
+    mounts,
+    translated,
+    user_path,
+)
+from colabkit.storage.sources.answering import answer_of
+from colabkit.storage.sources.concurrency import STALLED_S, concurrently
+from colabkit.storage.sources.items import Item, Listing
+from colabkit.storage.sources.listed import open_listed, read_listed
+from colabkit.storage.sources.reads import Retries
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
+"""How the names of tables end."""
+
+_PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img_path")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_PARQUET = ".parquet"
+_MISSING_CELLS = ["", "nan", "NaN"]  # pandas takes more words for nothing, NA and None among them: they may be labels
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What a table says.
+
+    Attributes:
+        root: the folder that items are named from.
+        paths: absolute, one a row.
+        columns: the other columns.
+    """
+
+    root: str
+    paths: tuple[str, ...]
+    columns: Mapping[str, tuple[Any, ...]]
+
+
+class ManifestSource:
+    """Files that a table names, one a row, with its other columns as plain values, `None` where a cell is empty.
+
+    The table is read once, when the source is made. The column of paths is the first of `path, file, filename,
+    file_name, filepath, file_path, image, image_path, img_path` that it has, in capitals or not, else its only column.
+    Paths may begin with `drive:` and `~`; relative ones begin at the table's folder, those of a DataFrame or a list at
+    the working folder. Items are named from the table's folder if all files lie below it, in a DataFrame or a list from
+    the working folder if all paths are relative; else from the folder that all files share. In
+    another process it opens the items that were listed in this one; the table stays behind.
+
+    Args:
+        table: a DataFrame, the path of a `.csv`, `.tsv` or `.parquet` file, or a list or Series of paths.
+
+    Raises:
+        InvalidOption: if it is none of these.
+        BadSource: if there is no column of paths, or an empty cell in it.
+        MissingPackage: if pandas, or for Parquet pyarrow, is not installed.
+        FileFailed: if the table cannot be read.
+        TimedOut: if there was no answer, twice.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._file: Path | None = None
+        self.name = "a table of paths"
+        if isinstance(table, str | os.PathLike):
+            self._file = user_path(table, f"read {os.fspath(table)!r}")
+            self.name = str(self._file)
+        self._act = f"read {self.name!r}"
+        is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
+        if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
+            found = kind_of(table) if self._file is None else f"a name that ends in {self._file.suffix!r}"
+            needed = f"a pandas DataFrame, a list of paths, or a file of {', '.join(TABLE_SUFFIXES)}"
+            raise InvalidOption(cannot(self._act, found, needed, "Read it with pandas, and pass the DataFrame"))
+        far = mounts()
+        self._is_far = self._file is not None and can_hang(os.path.abspath(self._file), far)
+        with translated(self._act):
+            self._table = answer_of(lambda: self._parsed(table), self._is_far)
+        folders = {os.path.dirname(path) for path in self._table.paths}
+        self.can_hang = self._is_far or any(can_hang(folder, far) for folder in folders)
+
+    @property
+    def root(self) -> str:
+        """The folder that items are named from, of a DataFrame or a list; empty where the table is a file."""
+        return self._table.root if self._file is None else ""
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**self.__dict__, "_table": _Table(self._table.root, (), {})}
+
+    def list(self) -> Listing:
+        """Return one item a row, in the table's order, with the other columns; a table file below the root is an extra.
+
+        Raises:
+            SourceMissing: if files are missing; the first is named.
+            BadSource: if a row names a folder or special file, or the table stayed in another process.
+            FileFailed: if a file's size cannot be had.
+            TimedOut: if there was no answer, twice.
+        """
+        table = self._table
+        if not table.paths:
+            told = "a table that stayed in the process that read it"
+            raise BadSource(cannot(self._act, told, "its rows", "List it there, or open the table here"))
+        retries = Retries()
+
+        def look(path: str) -> tuple[str, os.stat_result | None]:
+            tries = 0
+            while True:
+                try:
+                    return path, os.stat(path)
+                except (FileNotFoundError, NotADirectoryError):
+                    return path, None
+                except OSError as error:
+                    tries += 1
+                    retries.pause(error, tries)
+
+        stalled_s = STALLED_S if self.can_hang else None
+        with translated(self._act):
+            unique = dict.fromkeys(table.paths)
+            found = dict(concurrently(look, unique, "auto", stalled_s=stalled_s))
+        items = self._items(table, found)
+        return Listing(items, (), retries.count, table.columns, self._extras(table))
+
+    def open(self, item: Item) -> BinaryIO:
+        """Open a row's file.
+
+        Raises:
+            SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
+        """
+        return open_listed(Path(self._table.root, item.path), self.name, item)
+
+    def read_at_once(self, item: Item) -> bytes | None:
+        """Return a small local item's bytes if it is what was listed."""
+        return read_listed(f"{self._table.root}/{item.path}", item)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def _items(self, table: _Table, found: Mapping[str, os.stat_result | None]) -> tuple[Item, ...]:
+        if missing := [path for path, stats in found.items() if stats is None]:
+            count = sum(found[path] is None for path in table.paths)
+            told = f"no file {missing[0]!r}, and {count} of {format_things(len(table.paths), 'row')} like it"
+            needed = "a file for each row"
+            raise SourceMissing(cannot(self._act, told, needed, "Check the paths, or run colabkit.mount() for Drive"))
+        items = []
+        for row, path in enumerate(table.paths, 1):
+            stats = found[path]
+            assert stats is not None
+            if not stat.S_ISREG(stats.st_mode):
+                kind = "a folder" if stat.S_ISDIR(stats.st_mode) else "a special file"
+                raise self._bad_row(row, f"{path!r}, {kind}", "a file")
+            items.append(Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns))
+        return tuple(items)
+
+    def _extras(self, table: _Table) -> tuple[Item, ...]:
+        if self._file is None or not _is_below(path := os.path.abspath(self._file), table.root):
+            return ()
+        with translated(self._act):
+            stats = answer_of(lambda: os.stat(path), self._is_far)
+        return (Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns),)
+
+    def _parsed(self, given: Any) -> _Table:
+        if hasattr(given, "iloc") and not hasattr(given, "columns"):
+            given = given.tolist()  # a column by itself
+        if isinstance(given, list | tuple):
+            cells: Sequence[Any] = given
+            columns: Mapping[str, tuple[Any, ...]] = {}
+        else:
+            frame = given if self._file is None else self._frame(self._file)
+            cells, columns = self._split(frame)
+        if not len(cells):
+            raise BadSource(cannot(self._act, "no rows", "a path in each row", "Check the table"))
+        folder = os.path.abspath(self._file.parent) if self._file else os.getcwd()
+        far = mounts()
+        named = [self._user_path(row, cell, far) for row, cell in enumerate(cells, 1)]
+        paths = tuple(os.path.abspath(os.path.join(folder, path)) for path in named)
+        is_own = self._file is not None or not any(map(os.path.isabs, named))
+        shared = os.path.commonpath([os.path.dirname(path) for path in dict.fromkeys(paths)])
+        root = folder if is_own and (shared == folder or _is_below(shared, folder)) else shared
+        return _Table(root, paths, columns)
+
+    def _user_path(self, row: int, cell: Any, table: Sequence[Mount]) -> str:
+        """Return the path that a cell holds."""
+        text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
+        if not isinstance(text, str) or not text.strip() or "\0" in text:
+            raise self._bad_row(row, "no path" if text in ("", b"") else f"{cell!r:.60}", "a path")
+        if "://" in text:
+            raise self._bad_row(row, "an address", "a path on this machine")  # which may hold secrets
+        return os.fspath(user_path(text, self._act, [*table])) if text.startswith(("drive:", "~")) else text
+
+    def _bad_row(self, row: int, found: str, needed: str) -> BadSource:
+        next_step = "Repair the row or leave it out"
+        return BadSource(cannot(self._act, f"{found} in row {row}", f"{needed} in each row", next_step))
+
+    def _split(self, frame: Any) -> tuple[Sequence[Any], Mapping[str, tuple[Any, ...]]]:
+        """Return a frame's column of paths, and the others."""
+        names = [str(name) for name in frame.columns]
+        at = _path_column(names)
+        if at is None and len(names) == 1:
+            at = 0
+        if at is None:
+            found, needed = f"the columns {', '.join(names)}", f"one of {', '.join(_PATH_COLUMNS)}"
+            raise BadSource(cannot(self._act, found, needed, "Rename the column that holds the paths"))
+        others = [number for number in range(len(names)) if number != at]
+        if twice := next((one for one, other in pairwise(sorted(names[n] for n in others)) if one == other), None):
+            found = f"two columns named {twice!r}"
+            raise BadSource(cannot(self._act, found, "one of each name", "Rename one of them"))
+        columns = {names[number]: tuple(map(_plain, frame.iloc[:, number].tolist())) for number in others}
+        return frame.iloc[:, at].tolist(), columns
+
+    def _frame(self, file: Path) -> Any:
+        pandas = self._package("pandas")
+        try:
+            if file.suffix.lower() == _PARQUET:
+                self._package("pyarrow")
+                return pandas.read_parquet(file)
+            return self._read_text(pandas, file)
+        except (MissingPackage, OSError):
+            raise
+        except Exception as error:  # both packages raise any
+            found = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            raise BadSource(cannot(self._act, found, "a table", "Check the file")) from error
+
+    def _read_text(self, pandas: Any, file: Path) -> Any:
+        def read(encoding: str) -> Any:
+            options = {"sep": _SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
+            names = pandas.read_csv(file, nrows=0, **options).columns
+            at = _path_column([str(name) for name in names])
+            texts = {names[at or 0]: str} if len(names) else {}  # names of digits are no numbers
+            return pandas.read_csv(
+                file, converters=texts, keep_default_na=False, na_values=_MISSING_CELLS, low_memory=False, **options
+            )
+
+        try:
+            return read("utf-8-sig")
+        except UnicodeDecodeError:
+            frame = read("latin-1")  # which has a character for every byte: each is taken back
+            names = [_undecodable(name) for name in frame.columns]
+            cells = {n: [_undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
+            return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
+
+    def _package(self, name: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            needed = "it, for tables of paths"
+            raise MissingPackage(
+                cannot(self._act, f"the package {name} is not installed", needed, f"Run pip install {name}")
+            ) from error
+
+
+def is_manifest(path: Path) -> bool:
+    """Return whether a file is a table of paths: it has a column named like one, and its first file is there.
+
+    Only the first row is read. Without pyarrow no Parquet file is a table.
+
+    Raises:
+        NotMounted: if the first path begins with `drive:`, and Drive is not mounted.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in TABLE_SUFFIXES:
+        return False
+    first = _first_in_parquet(path) if suffix == _PARQUET else _first_in_text(path, _SEPARATORS[suffix])
+    if not first or "\0" in first:
+        return False
+    return os.path.isfile(os.path.join(path.parent, user_path(first, f"read {str(path)!r}")))
+
+
+def _first_in_text(path: Path, separator: str) -> str:
+    """Return the first path of a CSV file, empty if it has none."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file, delimiter=separator)
+        try:
+            names, first = next(rows), next(rows)
+        except (StopIteration, csv.Error):
+            return ""
+    at = _path_column(names)
+    return first[at] if at is not None and at < len(first) else ""
+
+
+def _first_in_parquet(path: Path) -> str:
+    """Return the first path of a Parquet file, empty if it has none."""
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        return ""
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            at = _path_column(names)
+            if at is None:
+                return ""
+            first = next(file.iter_batches(batch_size=1, columns=[names[at]])).column(0)[0].as_py()
+    except OSError:
+        raise
+    except Exception:
+        return ""  # it is no Parquet file, or an empty one
+    return first if isinstance(first, str) else ""
+
+
+def _path_column(names: Sequence[str]) -> int | None:
+    """Return which column holds the paths by its name, None if none does."""
+    lowered = [name.strip().lower() for name in names]
+    return next((lowered.index(name) for name in _PATH_COLUMNS if name in lowered), None)
+
+
+def _plain(value: Any) -> Any:
+    """Return a cell as a plain Python value, None where there is none."""
+    if value is None or type(value).__name__ == "NAType":
+        return None
+    if isinstance(value, list | tuple | dict | str):
+        return value
+    for conversion in ("to_pydatetime", "to_pytimedelta", "tolist"):  # of pandas and NumPy
+        if hasattr(value, conversion):
+            value = getattr(value, conversion)()
+            break
+    is_nothing = type(value).__name__ == "NaTType" or (isinstance(value, float) and math.isnan(value))
+    return None if is_nothing else value
+
+
+def _undecodable(cell: Any) -> Any:
+    """Return a text that was read byte by byte as what its bytes mean, undecodable ones as `os.fsdecode` has them."""
+    return cell.encode("latin-1").decode("utf-8", "surrogateescape") if isinstance(cell, str) else cell
+
+
+def _inner(path: str, root: str) -> str:
+    return path.removeprefix(root).lstrip("/")
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder.rstrip('/')}/")

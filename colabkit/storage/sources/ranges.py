@@ -1,0 +1,280 @@
+"""Samples that lie as ranges of bytes in few large files: what shards, record files and databases have in common."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import threading
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from colabkit.foundation import BadSource, MissingPackage, SourceChanged, can_hang, cannot, mounts, translated
+from colabkit.storage.sources.answering import answer_of
+from colabkit.storage.sources.concurrency import still_moving
+from colabkit.storage.sources.items import Item, Listing, broken_archive
+from colabkit.storage.sources.listed import open_listed
+
+HEAD_BYTES = 16
+"""First bytes of a value that `is_image_head` has to see."""
+
+MOST_VALUES = 1024
+"""Numbers that one value of a column may hold: more are a payload, and columns are kept in memory."""
+
+MOST_TEXT_BYTES = 1 << 20
+"""Bytes that one text of a column may have."""
+
+_MOST_COLUMNS = 256
+_IMAGE_HEAD = re.compile(  # JPEG, PNG, GIF, TIFF, BigTIFF, BMP, WebP, PNM, JPEG 2000, AVIF and HEIF
+    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|II[*+]\0|MM\0[*+]|BM....\0\0\0\0|RIFF....WEBP|P[1-6]\s[\s\d#]"
+    rb"|\0\0\0\x0cjP  |....ftyp(avif|avis|heic|mif1)",
+    re.DOTALL,
+)
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("dev", "val", "valid", "validation"), "dev"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec)(?=$|-\d+-of-\d+$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file that holds samples, as it was when it was indexed; its path is absolute."""
+
+    path: Path
+    listed: Item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Range(Item):
+    """A sample that says where it is: whoever has it, in any process, reads it without an index."""
+
+    file: _File
+    offset: int
+
+
+class RangeSource:
+    """A source whose samples are ranges of bytes of local files.
+
+    A read opens its file, checks that it is what was indexed, takes the range in one positional read and closes it: so
+    nothing is shared between threads or across a fork, and any number of shards needs no descriptors. Its items know
+    their places: a source that was pickled, or is opened anew, reads them without indexing.
+
+    Args:
+        name: for messages.
+        files: that hold the samples.
+    """
+
+    def __init__(self, name: str, files: Sequence[Path]) -> None:
+        self.name = name
+        self.files = tuple(files)
+        table = mounts()
+        self.can_hang = any(can_hang(folder, table) for folder in {os.path.dirname(os.path.abspath(f)) for f in files})
+        self._lock = threading.Lock()
+        self._listing: Listing | None = None
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        files = tuple(file.absolute() for file in self.files)
+        return {**self.__dict__, "files": files, "_lock": None, "_listing": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def list(self) -> Listing:
+        """Return every sample, with what else each has as columns.
+
+        Raises:
+            BadArchive: if a file is cut short, broken or hostile.
+            BadSource: if there are no samples, or they are not what is needed.
+            MissingPackage: if a package that reads them is not installed.
+            FileFailed: if a file cannot be read.
+            TimedOut: if there was no answer, twice.
+        """
+        with self._lock:
+            if self._listing is None:
+                with translated(f"read {self.name!r}"):
+                    self._listing = answer_of(self._indexed, self.can_hang)
+            return self._listing
+
+    def open(self, item: Item) -> BinaryIO:
+        """Return a sample's bytes as a file.
+
+        Raises:
+            SourceChanged: if its file was changed since it was indexed, or there is no such sample.
+            BadArchive: if its file ends before it.
+        """
+        known = item if isinstance(item, _Range) else self._known(item)
+        with open_listed(known.file.path, self.name, known.file.listed) as file:
+            data = pread_all(file.fileno(), known.size, known.offset)
+        if len(data) != known.size:
+            raise broken_archive(str(known.file.path), f"{known.path!r} is cut short")
+        return io.BytesIO(data)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def _known(self, item: Item) -> _Range:
+        """Return the sample that an item names."""
+        items = self.list().items
+        row = bisect_left(items, item.path, key=lambda one: one.path)
+        known = items[row] if row < len(items) else None
+        if not isinstance(known, _Range) or (known.path, known.size) != (item.path, item.size):
+            act = f"read {item.path!r} of {self.name!r}"
+            raise SourceChanged(cannot(act, "no such sample", "one that was listed", "Run it again"))
+        return known
+
+    def _indexed(self) -> Listing:
+        raise NotImplementedError
+
+
+class Indexing:
+    """A listing while it is made: samples come in any order, file by file.
+
+    Args:
+        name: of the source, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.act = f"read {name!r}"
+        self.skipped: list[tuple[str, str]] = []
+        self.columns: dict[str, list[Any]] = {}
+        self._dropped: dict[str, str] = {}
+        self._paths: list[str] = []
+        self._sizes = array("q")
+        self._files: list[_File] = []
+        self._numbers = array("I")
+        self._offsets = array("q")
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def open_next(self, path: Path) -> tuple[BinaryIO, int]:
+        """Return the next file, open and unbuffered, and its length; samples that are added from now on lie in it."""
+        found = os.stat(path)
+        listed = Item(path.name, found.st_size, found.st_mtime_ns)
+        self._files.append(_File(Path(os.path.abspath(path)), listed))
+        return open_listed(path, str(path), listed), found.st_size
+
+    def add(self, path: str, offset: int, size: int, fields: Mapping[str, Any]) -> None:
+        """Add a sample with its values; columns that it lacks have None for it.
+
+        Raises:
+            BadSource: if there are too many columns.
+        """
+        still_moving()
+        row = len(self._paths)
+        self._paths.append(path)
+        self._sizes.append(size)
+        self._numbers.append(len(self._files) - 1)
+        self._offsets.append(offset)
+        for name, value in fields.items():
+            if name in self._dropped:
+                continue
+            column = self.columns.get(name)
+            if column is None:
+                if len(self.columns) == _MOST_COLUMNS:
+                    found = f"more than {_MOST_COLUMNS} columns, {name!r:.80} among them"
+                    raise BadSource(cannot(self.act, found, "at most so many", "Write the samples with fewer fields"))
+                column = self.columns[name] = []
+            column += [None] * (row - len(column))
+            column.append(value)
+
+    def drop(self, column: str, reason: str) -> None:
+        """Leave a column out, for all samples."""
+        self._dropped.setdefault(column, reason)
+        self.columns.pop(column, None)
+
+    def is_dropped(self, column: str) -> bool:
+        """Return whether a column is left out."""
+        return column in self._dropped
+
+    def finish(self) -> Listing:
+        """Return the listing.
+
+        Raises:
+            BadSource: if there is no sample, or two have one path.
+        """
+        count = len(self._paths)
+        if not count:
+            found = "no samples" + (f"; {self.skipped[0][0]!r}: {self.skipped[0][1]}" if self.skipped else "")
+            raise BadSource(cannot(self.act, found, "at least one", "Check the path"))
+        for column in self.columns.values():
+            column.extend([None] * (count - len(column)))
+        if any(this >= that for this, that in zip(self._paths, self._paths[1:], strict=False)):
+            self._sort()
+        twice = next((one for one, other in zip(self._paths, self._paths[1:], strict=False) if one == other), None)
+        if twice is not None:
+            next_step = "Keep the members of a sample side by side and its key unique"
+            raise BadSource(cannot(self.act, f"two samples named {twice!r}", "one of each name", next_step))
+        places = zip(self._paths, self._sizes, self._numbers, self._offsets, strict=True)
+        items = tuple(
+            _Range(path, size, self._files[number].listed.mtime_ns, file=self._files[number], offset=offset)
+            for path, size, number, offset in places
+        )
+        columns = {name: tuple(values) for name, values in sorted(self.columns.items())}
+        return Listing(items, tuple(sorted([*self.skipped, *self._dropped.items()])), 0, columns)
+
+    def _sort(self) -> None:
+        order = sorted(range(len(self._paths)), key=self._paths.__getitem__)
+        self._paths = [self._paths[row] for row in order]
+        self._sizes = array("q", [self._sizes[row] for row in order])
+        self._numbers = array("I", [self._numbers[row] for row in order])
+        self._offsets = array("q", [self._offsets[row] for row in order])
+        for name, values in self.columns.items():
+            self.columns[name] = [values[row] for row in order]
+
+
+def is_image_head(head: bytes) -> bool:
+    """Return whether these are the first bytes of an image."""
+    return _IMAGE_HEAD.match(head) is not None
+
+
+def text_of(data: bytes) -> str | None:
+    """Return bytes as text; None if they are no UTF-8, or have a zero byte as numbers do."""
+    try:
+        return None if b"\0" in data else data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def package(name: str, act: str, install: str) -> Any:
+    """Return a package, imported now.
+
+    Raises:
+        MissingPackage: if it is not installed; `install` is what pip calls it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        found = f"the package {install} is not installed"
+        raise MissingPackage(cannot(act, found, "it, for records", f"Run pip install {install}")) from error
+
+
+def pread_all(fd: int, size: int, offset: int) -> bytes:
+    """Return so many bytes of a file, fewer only at its end."""
+    data = os.pread(fd, size, offset)
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def shard_names(files: Sequence[Path]) -> list[str]:
+    """Return a name for each shard: its path below the folder of all, without the ending where it stays unique."""
+    paths = [os.path.abspath(file) for file in files]
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names = [os.path.relpath(path, root) for path in paths]
+    short = [_SHARD_SUFFIX.sub("", name) for name in names]
+    return short if len(set(short)) == len(set(names)) and all(short) else names
+
+
+def split_of(shard: str) -> str | None:
+    """Return the split that a shard's name has as a word: `train`, `dev` or `test`; None if it has none, or several."""
+    splits = {_SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", shard.lower()) if word in _SPLIT_WORDS}
+    return splits.pop() if len(splits) == 1 else None

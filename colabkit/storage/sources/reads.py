@@ -1,0 +1,267 @@
+"""Reads of one item, whole, block by block or by several threads, tried again where it helps."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO
+
+from colabkit.foundation import SourceChanged, translated
+from colabkit.storage.sources.concurrency import still_moving
+from colabkit.storage.sources.items import Item, Source, broken_archive, changed_item
+from colabkit.storage.sources.listed import is_as_listed
+
+_CHUNK_BYTES = 1 << 20  # a read that gets so many bytes in a minute has not stalled
+_TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN})
+_TRIES = 4
+_BACK_OFF_S = 0.2
+_SHARED_OPEN_S = 2.0
+
+
+class Retries:
+    """Counts the reads that were tried again, from any thread.
+
+    Args:
+        on_retry: called at each, from the thread that tries again.
+    """
+
+    def __init__(self, on_retry: Callable[[], None] | None = None) -> None:
+        self.count = 0
+        self.on_retry = on_retry
+        self._lock = threading.Lock()
+
+    def add(self) -> None:
+        """Count one more."""
+        with self._lock:
+            self.count += 1
+        if (on_retry := self.on_retry) is not None:
+            on_retry()
+
+    def pause(self, error: OSError, tries: int) -> None:
+        """Count a retry and wait before it, longer each time; raise `error` if it is no use to try again."""
+        if error.errno not in _TRANSIENT or tries >= _TRIES:
+            raise error
+        self.add()
+        time.sleep(_BACK_OFF_S * 2**tries * random.uniform(0.5, 1.0))
+
+
+def read_item(source: Source, item: Item, retries: Retries) -> bytes:
+    """Return all bytes of an item, exactly as many as listed.
+
+    Errors that mounts recover from (EIO, ENOTCONN, ETIMEDOUT, ESTALE) are tried again, four times in all, with growing
+    jittered pauses, from the offset reached; each retry is counted. A file that ends early although it is as long as
+    listed is such an error too.
+
+    A local source may have `read_at_once()`, which returns a small item's bytes by the shortest way, or None where
+    anything is not as listed: then the way of all others is gone.
+
+    Raises:
+        SourceChanged: if there are fewer or more bytes than listed, or the file was changed since or meanwhile.
+        BadArchive: if a member of an archive is broken.
+        FileFailed: if the file cannot be read.
+    """
+    at_once: Callable[[Item], bytes | None] | None = getattr(source, "read_at_once", None)
+    if at_once is not None and item.size <= _CHUNK_BYTES and not source.can_hang:
+        data = at_once(item)
+        if data is not None:
+            return data
+    blocks = list(read_blocks(source, item, _CHUNK_BYTES, retries))
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+
+def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) -> Iterator[bytes]:
+    """Yield the bytes of an item in blocks, one after the other; errors and retries as in `read_item`."""
+    done = 0
+    tries = 0
+    with translated(f"read {item.path!r} of {source.name!r}"):
+        while True:
+            try:
+                with source.open(item) as file:
+                    if done:
+                        file.seek(done)
+                    while True:
+                        wanted = min(block_bytes, item.size + 1 - done)  # one byte too many, to see the file's end
+                        block = _read_full(file, wanted, item.size - done)
+                        done += len(block)
+                        if done > item.size:
+                            raise changed_item(source.name, item, done)
+                        if block:
+                            tries = 0
+                            still_moving()
+                            yield block
+                        if len(block) < wanted or (done == item.size and _fd(file) is not None):
+                            break
+                    check_end(source.name, item, file, done)
+                return
+            except zipfile.BadZipFile as error:
+                raise broken_archive(source.name, f"{item.path!r}: {error}") from error
+            except SourceChanged:
+                raise
+            except OSError as error:
+                tries += 1
+                retries.pause(error, tries)
+
+
+class SharedFile:
+    """A large item, opened once for all its blocks: the first that is read opens it, the last closes it.
+
+    Args:
+        source: where the item is.
+        item: which.
+        offsets: of the blocks that will be read.
+    """
+
+    def __init__(self, source: Source, item: Item, offsets: Iterable[int]) -> None:
+        self._source = source
+        self._item = item
+        self._left = set(offsets)
+        self._lock = threading.Condition()
+        self._readers = 0
+        self._is_opening = False
+        self._file: BinaryIO | None = None
+        self._dropped: list[BinaryIO] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to close."""
+        return self._file is not None or bool(self._dropped)
+
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock:
+            files, self._file, self._dropped = [self._file, *self._dropped], None, []
+        for file in files:
+            if file is not None:
+                with contextlib.suppress(OSError):  # it was only read
+                    file.close()
+
+    def read_into(self, block: memoryview, offset: int, retries: Retries) -> None:
+        """Fill `block` with the item's bytes from `offset` on; errors and retries as in `read_item`."""
+        with self._lock:
+            self._readers += 1
+        try:
+            with translated(f"read {self._item.path!r} of {self._source.name!r}"):
+                self._fill(block, offset, retries)
+        finally:
+            with self._lock:
+                self._readers -= 1
+                is_done = not self._left and not self._readers  # a read that was given up may still be under way
+            if is_done:
+                self.close()
+
+    def _fill(self, block: memoryview, offset: int, retries: Retries) -> None:
+        done = 0
+        tries = 0
+        while True:
+            file = None
+            try:
+                file = self._opened()
+                while done < len(block):
+                    got = self._read_some(block[done:], offset + done, file)
+                    if not got:
+                        check_end(self._source.name, self._item, file, offset + done)
+                    done += got
+                    tries = 0
+                    still_moving()
+                self._check_if_last(offset, file)
+                return
+            except SourceChanged:
+                raise
+            except OSError as error:
+                self._drop(file)
+                tries += 1
+                retries.pause(error, tries)
+
+    def _opened(self) -> BinaryIO:
+        with self._lock:
+            if self._file is None and self._is_opening:
+                self._lock.wait(_SHARED_OPEN_S)  # not for ever: the thread that opens may hang
+            if self._file is not None:
+                return self._file
+            self._is_opening = True
+        try:
+            file = self._source.open(self._item)
+        finally:
+            with self._lock:
+                self._is_opening = False
+                self._lock.notify_all()
+        with self._lock:
+            if self._file is None:
+                self._file = file
+            else:
+                self._dropped.append(file)
+            return self._file
+
+    def _read_some(self, part: memoryview, offset: int, file: BinaryIO) -> int:
+        if (fd := _fd(file)) is not None:
+            return os.preadv(fd, [part[:_CHUNK_BYTES]], offset)
+        with self._source.open(self._item) as own:  # it has one position only
+            own.seek(offset)
+            data = own.read(len(part))
+        part[: len(data)] = data
+        return len(data)
+
+    def _drop(self, file: BinaryIO | None) -> None:
+        """Open it anew for the next try: a mount that came back has forgotten what was open."""
+        with self._lock:
+            if file is not None and file is self._file:
+                self._file = None
+                self._dropped.append(file)  # other blocks may still be read from it
+
+    def _check_if_last(self, offset: int, file: BinaryIO) -> None:
+        with self._lock:
+            self._left.discard(offset)
+            is_last = not self._left
+        if is_last:
+            check_end(self._source.name, self._item, file, self._item.size)
+
+
+def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
+    """Check, after the last byte that came, that the file still is what was listed.
+
+    Args:
+        source: its name, for messages.
+        item: as listed.
+        file: open.
+        done: bytes that came.
+
+    Raises:
+        SourceChanged: if its size or time is another now, or too few bytes came of what cannot be asked.
+        OSError: EIO, if it ends early although it is as long as listed: mounts do that when they lose their server.
+    """
+    fd = _fd(file)
+    if fd is None:
+        if done != item.size:
+            raise changed_item(source, item, done)
+        return
+    found = os.fstat(fd)
+    if not is_as_listed(found, item):
+        raise changed_item(source, item, found.st_size)
+    if done != item.size:
+        raise OSError(errno.EIO, f"it ended after {done} of {item.size} bytes")
+
+
+def _fd(file: BinaryIO) -> int | None:
+    try:
+        return file.fileno()
+    except (OSError, AttributeError):
+        return None
+
+
+def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
+    """Return `size` bytes, fewer at the file's end, and as few as `enough` where that is what came."""
+    block = file.read(size)
+    if len(block) in (size, enough) or not block:
+        return block
+    pieces = [block]
+    missing = size - len(block)
+    while missing and (block := file.read(missing)):
+        pieces.append(block)
+        missing -= len(block)
+    return b"".join(pieces)

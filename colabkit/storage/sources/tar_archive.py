@@ -1,0 +1,272 @@
+"""A tar archive as a source, plain or compressed."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Container, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from colabkit.foundation import SourceChanged, can_hang, cannot, mounts, translated
+from colabkit.storage.sources.answering import answer_of
+from colabkit.storage.sources.items import Item, Listing, broken_archive, changed_item
+from colabkit.storage.sources.listed import is_as_listed, open_listed
+from colabkit.storage.sources.members import Directory, directory_of
+from colabkit.storage.sources.tar_headers import tar_members
+from colabkit.storage.sources.tar_streams import TarStream, compression_of, is_tar_head
+
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
+"""How the names of tar archives end."""
+
+_AT_ONCE_BYTES = 1 << 20  # smaller members are read in one piece
+
+
+def is_tar(path: Path) -> bool:
+    """Return whether a file's first bytes, inflated if they are compressed, are those of a tar."""
+    with path.open("rb") as file:
+        return is_tar_head(str(path), file)
+
+
+class _Opened(NamedTuple):
+    """The open archive, and what it was when it was opened."""
+
+    file: BinaryIO
+    archive: Item
+    is_sequential: bool
+
+
+class TarSource:
+    """A tar archive, read without extracting it: `.tar`, or compressed by gzip, bzip2, xz or zstd.
+
+    Members of a plain one are read where they lie, from any thread. A compressed one can only be read from its front:
+    `list()` passes through it once, `walk()` yields its members in one pass, and `open()` makes a pass up to its member
+    each time, which is slow. How it is compressed is told from its first bytes, not from its name.
+
+    Args:
+        path: of the archive.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        self.can_hang = can_hang(os.path.abspath(path), mounts())
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+        self._known: tuple[Item, Directory[int]] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path.absolute(),)
+
+    @property
+    def archive_bytes(self) -> int:
+        """The archive's length."""
+        return self._open().archive.size
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether it is compressed, and so can only be read from its front."""
+        return self._open().is_sequential
+
+    def close(self) -> None:
+        """Close the archive; the next use opens it again."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened.file.close()
+                self._opened = None
+
+    def list(self) -> Listing:
+        """Return every regular member.
+
+        Raises:
+            BadArchive: if the archive is cut short or broken, names a file outside itself or inside another file, or
+                inflates to more than 200 times its size and 1 GiB.
+            SourceChanged: if it was written to since it was opened.
+            MissingPackage: if it is compressed by zstd, and the package that reads this is not installed.
+            FileFailed: if it cannot be read.
+            TimedOut: if there was no answer, twice.
+        """
+        return self._directory(self._open()).listing
+
+    def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
+        """Yield items with their bytes in the archive's order, in one pass; a file is valid until the next step.
+
+        Args:
+            wanted: paths of the items to yield; by default all.
+
+        Raises:
+            BadArchive, SourceChanged, MissingPackage, FileFailed, TimedOut: as `list()`.
+        """
+        opened = self._open()
+        directory = self._directory(opened)
+        places = [(directory.handles[item.path], item) for item in directory.listing.items]
+        chosen = sorted((place for place in places if wanted is None or place[1].path in wanted), key=lambda at: at[0])
+        if not opened.is_sequential:
+            for _, item in chosen:
+                with self.open(item) as file:
+                    yield item, file
+        elif chosen:
+            with translated(f"read {self.name!r}"):
+                stream = self._stream(opened.archive)
+            with closing(stream):
+                for at, item in chosen:
+                    with _Passed(stream, at, item.size) as file:
+                        yield item, cast(BinaryIO, file)
+                with translated(f"read {self.name!r}"):
+                    stream.drain()
+
+    def open(self, item: Item) -> BinaryIO:
+        """Open a member; of a compressed archive by a pass up to it.
+
+        Raises:
+            SourceChanged: if the archive was written to since it was listed, or has no such member.
+            BadArchive: if it is broken.
+        """
+        opened = self._open()
+        directory = self._directory(opened)
+        at = directory.handles.get(item.path)
+        if at is None:
+            act = f"read {item.path!r} of {self.name!r}"
+            raise SourceChanged(cannot(act, "no member of this name", "one that was listed", "Run it again"))
+        if not opened.is_sequential:
+            if not is_as_listed(os.fstat(opened.file.fileno()), opened.archive):
+                raise changed_item(self.name, opened.archive, os.fstat(opened.file.fileno()).st_size)
+            part = _Slice(self.name, opened.file, at, item)
+            return io.BytesIO(part.read()) if item.size <= _AT_ONCE_BYTES else cast(BinaryIO, part)
+        if item.size > _AT_ONCE_BYTES:
+            return cast(BinaryIO, _Passed(None, at, item.size, lambda: self._stream(opened.archive)))
+        with closing(self._stream(opened.archive)) as stream:
+            stream.skip(at)
+            return io.BytesIO(stream.read(item.size))
+
+    def _open(self) -> _Opened:
+        with self._lock:
+            if self._opened is None:
+                with translated(f"read {self.name!r}"):
+                    self._opened = answer_of(self._first_look, self.can_hang)
+            return self._opened
+
+    def _first_look(self) -> _Opened:
+        found = os.stat(self.path)
+        archive = Item(self.path.name, found.st_size, found.st_mtime_ns)
+        file = open_listed(self.path, self.name, archive)
+        try:
+            return _Opened(file, archive, bool(compression_of(os.pread(file.fileno(), 16, 0))))
+        except BaseException:
+            file.close()
+            raise
+
+    def _directory(self, opened: _Opened) -> Directory[int]:
+        """Return what is in the archive; one pass is enough, whoever comes first."""
+        with self._lock:
+            if self._known is None or self._known[0] != opened.archive:
+                directory = answer_of(lambda: self._read_directory(opened.archive), self.can_hang)
+                self._known = opened.archive, directory
+            return self._known[1]
+
+    def _read_directory(self, archive: Item) -> Directory[int]:
+        with translated(f"read {self.name!r}"), closing(self._stream(archive)) as stream:
+            directory = directory_of(self.name, tar_members(stream), archive.size)
+            stream.drain()
+            return directory
+
+    def _stream(self, archive: Item) -> TarStream:
+        """Open the archive once more, if it is what it was."""
+        file = open_listed(self.path, self.name, archive)
+        try:
+            return TarStream(self.name, file, archive.size)
+        except BaseException:
+            file.close()
+            raise
+
+
+class _Part(io.RawIOBase):
+    """A member's bytes, with a position among them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return so many bytes, fewer only at the member's end."""
+        if self.closed:
+            raise ValueError("read of a closed file")
+        left = max(0, self._size - self._at)
+        data = self._bytes(left if size is None or size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+    def _bytes(self, size: int) -> bytes:
+        raise NotImplementedError
+
+
+class _Slice(_Part):
+    """A member of a plain tar."""
+
+    def __init__(self, source: str, archive: BinaryIO, start: int, item: Item) -> None:
+        super().__init__(item.size)
+        self._source = source
+        self._archive = archive
+        self._start = start
+        self._path = item.path
+
+    def _bytes(self, size: int) -> bytes:
+        data = os.pread(self._archive.fileno(), size, self._start + self._at) if size else b""
+        while len(data) < size:
+            more = os.pread(self._archive.fileno(), size - len(data), self._start + self._at + len(data))
+            if not more:
+                raise broken_archive(self._source, f"{self._path!r} is cut short")
+            data += more
+        return data
+
+
+class _Passed(_Part):
+    """A member of a compressed tar, reached by passing over what is before it.
+
+    Args:
+        stream: to read from; not closed.
+        start: byte of the stream where the member begins.
+        size: of the member.
+        again: opens a stream of its own, at the first read and whenever it has to go back.
+    """
+
+    def __init__(
+        self, stream: TarStream | None, start: int, size: int, again: Callable[[], TarStream] | None = None
+    ) -> None:
+        super().__init__(size)
+        self._stream = stream
+        self._start = start
+        self._again = again
+
+    def _bytes(self, size: int) -> bytes:
+        if not size:
+            return b""
+        target = self._start + self._at
+        if self._again is not None and (self._stream is None or self._stream.position > target):
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = self._again()
+        if self._stream is None or self._stream.position > target:
+            raise io.UnsupportedOperation("it can only be read forwards")
+        self._stream.skip(target - self._stream.position)
+        return self._stream.read(size)
+
+    def close(self) -> None:
+        if self._again is not None and self._stream is not None:
+            self._stream.close()
+        super().close()

@@ -1,0 +1,198 @@
+"""The bytes of a tar from front to back, inflated on the way."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
+
+from colabkit.foundation import ColabkitError, MissingPackage, cannot
+from colabkit.storage.sources.concurrency import still_moving
+from colabkit.storage.sources.items import broken_archive
+from colabkit.storage.sources.members import inflates_too_far, inflation_limit
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+_MAGIC: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of zstd without data, which pzstd puts first
+_USTAR_AT = 257
+_HEAD_BYTES = 512
+_STEP_BYTES = 1 << 20
+_BUFFER_BYTES = 64 << 10
+_ZSTD_STEP_BYTES = 2 << 10  # a block of 4 bytes inflates to as many as 128 KiB, and nothing limits what comes out
+
+
+class TarStream:
+    """A tar that is read once from front to back, plain or inflated; until `close()`.
+
+    Args:
+        name: of the archive, for messages.
+        file: the archive, at its start; closed with the stream.
+        archive_bytes: its length.
+
+    Attributes:
+        position: byte of the inflated tar that is read next.
+        is_inflated: whether the archive is compressed.
+
+    Raises:
+        MissingPackage: if it is compressed by zstd, and the package that reads this is not installed.
+    """
+
+    def __init__(self, name: str, file: BinaryIO, archive_bytes: int) -> None:
+        self.name = name
+        self.archive_bytes = archive_bytes
+        self.position = 0
+        self._archive = file
+        self._buffered = io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES)
+        method = compression_of(self._buffered.peek(_HEAD_BYTES))
+        self.is_inflated = bool(method)
+        self._limit = inflation_limit(archive_bytes) if method else archive_bytes
+        self._file: Any = self._buffered
+        if method:
+            with self._judged():
+                self._file = _inflated(name, self._buffered, method)
+
+    def read(self, size: int) -> bytes:
+        """Return exactly so many bytes.
+
+        Raises:
+            BadArchive: if there are fewer, they cannot be inflated, or the whole inflates too far.
+        """
+        self._check_room(size)
+        pieces = []
+        while size:
+            piece = self._step(size)
+            if not piece:
+                raise broken_archive(self.name, "it is cut short")
+            pieces.append(piece)
+            size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def skip(self, size: int) -> None:
+        """Pass over so many bytes; errors as of `read`."""
+        self._check_room(size)
+        if not self.is_inflated:
+            self.position += size
+            self._buffered.seek(self.position)
+            return
+        while size:
+            skipped = len(self._step(size))
+            if not skipped:
+                raise broken_archive(self.name, "it is cut short")
+            size -= skipped
+
+    def drain(self) -> None:
+        """Read on to the end, where most compressions have their checksum; errors as of `read`."""
+        while self.is_inflated and self._step(_STEP_BYTES):
+            self._check_room(0)
+
+    def close(self) -> None:
+        """Close the archive."""
+        self._buffered.close()
+
+    def _step(self, size: int) -> bytes:
+        with self._judged():
+            piece = cast(bytes, self._file.read(min(size, _STEP_BYTES)))
+        still_moving()
+        self.position += len(piece)
+        return piece
+
+    def _check_room(self, size: int) -> None:
+        if self.position + size <= self._limit:
+            return
+        if self.is_inflated:
+            raise inflates_too_far(self.name, self.position + size, self.archive_bytes)
+        raise broken_archive(self.name, "it is cut short")
+
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        """Turn what decompressors raise, each its own errors, into `BadArchive`."""
+        try:
+            yield
+        except ColabkitError:
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the file system; decompressors raise some without a number
+            raise broken_archive(self.name, str(error) or type(error).__name__) from error
+
+
+def compression_of(head: bytes) -> str:
+    """Return how an archive is compressed, told from its first bytes; empty if it is not."""
+    if _SKIPPABLE.match(head):
+        return "zstd"
+    return next((method for magic, method in _MAGIC.items() if head.startswith(magic)), "")
+
+
+def is_tar_head(name: str, file: BinaryIO) -> bool:
+    """Return whether an open file begins as a tar does, perhaps after inflating; it is read from its start."""
+    head = file.read(_HEAD_BYTES)
+    if method := compression_of(head):
+        try:
+            file.seek(0)
+            head = _inflated(name, file, method).read(_HEAD_BYTES)
+        except Exception:
+            return False  # whatever a decompressor raises: it is none of its files, or cannot be told
+    return head[_USTAR_AT : _USTAR_AT + 5] == b"ustar"
+
+
+def _inflated(name: str, file: BinaryIO, method: str) -> Any:
+    if method == "gzip":
+        return gzip.GzipFile(fileobj=file)
+    if method == "bzip2":
+        return bz2.BZ2File(file)
+    if method == "xz":
+        return lzma.LZMAFile(file)
+    try:
+        return importlib.import_module("compression.zstd").ZstdFile(file)  # of Python 3.14 and later
+    except ImportError:
+        pass
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        found = "the package zstandard is not installed"
+        needed = "it, to inflate zstd"
+        raise MissingPackage(cannot(f"read {name!r}", found, needed, "Run pip install zstandard")) from error
+    return io.BufferedReader(_Zstd(file, lambda: zstandard.ZstdDecompressor().decompressobj()), _STEP_BYTES)
+
+
+class _Zstd(io.RawIOBase):
+    """Frames of zstd, inflated in small steps: the package's own stream takes a cut frame for a whole one."""
+
+    def __init__(self, file: BinaryIO, new_inflater: Callable[[], Any]) -> None:
+        self._file = file
+        self._new = new_inflater
+        self._inflater = new_inflater()
+        self._is_begun = False  # whether the frame has bytes
+        self._packed = b""
+        self._inflated = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        while not self._inflated:
+            self._packed = self._packed or self._file.read(_BUFFER_BYTES)
+            if not self._packed:
+                if self._is_begun:
+                    raise EOFError("it is cut short")
+                return 0
+            step, self._packed = self._packed[:_ZSTD_STEP_BYTES], self._packed[_ZSTD_STEP_BYTES:]
+            self._is_begun = True
+            self._inflated = memoryview(self._inflater.decompress(step))
+            if self._inflater.eof:
+                self._packed = self._inflater.unused_data + self._packed
+                self._inflater, self._is_begun = self._new(), False
+        size = min(len(view), len(self._inflated))
+        view[:size] = self._inflated[:size]
+        self._inflated = self._inflated[size:]
+        return size

@@ -1,0 +1,238 @@
+"""TFRecord files of `tf.train.Example` as a source, without TensorFlow."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+from colabkit.foundation import BadArchive, BadSource, cannot
+from colabkit.storage.sources.items import Listing, broken_archive
+from colabkit.storage.sources.ranges import (
+    HEAD_BYTES,
+    MOST_TEXT_BYTES,
+    MOST_VALUES,
+    Indexing,
+    RangeSource,
+    is_image_head,
+    package,
+    shard_names,
+    split_of,
+    text_of,
+)
+
+PAYLOAD_FEATURES = ("image/encoded", "image", "image_raw", "jpeg", "encoded")
+"""The features that are a record's image; the first that there is."""
+
+_NAME = re.compile(r"\.tfrec(ords?)?(\.gz)?(-\d{5}-of-\d{5})?$|-\d{5}-of-\d{5}$", re.IGNORECASE)
+_LENGTH = struct.Struct("<QI")  # of the data, then its masked CRC
+_CRC = struct.Struct("<I")
+_MASK_DELTA: Final = 0xA282EAD8  # tensorflow/core/lib/hash/crc32c.h
+_MOST_RECORD_BYTES = 1 << 30  # protobuf itself stops at 2 GiB
+_BUFFER_BYTES = 1 << 20
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x01": "zlib", b"\x78\x5e": "zlib", b"\x78\x9c": "zlib", b"\x78\xda": "zlib"}
+
+
+def is_tfrecord_name(name: str) -> bool:
+    """Return whether a file is named like TFRecord: `x.tfrecord`, `x.tfrecords`, `x.tfrec` or `x-00000-of-00010`."""
+    return _NAME.search(name) is not None
+
+
+class TfRecordSource(RangeSource):
+    """TFRecord files whose records are `tf.train.Example`s.
+
+    A record's payload is one feature of bytes: `image/encoded`, `image`, `image_raw`, `jpeg` or `encoded`, unless it is
+    text, else the only one that begins like an image; the first record decides which. Its path is the file's name and
+    its number there. Every other feature is a column by its name: text where all its bytes are UTF-8, whole numbers,
+    or floats; plain values if no record has more than one, lists otherwise. Bytes that are no text and lists of more
+    than 1,024 numbers are left out and named in the listing's `skipped`. `split` is a column where files are named like
+    splits and no feature is. Indexing reads all bytes once and checks every CRC.
+
+    Args:
+        name: for messages.
+        files: not compressed.
+    """
+
+    def _indexed(self) -> Listing:
+        found = Indexing(self.name)
+        examples = _Examples(found)
+        for path, shard in zip(self.files, shard_names(self.files), strict=True):
+            split = split_of(shard)
+            labels: dict[str, Any] = {} if split is None else {"split": split}
+            file, size = found.open_next(path)
+            with file:
+                for number, (at, data) in enumerate(_records(path, file, size, examples.crc)):
+                    name = f"{shard}/{number:08d}"
+                    features = examples.features(name, data)
+                    payload = examples.payload(name, features)
+                    if payload is None:
+                        found.skipped.append((name, f"no feature {examples.chosen!r} of bytes"))
+                        continue
+                    # Where equal bytes lie earlier in the record, they do as well.
+                    found.add(name, at + data.index(payload), len(payload), labels | examples.fields(features))
+        examples.even_out()
+        return found.finish()
+
+
+class _Examples:
+    """What is learnt of the features while records are read."""
+
+    def __init__(self, found: Indexing) -> None:
+        self.chosen = ""
+        self.crc = package("google_crc32c", found.act, "google-crc32c").value
+        self._found = found
+        self._parse, self._error = _parser(found.act)
+        self._lists: set[str] = set()
+
+    def features(self, name: str, data: bytes) -> Mapping[str, Any]:
+        """Return the features of a record.
+
+        Raises:
+            BadSource: if it is no `tf.train.Example`.
+        """
+        try:
+            return cast(Mapping[str, Any], self._parse(data).features.feature)
+        except self._error as error:
+            told = f"{name!r} is none, although its CRC is right"
+            next_step = "Write the records as tf.train.Example"
+            raise BadSource(cannot(self._found.act, told, "records that are tf.train.Example", next_step)) from error
+
+    def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
+        """Return the payload of a record; the first record decides which feature it is.
+
+        Raises:
+            BadSource: if it has none that could be.
+        """
+        if not self.chosen:
+            self.chosen = self._choose(name, features)
+        if self.chosen not in features:
+            return None
+        values = features[self.chosen].bytes_list.value
+        return values[0] if len(values) == 1 else None
+
+    def _choose(self, name: str, features: Mapping[str, Any]) -> str:
+        single = {
+            feature: one.bytes_list.value[0] for feature, one in features.items() if len(one.bytes_list.value) == 1
+        }
+        images = [feature for feature, value in single.items() if is_image_head(value[:HEAD_BYTES])]
+        for feature in PAYLOAD_FEATURES:
+            if feature in images or (feature in single and text_of(single[feature]) is None):
+                return feature
+        if len(images) == 1:
+            return images[0]
+        told = f"{name!r} has {len(images) or 'no'} images among {', '.join(sorted(features)[:12]) or 'no features'}"
+        needed = f"one of {', '.join(PAYLOAD_FEATURES)}, or one image"
+        raise BadSource(cannot(self._found.act, told, needed, "Write the image's bytes as image/encoded"))
+
+    def fields(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all features but the payload."""
+        fields: dict[str, Any] = {}
+        for name, feature in features.items():
+            kind = feature.WhichOneof("kind")
+            if name == self.chosen or kind is None or self._found.is_dropped(name):
+                continue
+            values = list(getattr(feature, kind).value)
+            if kind == "bytes_list":
+                values = [text_of(value) if len(value) <= MOST_TEXT_BYTES else None for value in values]
+            if None in values:
+                self._found.drop(name, "bytes that are no text")
+            elif len(values) > MOST_VALUES:
+                self._found.drop(name, f"lists of more than {MOST_VALUES} values")
+            else:
+                if len(values) > 1:
+                    self._lists.add(name)
+                fields[name] = values[0] if len(values) == 1 else values
+        return fields
+
+    def even_out(self) -> None:
+        """Make a column hold lists in all rows if it does in one, and else no empty ones."""
+        for name, column in self._found.columns.items():
+            if name in self._lists:
+                column[:] = [one if one is None or isinstance(one, list) else [one] for one in column]
+            else:
+                column[:] = [None if isinstance(one, list) else one for one in column]
+
+
+def _records(path: Path, file: BinaryIO, size: int, crc: Any) -> Iterator[tuple[int, bytes]]:
+    """Yield where each record's data begin, and the data.
+
+    Source: "TFRecord and tf.train.Example", tensorflow.org: length, its masked CRC32C, data, their masked CRC32C.
+
+    Raises:
+        BadArchive: if a CRC is wrong, or the file ends inside a record.
+    """
+    name = str(path)
+    if not size:
+        raise broken_archive(name, "it is empty")
+    if compression := _COMPRESSED.get(os.pread(file.fileno(), 2, 0)):
+        head = os.pread(file.fileno(), _LENGTH.size, 0)
+        if len(head) < _LENGTH.size or _masked(crc(head[:8])) != _LENGTH.unpack(head)[1]:
+            next_step = "Inflate it, or write it without compression: images hardly shrink"
+            told = f"a file packed by {compression}"
+            raise BadArchive(cannot(f"read {name!r}", told, "plain TFRecord", next_step))
+    with io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES) as buffered:
+        at = 0
+        while at < size:
+            head = buffered.read(_LENGTH.size)
+            if len(head) < _LENGTH.size:
+                raise broken_archive(name, f"it is cut short at byte {at}")
+            length, length_crc = _LENGTH.unpack(head)
+            if _masked(crc(head[:8])) != length_crc:
+                raise broken_archive(name, f"the CRC of the length at byte {at} is wrong")
+            at += _LENGTH.size
+            if length > min(_MOST_RECORD_BYTES, size - at - _CRC.size):
+                raise broken_archive(name, f"a record of {length} bytes at byte {at} of {size}")
+            data = buffered.read(length)
+            tail = buffered.read(_CRC.size)
+            if len(data) < length or len(tail) < _CRC.size:
+                raise broken_archive(name, f"it is cut short at byte {at}")
+            if _masked(crc(data)) != _CRC.unpack(tail)[0]:
+                raise broken_archive(name, f"the CRC of the record at byte {at} is wrong")
+            yield at, data
+            at += length + _CRC.size
+
+
+def _masked(crc: int) -> int:
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def _parser(act: str) -> tuple[Any, type[Exception]]:
+    """Return what parses a `tf.train.Example`, and what it raises.
+
+    Source: tensorflow/core/example/example.proto and feature.proto. The descriptor has a pool of its own: TensorFlow,
+    where it is loaded, has these names in the default one.
+    """
+    protos = package("google.protobuf.descriptor_pb2", act, "protobuf")
+    field = protos.FieldDescriptorProto
+    file = protos.FileDescriptorProto(name="colabkit_example.proto", package="tensorflow", syntax="proto3")
+
+    def message(name: str, within: Any = None) -> Any:
+        return (file.message_type if within is None else within.nested_type).add(name=name)
+
+    def add(to: Any, name: str, number: int, kind: int, type_name: str = "", *, many: bool = False) -> Any:
+        label = field.LABEL_REPEATED if many else field.LABEL_OPTIONAL
+        return to.field.add(name=name, number=number, type=kind, label=label, type_name=type_name or None)
+
+    feature = message("Feature")
+    feature.oneof_decl.add(name="kind")
+    lists = (("BytesList", field.TYPE_BYTES), ("FloatList", field.TYPE_FLOAT), ("Int64List", field.TYPE_INT64))
+    for number, (name, kind) in enumerate(lists, 1):
+        add(message(name), "value", 1, kind, many=True)
+        attribute = name.replace("List", "_list").lower()
+        add(feature, attribute, number, field.TYPE_MESSAGE, f".tensorflow.{name}").oneof_index = 0
+    features = message("Features")
+    entry = message("FeatureEntry", features)
+    entry.options.map_entry = True
+    add(entry, "key", 1, field.TYPE_STRING)
+    add(entry, "value", 2, field.TYPE_MESSAGE, ".tensorflow.Feature")
+    add(features, "feature", 1, field.TYPE_MESSAGE, ".tensorflow.Features.FeatureEntry", many=True)
+    add(message("Example"), "features", 1, field.TYPE_MESSAGE, ".tensorflow.Features")
+    pool = package("google.protobuf.descriptor_pool", act, "protobuf").DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    factory = package("google.protobuf.message_factory", act, "protobuf")
+    example = factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
+    return example.FromString, package("google.protobuf.message", act, "protobuf").DecodeError

@@ -1,0 +1,237 @@
+"""WebDataset's tar shards as a source: neighbouring members of one stem are a sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from colabkit.foundation import BadArchive, BadSource, cannot, format_bytes, format_things, kind_of
+from colabkit.storage.sources.items import Listing
+from colabkit.storage.sources.members import directory_of
+from colabkit.storage.sources.ranges import (
+    HEAD_BYTES,
+    MOST_TEXT_BYTES,
+    MOST_VALUES,
+    Indexing,
+    RangeSource,
+    pread_all,
+    shard_names,
+    split_of,
+)
+from colabkit.storage.sources.tar_headers import tar_members
+from colabkit.storage.sources.tar_streams import TarStream, compression_of
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "tiff")
+"""The members that are a sample's image; of several the first of these is."""
+
+_NUMBERS, _TEXTS, _JSON = frozenset({"cls"}), frozenset({"txt", "text"}), frozenset({"json"})
+_COLUMNS = _NUMBERS | _TEXTS | _JSON
+_KNOWN = _COLUMNS | {*IMAGE_EXTENSIONS, "npy"}
+_MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)  # as `base_plus_ext` of webdataset
+_META = re.compile(r"(^|/)__[^/]*__($|/)")  # what webdataset passes over
+_LOOKED_AT = 64
+_MOST_JSON_BYTES = 16 << 20
+
+
+class _Part(NamedTuple):
+    """A member of a sample; its kind is the last part of its extension."""
+
+    extension: str
+    kind: str
+    offset: int
+    size: int
+
+
+class WebDatasetSource(RangeSource):
+    """Tar shards in WebDataset's layout.
+
+    Neighbouring members with the same path up to the first dot of the name are one sample; its path is the shard's name
+    without `.tar`, then that of its members. One member is its payload: the first image by extension (`jpg`, `jpeg`,
+    `png`, `webp`, `ppm`, `bmp`, `gif`, `tif`, `tiff`; also compound, as `input.png`), in shards without images the
+    `npy`, in others the only one that is no label. Columns are `cls` as whole number, `txt` and `text` as text, of a
+    `json` each key as `json.KEY` if it holds a number, a text or a list of these, and `split` where shards are named
+    like splits. All other members are counted by extension in the listing's `skipped`, and never read.
+
+    Args:
+        name: for messages.
+        shards: plain tars; a compressed one is refused, since its samples could only be read from its front.
+    """
+
+    def _indexed(self) -> Listing:
+        """Return where the samples are, by the headers; only labels are read."""
+        found = Indexing(self.name)
+        kind = ""
+        unread: Counter[str] = Counter()
+        for path, shard in zip(self.files, shard_names(self.files), strict=True):
+            split = split_of(shard)
+            labels: dict[str, Any] = {} if split is None else {"split": split}
+            file, size = found.open_next(path)
+            with file, closing(_plain_stream(path, file, size)) as stream:
+                samples = _samples(stream, shard, found)
+                kind = kind or _payload_kind(found.act, samples)
+                for key, parts in samples:
+                    payload = _payload_of(parts, kind)
+                    if payload is None:
+                        found.skipped.append((f"{shard}/{key}", f"no {kind}"))
+                        continue
+                    fields = dict(labels)
+                    for part in parts:
+                        if part is payload:
+                            continue
+                        if part.kind in _COLUMNS:
+                            fields |= _values(found, file.fileno(), f"{shard}/{key}", part)
+                        else:
+                            unread[part.extension] += 1
+                    found.add(f"{shard}/{key}", payload.offset, payload.size, fields)
+        for extension, count in unread.items():
+            found.skipped.append(
+                (f"*.{extension}", f"{format_things(count, 'member')}, neither the sample's own nor a label")
+            )
+        return found.finish()
+
+
+def is_webdataset(path: Path) -> bool:
+    """Return whether a plain tar is a shard: among its first files are neighbours of one stem, one of a known kind."""
+    try:
+        with path.open("rb", buffering=0) as file, closing(_plain_stream(path, file, os.stat(path).st_size)) as stream:
+            files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)
+            parts = [_parted(one.name) for one in islice(files, _LOOKED_AT)]
+    except BadArchive:
+        return False  # an ordinary tar says what is the matter with it
+    return any(
+        one
+        and other
+        and one[0] == other[0]
+        and one[1] != other[1]
+        and not _KNOWN.isdisjoint({_kind(one[1]), _kind(other[1])})
+        for one, other in pairwise(parts)
+    )
+
+
+def _plain_stream(path: Path, file: BinaryIO, size: int) -> TarStream:
+    if compression := compression_of(os.pread(file.fileno(), HEAD_BYTES, 0)):
+        next_step = "Extract it, or inflate it: compression hardly shrinks images"
+        raise BadArchive(cannot(f"read {str(path)!r}", f"a tar packed by {compression}", "a plain tar", next_step))
+    return TarStream(str(path), file, size)
+
+
+def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, list[_Part]]]:
+    """Return the samples of a shard in its order."""
+    directory = directory_of(stream.name, tar_members(stream), stream.archive_bytes)
+    found.skipped += [(f"{shard}/{path}", reason) for path, reason in directory.listing.skipped]
+    samples: list[tuple[str, list[_Part]]] = []
+    for item in sorted(directory.listing.items, key=lambda item: directory.handles[item.path]):
+        parted = _parted(item.path)
+        if parted is None:
+            found.skipped.append((f"{shard}/{item.path}", "no name of a sample's member"))
+            continue
+        key, extension = parted
+        if not samples or samples[-1][0] != key:
+            samples.append((key, []))
+        samples[-1][1].append(_Part(extension, _kind(extension), directory.handles[item.path], item.size))
+    return samples
+
+
+def _parted(name: str) -> tuple[str, str] | None:
+    """Return the key and the extension of a member's name; None if it belongs to no sample."""
+    match = None if _META.search(name) else _MEMBER.fullmatch(name)
+    return (match[1], match[2].lower()) if match else None
+
+
+def _kind(extension: str) -> str:
+    return extension.rpartition(".")[2]
+
+
+def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> str:
+    """Return what the samples' payloads are: `image`, `npy` or an extension; empty if there are no samples.
+
+    Raises:
+        BadSource: if it cannot be told.
+    """
+    extensions = {part.extension for _, parts in samples for part in parts}
+    kinds = {_kind(extension) for extension in extensions}
+    if not kinds.isdisjoint(IMAGE_EXTENSIONS):
+        return "image"
+    if "npy" in kinds:
+        return "npy"
+    others = [extension for extension in extensions if _kind(extension) not in _COLUMNS] or [*extensions]
+    if len(others) > 1:
+        told = f"members .{', .'.join(sorted(others)[:8])}"
+        needed = "an image, an .npy or only one other member in each sample"
+        raise BadSource(cannot(act, told, needed, "Write the shards with one payload a sample"))
+    return others[0] if others else ""
+
+
+def _payload_of(parts: Sequence[_Part], kind: str) -> _Part | None:
+    """Return a sample's payload, None if it has none."""
+    if kind == "image":
+        images = [part for part in parts if part.kind in IMAGE_EXTENSIONS]
+        return min(images, key=lambda part: (IMAGE_EXTENSIONS.index(part.kind), *_plainness(part)), default=None)
+    if kind == "npy":
+        return min((part for part in parts if part.kind == kind), key=_plainness, default=None)
+    return next((part for part in parts if part.extension == kind), None)
+
+
+def _plainness(part: _Part) -> tuple[bool, str]:
+    return part.extension != part.kind, part.extension
+
+
+def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
+    """Return what a member with labels says, by column."""
+    column = part.extension
+    limit = _MOST_JSON_BYTES if part.kind in _JSON else MOST_TEXT_BYTES
+    if part.size > limit:
+        raise _bad_label(found.act, path, column, format_bytes(part.size), f"at most {format_bytes(limit)}")
+    data = pread_all(fd, part.size, part.offset)
+    if part.kind in _TEXTS:
+        try:
+            return {column: data.decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise _bad_label(found.act, path, column, "bytes that are no UTF-8", "text") from error
+    if part.kind in _NUMBERS:
+        try:
+            return {column: int(data)}
+        except ValueError as error:
+            raise _bad_label(found.act, path, column, f"{data[:40]!r}", "a whole number") from error
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _bad_label(found.act, path, column, "bytes that are no JSON", "JSON") from error
+    if not isinstance(values, dict):
+        raise _bad_label(found.act, path, column, f"{kind_of(values)} in JSON", "an object with keys")
+    fields = {}
+    for key, value in values.items():
+        name = f"{column}.{key}"
+        if _is_plain(value):
+            fields[name] = value
+        else:
+            found.drop(name, f"neither a number nor a text nor a list of at most {MOST_VALUES}")
+    return fields
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value of JSON is a number, a text, nothing, or a list of these, perhaps nested."""
+    waiting, count = [value], 0
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict) or (isinstance(one, str) and len(one) > MOST_TEXT_BYTES):
+            return False
+        if isinstance(one, list):
+            waiting += one
+        count += 1
+        if count > MOST_VALUES + 1:
+            return False
+    return True
+
+
+def _bad_label(act: str, path: str, column: str, found: str, needed: str) -> BadSource:
+    """Return the error for a member whose bytes are no label."""
+    next_step = "Repair or leave out this sample"
+    return BadSource(cannot(act, f"{found} as .{column} of {path!r}", needed, next_step))

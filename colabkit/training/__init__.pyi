@@ -1,0 +1,15 @@
+from .api import train as train
+from .ceiling import HeadspaceReport as HeadspaceReport
+from .ceiling import headspace as headspace
+from .folds import KFoldReport as KFoldReport
+from .folds import k_fold as k_fold
+from .foreign_loaders import bytes_in as bytes_in
+from .foreign_loaders import may_be_loader as may_be_loader
+from .foreign_loaders import samples_in as samples_in
+from .launch import notebook_launch as notebook_launch
+from .networks import small_network as small_network
+from .report import TrainingInterrupted as TrainingInterrupted
+from .report import TrainReport as TrainReport
+from .saved import read_run as read_run
+from .steps import supervised_step as supervised_step
+from .values import is_number as is_number

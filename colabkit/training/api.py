@@ -1,0 +1,119 @@
+"""`train()`: a run over a loader, with validation, checkpoints, resume, and a clean end whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Literal
+
+from colabkit.foundation import InvalidOption, cannot, check_whole_number, meters, sampled, user_path
+from colabkit.loading import Loader
+from colabkit.training.arguments import check_step, state_of, validate_of, validation_steps
+from colabkit.training.durations import Moment, moment
+from colabkit.training.judging import Judge
+from colabkit.training.processes import Processes
+from colabkit.training.report import TrainingInterrupted, TrainReport
+from colabkit.training.run import OnStep, Run, Step
+from colabkit.training.saving import Saving, Schedule, Stateful
+from colabkit.training.stops import RESERVE_S, Stops
+from colabkit.training.values import Values
+
+
+def train(
+    step: Step,
+    loader: Loader,
+    *,
+    epochs: int = 1,
+    state: Mapping[str, Stateful] | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+    save_every: int | str = "epoch",
+    keep_last: int = 2,
+    resume: bool = True,
+    validate: Callable[[], Values] | Loader | None = None,
+    validate_every: int | Literal["epoch"] = "epoch",
+    monitor: str | None = None,
+    mode: Literal["min", "max"] = "min",
+    deadline: Moment | None = None,
+    on_step: OnStep | None = None,
+) -> TrainReport:
+    """Call `step` on every batch of some epochs and return what came of it.
+
+    With `save_to`, checkpoints hold `state`, the step's own state, the loader's position, the random generators of each
+    process, and the history; the same call goes on after the newest good one when it is made again, in the middle of
+    an epoch if need be. They are copied between two steps and written in the background; what is due by steps or time
+    waits until the one before is written, the end of an epoch and the best so far are saved at once.
+
+    Ctrl-C ends the training after the step that runs, with a last checkpoint; so do SIGTERM and SIGHUP, which are then
+    sent on. Without `save_to` nothing is saved.
+
+    Under `torch.distributed` every process calls this; the first one writes, and its numbers of `validate` count.
+
+    Args:
+        step: takes a batch; returns a loss, a dict of numbers, or None. With `state_dict` and `load_state_dict`, it is
+            saved as well. One that accumulates gradients tells by `is_whole` when none wait to be applied, which
+            checkpoints do not hold, and applies them in `flush()`, at the end of an epoch.
+        loader: gives the batches.
+        epochs: how many in all, those of earlier calls included.
+        state: what a checkpoint holds, by name, as in `{"model": model, "optimizer": optimizer}`; None for what
+            `supervised_step` trains.
+        save_to: folder of the checkpoints, on Drive as well.
+        save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
+        keep_last: how many of the newest checkpoints stay, beside the best.
+        resume: false insists on beginning anew, in a folder without checkpoints.
+        validate: called for numbers to judge by, or a loader that `supervised_step` evaluates: in the first validation
+            its epoch 0, in the next one epoch 1, and so on, wherever it stands.
+        validate_every: steps between two validations, or `"epoch"`.
+        monitor: which number says what checkpoint is best: of `validate` where there is one, else of the step; None
+            for the loss, if there is one.
+        mode: whether the lowest or the highest is best.
+        deadline: when the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. The last
+            checkpoint is begun early enough to be at its place by then.
+        on_step: called after each step with its record.
+
+    Raises:
+        TrainingInterrupted: a `KeyboardInterrupt`, after Ctrl-C and a last checkpoint, if any; it holds the report.
+        InvalidOption: if an argument cannot be meant, or the checkpoints are of other data or another `state`.
+        TargetExists: if `resume` is false and there are checkpoints.
+        Corrupt: if all checkpoints are damaged.
+        NotEnoughSpace, FileFailed: if the first or the last checkpoint cannot be written.
+    """
+    act = "train"
+    check_whole_number(act, "epochs", epochs, 0)
+    check_whole_number(act, "keep_last", keep_last, 1)
+    check_step(act, "train", step, loader)
+    if mode not in ("min", "max"):
+        raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use one of these"))
+    parts = state_of(act, state, step, save_to is not None)
+    folder = None if save_to is None else user_path(save_to, "train").absolute()
+    schedule = Schedule(save_every)
+    if save_to is None and save_every != "epoch":
+        next_step = "Name the folder of the checkpoints by save_to="
+        raise InvalidOption(cannot(act, f"save_every={save_every!r} without save_to=", "both or none", next_step))
+    judged_by = validate_of(validate, step, loader), validation_steps(validate_every), monitor, mode
+    ends_at = None if deadline is None else moment(act, "deadline", deadline)
+    started = time.monotonic()
+    if ends_at is not None and ends_at - started <= RESERVE_S:
+        found = f"deadline={deadline!r} with {RESERVE_S:g} s kept for the last checkpoint"
+        raise InvalidOption(cannot(act, found, "time for a step before it", "Give a later one"))
+    with ExitStack() as stack:
+        processes = stack.enter_context(Processes())
+        judge = Judge(*judged_by, processes)
+        saving = Saving(folder, keep_last, judge.rule, parts, step, loader, processes)
+        stack.callback(saving.close)
+        stops = stack.enter_context(Stops(ends_at, processes.count > 1, folder is not None))
+        run = Run(step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled()))
+        try:
+            run.resume(resume)
+            report = run.through(epochs, started)
+            if report.spent.batches:
+                meters.finished(report)
+        finally:
+            if stops.reason in ("SIGTERM", "SIGHUP"):
+                stops.let_go()
+                signal.raise_signal(signal.Signals[stops.reason])
+    if stops.reason == "Ctrl-C":
+        raise TrainingInterrupted(report)
+    return report

@@ -1,0 +1,421 @@
+"""`Checkpoints`: copied in the caller's thread, written, sealed and published behind it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from colabkit.foundation import (
+    Corrupt,
+    InvalidOption,
+    NotEnoughSpace,
+    can_hang,
+    cannot,
+    check_whole_number,
+    file_changes,
+    mounts,
+    near_folder,
+)
+from colabkit.training.checkpoints.copies import Copied, Copies
+from colabkit.training.checkpoints.far import Far
+from colabkit.training.checkpoints.sealed import Damaged, Mode, Sealed, best_of, prune, put, sealed_in, steps_in
+from colabkit.training.checkpoints.writing import Stopped, load, write
+
+logger = logging.getLogger("colabkit")
+
+_HEADER_BYTES = 1 << 20  # of a file beside its tensors, about
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        path: its file.
+        step: after which it was taken.
+        content: what was saved, with all tensors on the CPU.
+        passed_over: newer checkpoints that are damaged, with the reason.
+    """
+
+    path: Path
+    step: int
+    content: Mapping[str, Any]
+    passed_over: tuple[tuple[Path, str], ...]
+
+
+@dataclass(slots=True)
+class _Job:
+    """A checkpoint to write."""
+
+    step: int
+    copied: Copied | None
+    score: float | None
+    started: float
+    is_awaited: bool
+    is_raised: bool
+    stop: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one folder: copied in the caller's thread, written, sealed and published behind it.
+
+    Where `save_to` is on a local disk they are written there. Where it is on a mount that can hang, as Drive's, they
+    are written to a near folder, and brought from there by a second thread: verified, renamed and sealed. A mount that
+    hangs or dies fails no training: it is tried again with the next checkpoint, and stands in `failures`. If
+    checkpoints come faster than the mount takes them, only the newest and the best are brought there.
+
+    The newest `keep_last` and the best stay, near and at `save_to`. Older ones are removed when a newer one is sealed.
+    It is used by one thread. Leaving it as a context manager closes it.
+
+    Args:
+        save_to: the folder; made when it is needed.
+        keep_last: how many of the newest stay.
+        mode: whether the lowest or the highest score is the best.
+        monitor: what is scored; checkpoints with scores of something else are none of the best.
+
+    Raises:
+        InvalidOption: if an argument cannot be meant.
+    """
+
+    def __init__(
+        self, save_to: str | os.PathLike[str], *, keep_last: int = 2, mode: Mode = "min", monitor: str = ""
+    ) -> None:
+        act = f"keep checkpoints in {str(save_to)!r}"
+        check_whole_number(act, "keep_last", keep_last, 1)
+        if mode not in ("min", "max"):
+            raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use mode='min' for a loss"))
+        self.folder = Path(os.path.abspath(save_to))
+        self._near = self.folder
+        self._far: Far | None = None
+        if can_hang(str(self.folder), mounts()):
+            name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
+            self._near = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
+            self._far = Far(self.folder)
+        self._keep_last = keep_last
+        self._judge = f"{mode} {monitor}".rstrip()
+        self._copies = Copies()
+        self._damaged: set[Path] = set()
+        self._threads: list[threading.Thread] = []
+
+        self._changed = threading.Condition()  # guards what follows
+        self._job: _Job | None = None
+        self._publisher: threading.Thread | None = None
+        self._publishing: Sealed | None = None
+        self._tried: set[str] = set()  # digests that were tried to be published since the last save
+        self._near_sealed: list[Sealed] = []
+        self._far_sealed: list[Sealed] = []
+        self._last_step: int | None = None
+        self._last_error: BaseException | None = None
+        self._failures: list[tuple[int, str]] = []
+        self._began: dict[int, float] = {}
+        self._save_s = 0.0
+        self._is_over = False
+
+    @property
+    def near_folder(self) -> Path:
+        """Where checkpoints are written first; `save_to` itself, if it is near."""
+        return self._near
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a `save()` now would not wait for an earlier one."""
+        return self._job is None
+
+    @property
+    def save_s(self) -> float:
+        """The longest seconds from a `save()` until the checkpoint was at its place so far; 0 before the first."""
+        return self._save_s
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint that was saved or found here: at `save_to` if it is there, else near."""
+        with self._changed:
+            newest = next(iter(self._counting(self._near_sealed) or self._counting(self._far_sealed)), None)
+            return None if newest is None else self._place_of(newest)
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the best score; None if none was given. A score that is not finite never is."""
+        with self._changed:
+            best = best_of([*self._counting(self._far_sealed), *self._counting(self._near_sealed)], self._judge)
+            return None if best is None else self._place_of(best)
+
+    @property
+    def failures(self) -> tuple[tuple[int, str], ...]:
+        """Step and reason of each save and each publication that failed."""
+        with self._changed:
+            return tuple(self._failures)
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest sealed checkpoint, good or not, without reading it; None if there is none.
+
+        Raises:
+            TimedOut: if the mount of `save_to` does not answer.
+            FileFailed: if the folder cannot be read.
+        """
+        act = f"look for checkpoints in {str(self.folder)!r}"
+        with file_changes.translated(act):
+            steps = steps_in(self._near)
+        if self._far is not None:
+            steps += self._far.ask(act, lambda _: steps_in(self.folder))
+        return max(steps, default=None)
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest good checkpoint of `save_to` and the near folder, or None where there is none at all.
+
+        Its digest is checked, and damaged ones are passed over. One that is far is brought near first. Files are read
+        with `weights_only=True`: nothing in them is executed. The random generators are left alone.
+
+        Raises:
+            Corrupt: if there are checkpoints and all of them are damaged.
+            TimedOut: if the mount of `save_to` does not answer.
+            NotEnoughSpace, FileFailed: if a far one cannot be brought near, or a folder cannot be read.
+        """
+        act = f"resume from {str(self.folder)!r}"
+        with file_changes.translated(act):
+            near = sealed_in(self._near)
+        far = [] if self._far is None else self._far.ask(act, lambda _: sealed_in(self.folder))
+        there = {sealed.seal for sealed in far}
+        passed_over: list[tuple[Path, str]] = []
+        for sealed in sorted([*near, *far], key=lambda one: (-one.step, one.seal in there)):
+            try:
+                with file_changes.translated(act):
+                    is_far = self._far is not None and sealed.seal in there
+                    content = load(self._fetched(sealed, act) if is_far else sealed)
+            except Damaged as error:
+                passed_over.append((sealed.path, str(error)))
+                self._damaged.add(sealed.path)
+                continue
+            with self._changed, file_changes.translated(act):
+                self._near_sealed, self._far_sealed = sealed_in(self._near), far
+                self._last_step = sealed.step
+            return Checkpoint(sealed.path, sealed.step, content, tuple(passed_over))
+        if passed_over:
+            found = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
+            raise Corrupt(cannot(act, found, "one whole checkpoint", "Choose another folder to start anew"))
+        return None
+
+    def _fetched(self, sealed: Sealed, act: str) -> Sealed:
+        assert self._far is not None
+        if sealed.trouble:
+            raise Damaged(sealed.trouble)
+        return self._far.fetch(sealed, self._near, act)
+
+    def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
+        """Copy `content` and begin to write it as the checkpoint of `step`; only the copy takes the caller's time.
+
+        The copies stay in memory for the next call. Where there is not enough memory for them, and while an earlier
+        checkpoint is being written, it waits. Tensors will come back on the CPU, detached.
+
+        Args:
+            step: after which this is.
+            content: nested dicts, lists and tuples of tensors, numbers and text.
+            score: what tells how good this is.
+            wait: return when it is sealed on this machine, and raise what went wrong.
+
+        Raises:
+            InvalidOption: if `content` holds objects that only an unsafe load would bring back.
+            NotEnoughSpace, FileFailed: with `wait`, if the file system refuses; older checkpoints stay.
+        """
+        act = f"save the checkpoint of step {step}"
+        started = time.monotonic()
+        check_whole_number(act, "step", step, 0)
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is None)
+            if self._is_over:
+                raise InvalidOption(cannot(act, "they are closed", "open ones", "Make new Checkpoints"))
+        copied = self._copies.copy(act, content)
+        number = None if score is None or not math.isfinite(score) else float(score)
+        job = _Job(int(step), copied, number, started, wait or not copied.is_apart, wait)
+        self._start(job)
+        if not job.is_awaited:
+            return
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not job)
+        except BaseException:
+            if not copied.is_apart:
+                job.stop.set()  # the caller's tensors may change now
+            raise
+        if job.error is not None and wait:
+            raise job.error
+
+    def _start(self, job: _Job) -> None:
+        writer = threading.Thread(target=self._write, args=(job,), name="colabkit-checkpoint", daemon=True)
+        with self._changed:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(writer)
+            self._job = job
+            try:
+                writer.start()
+            except BaseException:
+                self._job = None
+                job.stop.set()
+                raise
+
+    def _write(self, job: _Job) -> None:
+        """Write and seal a checkpoint, and hand it over to be published; in a thread of its own."""
+        try:
+            left = self._sealed(job)
+        except BaseException as error:
+            job.copied = None
+            with self._changed:
+                job.error = error
+                if not isinstance(error, Stopped):
+                    self._last_error = error
+                    self._note_failure(job.step, str(error) or type(error).__name__, is_told=job.is_raised)
+                self._job = None
+                self._changed.notify_all()
+            return
+        job.copied = None
+        with self._changed:
+            self._near_sealed = left
+            self._last_step = job.step
+            self._last_error = None
+            self._save_s = max(self._save_s, time.monotonic() - job.started)
+            self._began = {one.step: self._began[one.step] for one in left if one.step in self._began}
+            self._began[job.step] = job.started
+            self._job = None
+            self._changed.notify_all()
+            self._publish_soon()
+
+    def _sealed(self, job: _Job) -> list[Sealed]:
+        """Write and seal, remove old ones, and return those that are left."""
+        path = self._near / f"checkpoint-{job.step:08d}.pt"
+        act = f"save {str(path)!r}"
+        copied = job.copied
+        assert copied is not None
+        with file_changes.translated(act):
+            try:
+                sealed = self._put(job, copied, act)
+            except NotEnoughSpace:
+                before = len(sealed_in(self._near))
+                if len(prune(self._near, job.step, 1, self._judge, self._damaged, self._needed())) == before:
+                    raise
+                sealed = self._put(job, copied, act)  # in the place of an older one: the newest is there still
+            self._damaged.discard(sealed.path)
+            return prune(self._near, job.step, self._keep_last, self._judge, self._damaged, self._needed())
+
+    def _put(self, job: _Job, copied: Copied, act: str) -> Sealed:
+        return put(
+            self._near,
+            job.step,
+            (job.score, self._judge),
+            copied.size + _HEADER_BYTES,
+            lambda partial: write(copied.content, partial, act, job.stop, is_urgent=job.is_awaited),
+            act,
+        )
+
+    def _needed(self) -> list[int]:
+        """Return the steps of checkpoints that are being published."""
+        publishing = self._publishing
+        return [] if publishing is None else [publishing.step]
+
+    def _publish_soon(self) -> None:
+        self._tried.clear()
+        if self._far is not None and self._publisher is None and not self._is_over:
+            publisher = threading.Thread(target=self._publish, name="colabkit-publish", daemon=True)
+            publisher.start()
+            self._publisher = publisher
+            self._threads.append(publisher)
+
+    def _publish(self) -> None:
+        """Publish until nothing is left to be; in a thread of its own, which touches no mount itself."""
+        assert self._far is not None
+        while True:
+            with self._changed:
+                sealed = self._publishing = None if self._is_over else self._next_to_publish()
+                step = self._last_step
+                if sealed is None or step is None:
+                    self._publisher = None
+                    self._changed.notify_all()
+                    return
+                self._tried.add(sealed.digest)
+            try:
+                far = self._far.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
+            except Stopped:
+                continue
+            except BaseException as error:
+                if not sealed.path.exists():
+                    continue  # a newer one took its place before it was begun
+                reason = f"{str(error) or type(error).__name__} It stays at {str(sealed.path)!r}."
+                with self._changed:
+                    self._note_failure(sealed.step, reason)
+                continue
+            with self._changed:
+                self._far_sealed = far
+                if sealed.step in self._began:
+                    self._save_s = max(self._save_s, time.monotonic() - self._began[sealed.step])
+
+    def _next_to_publish(self) -> Sealed | None:
+        near = self._counting(self._near_sealed)
+        there = {sealed.digest for sealed in self._far_sealed}
+        for sealed in (next(iter(near), None), best_of(near, self._judge)):
+            if sealed is not None and sealed.digest not in there | self._tried:
+                return sealed
+        return None
+
+    def _go_on(self) -> None:
+        if self._is_over:
+            raise Stopped
+
+    def _note_failure(self, step: int, reason: str, is_told: bool = False) -> None:
+        reason = reason.splitlines()[0]
+        if not self._failures and not is_told:
+            logger.warning(
+                "a checkpoint could not be kept; training goes on, and further failures are only counted: %s", reason
+            )
+        self._failures.append((step, reason))
+
+    def _counting(self, found: Iterable[Sealed]) -> list[Sealed]:
+        """Return those that are not damaged as far as is known, newest first."""
+        last = self._last_step
+        return [
+            one
+            for one in found
+            if last is not None and one.step <= last and one.path not in self._damaged and not one.trouble
+        ]
+
+    def _place_of(self, sealed: Sealed) -> Path:
+        return next((one.path for one in self._far_sealed if one.digest == sealed.digest), sealed.path)
+
+    def finish(self) -> None:
+        """Return when all is written and, as far as the mount takes it, published; Ctrl-C comes through.
+
+        Raises:
+            NotEnoughSpace, FileFailed: if the last checkpoint could not be written. What could not be published raises
+                nothing: `failures` says where it lies.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is None and self._publisher is None)
+            if self._last_error is not None:
+                raise self._last_error
+
+    def close(self) -> None:
+        """End the threads, whatever they are at: what is not sealed is taken back."""
+        with self._changed:
+            self._is_over = True
+            if self._job is not None:
+                self._job.stop.set()
+            threads = list(self._threads)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,252 @@
+"""Copies of what will be written, so that training may change its own while that is done."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colabkit.foundation import InvalidOption, cannot, memory_limits, read_file
+
+_Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
+
+# Values that cannot change, and that `torch.load(weights_only=True)` brings back. Others of the same family, such as an
+# IntEnum, are another type.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+_UNASKED_BYTES = 64 << 20  # so much is there, or nothing works
+_RESERVE_BYTES = 256 << 20
+_PINNED_TIMES = 2  # torch rounds page-locked memory up to a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What will be written.
+
+    Attributes:
+        content: in containers of its own; its tensors are on the CPU if `is_apart`, else those that were given.
+        size: bytes of the tensors.
+        is_apart: whether nobody else can change it.
+    """
+
+    content: dict[str, Any]
+    size: int
+    is_apart: bool
+
+
+class _Extent:
+    """The part of a storage that tensors look at, in elements, and its copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = tensor.untyped_storage()
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.first, self.end = _bounds(tensor)
+        self.only: Tensor | None = tensor if tensor.is_contiguous() else None
+        self.copy: Tensor
+
+    def widen(self, tensor: Tensor) -> None:
+        self.only = None
+        first, end = _bounds(tensor)
+        self.first, self.end = min(self.first, first), max(self.end, end)
+
+    @property
+    def size(self) -> int:
+        return (self.end - self.first) * self.dtype.itemsize
+
+    def fill(self) -> None:
+        """Begin to copy into `copy`."""
+        if self.only is not None:
+            self.view_for(self.only).copy_(self.only, non_blocking=True)
+            return
+        source = torch.empty(0, dtype=torch.uint8, device=self.device)
+        source.set_(self.storage, self.first * self.dtype.itemsize, (self.size,), (1,))
+        self.copy.copy_(source, non_blocking=True)
+
+    def view_for(self, tensor: Tensor) -> Tensor:
+        """Return what looks at the copy as a tensor looks at the storage."""
+        start = tensor.storage_offset() - self.first
+        apart = torch.empty(0, dtype=self.dtype)
+        return apart.set_(self.copy.untyped_storage(), start, tensor.size(), tensor.stride())
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What a buffer must be like to hold it: bytes, and whether a GPU copies into it."""
+        return self.size, self.device.type != "cpu"
+
+
+class Copies:
+    """Copies content into memory of its own, the same each time: new pages would cost more than the copy.
+
+    Storages that tensors share are copied once, and strides stay, so tied weights stay tied. Tensors that are not
+    plain ones of the CPU or a CUDA device, and objects that can change, go through `torch.save` and `torch.load` in
+    memory. What was copied last is valid until the next copy.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, bool], list[Tensor]] = {}
+        self._pins = True
+
+    def copy(self, act: str, content: Mapping[str, Any]) -> Copied:
+        """Return a copy; where the memory for it is missing, the tensors themselves.
+
+        Raises:
+            InvalidOption: if there is something in it that only an unsafe load would bring back.
+        """
+        content = dict(content)  # its tensors are told apart by their ids, and must live on
+        extents: dict[_Key, _Extent] = {}
+        of_tensors: dict[int, _Extent] = {}
+        for tensor in _plain_tensors(content):
+            key = _key(tensor)
+            extent = extents.get(key)
+            if extent is None:
+                extent = extents[key] = _Extent(tensor)
+            elif id(tensor) not in of_tensors:
+                extent.widen(tensor)
+            of_tensors[id(tensor)] = extent
+        size = sum(extent.size for extent in extents.values())
+        if not self._has_buffers(extents):
+            return Copied(_Rebuilt(act, None).mapping(content), size, is_apart=False)
+        with torch.no_grad():
+            devices = set()
+            for extent in extents.values():
+                extent.fill()
+                if extent.device.type == "cuda":
+                    devices.add(extent.device)
+            for device in devices:
+                torch.cuda.current_stream(device).synchronize()
+            return Copied(_Rebuilt(act, of_tensors).mapping(content), size, is_apart=True)
+
+    def _has_buffers(self, extents: Mapping[_Key, _Extent]) -> bool:
+        """Give every extent a buffer, kept ones first; return false, and free all, if memory is missing."""
+        kept, self._kept = self._kept, {}
+        wanting = []
+        for extent in extents.values():
+            if fitting := kept.get(extent.kind):
+                extent.copy = fitting.pop()
+                self._kept.setdefault(extent.kind, []).append(extent.copy)
+            else:
+                wanting.append(extent)
+        del kept  # what fits nothing is given back first
+        needed = sum(extent.size * (_PINNED_TIMES if extent.kind[1] else 1) for extent in wanting)
+        if needed > _UNASKED_BYTES and needed + _RESERVE_BYTES > memory_limits(read_file).available_bytes:
+            self._kept = {}
+            return False
+        for extent in wanting:
+            extent.copy = self._made(*extent.kind)
+            self._kept.setdefault(extent.kind, []).append(extent.copy)
+        return True
+
+    def _made(self, size: int, is_for_gpu: bool) -> Tensor:
+        if is_for_gpu and self._pins:
+            try:
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError:  # where pages stay unlocked the copy is slower, and right
+                self._pins = False
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+class _Rebuilt:
+    """Containers like the given ones, with the copies in place of the tensors; without extents with the tensors."""
+
+    def __init__(self, act: str, extents: Mapping[int, _Extent] | None) -> None:
+        self._act = act
+        self._extents = extents  # by the tensors' ids
+        self._made: dict[int, Any] = {}  # containers by the given ones' ids, so that each is one again
+
+    def mapping(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {str(name): self._of(value) for name, value in content.items()}
+
+    def _of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _CONSTANTS:
+            return value
+        if self._extents is not None and id(value) in self._extents:
+            return self._extents[id(value)].view_for(value)
+        if _is_plain(value):
+            return self._tensor(value)
+        if isinstance(value, np.generic) and type(number := value.item()) in _CONSTANTS:
+            return number
+        if kind not in _CONTAINERS:
+            return self._through_memory(value)
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if kind is tuple:
+            return tuple(map(self._of, value))
+        made = self._made[id(value)] = kind()
+        if kind is list:
+            made += map(self._of, value)
+            return made
+        made.update((self._of(key), self._of(one)) for key, one in value.items())
+        if kind is OrderedDict and vars(value):  # what `Module.state_dict()` returns has its modules' versions there
+            vars(made).update((key, self._of(one)) for key, one in vars(value).items())
+        return made
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if self._extents is None:
+            return tensor.detach()
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)  # of no elements
+
+    def _through_memory(self, value: Any) -> Any:
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            return torch.load(buffer, map_location="cpu", weights_only=True)
+        except Exception as error:  # pickling runs the objects' own code
+            kind = type(value)
+            raise unsafe(self._act, f"an object of the type {kind.__module__}.{kind.__qualname__}") from error
+
+
+def unsafe(act: str, found: str) -> InvalidOption:
+    """Return the error for content that cannot be loaded safely, of which `found` names the part."""
+    needed = "a state of tensors, numbers, text, lists and dicts, which alone can be loaded safely"
+    return InvalidOption(cannot(act, found, needed, "Keep only these in what is saved"))
+
+
+def _plain_tensors(content: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the plain tensors with elements in nested containers."""
+    waiting: list[Any] = list(content.values())
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind in _CONSTANTS:
+            continue
+        if kind in _CONTAINERS:
+            if id(value) not in seen:
+                seen.add(id(value))
+                waiting += value if kind in (list, tuple) else value.values()
+                if kind is OrderedDict:
+                    waiting += vars(value).values()
+        elif _is_plain(value) and value.numel():
+            yield value
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type in ("cpu", "cuda")
+        and not (value.is_quantized or value.is_conj() or value.is_neg())
+    )
+
+
+def _key(tensor: Tensor) -> _Key:
+    storage = tensor.untyped_storage()  # of NumPy memory several may begin at one address, each of its own length
+    return tensor.device, storage.data_ptr(), storage.nbytes(), tensor.dtype
+
+
+def _bounds(tensor: Tensor) -> tuple[int, int]:
+    """Return the first element of the storage that a tensor looks at, and the one after the last."""
+    first = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return first, first + tensor.numel()
+    reach = sum((int(count) - 1) * int(stride) for count, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return first, first + reach + 1

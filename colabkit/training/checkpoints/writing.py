@@ -1,0 +1,186 @@
+"""The file of a checkpoint: written with its digest while training goes on, and read again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+
+from colabkit.foundation import file_changes
+from colabkit.training.checkpoints.copies import unsafe
+from colabkit.training.checkpoints.sealed import Damaged, Sealed, is_marked, marker
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+_BLOCK_BYTES = 16 << 20
+_GATHERED_BYTES = 1 << 20
+_NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine would hardly ever write
+
+
+class Stopped(Exception):
+    """Nobody wants the file any more."""
+
+
+def give_way() -> None:
+    """Let all other threads go before this one, where the system knows priorities of threads.
+
+    Such a thread may be stopped at any point for long, so it should have little to do with the interpreter's lock.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def write(
+    content: Mapping[str, Any], path: Path, act: str, stop: threading.Event, *, is_urgent: bool
+) -> tuple[int, str]:
+    """Write content to a new file, on the medium when it returns, and return its bytes and their SHA-256.
+
+    Digest and writes are made in large blocks, without the interpreter's lock, in a thread that gives way to all
+    others. It is then loaded once, mapped, so that what cannot be loaded is found now, not when it is needed.
+
+    Args:
+        content: copied before.
+        path: of the file.
+        act: verb and object for messages.
+        stop: set when the file is not wanted any more.
+        is_urgent: whether somebody waits for it, and it gives way to nobody.
+
+    Raises:
+        InvalidOption: if `content` holds objects that only an unsafe load would bring back.
+        Stopped: after `stop`.
+    """
+    fd = file_changes.create(path)
+    try:
+        with ThreadPoolExecutor(1, "colabkit-checkpoint", None if is_urgent else give_way) as thread:
+            sink = _Sink(fd, path, stop, thread)
+            try:
+                with _without_crc(sink):
+                    torch.save({"made_by": marker(), "content": content}, cast(IO[bytes], sink))
+            except Exception as error:
+                if sink.error is not None:
+                    raise sink.error from None
+                raise unsafe(act, _named(error)) from error
+            sink.end()
+        file_changes.sync(fd, path)
+    finally:
+        os.close(fd)
+    if stop.is_set():
+        raise Stopped
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise unsafe(act, _named(error)) from error
+    return sink.size, sink.digest
+
+
+def _named(error: Exception) -> str:
+    """Return an error of torch in one line; its own text has several, and colours."""
+    if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"an object of the type {match[1]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+class _Sink:
+    """What `torch.save` writes to: gathers small pieces, and digests and writes large ones as they come.
+
+    Attributes:
+        size: bytes that were written.
+        error: what a write raised; torch turns errors that pass through it into others.
+        was_opened: closed when the first bytes come.
+    """
+
+    def __init__(self, fd: int, path: Path, stop: threading.Event, thread: ThreadPoolExecutor) -> None:
+        self.size = 0
+        self.error: BaseException | None = None
+        self.was_opened = contextlib.ExitStack()
+        self._fd = fd
+        self._path = path
+        self._stop = stop
+        self._thread = thread
+        self._sha256 = hashlib.sha256()
+        self._gathered = bytearray()
+
+    @property
+    def digest(self) -> str:
+        return self._sha256.hexdigest()
+
+    def write(self, data: Buffer) -> int:
+        self.was_opened.close()
+        if self.error is not None:
+            raise self.error
+        view = memoryview(data).cast("B")
+        try:
+            if len(view) + len(self._gathered) < _GATHERED_BYTES:
+                self._gathered += view
+            else:
+                self.end()
+                self._thread.submit(self._put, view).result()
+        except BaseException as error:
+            self.error = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: torch calls it last, and `end` comes after it."""
+
+    def end(self) -> None:
+        """Write what was gathered."""
+        if self._gathered:
+            self._thread.submit(self._put, memoryview(bytes(self._gathered))).result()
+            self._gathered.clear()
+
+    def _put(self, view: memoryview) -> None:
+        for start in range(0, len(view), _BLOCK_BYTES):
+            if self._stop.is_set():
+                raise Stopped
+            block = view[start : start + _BLOCK_BYTES]
+            self._sha256.update(block)
+            file_changes.write_at(self._fd, block, self.size, self._path)
+            self.size += len(block)
+
+
+@contextmanager
+def _without_crc(sink: _Sink) -> Iterator[None]:
+    """Let `torch.save` leave out its CRCs, which take as long as the writing: the seal has a better digest.
+
+    The option may hold for the whole process, and is read when the file is opened: it is set back with the first bytes.
+    """
+    former = torch.serialization.get_crc32_options()
+    sink.was_opened.callback(torch.serialization.set_crc32_options, former)
+    torch.serialization.set_crc32_options(False)
+    with sink.was_opened:
+        yield
+
+
+def load(sealed: Sealed) -> dict[str, Any]:
+    """Return the content of a checkpoint; nothing in it is executed.
+
+    Raises:
+        Damaged: if it is not what was sealed, or something else.
+    """
+    sealed.check()
+    try:
+        found = torch.load(sealed.path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises several kinds for files that it did not write
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise
+        raise Damaged(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+    if not isinstance(found, dict) or not is_marked(found.get("made_by")) or not isinstance(found.get("content"), dict):
+        raise Damaged("it is no checkpoint of colabkit")
+    content: dict[str, Any] = found["content"]
+    return content

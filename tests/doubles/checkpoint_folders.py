@@ -1,0 +1,83 @@
+"""Checkpoints with known content, shared by their tests: made, read back, and looked through for what was left."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trees import leftovers
+
+from colabkit.training.checkpoints import checkpoints, far
+from colabkit.training.checkpoints.checkpoints import Checkpoints
+
+
+def content(step: int) -> dict[str, Any]:
+    """Return what the checkpoint of a step holds."""
+    return {"state": {"weights": torch.full((5,), float(step))}, "history": [{"epoch": step, "values": {"loss": 0.5}}]}
+
+
+def save(folder: Path, *steps: int, **options: Any) -> Path:
+    """Save a checkpoint of each step, publish them where that applies, and return the path of the last."""
+    with Checkpoints(folder, **options) as kept:
+        for step in steps:
+            kept.save(step, content(step), wait=True)
+        kept.finish()
+        assert kept.latest is not None
+        return kept.latest
+
+
+def found(folder: Path) -> tuple[int, list[str]]:
+    """Return the step of the newest good checkpoint after checking its content, and the names passed over."""
+    newest = Checkpoints(folder).newest()
+    assert newest is not None
+    assert torch.equal(newest.content["state"]["weights"], content(newest.step)["state"]["weights"])
+    assert newest.content["history"] == content(newest.step)["history"]
+    return newest.step, [path.name for path, _ in newest.passed_over]
+
+
+def steps_at(folder: Path) -> list[int]:
+    """Return the steps of the sealed checkpoints of a folder, after checking that nothing else of ours is there."""
+    seals = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".pt")
+    assert len(seals) == len(files), [path.name for path in folder.iterdir()]
+    assert leftovers(folder) == []
+    return [int(path.stem.split("-")[1]) for path in seals]
+
+
+def near_of(near_storage: Path) -> Path:
+    """Return the one near folder of checkpoints that there is."""
+    (folder,) = (near_storage / "checkpoints").iterdir()
+    return folder
+
+
+def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Let a folder of this disk count as one behind a mount."""
+    for module in (checkpoints, far):
+        patch.setattr(module, "can_hang", lambda path, table: path.startswith(str(folder)))
+    return folder
+
+
+def save_again(folder: Path, number: int) -> None:
+    """Save the one checkpoint of a folder, of step 20, with a number in it."""
+    with Checkpoints(folder, keep_last=1) as kept:
+        kept.save(20, {**content(20), "number": number}, wait=True)
+
+
+def with_far(work: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+    """Call `work` in another process, where a folder of this disk shall count as one behind a mount."""
+    with pytest.MonkeyPatch.context() as patch:
+        return work(pretend_far(patch, folder), *arguments)
+
+
+def assert_nothing_runs(folder: Path) -> None:
+    """Check that no thread of colabkit and no open file below a folder is left."""
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit")] == []
+    descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]
+    assert [name for name in names if name.startswith(str(folder))] == []
+    assert str(folder) not in Path("/proc/self/maps").read_text()

@@ -1,0 +1,32 @@
+"""A GPU's clock without a GPU: its stream has come by every mark, and each step begins when its batch is given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from colabkit.foundation.meters.steps import DeviceClock, StepTotals
+
+
+class Done(NamedTuple):
+    """A mark that its stream has come by."""
+
+    at_s: float
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Done) -> float:
+        return 1000 * (later.at_s - self.at_s)
+
+
+class PromptClock(DeviceClock):
+    """Times the steps of a GPU that is never behind; made as a `HostClock` is."""
+
+    def __init__(self, totals: StepTotals) -> None:
+        super().__init__(lambda: Done(self.now_s))
+        self.now_s = 0.0
+
+    def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
+        self.given((Done(given), Done(given)))
+        self.now_s = left
+        super().stepped(asked, given, left, samples)

@@ -1,0 +1,166 @@
+"""Cases as the doctor sees them, made of the few numbers that matter; all else is quiet, or not known."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+import colabkit
+from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
+from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.foundation.meters.steps import StepTimes
+from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.monitoring.doctor.case import Case, case_of
+from colabkit.monitoring.doctor.diagnosis import Advice
+
+GIB = 1 << 30
+GATHERED = LoaderFacts("gathered", samples=50_000, batch_size=64, workers=1, encoding="raw", tier="ram")
+DECODED = LoaderFacts(
+    "decoded",
+    samples=50_000,
+    batch_size=64,
+    workers=2,
+    sample_bytes=20_000.0,
+    path="/data/birds",
+    is_far=False,
+    files=50_000,
+    encoding="encoded",
+    tier="source",
+)
+DRIVE = replace(DECODED, path="/content/drive/MyDrive/birds", is_far=True)
+PROCESSES = LoaderFacts(
+    "processes", samples=50_000, batch_size=64, workers=2, encoding="python", tier="source", keeps_workers=False
+)
+FOREIGN = LoaderFacts("foreign", samples=50_000, batch_size=64, workers=2, encoding="python", keeps_workers=True)
+ON_GPU = replace(GATHERED, device="cuda:0", is_pinned=True)
+
+QUIET = HostSnapshot(
+    at_s=1.0,
+    cpus=4.0,
+    cpu_rate=0.3,
+    own_cpu_rate=0.28,
+    busiest_core_rate=0.4,
+    ram_used_bytes=4 * GIB,
+    ram_total_bytes=12 * GIB,
+    tmpfs_bytes=0,
+    storage_read_bytes_per_s=0.0,
+    disk_read_bytes_per_s=0.0,
+    network_bytes_per_s=0.0,
+    disk_free_bytes=60 * GIB,
+    disk_total_bytes=100 * GIB,
+    shm_free_bytes=6 * GIB,
+    shm_total_bytes=6 * GIB,
+    io_stall_rate=0.0,
+    memory_stall_rate=0.0,
+)
+FULL = replace(QUIET, cpu_rate=0.98, own_cpu_rate=0.97, busiest_core_rate=1.0)
+T4 = GpuSnapshot(
+    uuid="GPU-1",
+    name="Tesla T4",
+    utilization_rate=0.95,
+    used_bytes=12 * GIB,
+    total_bytes=16 * GIB,
+    torch_bytes=10 * GIB,
+    torch_reserved_bytes=11 * GIB,
+)
+
+
+def with_gpu(host: HostSnapshot = QUIET, **changes: Any) -> HostSnapshot:
+    """Return a machine with a T4 that is changed."""
+    return replace(host, gpus=(replace(T4, **changes),))
+
+
+def steps_of(
+    wait: float = 0.0, copy: float = 0.0, compute: float = 0.1, other: float = 0.0, samples: int = 64, count: int = 100
+) -> list[StepTimes]:
+    """Return equal steps of so many seconds; the first one begins a pass."""
+    return [StepTimes(wait, copy, compute, other, samples, number == 0) for number in range(count)]
+
+
+def part(
+    name: str, busy_s: float, cpu_s: float = 0.0, wait_s: float = 0.0, size: int = 0, samples: int = 6400
+) -> PartSnapshot:
+    """Return a part of a loader by what it spent on each sample."""
+    return PartSnapshot(
+        name, samples, size * samples, busy_s * samples, wait_s * samples, samples // 64, busy_s, cpu_s * samples
+    )
+
+
+def spent_of(steps: Sequence[StepTimes], **more: Any) -> MetersSnapshot:
+    """Return what meters counted that timed some steps."""
+    told: dict[str, Any] = {
+        "batches": len(steps),
+        "samples": sum(step.samples for step in steps),
+        "wait_s": sum(step.wait_s for step in steps),
+        "copy_s": sum(step.copy_s for step in steps),
+        "compute_s": sum(step.compute_s for step in steps),
+        "other_s": sum(step.other_s for step in steps),
+        "first_s": sum(step.wait_s for step in steps if step.is_first),
+        "passes": 1,
+        "steps": len(steps),
+        "recent": tuple(steps[-512:]),
+    }
+    return MetersSnapshot(**{**told, **more})
+
+
+def made(
+    *,
+    steps: Sequence[StepTimes] | None = None,
+    facts: LoaderFacts | None = GATHERED,
+    parts: Sequence[PartSnapshot] = (),
+    host: HostSnapshot | None = QUIET,
+    precision: str | None = None,
+    cost_share: float | None = None,
+    wait: float = 0.0,
+    copy: float = 0.0,
+    compute: float = 0.1,
+    other: float = 0.0,
+    samples: int = 64,
+    **more: Any,
+) -> Case:
+    """Return the case of a run of equal steps, or of these; `more` is said of what the meters counted."""
+    told = steps_of(wait, copy, compute, other, samples) if steps is None else steps
+    spent = spent_of(told, **{"parts": tuple(parts), **more})
+    hosts = [] if host is None else [host] * 3
+    return case_of(spent, facts, hosts, cost_share=cost_share, precision=precision)
+
+
+def check_advice(advice: Advice) -> None:
+    """Check that advice reads well, and that its call is Python that could be run."""
+    for text in (advice.found, advice.action):
+        assert not re.search(r"None|nan|inf\b|\.\.\.|  |\b1 (workers|CPUs|files|samples|reads)\b| by $", text), text
+        assert not text.endswith("."), text
+        assert ": " not in text, text  # one colon stands between the two
+    assert advice.action[0].isupper(), advice
+    assert advice.samples_per_s is None or 0 <= advice.samples_per_s < float("inf"), advice
+    check_call(advice.call)
+
+
+def check_call(text: str) -> None:
+    """Check that every call in a line exists and takes these arguments, and every option alone is one of a loader."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name not in ("model.to", "batch.to"):
+                _check_arguments(name, node)
+        if isinstance(node, ast.Assign):
+            options = {*inspect.signature(colabkit.Loader).parameters, *inspect.signature(DataLoader).parameters}
+            assert {ast.unparse(target) for target in node.targets} <= options, text
+
+
+def _check_arguments(name: str, call: ast.Call) -> None:
+    assert name.startswith("colabkit."), name
+    thing: Any = colabkit
+    for word in name.split(".")[1:]:
+        thing = getattr(thing, word)
+    values = {keyword.arg or "": keyword.value for keyword in call.keywords}
+    has_dots = any(isinstance(value, ast.Constant) and value.value is ... for value in call.args)
+    signature = inspect.signature(thing)
+    (signature.bind_partial if has_dots else signature.bind)(*call.args, **values)

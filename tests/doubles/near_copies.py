@@ -1,0 +1,66 @@
+"""What the tests of staging share: archives, sources in memory, and the state of folders."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+
+from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing
+from colabkit.storage.staging.api import stage
+from colabkit.storage.staging.reports import StageReport
+
+
+def zipped(folder: Path, archive: Path) -> Path:
+    """Write a zip archive of a folder."""
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for path in sorted(folder.rglob("*")):
+            file.write(path, path.relative_to(folder))
+    return archive
+
+
+def data_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files of a folder but the seal."""
+    return {
+        os.fsdecode(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path != folder / STAGE_SEAL
+    }
+
+
+def state_of(folder: Path) -> list[tuple[object, ...]]:
+    """Return all that a write to a folder would change."""
+    return sorted(
+        (str(path), path.lstat().st_mtime_ns, path.lstat().st_size, path.lstat().st_mode, path.lstat().st_ino)
+        for path in [folder, *folder.rglob("*")]
+    )
+
+
+def copy(source: object, to: object = "disk", **options: object) -> StageReport:
+    """Stage without a progress bar, to disk unless told otherwise."""
+    return stage(source, to, progress=False, **options)
+
+
+class MemorySource:
+    """A source of files in memory, whose opens a test can watch."""
+
+    name = "memory"
+    can_hang = False
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+
+    def list(self) -> Listing:
+        return Listing(tuple(Item(path, len(data)) for path, data in sorted(self.files.items())), ())
+
+    def open(self, item: Item) -> io.BytesIO:
+        return io.BytesIO(self.files[item.path])
+
+    def close(self) -> None:
+        pass
+
+
+def kept_partials(folder: Path) -> list[Path]:
+    """Return what interrupted runs have kept in a folder."""
+    return sorted(folder.glob(".colabkit-*-kept.partial"))

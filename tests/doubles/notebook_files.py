@@ -1,0 +1,48 @@
+"""The stored notebooks: how they are read, and the one form they are stored in.
+
+`python tests/notebook_files.py` brings all of them to that form: no outputs, no counts, cells' ids kept, sorted keys.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+__all__ = ["FOLDER", "NOTEBOOKS", "code_cells", "read", "stored"]
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+METADATA = {
+    "accelerator": "GPU",
+    "colab": {"toc_visible": True},
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+CELL_METADATA = ("cellView", "tags")
+
+
+def read(path: Path) -> NotebookNode:
+    """Return a notebook."""
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    """Return the cells that run."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def stored(notebook: NotebookNode) -> str:
+    """Return the text in which a notebook is stored."""
+    made = nbformat.from_dict({**notebook, "metadata": METADATA})
+    for cell in made.cells:
+        cell.metadata = {name: value for name, value in cell.metadata.items() if name in CELL_METADATA}
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return nbformat.writes(made) + "\n"
+
+
+if __name__ == "__main__":
+    for path in NOTEBOOKS:
+        path.write_text(stored(read(path)), encoding="utf-8")

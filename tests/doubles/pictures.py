@@ -1,0 +1,93 @@
+"""Pictures and image files for the tests of decoding, and what Pillow makes of them."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from trees import needs
+
+import colabkit.packs.decode.images
+from colabkit.packs.decode import back_ends, jpeg_writing
+
+AGREEMENT = 2
+"""Two JPEG decoders may round differently, by at most this many of 255."""
+
+PACKAGES = ["simplejpeg", "torchcodec", "torchvision", None]
+"""The back ends by name; None is Pillow alone."""
+
+
+def photo(height: int = 45, width: int = 61, seed: int = 5) -> np.ndarray:
+    """Return a smooth picture with some edges, as photos are."""
+    random = np.random.default_rng(seed)
+    small = Image.fromarray(random.integers(0, 256, (6, 7, 3), dtype=np.uint8))
+    return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def noise(height: int = 33, width: int = 47) -> np.ndarray:
+    """Return saturated noise, which no photo is as hard as."""
+    return np.random.default_rng(9).choice(np.array([0, 255], np.uint8), (height, width, 3))
+
+
+def saved(pixels: np.ndarray | Image.Image, kind: str, **options: object) -> bytes:
+    """Return an image file's bytes."""
+    buffer = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def exif(orientation: int) -> Image.Exif:
+    """Return EXIF that tells an orientation, among other things."""
+    found = Image.Exif()
+    found[0x010F] = "Maker of cameras"
+    found[0x0112] = orientation
+    found[0x0132] = "2024:01:01 00:00:00"
+    return found
+
+
+def by_pillow(data: bytes, channels: int = 3) -> np.ndarray:
+    """Return the upright picture that Pillow makes of a file, without anything of colabkit."""
+    image = Image.open(io.BytesIO(data))
+    mode = "L" if channels == 1 else "RGB"
+    if channels == 1:
+        image.draft("L", None)  # a JPEG holds its luminance
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "P":
+        image = image.convert("RGBA")
+    return np.asarray(image.convert(mode)).reshape(image.height, image.width, channels)
+
+
+def fitted_by_pillow(data: bytes, size: tuple[int, int], channels: int = 3) -> np.ndarray:
+    """Return what `ImageOps.fit` makes of the upright picture, decoded in full."""
+    whole = by_pillow(data, channels)
+    image = Image.fromarray(whole[:, :, 0] if channels == 1 else whole)
+    fitted = ImageOps.fit(image, (size[1], size[0]), method=Image.Resampling.BILINEAR)
+    return np.asarray(fitted).reshape(*size, channels)
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the largest difference of two arrays of one shape."""
+    assert one.shape == other.shape
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a package the one that decodes JPEG files, None for Pillow; Pillow never sees what the package takes."""
+    chosen = None
+    if package is not None:
+        try:
+            chosen = back_ends.PROBES[package]()
+        except (ImportError, RuntimeError):
+            needs(package, available=False)
+    monkeypatch.setattr(colabkit.packs.decode.images, "back_end", lambda: chosen)
+    if package != "simplejpeg":
+        monkeypatch.setattr(jpeg_writing, "_writer", lambda: None)
+
+
+def without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it an error that Pillow decodes anything for colabkit."""
+    monkeypatch.setattr(colabkit.packs.decode.images, "decode_with_pillow", lambda *a: pytest.fail("Pillow decodes"))
+    monkeypatch.setattr(colabkit.packs.decode.images, "check_with_pillow", lambda *a: pytest.fail("Pillow checks"))

@@ -1,0 +1,42 @@
+"""README's table of magics and commands, made from the table of options.
+
+    python tests/readme_tables.py
+
+prints it, to be put between README's marks.
+"""
+
+from __future__ import annotations
+
+from colabkit.notebook.options.cells import CELLS, DASHBOARD
+from colabkit.notebook.options.verb import Verb
+from colabkit.notebook.options.verbs import VERBS
+
+__all__ = ["verbs_table"]
+
+
+def verbs_table() -> str:
+    """Return the table as Markdown: what is called how, what it does, its options."""
+    lines = ["| | does | options |", "|---|---|---|"]
+    lines += [_row("%" if verb.is_magic else "colabkit ", verb) for verb in VERBS]
+    lines += [_row("%%", verb) for verb in CELLS]
+    lines.append(_row("%", DASHBOARD))
+    return "\n".join(lines)
+
+
+def _usage(verb: Verb) -> str:
+    """Return a verb with what it is given by its place."""
+    words = [
+        option.name.upper() if option.is_required else f"[{option.name.upper()}]"
+        for option in verb.options
+        if not option.flag
+    ]
+    return " ".join([verb.name, *words])
+
+
+def _row(mark: str, verb: Verb) -> str:
+    flags = " ".join(f"`{option.flag}`" for option in verb.options if option.flag)
+    return f"| `{mark}{_usage(verb)}` | {verb.help} | {flags} |"
+
+
+if __name__ == "__main__":
+    print(verbs_table())

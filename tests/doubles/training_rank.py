@@ -1,0 +1,87 @@
+"""One process of a training under `torchrun`: DDP over a pack of numbers, noting which samples it trained on.
+
+Called as `training_rank.py PACK FOLDER BATCH_SIZE EPOCHS STOP_AFTER`: it trains for so many epochs with checkpoints in
+FOLDER, or is stopped after so many steps by a signal to one process only, and writes `FOLDER/RANK-STEP.json`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed, nn
+
+import colabkit
+from colabkit.foundation import meters
+from colabkit.training.report import TrainingInterrupted
+
+DEADLINE_S = 90
+
+
+def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
+    """Train as told above."""
+    signal.alarm(2 * DEADLINE_S)  # a process whose launcher was killed ends too
+    torch.set_num_threads(1)
+    is_launched = distributed.is_initialized()
+    if "RANK" in os.environ and not is_launched:
+        distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=DEADLINE_S))
+    trained(pack, folder, batch_size, epochs, stop_after)
+    gc.collect()  # the model's DDP holds the group, whose threads have to end before the process does
+    if distributed.is_initialized() and not is_launched:
+        distributed.destroy_process_group()
+
+
+def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
+    """Train, and write down what came of it."""
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    torch.manual_seed(rank)  # DDP brings the first one's weights to all
+    model = nn.Linear(1, 2)
+    with torch.no_grad():
+        model.weight.fill_(0.1)
+        model.bias.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    usual = colabkit.supervised_step(model, optimizer)
+    loader = colabkit.Loader(colabkit.open_pack(pack)["train"], int(batch_size), shuffle=True, seed=1)
+    seen: list[tuple[int, list[int]]] = []
+    last: list[int] = []
+
+    class Step:
+        state_dict, load_state_dict = usual.state_dict, usual.load_state_dict
+
+        def __call__(self, batch: Tensor) -> object:
+            last[:] = batch.flatten().tolist()
+            return usual((batch.float().reshape(-1, 1) / 100, batch.flatten().long() % 2))
+
+    def note(done: meters.StepDone) -> None:
+        seen.append((done.epoch, list(last)))
+        if done.step == int(stop_after) and rank == 0:  # the other one only hears of it
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        report = colabkit.train(
+            Step(), loader, epochs=int(epochs), state=usual.parts, save_to=folder, save_every=2, on_step=note
+        )
+    except TrainingInterrupted as stopped:
+        report = stopped.report
+    record = {
+        "seen": seen,
+        "steps": report.steps,
+        "trained": report.trained,
+        "stopped": report.stopped,
+        "not_kept": report.not_kept,
+        "samples": [epoch.samples for epoch in report.epochs],
+        "loss": [epoch.values["loss"] for epoch in report.epochs],
+        "weights": model.weight.flatten().tolist(),
+        "checkpoint": str(report.checkpoint),
+    }
+    Path(folder, f"{rank}-{report.steps}.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

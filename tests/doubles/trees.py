@@ -1,0 +1,36 @@
+"""Image trees, what colabkit leaves half-done, and skips for missing tools."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+def make_tree(folder: Path, images_per_class: int, size: tuple[int, int] = (6, 5), prefix: str = "") -> Path:
+    """Write class folders of random but reproducible PNG images, height x width as in `size`."""
+    random = np.random.default_rng(7)
+    for name in ("ants", "bees", "cats"):
+        target = folder / prefix / name
+        target.mkdir(parents=True)
+        for number in range(images_per_class):
+            pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(target / f"{number:03d}.png")
+    return folder
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Return everything below a folder that colabkit left half-done."""
+    return [path for path in map(str, folder.rglob("*")) if ".partial" in path]
+
+
+def needs(tool: str, available: bool) -> None:
+    """Skip a test whose tool is missing; with COLABKIT_CI=1 fail instead, since CI installs all of them."""
+    if available:
+        return
+    if os.environ.get("COLABKIT_CI") == "1":
+        pytest.fail(f"{tool} is missing, and COLABKIT_CI=1 asks for every test")
+    pytest.skip(f"{tool} is missing")

@@ -1,0 +1,368 @@
+"""Where this runs and what it has, from made-up machines: places, GPUs, disks, tmpfs, remote mounts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from far_mounts import FuseMount, has_fuse
+from trees import needs
+
+from colabkit.foundation.environment import places, storage
+from colabkit.foundation.environment.devices import gpus
+from colabkit.foundation.environment.places import Place, place_of
+from colabkit.foundation.environment.runtime_report import runtime
+from colabkit.foundation.environment.storage import is_tmpfs, near_folder
+from colabkit.foundation.mount_table import Mount
+
+GIB = 1 << 30
+TERMINAL = "IPython.terminal.interactiveshell.TerminalInteractiveShell"
+KERNEL = "ipykernel.zmqshell.ZMQInteractiveShell"
+COLAB = "google.colab._shell.Shell"
+HOSTED = "/var/colab/hostname"
+TAG = {"COLAB_RELEASE_TAG": "release-colab_20260819"}
+ENTERPRISE = {"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}
+LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user"
+
+
+@pytest.mark.parametrize(
+    ("environ", "shell", "variables", "paths", "name", "kind", "can_mount"),
+    [
+        ({}, None, (), (), "Python", "script", False),
+        ({}, TERMINAL, (), (), "IPython", "IPython", False),
+        ({}, KERNEL, (), (), "Jupyter", "kernel", False),
+        ({}, KERNEL, ("__vsc_ipynb_file__",), (), "Jupyter", "kernel", False),
+        (TAG, COLAB, (), (HOSTED,), "Colab", "kernel", True),
+        (TAG, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab in VS Code", "kernel", True),
+        ({}, COLAB, (), (), "Colab, local runtime", "kernel", False),
+        (ENTERPRISE, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+        (ENTERPRISE, KERNEL, (), (), "Colab Enterprise", "kernel", False),
+        (ENTERPRISE, None, (), (), "Colab Enterprise", "script", False),
+        ({"VERTEX_PRODUCT": "WORKBENCH_INSTANCE"}, COLAB, (), (HOSTED,), "Colab", "kernel", True),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, KERNEL, (), (), "Kaggle", "kernel", False),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, None, (), (), "Kaggle", "script", False),
+        ({}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
+        ({}, None, (), (LIGHTNING,), "Lightning Studio", "script", False),
+        ({}, KERNEL, (), (STUDIO_LAB,), "SageMaker Studio Lab", "kernel", False),
+        ({"PAPERSPACE_FQDN": "x.paperspacegradient.com"}, KERNEL, (), (), "Paperspace", "kernel", False),
+        ({"PAPERSPACE_METRIC_WORKLOAD_ID": "x"}, TERMINAL, (), (), "Paperspace", "IPython", False),
+        ({"JUPYTERHUB_SERVICE_PREFIX": "/user/me/"}, KERNEL, (), (), "JupyterHub", "kernel", False),
+        ({"JUPYTERHUB_API_TOKEN": "x"}, None, (), (), "JupyterHub", "script", False),
+        # Attempts to fool it.
+        ({**TAG, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, COLAB, (), (HOSTED,), "Kaggle", "kernel", False),
+        ({**TAG, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED, LIGHTNING), "Colab", "kernel", True),
+        ({**TAG, "PAPERSPACE_FQDN": "x"}, COLAB, (), (HOSTED, STUDIO_LAB), "Colab", "kernel", True),
+        (TAG, None, (), (HOSTED,), "Colab", "script", False),
+        (TAG, TERMINAL, (), (HOSTED,), "Colab", "IPython", False),
+        (TAG, None, (), (), "Python", "script", False),
+        ({}, None, (), (HOSTED,), "Python", "script", False),
+        ({"PAPERSPACE_API_KEY": "mine"}, KERNEL, (), ("/notebooks",), "Jupyter", "kernel", False),
+        ({"JUPYTERHUB_API_TOKEN": "x"}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
+        ({**TAG, **ENTERPRISE, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+        ({**TAG, **ENTERPRISE}, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab Enterprise", "kernel", False),
+        ({**ENTERPRISE, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, KERNEL, (), (), "Kaggle", "kernel", False),
+        ({"KAGGLE_USERNAME": "me", "KAGGLE_KEY": "x"}, KERNEL, (), (), "Jupyter", "kernel", False),
+    ],
+)
+def test_the_place_is_told_from_what_only_it_has(environ, shell, variables, paths, name, kind, can_mount):
+    assert place_of(environ, shell, variables, paths.__contains__) == Place(name, kind, can_mount)
+
+
+def test_the_place_of_this_process_is_a_script_and_loads_no_ipython():
+    code = "import sys; from colabkit.foundation import current_place as p; print(p().shell, 'IPython' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == (
+        "script False\n"
+    )
+
+
+class NVMLError(Exception):
+    """The error of the made-up driver."""
+
+
+def fake_nvml(count: int = 1, broken: tuple[str, ...] = ()) -> ModuleType:
+    """Return a made-up binding whose named calls raise."""
+    module = ModuleType("pynvml")
+    module.NVMLError = NVMLError
+    module.shut_down = 0
+
+    def call(name, result):
+        def run(*arguments):
+            if name in broken:
+                raise NVMLError(name)
+            return result(*arguments)
+
+        setattr(module, name, run)
+
+    def shut_down():
+        module.shut_down += 1
+
+    call("nvmlInit", lambda: None)
+    call("nvmlShutdown", shut_down)
+    call("nvmlDeviceGetCount", lambda: count)
+    call("nvmlDeviceGetHandleByIndex", lambda index: index)
+    call("nvmlDeviceGetMemoryInfo", lambda handle: SimpleNamespace(total=16 * GIB, free=15 * GIB))
+    call("nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
+    call("nvmlDeviceGetName", lambda handle: b"Tesla T4")
+    call("nvmlSystemGetDriverVersion", lambda: "580.65.06")
+    call("nvmlSystemGetCudaDriverVersion", lambda: 12090)
+    call("nvmlDeviceGetMigMode", lambda handle: [1, 0])
+    return module
+
+
+def test_gpus_are_as_the_driver_tells():
+    module = fake_nvml(2)
+    found = gpus(module)
+    assert [(gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes) for gpu in found] == [
+        (f"GPU-{index}", "Tesla T4", 16 * GIB, 15 * GIB) for index in range(2)
+    ]
+    assert module.shut_down == 1
+    assert repr(found[0]) == "Tesla T4, 16.0 GiB"
+    assert found[1].details() == (
+        "Tesla T4, 16.0 GiB, 15.0 GiB free, in MIG slices, driver 580.65.06, CUDA up to 12.9, GPU-1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("broken", "unknown"),
+    [
+        ("nvmlDeviceGetUUID", ["uuid"]),
+        ("nvmlDeviceGetName", ["name"]),
+        ("nvmlDeviceGetMemoryInfo", ["total_bytes", "free_bytes"]),
+        ("nvmlSystemGetDriverVersion", ["driver"]),
+        ("nvmlSystemGetCudaDriverVersion", ["cuda"]),
+        ("nvmlDeviceGetMigMode", ["is_sliced"]),
+    ],
+)
+def test_a_value_the_driver_does_not_tell_is_none_and_the_rest_stays(broken, unknown):
+    module = fake_nvml(broken=(broken,))
+    (gpu,) = gpus(module)
+    assert [name for name, value in gpu.to_dict().items() if value is None] == unknown
+    assert "None" not in repr(gpu) + gpu._repr_html_() + gpu.details()
+    assert module.shut_down == 1
+
+
+def test_what_an_old_binding_cannot_ask_is_missing_like_any_other_value():
+    module = fake_nvml()
+    del module.nvmlSystemGetCudaDriverVersion, module.nvmlDeviceGetMigMode
+    (gpu,) = gpus(module)
+    assert (gpu.cuda, gpu.is_sliced, gpu.name, gpu.driver) == (None, None, "Tesla T4", "580.65.06")
+
+
+def test_a_name_that_is_no_text_still_shows():
+    module = fake_nvml()
+    module.nvmlDeviceGetName = lambda handle: b"Card \xff"
+    assert gpus(module)[0].name == "Card \ufffd"
+
+
+def test_a_driver_that_does_not_let_go_still_told():
+    (gpu,) = gpus(fake_nvml(broken=("nvmlShutdown",)))
+    assert gpu.name == "Tesla T4"
+
+
+def test_a_gpu_without_a_handle_is_listed_with_nothing_known():
+    (gpu,) = gpus(fake_nvml(broken=("nvmlDeviceGetHandleByIndex",)))
+    assert (gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount"])
+def test_a_driver_that_refuses_means_no_gpu(broken):
+    assert gpus(fake_nvml(broken=(broken,))) == ()
+
+
+def test_no_binding_means_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus() == ()
+
+
+def test_another_package_of_the_bindings_name_means_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
+    assert gpus() == ()
+
+
+def test_the_binding_is_found_by_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(3))
+    assert len(gpus()) == len(gpus(paths=[])) == 3
+
+
+def test_the_binding_is_looked_for_in_the_given_folders_alone(tmp_path, monkeypatch):
+    (tmp_path / "pynvml.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    del sys.modules["pynvml"]
+    assert gpus(paths=[]) == ()
+    with pytest.raises(RuntimeError, match="imported"):
+        gpus(paths=[str(tmp_path)])
+
+
+def on_disk(fstype: str, point: str, options: str = "rw") -> Mount:
+    return Mount(point, fstype, "x", tuple(options.split(",")))
+
+
+def test_the_innermost_mount_names_the_file_system(tmp_path):
+    inner = tmp_path / "in"
+    inner.mkdir()
+    table = [on_disk("overlay", "/"), on_disk("older", str(inner)), on_disk("xfs", str(inner))]
+    assert storage.disk(str(inner), table, GIB).fstype == "xfs"
+    assert storage.disk(str(tmp_path), table, GIB).fstype == "overlay"
+    assert storage.disk(str(tmp_path), [], GIB).fstype == "unknown"
+    assert storage.disk(str(tmp_path / "missing"), table, GIB) is None
+
+
+def test_tmpfs_is_no_more_than_the_ram_that_is_available(tmp_path):
+    table = [on_disk("tmpfs", str(tmp_path))]
+    report = storage.disk(str(tmp_path), table, 5)
+    assert report.budget_bytes == 5 < report.free_bytes
+    assert "5 B of it within the RAM available" in repr(report)
+    assert storage.disk(str(tmp_path), table, 1 << 60).budget_bytes == report.free_bytes
+    assert storage.disk(str(tmp_path), [on_disk("ext4", str(tmp_path))], 5).budget_bytes > 5
+
+
+def test_each_tmpfs_for_data_is_listed_and_the_systems_own_are_not(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shown = [on_disk("tmpfs", str(mine)), on_disk("tmpfs", "/dev/shm")]
+    hidden = [on_disk("tmpfs", point) for point in ("/run", "/run/lock", "/sys/fs/cgroup", "/dev", "/proc/acpi")]
+    found = storage.tmpfs([*hidden, *shown, on_disk("tmpfs", str(tmp_path), "ro")], GIB)
+    assert {report.folder for report in found} <= {str(mine), "/dev/shm"}
+    assert str(mine) in {report.folder for report in found}
+
+
+def record_touches(monkeypatch) -> list[str]:
+    """Return a list that gets each path that is asked of the file system."""
+    touched: list[str] = []
+
+    def recorded(real):
+        def ask(path, *arguments, **options):
+            touched.append(os.fspath(path) if isinstance(path, str | os.PathLike) else "")
+            return real(path, *arguments, **options)
+
+        return ask
+
+    for name in ("statvfs", "stat", "lstat", "access"):
+        monkeypatch.setattr(os, name, recorded(getattr(os, name)))
+    return touched
+
+
+def test_nothing_on_or_behind_a_remote_mount_is_touched(tmp_path, monkeypatch):
+    inside = tmp_path / "ram"
+    inside.mkdir()
+    monkeypatch.chdir(tmp_path)
+    far = on_disk("fuse.drive", str(tmp_path))
+    for table in (
+        [on_disk("ext4", "/"), far, on_disk("tmpfs", str(inside))],
+        [on_disk("ext4", "/"), on_disk("tmpfs", str(tmp_path)), on_disk("tmpfs", str(inside)), far],
+    ):
+        monkeypatch.setattr(storage, "mounts", lambda table=table: table)
+        with monkeypatch.context() as patch:
+            touched = record_touches(patch)
+            assert storage.disk(str(tmp_path), table, GIB) is None
+            assert storage.tmpfs(table, GIB) == ()
+            assert not is_tmpfs(tmp_path / "x")
+            storage.disks(table, GIB)
+        assert not any(path.startswith(str(tmp_path)) for path in touched)
+        assert touched != []
+
+
+def test_a_remote_root_is_a_disk_like_any_other_since_python_runs_from_it(monkeypatch):
+    monkeypatch.chdir("/")
+    found = storage.disks([on_disk("9p", "/")], GIB)
+    assert ("/", "9p") in {(disk.folder, disk.fstype) for disk in found}
+
+
+def test_a_folder_of_a_place_on_a_remote_mount_is_known_by_text_alone(tmp_path, monkeypatch):
+    table = [on_disk("nfs4", "/home")]
+    monkeypatch.setattr(places, "mounts", lambda: table)
+    touched = record_touches(monkeypatch)
+    monkeypatch.setenv("HOME", "/home/other")
+    assert not places._exists(STUDIO_LAB)
+    monkeypatch.setenv("HOME", STUDIO_LAB)
+    assert places._exists(STUDIO_LAB)
+    assert not any(path.startswith("/home") for path in touched)
+    assert places._exists(str(tmp_path))
+
+
+def test_a_report_made_on_a_hanging_mount_does_not_wait_for_it(tmp_path):
+    needs("FUSE", has_fuse())
+    with FuseMount(tmp_path / "point", tmp_path) as mounted:
+        code = """
+import os, sys
+from colabkit import environment, mounts
+from colabkit.foundation.environment.runtime_report import is_tmpfs, runtime
+from pathlib import Path
+environment.mounts = lambda: [one for one in mounts.mounts() if one.point == sys.argv[1] or not one.is_remote]
+os.chdir(sys.argv[1])
+runtime()
+print("there", sys.path[0], flush=True)
+sys.stdin.readline()
+sys.path += [sys.argv[1], sys.argv[1] + "/packages"]
+environment._PACKAGES += ("not-installed",)  # so that all of the search path is looked through
+report = runtime()
+print((sys.argv[1], "DriveFS") in report.mounts, is_tmpfs(Path(sys.argv[1]) / "x"))
+"""
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(mounted.point)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout.readline() == "there \n"
+        mounted.hang()
+        assert child.communicate("go on\n", timeout=60)[0] == "True False\n"
+
+
+def test_only_files_in_tmpfs_are_ram(tmp_path, monkeypatch):
+    table = [on_disk("ext4", "/"), on_disk("tmpfs", str(tmp_path / "ram"))]
+    monkeypatch.setattr(storage, "mounts", lambda: table)
+    (tmp_path / "ram").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "ram")
+    assert is_tmpfs(tmp_path / "ram" / "not" / "there" / "yet")
+    assert is_tmpfs(tmp_path / "link" / "x")
+    assert not is_tmpfs(tmp_path / "x")
+
+
+def test_the_near_folder_is_the_chosen_one_else_the_hosts_else_the_cache(monkeypatch, tmp_path):
+    present: set[str] = set()
+    monkeypatch.setattr(Path, "is_dir", lambda path: str(path) in present)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert near_folder({}) == tmp_path / ".cache" / "colabkit"
+    assert near_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/colabkit")
+    present.add("/kaggle/temp")
+    assert near_folder({"XDG_CACHE_HOME": "/c"}) == Path("/kaggle/temp/colabkit")
+    present.add("/content")
+    assert near_folder({}) == Path("/content/colabkit")
+    assert near_folder({"COLABKIT_NEAR": "/chosen"}) == Path("/chosen")
+
+
+def test_the_report_of_this_machine_is_whole_and_consistent():
+    report = runtime()
+    assert report.python == ".".join(map(str, sys.version_info[:3]))
+    assert 0 < report.cpus <= (os.cpu_count() or 1)
+    assert report.memory.available_bytes > 0
+    assert report.memory.total_bytes > 0
+    assert report.versions["numpy"]
+    assert all(0 <= disk.free_bytes <= disk.total_bytes for disk in (*report.disks, *report.tmpfs))
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    assert report.place in repr(report)
+
+
+def test_the_report_is_one_line_and_on_paper_one_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    report = runtime()
+    assert len(repr(report).splitlines()) == 1
+    lines = str(report).splitlines()
+    assert lines[0] == repr(report)
+    assert max(map(len, lines[1:])) <= 80
+    for name in ("place", "CPUs", "RAM", "GPU", "Drive", "disk", "versions"):
+        assert sum(line.startswith(f"  {name} ") for line in lines) >= 1
+
+
+@pytest.mark.parametrize("search_path", [[], ["relative", ""]])
+def test_the_report_needs_no_working_folder(tmp_path, monkeypatch, search_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", [*search_path, *sys.path])
+    gone.rmdir()
+    assert runtime().versions["numpy"]

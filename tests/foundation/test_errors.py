@@ -1,0 +1,313 @@
+"""The family of errors, the one form of their messages, and gates over the source that hold both and the seam."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import colabkit
+from colabkit import errors
+from colabkit.foundation.checks import kind_of
+from colabkit.foundation.errors import ColabkitError, cannot
+
+PACKAGE = Path(colabkit.__file__).parent
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+FAMILY = {name for name in errors.__all__ if name != "ColabkitError"}
+BUILTINS = {
+    "InvalidOption": ValueError,
+    "SourceMissing": FileNotFoundError,
+    "BadSource": ValueError,
+    "BadArchive": ValueError,
+    "BadImage": ValueError,
+    "SourceChanged": OSError,
+    "TargetExists": FileExistsError,
+    "NotEnoughSpace": OSError,
+    "FileFailed": OSError,
+    "NotSealed": ValueError,
+    "Corrupt": ValueError,
+    "MissingSplit": KeyError,
+    "NotMounted": FileNotFoundError,
+    "MountFailed": OSError,
+    "UnsentWrites": RuntimeError,
+    "TimedOut": TimeoutError,
+    "FetchFailed": OSError,
+    "MissingPackage": ImportError,
+    "NoNotebook": RuntimeError,
+    "PackingFailed": RuntimeError,
+    "LoaderFailed": RuntimeError,
+    "LaunchFailed": RuntimeError,
+}
+REASON_ONLY = {("reasons.py", "BadImage")}
+"""`decode` knows no file name: its message is the reason, and its caller builds the whole message."""
+
+MESSAGE = cannot("read 'x'", "3 bytes", "at least 4", "Download it again")
+
+
+def test_the_list_of_errors_is_complete():
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and name not in BUILTINS}
+    assert set(BUILTINS) == FAMILY
+    assert {name for name in defined if issubclass(vars(errors)[name], ColabkitError)} == {"ColabkitError"}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILY))
+def test_each_error_is_in_the_family_and_is_the_matching_builtin(name):
+    error = getattr(errors, name)
+    assert issubclass(error, ColabkitError)
+    with pytest.raises(BUILTINS[name], match="Cannot read 'x'"):
+        raise error(MESSAGE)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILY))
+def test_the_tree_in_the_docstring_names_each_error_with_its_builtin(name):
+    assert re.search(rf"── {name} \({BUILTINS[name].__name__}\) +\S", errors.__doc__)
+
+
+def test_the_family_is_reached_through_the_package():
+    assert colabkit.errors is errors
+    assert "errors" in colabkit.__all__
+
+
+def test_messages_have_one_form():
+    assert MESSAGE == "Cannot read 'x': 3 bytes, at least 4. Download it again."
+
+
+def raised(error: Exception) -> Exception:
+    """Return the error with a traceback and a cause."""
+    try:
+        try:
+            raise OSError(errno.EIO, "deep cause")
+        except OSError as cause:
+            raise error from cause
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize("name", sorted(FAMILY))
+def test_a_notebook_shows_one_line(name, monkeypatch):
+    monkeypatch.delenv("COLABKIT_DEBUG", raising=False)
+    error = raised(getattr(errors, name)(MESSAGE))
+    assert error._render_traceback_() == [f"{name}: {MESSAGE}"]
+
+
+@pytest.mark.parametrize("name", sorted(FAMILY))
+def test_debugging_shows_the_whole_traceback_with_its_cause(name, monkeypatch):
+    monkeypatch.setenv("COLABKIT_DEBUG", "1")
+    text = "".join(raised(getattr(errors, name)(MESSAGE))._render_traceback_())
+    assert "Traceback (most recent call last)" in text
+    assert "deep cause" in text
+    assert MESSAGE in text
+    assert os.path.basename(__file__) in text
+
+
+# Gates over the source: what a module may not do is found by reading it.
+
+
+def unformed(source: str, module: str) -> list[str]:
+    """Return the places where an error of the family is made or raised without a message from `cannot`."""
+    tree = ast.parse(source)
+    made_by_cannot = {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for returned in [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+        if is_call_of(returned, {"cannot"})
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and named(node.exc) in FAMILY:
+            found.append(f"{module}:{node.lineno} raises {named(node.exc)} without a message")
+        if isinstance(node, ast.Call) and named(node.func) in FAMILY and (module, named(node.func)) not in REASON_ONLY:
+            message = node.args[0] if len(node.args) == 1 and not node.keywords else None
+            if not is_call_of(message, {"cannot", *made_by_cannot}):
+                found.append(f"{module}:{node.lineno} makes {named(node.func)} without cannot(...)")
+    return found
+
+
+def named(node: ast.AST | None) -> str:
+    """Return the last name of `a` or `b.a`."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def is_call_of(node: ast.AST | None, names: set[str]) -> bool:
+    """Return whether the node calls one of these."""
+    return isinstance(node, ast.Call) and named(node.func) in names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_error_of_the_family_gets_its_message_from_cannot(path):
+    assert unformed(path.read_text(), path.name) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("raise BadSource('it broke')", 1),
+        ("raise BadSource(f'it {broke}') from error", 1),
+        ("raise errors.BadSource()", 1),
+        ("raise BadSource", 1),
+        ("raise BadSource(cannot(a, b, c, d), extra)", 1),
+        ("def f():\n    return BadArchive('it broke')", 1),
+        ("def f():\n    return 'it broke'\nraise BadArchive(f())", 1),
+        ("raise BadSource(cannot(a, b, c, d)) from error", 0),
+        ("def f():\n    return cannot(a, b, c, d)\nraise BadArchive(f())", 0),
+        ("raise ValueError('a builtin is none of the family')", 0),
+        ("except BadSource: pass", None),
+    ],
+)
+def test_the_gate_over_messages_finds_what_it_should(source, count):
+    source = source if count is not None else f"try:\n    pass\n{source}"
+    assert len(unformed(source, "any.py")) == (count or 0)
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the set of words in a text."""
+    return frozenset(text.split())
+
+
+OS_CHANGES = words(
+    "chmod chown ftruncate link makedirs mkdir mkfifo posix_fallocate pwrite remove removedirs rename renames replace "
+    "rmdir symlink truncate unlink utime write writev"
+)
+PATH_CHANGES = words(
+    "extract extractall hardlink_to mkdir rename rmdir symlink_to tofile touch unlink write_bytes write_text"
+)
+READING_SHUTIL = frozenset({"disk_usage", "get_terminal_size", "which"})
+SCRATCH = ("demonstration.py", "tempfile.TemporaryDirectory")
+"""A folder that lives as long as one call, whose path no user ever sees; what is in it goes through the seam."""
+CREATING_FLAGS = frozenset({"O_APPEND", "O_CREAT", "O_TRUNC"})
+
+
+def changes(source: str) -> Iterator[str]:
+    """Yield the places of a module that change files otherwise than through `_files`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in CREATING_FLAGS:
+            yield f"{node.lineno}: {node.attr}"
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile"):
+            yield f"{node.lineno}: from {node.module} import hides what is called"
+        if not isinstance(node, ast.Call):
+            continue
+        owner = named(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        name = named(node.func)
+        if owner == "_files":
+            continue
+        alone = len(node.args) == 1 and not node.keywords  # str.replace has two arguments, Path.replace has one
+        if (
+            (owner == "os" and name in OS_CHANGES)
+            or (owner == "shutil" and name not in READING_SHUTIL)
+            or owner == "tempfile"
+            or (isinstance(node.func, ast.Attribute) and name in PATH_CHANGES)
+            or (owner != "dataclasses" and name == "replace" and alone)
+            or (name in ("open", "File", "ZipFile", "fdopen") and opens_for_writing(node, owner, name))
+            or (name == "memmap" and any(mode in modes(node) for mode in ("r+", "w+")))
+        ):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def modes(call: ast.Call) -> list[str]:
+    """Return the strings among the arguments that can be a mode."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+
+
+def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
+    """Return whether a call of some `open` has a mode that writes, or none that can be read here."""
+    if owner == "os" and name == "open":
+        return False  # the flags that create are found by themselves; writing needs os.write
+    if name == "File" and not any(mode == "r" for mode in modes(call)):
+        return True  # h5py's mode has to be told
+    return any(re.fullmatch(r"[rwaxbt+]{1,3}", mode) and set(mode) & set("wax+") for mode in modes(call))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in MODULES if path != PACKAGE / "_files.py"],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_only_one_module_changes_files(path):
+    found = list(changes(path.read_text()))
+    if path.name == SCRATCH[0]:
+        found = [place for place in found if SCRATCH[1] not in place]
+    assert found == []
+
+
+def test_the_gate_over_changes_sees_the_module_that_does():
+    assert len(list(changes((PACKAGE / "_files.py").read_text()))) >= 8
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(path, 'w')",
+        "open(path, mode='ab')",
+        "path.open('x')",
+        "io.open(path, 'r+b')",
+        "os.fdopen(fd, 'wb')",
+        "os.open(path, os.O_RDWR | os.O_CREAT)",
+        "os.write(fd, data)",
+        "os.replace(a, b)",
+        "shutil.copyfile(a, b)",
+        "from shutil import copyfile",
+        "path.write_text('x')",
+        "path.rename(other)",
+        "path.replace(other)",
+        "path.unlink()",
+        "h5py.File(path, 'r+')",
+        "h5py.File(path, mode)",
+        "zipfile.ZipFile(path, 'w')",
+        "archive.extractall(path)",
+        "np.memmap(path, 'u1', 'r+')",
+        "tempfile.mkdtemp()",
+    ],
+)
+def test_the_gate_over_changes_finds_what_it_should(source):
+    assert list(changes(source)) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(path)",
+        "open(fd, 'rb', buffering=0)",
+        "path.open('rb')",
+        "os.open(path, os.O_RDONLY | os.O_CLOEXEC)",
+        "text.replace('a', 'b')",
+        "dataclasses.replace(record)",
+        "dataclasses.replace(record, name=1)",
+        "_files.remove(path)",
+        "h5py.File(path, 'r', locking=False)",
+        "np.memmap(path, 'u1', 'r')",
+        "zipfile.ZipFile(path)",
+        "source.open(item)",
+        "shutil.get_terminal_size()",
+    ],
+)
+def test_the_gate_over_changes_lets_reading_pass(source):
+    assert list(changes(source)) == []
+
+
+class MLP:
+    """A name that is spelt."""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3, "an int"),
+        ([], "a list"),
+        (None, "None"),
+        (np.zeros(2), "an ndarray"),
+        (np.uint8(2), "a uint8"),
+        (int, "the class int"),
+        (MLP(), "an MLP"),
+        (pytest, "a module"),
+    ],
+)
+def test_what_a_value_is_has_its_article(value: object, text: str) -> None:
+    assert kind_of(value) == text

@@ -1,0 +1,290 @@
+"""The only place that changes files: its operations, and the seam that counts them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
+from colabkit.foundation import file_changes, partials
+
+SetHook = Callable[[Callable[[str, Path], None] | None], None]
+
+
+def operations(set_hook: SetHook) -> list[tuple[str, str]]:
+    """Return a list that fills with the operations from now on."""
+    seen: list[tuple[str, str]] = []
+    set_hook(lambda operation, path: seen.append((operation, path.name)))
+    return seen
+
+
+def folder_of(path: Path, text: str) -> None:
+    """Make a folder of two files that hold `text`."""
+    file_changes.make_folder(path)
+    for name in ("one", "two"):
+        file_changes.write_file(path / name, text.encode())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_not_enough_space(code):
+    with pytest.raises(NotEnoughSpace, match="Cannot copy 'x'"), file_changes.translated("copy 'x'"):
+        raise OSError(code, os.strerror(code))
+
+
+def test_other_refusals_name_the_deed_the_cause_and_the_file():
+    error = OSError(errno.EACCES, "Permission denied", "/some/file")
+    with pytest.raises(FileFailed) as caught, file_changes.translated("copy 'x'"):
+        raise error
+    assert re.fullmatch(r"Cannot copy 'x': Permission denied \('/some/file'\), .+\. .+\.", str(caught.value)), (
+        caught.value
+    )
+    assert caught.value.__cause__ is error
+
+
+def test_an_os_error_without_text_still_gives_one_line():
+    with pytest.raises(FileFailed, match="Cannot copy: odd"), file_changes.translated("copy"):
+        raise OSError("odd")
+
+
+def test_what_is_not_there_is_told_apart_from_what_is_not_allowed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileFailed, match=r"No such file .*, a path that is there\. Check the path"),
+        file_changes.translated("read"),
+    ):
+        (tmp_path / "gone").read_bytes()
+    with pytest.raises(FileFailed, match="a file system that allows it"), file_changes.translated("read"):
+        tmp_path.read_bytes()
+
+
+@pytest.mark.parametrize("error", [FileFailed("one"), InvalidOption("two"), ValueError("three"), KeyboardInterrupt()])
+def test_what_is_no_plain_os_error_passes_unchanged(error):
+    with pytest.raises(type(error)) as caught, file_changes.translated("copy"):
+        raise error
+    assert caught.value is error
+
+
+def test_every_change_passes_the_hook_first(tmp_path, file_hook):
+    seen = operations(file_hook)
+    file_changes.make_folder(tmp_path / "folder")
+    fd = file_changes.create(tmp_path / "file")
+    file_changes.reserve(fd, 10, tmp_path / "file")
+    file_changes.write_at(fd, b"0123456789", 0, tmp_path / "file")
+    file_changes.sync(fd, tmp_path / "file")
+    os.close(fd)
+    file_changes.remove(tmp_path / "file")
+    assert seen == [
+        ("mkdir", "folder"),
+        *((operation, "file") for operation in ("create", "reserve", "write", "sync", "remove")),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: file_changes.make_folder(folder / "new"),
+        lambda folder: file_changes.create(folder / "new"),
+        lambda folder: file_changes.write_file(folder / "new", b"data"),
+        lambda folder: file_changes.remove(folder / "old"),
+        lambda folder: folder_of(folder / "new", "text"),
+    ],
+)
+def test_a_hook_that_raises_stops_the_change(tmp_path, file_hook, change):
+    (tmp_path / "old").write_text("kept")
+
+    def refuse(operation: str, path: Path) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    file_hook(refuse)
+    with pytest.raises(OSError, match="read-only"):
+        change(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_folder_that_is_there_is_no_change(tmp_path, file_hook):
+    seen = operations(file_hook)
+    file_changes.make_folder(tmp_path)
+    assert seen == []
+
+
+def test_create_refuses_what_exists_and_follows_no_link(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            file_changes.create(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_reserve_sets_the_length_and_takes_zero(tmp_path):
+    for size in (0, 1, 5000):
+        fd = file_changes.create(tmp_path / f"{size}")
+        file_changes.reserve(fd, size, tmp_path)
+        os.close(fd)
+        assert (tmp_path / f"{size}").stat().st_size == size
+
+
+def test_reserve_works_where_the_system_cannot_allocate_ahead(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    fd = file_changes.create(tmp_path / "file")
+    file_changes.reserve(fd, 300, tmp_path)
+    os.close(fd)
+    assert (tmp_path / "file").stat().st_size == 300
+
+
+def test_short_writes_are_continued_until_all_is_written(tmp_path, monkeypatch):
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, bytes(data[:3]), offset))
+    fd = file_changes.create(tmp_path / "file")
+    file_changes.write_at(fd, b"0123456789", 2, tmp_path)
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == b"\0\x000123456789"
+
+
+@pytest.mark.parametrize("data", [b"", bytearray(b"abc"), np.arange(6, dtype="<i8").reshape(2, 3)])
+def test_write_file_takes_any_buffer(tmp_path, data):
+    file_changes.write_file(tmp_path / "file", data)
+    assert (tmp_path / "file").read_bytes() == bytes(memoryview(data).tobytes())
+
+
+def test_only_durable_files_wait_for_the_medium(tmp_path, file_hook):
+    seen = operations(file_hook)
+    file_changes.write_file(tmp_path / "a", b"x")
+    file_changes.write_file(tmp_path / "b", b"x", durable=True)
+    assert [operation for operation, name in seen if name == "a"] == ["create", "write"]
+    assert [operation for operation, name in seen if name == "b"] == ["create", "write", "sync"]
+
+
+def test_write_file_closes_its_descriptor_when_the_write_fails(tmp_path, file_hook):
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "write":
+            raise OSError(errno.ENOSPC, "full")
+
+    file_hook(fail)
+    with pytest.raises(OSError, match="full"):
+        file_changes.write_file(tmp_path / "file", b"x")
+    assert (os.listdir("/proc/self/fd") if before else []) == before
+
+
+def test_remove_takes_files_and_trees_and_only_the_link_of_a_link(tmp_path):
+    folder_of(tmp_path / "tree", "text")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    for name in ("tree", "link", "missing"):
+        file_changes.remove(tmp_path / name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
+
+
+def test_discard_removes_files_and_trees(tmp_path):
+    folder_of(tmp_path / "tree", "text")
+    file_changes.write_file(tmp_path / "file", b"x")
+    partials.discard(tmp_path / "tree")
+    partials.discard(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_discard_never_shows_half_a_tree(tmp_path, monkeypatch):
+    final = tmp_path / "tree"
+    folder_of(final, "text")
+    at_its_path = []
+
+    def remove_half(path: Path) -> None:
+        at_its_path.append(final.exists())
+        (Path(path) / "one").unlink()
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_changes.shutil, "rmtree", remove_half)
+        with pytest.raises(OSError, match="broken"):
+            partials.discard(final)
+    assert at_its_path == [False]
+    assert not final.exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_003])
+def test_sha256_is_that_of_the_bytes(tmp_path, size):
+    data = np.random.default_rng(1).bytes(size)
+    (tmp_path / "file").write_bytes(data)
+    assert file_changes.sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_hdf5_data_starts_on_a_page_and_existing_files_are_refused(tmp_path, file_hook):
+    seen = operations(file_hook)
+    with file_changes.create_hdf5(tmp_path / "file.h5") as file:
+        for number in range(3):
+            data = file.create_dataset(f"d{number}", data=np.zeros(number + 5000, dtype="u1"))
+            assert data.id.get_offset() % 4096 == 0
+    assert (tmp_path / "file.h5").read_bytes()[:4096] == bytes(4096), "the user block is left alone"
+    with pytest.raises(FileExistsError), file_changes.create_hdf5(tmp_path / "file.h5"):
+        pass
+    assert seen == [("create", "file.h5"), ("create", "file.h5")]
+
+
+def test_free_bytes_speaks_of_the_file_system_that_will_hold_the_path(tmp_path, monkeypatch):
+    asked = []
+    statvfs = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: asked.append(path) or statvfs(path))
+    stats = statvfs(tmp_path)
+    assert 0 < file_changes.free_bytes(tmp_path / "not" / "yet") <= stats.f_blocks * stats.f_frsize
+    assert asked == [tmp_path]
+
+
+def test_check_space_names_both_numbers_and_takes_the_tighter_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 3 << 20)
+    file_changes.check_space("copy 'x'", 3 << 20, tmp_path / "x")
+    file_changes.check_space("copy 'x'", 1 << 20, tmp_path / "x", available=1 << 20)
+    with pytest.raises(NotEnoughSpace, match=r"Cannot copy 'x': 3\.0 MiB free at .+, 4\.0 MiB needed\."):
+        file_changes.check_space("copy 'x'", 4 << 20, tmp_path / "x", available=8 << 20)
+    with pytest.raises(NotEnoughSpace, match=r"1\.0 MiB free"):
+        file_changes.check_space("copy 'x'", 2 << 20, tmp_path / "x", available=1 << 20)
+
+
+@pytest.mark.parametrize("in_the_kernel", [True, False])
+def test_a_range_is_copied_to_its_place_and_a_source_that_ends_is_an_error(tmp_path, monkeypatch, in_the_kernel):
+    data = os.urandom(3 << 20)
+    (tmp_path / "from").write_bytes(data)
+    (tmp_path / "to").write_bytes(b"x" * 10)
+    if not in_the_kernel:
+
+        def refuse(*arguments: object) -> int:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    with (tmp_path / "from").open("rb") as source, (tmp_path / "to").open("r+b") as target:
+        file_changes.copy_range(source.fileno(), 7, (3 << 20) - 7, target.fileno(), 4, tmp_path / "to")
+        assert (tmp_path / "to").read_bytes() == b"xxxx" + data[7:]
+        with pytest.raises(OSError, match="ended"):
+            file_changes.copy_range(source.fileno(), 7, 3 << 20, target.fileno(), 4, tmp_path / "to")
+
+
+def test_what_is_written_is_sent_in_the_background_and_its_errors_are_left_to_sync(tmp_path, monkeypatch):
+    sent, may_go_on = [], threading.Event()
+
+    def send(fd: int) -> None:
+        may_go_on.wait(10)
+        sent.append(os.readlink(f"/proc/self/fd/{fd}"))
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fdatasync", send)
+    (tmp_path / "p").write_bytes(b"x")
+    before = set(os.listdir("/proc/self/fd"))
+    with file_changes.Syncing(tmp_path / "p") as syncing:
+        syncing.written(1)
+        assert not [thread for thread in threading.enumerate() if thread.name == "colabkit-sync"]
+        for _ in range(3):
+            syncing.written(16 << 20)
+        may_go_on.set()
+    assert sent == [str(tmp_path / "p")]
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "colabkit-sync"]

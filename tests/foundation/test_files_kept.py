@@ -1,0 +1,191 @@
+"""Kept partials: they outlive their process, belong to one at a time, and are never mixed up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from test_files_partials import in_child, killed_at
+from trees import leftovers
+
+from colabkit.errors import TargetExists
+from colabkit.foundation import file_changes, partials
+from colabkit.foundation.partials import KeptPartial
+
+
+def die_with(folder: Path, text: str, identity: str = "ab") -> None:
+    """Write into a kept partial in a process that ends without leaving the block."""
+
+    def child() -> None:
+        with KeptPartial(folder, identity) as kept:
+            kept.note(version=1)
+            file_changes.write_file(kept.data, text.encode())
+            os._exit(0)
+
+    in_child(child)
+
+
+def test_the_next_process_finds_bytes_and_record(tmp_path):
+    die_with(tmp_path, "half")
+    with KeptPartial(tmp_path, "ab") as kept:
+        assert (kept.data.read_text(), kept.record) == ("half", {"version": 1})
+        assert kept.folder.parent == tmp_path
+        kept.publish_as(kept.data, tmp_path / "final")
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert (tmp_path / "final").read_text() == "half"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_keeps_what_is_there(tmp_path, error):
+    def fail() -> None:
+        with KeptPartial(tmp_path, "ab") as kept:
+            kept.note(version=1)
+            file_changes.write_file(kept.data, b"half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    with KeptPartial(tmp_path, "ab") as kept:
+        assert kept.data.read_text() == "half"
+
+
+def test_another_identity_has_another_partial(tmp_path):
+    die_with(tmp_path, "half")
+    with KeptPartial(tmp_path, "cd") as kept:
+        assert not kept.data.exists()
+        assert kept.record == {}
+
+
+def test_nothing_stays_where_no_byte_came(tmp_path):
+    with KeptPartial(tmp_path, "ab") as kept:
+        kept.note(version=1)
+        file_changes.write_file(kept.data, b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_starting_over_removes_bytes_and_record(tmp_path):
+    die_with(tmp_path, "half")
+    with KeptPartial(tmp_path, "ab") as kept:
+        kept.start_over()
+        assert (kept.data.exists(), kept.record) == (False, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_process_gets_a_partial_of_its_own_that_is_not_kept(tmp_path):
+    with KeptPartial(tmp_path, "ab") as first:
+        first.note(version=1)
+        file_changes.write_file(first.data, b"first")
+        with KeptPartial(tmp_path, "ab") as second:
+            assert second.folder != first.folder
+            assert second.record == {}
+            second.note(version=2)
+            file_changes.write_file(second.data, b"second")
+        assert leftovers(second.folder.parent)
+        assert not second.folder.exists()
+        assert first.data.read_text() == "first"
+
+
+def test_the_second_may_be_the_first_to_publish(tmp_path):
+    with KeptPartial(tmp_path, "ab") as first:
+        first.note(version=1)
+        file_changes.write_file(first.data, b"first")
+        with KeptPartial(tmp_path, "ab") as second:
+            file_changes.write_file(second.data, b"second")
+            second.publish_as(second.data, tmp_path / "final")
+        with pytest.raises(TargetExists):
+            first.publish_as(first.data, tmp_path / "final")
+    assert (tmp_path / "final").read_text() == "second"
+
+
+def test_where_there_are_no_locks_nothing_is_kept(tmp_path, monkeypatch):
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr(partials.fcntl, "flock", refuse)
+    with KeptPartial(tmp_path, "ab") as kept:
+        kept.note(version=1)
+        file_changes.write_file(kept.data, b"half")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_a_restart_of_the_machine_it_begins_anew(tmp_path):
+    die_with(tmp_path, "half")
+    (record,) = tmp_path.glob(".colabkit-*/record")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "start": "another"}))
+    with KeptPartial(tmp_path, "ab") as kept:
+        assert (kept.data.exists(), kept.record) == (False, {})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"start": 1}'])
+def test_a_broken_record_means_to_begin_anew(tmp_path, text):
+    die_with(tmp_path, "half")
+    (record,) = tmp_path.glob(".colabkit-*/record")
+    record.write_text(text)
+    with KeptPartial(tmp_path, "ab") as kept:
+        assert (kept.data.exists(), kept.record) == (False, {})
+
+
+def test_a_folder_is_published_in_place_of_the_old_one(tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "old").touch()
+    with KeptPartial(tmp_path, "ab") as kept:
+        file_changes.make_folder(kept.data / "inner")
+        kept.publish_as(kept.data / "inner", tmp_path / "final", replace=True)
+    assert list((tmp_path / "final").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_kill_at_any_operation_leaves_old_or_new_and_the_next_run_finishes(tmp_path):
+    final = tmp_path / "final"
+
+    def replace() -> None:
+        with KeptPartial(tmp_path, "ab") as kept:
+            if not kept.record:
+                kept.note(version=1)
+            if not kept.data.exists():
+                file_changes.write_file(kept.data, b"new")
+            if kept.data.read_bytes() != b"new":  # killed between creating and writing
+                kept.start_over()
+                file_changes.write_file(kept.data, b"new")
+            kept.publish_as(kept.data, final, replace=True)
+
+    number = 1
+    while True:
+        final.write_text("old")
+        if not killed_at(number, replace):
+            break
+        assert final.read_text() in ("old", "new")
+        replace()
+        assert final.read_text() == "new"
+        assert leftovers(tmp_path) == [], f"not reclaimed after a kill at operation {number}"
+        number += 1
+    assert number > 8
+
+
+def test_a_forked_process_that_outlives_its_parent_does_not_hold_the_lock(tmp_path):
+    may_end, end = os.pipe()
+    is_there, there = os.pipe()
+
+    def parent() -> None:
+        with KeptPartial(tmp_path, "ab") as kept:
+            file_changes.write_file(kept.data, b"half")
+            kept.note(version=1)
+            if os.fork() == 0:
+                os.close(end)
+                os.write(there, b"x")
+                os.read(may_end, 1)
+            os._exit(0)
+
+    try:
+        in_child(parent)
+        assert os.read(is_there, 1)
+        assert not KeptPartial(tmp_path, "ab").is_busy()
+        with KeptPartial(tmp_path, "ab") as kept:
+            assert kept.record == {"version": 1}
+            kept.start_over()
+    finally:
+        for fd in (may_end, end, is_there, there):
+            os.close(fd)

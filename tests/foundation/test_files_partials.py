@@ -1,0 +1,289 @@
+"""Partials: published whole or gone, old or new or nothing after any failure and any kill, leftovers reclaimed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trees import leftovers
+
+from colabkit.errors import TargetExists
+from colabkit.foundation import file_changes, partials
+
+OTHER_BOOT = "00000000"
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a forked process and return its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def killed_at(number: int, work: Callable[[], None]) -> bool:
+    """Run `work` in a process that is killed at its `number`-th change of the file system; say whether it was."""
+    count = 0
+
+    def kill(operation: str, path: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def child() -> None:
+        file_changes.hook = kill
+        work()
+
+    status = in_child(child)
+    assert status in (0, signal.SIGKILL)
+    return status == signal.SIGKILL
+
+
+def folder_of(path: Path, text: str) -> None:
+    """Make a folder of two files that hold `text`."""
+    file_changes.make_folder(path)
+    for name in ("one", "two"):
+        file_changes.write_file(path / name, text.encode())
+
+
+def content(path: Path) -> str | None:
+    """Return the text that both files of a folder hold, None where there is no folder."""
+    if not path.exists():
+        return None
+    texts = {(path / name).read_text() for name in ("one", "two")}
+    assert len(texts) == 1, "a mixture of old and new"
+    return texts.pop()
+
+
+def test_a_partial_is_published_whole_and_leaves_nothing_beside_it(tmp_path):
+    with partials.Partial(tmp_path / "made" / "final") as partial:
+        file_changes.write_file(partial.path, b"data")
+        assert partial.path.parent == tmp_path / "made"
+        assert not (tmp_path / "made" / "final").exists()
+        partial.publish()
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["final"]
+    assert (tmp_path / "made" / "final").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("fill", [folder_of, lambda path, text: file_changes.write_file(path, text.encode())])
+def test_an_unpublished_partial_vanishes(tmp_path, error, fill):
+    def fail() -> None:
+        with partials.Partial(tmp_path / "final") as partial:
+            fill(partial.path, "text")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    with partials.Partial(tmp_path / "final") as partial:
+        fill(partial.path, "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publish_leaves_what_was_put_there_meanwhile(tmp_path):
+    with partials.Partial(tmp_path / "final") as partial:
+        file_changes.write_file(partial.path, b"ours")
+        (tmp_path / "final").write_bytes(b"theirs")
+        with pytest.raises(TargetExists):
+            partial.publish()
+    assert (tmp_path / "final").read_bytes() == b"theirs"
+    assert leftovers(tmp_path) == []
+
+
+def test_publish_does_not_take_the_place_of_a_dangling_link(tmp_path):
+    (tmp_path / "final").symlink_to(tmp_path / "nowhere")
+    with partials.Partial(tmp_path / "final") as partial:
+        file_changes.write_file(partial.path, b"ours")
+        with pytest.raises(TargetExists):
+            partial.publish()
+    assert (tmp_path / "final").is_symlink()
+
+
+def test_publish_replaces_files_and_folders_when_asked(tmp_path):
+    for text in ("old", "new"):
+        with partials.Partial(tmp_path / "file") as partial:
+            file_changes.write_file(partial.path, text.encode())
+            partial.publish(replace=True)
+        with partials.Partial(tmp_path / "folder") as partial:
+            folder_of(partial.path, text)
+            partial.publish(replace=True)
+    assert (tmp_path / "file").read_text() == content(tmp_path / "folder") == "new"
+    assert leftovers(tmp_path) == []
+
+
+def replace_folder(final: Path) -> None:
+    """Put a new folder in the place of an old one."""
+    with partials.Partial(final) as partial:
+        folder_of(partial.path, "new")
+        partial.publish(replace=True)
+
+
+def test_a_failure_at_any_operation_of_a_replacement_keeps_the_old_or_brings_the_new(tmp_path, file_hook):
+    seen: set[str | None] = set()
+    number = 0
+    while True:
+        number += 1
+        final = tmp_path / str(number) / "final"
+        folder_of(final, "old")
+        calls = 0
+
+        def fail(operation: str, path: Path, number: int = number) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise OSError(errno.ENOSPC, "full")
+
+        file_hook(fail)
+        try:
+            replace_folder(final)
+        except OSError:
+            failed = True
+        else:
+            failed = False
+        file_hook(None)
+        assert content(final) in ("old", "new"), f"lost at operation {number}"
+        assert leftovers(tmp_path) == [], f"left behind at operation {number}"
+        seen.add(content(final))
+        if not failed and calls < number:
+            break
+    assert number > 5
+    assert seen == {"old", "new"}
+
+
+def test_a_kill_at_any_operation_of_a_replacement_shows_old_new_or_nothing(tmp_path):
+    number = 1
+    final = tmp_path / "final"
+    while True:
+        file_changes.remove(final)
+        folder_of(final, "old")
+        if not killed_at(number, lambda: replace_folder(final)):
+            break
+        was_there = content(final)
+        assert was_there in ("old", "new", None)
+        with partials.Partial(final):
+            assert content(final) == (was_there or "old"), "what was taken away comes back"
+        replace_folder(final)
+        assert content(final) == "new"
+        assert leftovers(tmp_path) == [], f"not reclaimed after a kill at operation {number}"
+        number += 1
+    assert number > 5
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+    def die() -> None:
+        with partials.Partial(tmp_path / "final") as partial:
+            folder_of(partial.path, "half")
+            os._exit(0)
+
+    in_child(die)
+    assert len([name for name in leftovers(tmp_path) if name.endswith(".partial")]) == 1
+    with partials.Partial(tmp_path / "other"):
+        pass
+    assert leftovers(tmp_path) != [], "a partial of another path was taken away"
+    with partials.Partial(tmp_path / "final"):
+        assert leftovers(tmp_path) == []
+
+
+def test_leftovers_are_found_again_however_the_path_is_spelt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def die() -> None:
+        with partials.Partial(Path("final")) as partial:
+            file_changes.write_file(partial.path, b"half")
+            os._exit(0)
+
+    in_child(die)
+    assert leftovers(tmp_path) != []
+    with partials.Partial(tmp_path / "final"):
+        assert leftovers(tmp_path) == []
+
+
+def test_the_partial_of_a_living_process_is_left_alone(tmp_path):
+    ready, release = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with partials.Partial(tmp_path / "final") as partial:
+            file_changes.write_file(partial.path, b"in work")
+            os.write(ready[1], b"x")
+            os.read(release[0], 1)
+            os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        with partials.Partial(tmp_path / "final"):
+            assert len(leftovers(tmp_path)) == 1
+    finally:
+        os.write(release[1], b"x")
+        os.waitpid(pid, 0)
+        for fd in (*ready, *release):
+            os.close(fd)
+
+
+def test_two_partials_of_one_process_do_not_meet(tmp_path):
+    with partials.Partial(tmp_path / "final") as first, partials.Partial(tmp_path / "final") as second:
+        file_changes.write_file(first.path, b"1")
+        file_changes.write_file(second.path, b"2")
+        first.publish()
+    assert (tmp_path / "final").read_bytes() == b"1"
+    assert leftovers(tmp_path) == []
+
+
+def left_by(tmp_path: Path, **changes: str) -> Path:
+    """Make a partial of `final` under a name with some parts changed."""
+    with partials.Partial(tmp_path / "final") as partial:
+        match = partials._PARTIAL.fullmatch(partial.path.name)
+    assert match
+    parts = {**match.groupdict(), **changes}
+    path = tmp_path / ".colabkit-{key}-{boot}-{pid}-{start}-1.partial".format(**parts)
+    path.write_text("half")
+    return path
+
+
+def test_a_process_number_used_again_does_not_keep_a_partial_alive(tmp_path):
+    path = left_by(tmp_path, start="1")
+    with partials.Partial(tmp_path / "final"):
+        assert not path.exists()
+
+
+@pytest.mark.parametrize(("age_s", "stays"), [(0, True), (23 * 3600, True), (25 * 3600, False)])
+def test_another_machines_partial_is_removed_only_after_a_day(tmp_path, age_s, stays):
+    path = left_by(tmp_path, boot=OTHER_BOOT)
+    then = path.stat().st_mtime - age_s
+    os.utime(path, (then, then))
+    with partials.Partial(tmp_path / "final"):
+        assert path.exists() == stays
+
+
+def test_names_that_only_resemble_a_partial_are_left_alone(tmp_path):
+    path = left_by(tmp_path, start="1")
+    look_alike = path.with_name(path.name + ".txt")
+    look_alike.write_text("mine")
+    with partials.Partial(tmp_path / "final"):
+        assert look_alike.read_text() == "mine"
+
+
+def test_a_failing_removal_never_hides_the_first_error(tmp_path, file_hook):
+    def fail(operation: str, path: Path) -> None:
+        if operation == "remove":
+            raise OSError(errno.EIO, "broken")
+
+    def use(error: Exception | None) -> None:
+        with partials.Partial(tmp_path / "final") as partial:
+            file_hook(None)
+            file_changes.write_file(partial.path, b"x")
+            file_hook(fail)
+            if error:
+                raise error
+
+    with pytest.raises(ValueError, match="first"):
+        use(ValueError("first"))
+    with pytest.raises(OSError, match="broken"):
+        use(None)

@@ -1,0 +1,228 @@
+"""Where a step's time goes: the four parts add up to it, on the CPU by the host's clock, on a GPU by its stream."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+from clocks import PromptClock
+
+from colabkit.foundation.meters.counts import LoaderMeters
+from colabkit.foundation.meters.steps import DeviceClock, HostClock, StepTimes
+
+
+@dataclass
+class Stream:
+    """A GPU's stream: work is queued at the host's time and runs one after the other."""
+
+    host_s: float = 0.0
+    ends_s: float = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.ends_s = max(self.ends_s, self.host_s) + seconds
+
+    def wait_until(self, at_s: float) -> None:
+        self.ends_s = max(self.ends_s, self.host_s, at_s)
+
+    def mark(self) -> Mark:
+        return Mark(self, max(self.ends_s, self.host_s))
+
+
+@dataclass
+class Mark:
+    stream: Stream
+    at_s: float
+
+    def query(self) -> bool:
+        return self.stream.host_s >= self.at_s
+
+    def elapsed_time(self, later: Mark) -> float:
+        return 1000 * (later.at_s - self.at_s)
+
+
+@dataclass
+class Loop:
+    """A loop on a simulated GPU: what it does in a step, in seconds."""
+
+    wait_s: float = 0.0
+    copy_ends_after_s: float = 0.0
+    step_s: float = 0.0
+    other_s: float = 0.0
+    apart_s: float = 0.0
+    launch_s: float = 0.001
+
+    def run(self, steps: int, *, waits_for_the_step: bool = True) -> list[StepTimes]:
+        stream = Stream()
+        clock = DeviceClock(stream.mark)
+        for _ in range(steps):
+            asked = stream.host_s
+            stream.host_s += self.wait_s
+            before = stream.mark()
+            stream.wait_until(stream.host_s + self.copy_ends_after_s)
+            clock.given((before, stream.mark()))
+            given = stream.host_s
+            stream.host_s += self.launch_s
+            stream.work(self.step_s)
+            clock.worked(self.launch_s)
+            if waits_for_the_step:
+                stream.host_s = max(stream.host_s, stream.ends_s)
+            stream.host_s += self.apart_s
+            clock.apart(self.apart_s)
+            stream.host_s += self.other_s
+            clock.stepped(asked, given, stream.host_s, 32)
+        stream.host_s += 1000
+        return clock.settled()
+
+
+def mean(steps: list[StepTimes]) -> tuple[float, float, float, float]:
+    rest = steps[1:]
+    return tuple(round(sum(getattr(step, name) for step in rest) / len(rest), 6) for name in StepTimes._fields[:4])
+
+
+def test_on_the_cpu_the_parts_are_exact():
+    counts = LoaderMeters()
+    clock = HostClock(counts.spent)
+    clock.stepped(0.0, 1.0, 5.0, 8)
+    clock.worked(2.0)
+    clock.stepped(5.0, 5.5, 9.5, 8)
+    clock.worked(2.0)
+    clock.apart(1.0)
+    clock.stepped(9.5, 9.5, 13.5, 4)
+    found = counts.snapshot()
+    assert found.recent == (
+        StepTimes(1.0, 0.0, 4.0, 0.0, 8, is_first=True),  # nobody told what was the step
+        StepTimes(0.5, 0.0, 2.0, 2.0, 8),
+        StepTimes(0.0, 0.0, 2.0, 1.0, 4),
+    )
+    assert (found.wait_s, found.compute_s, found.other_s, found.first_s, found.steps) == (1.5, 8.0, 3.0, 1.0, 3)
+    counts.settle(clock)
+    assert counts.snapshot() == found
+
+
+def test_on_the_cpu_parts_are_never_negative():
+    counts = LoaderMeters()
+    clock = HostClock(counts.spent)
+    clock.worked(10.0)
+    clock.apart(3.0)
+    clock.stepped(0.0, 1.0, 2.0, 1)
+    (step,) = counts.snapshot().recent
+    assert min(step[:4]) >= 0
+
+
+def test_a_gpu_that_starves_is_told_from_one_that_copies_and_from_one_that_computes():
+    assert mean(Loop(wait_s=0.05, step_s=0.01).run(20)) == (0.05, 0.0, 0.011, 0.0)  # with its launch
+    assert mean(Loop(copy_ends_after_s=0.03, step_s=0.01).run(20)) == (0.0, 0.03, 0.01, 0.0)
+    assert mean(Loop(step_s=0.02).run(20)) == (0.0, 0.0, 0.021, 0.0)
+    assert mean(Loop(step_s=0.02, other_s=0.01).run(20)) == (0.0, 0.0, 0.021, 0.01)
+
+
+def test_waiting_of_the_host_that_queued_work_hides_does_not_count():
+    hidden = mean(Loop(wait_s=0.005, step_s=0.02).run(50, waits_for_the_step=False))
+    assert hidden == (0.0, 0.0, 0.02, 0.0)
+
+
+def test_time_apart_such_as_a_validation_is_none_of_a_step():
+    assert mean(Loop(wait_s=0.01, step_s=0.02, apart_s=5.0).run(10)) == (0.01, 0.0, 0.021, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_parts_add_up_to_the_time_between_the_steps_of_the_stream(seed):
+    draw = random.Random(seed)
+    loop = Loop(*(draw.choice([0.0, draw.uniform(0, 0.05)]) for _ in range(4)))
+    steps = loop.run(100, waits_for_the_step=draw.random() < 0.5)
+    stream = Stream()
+    clock = DeviceClock(stream.mark)
+    assert len(steps) == 100
+    assert clock.settled() == []
+    period_s = sum(step.seconds for step in steps[1:]) / 99
+    longest = max(loop.step_s, loop.launch_s + loop.wait_s + loop.other_s)
+    assert period_s >= 0.99 * min(longest, loop.step_s + loop.copy_ends_after_s)
+    assert min(min(step[:4]) for step in steps) >= -1e-9
+
+
+def test_steps_are_read_when_the_stream_has_come_by_and_never_waited_for():
+    stream = Stream()
+    clock = DeviceClock(stream.mark)
+    clock.given(None)
+    stream.work(10.0)
+    clock.stepped(0.0, 0.0, 0.0, 1)
+    assert clock.settled() == []
+    stream.host_s = 10.0
+    (step,) = clock.settled()
+    assert (step.compute_s, step.is_first) == (10.0, True)
+
+
+def test_a_stream_that_is_far_behind_loses_the_oldest_steps_not_memory():
+    stream = Stream()
+    clock = DeviceClock(stream.mark)
+    for _ in range(1000):
+        clock.given(None)
+        stream.work(1.0)
+        clock.stepped(0.0, 0.0, 0.0, 1)
+    assert len(clock._noted) == 256
+
+
+@pytest.mark.parametrize("kind", [HostClock, PromptClock])
+def test_steps_may_be_counted_from_another_thread_and_each_is_counted_once(kind):
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    counts = LoaderMeters()
+    counts.clock = clock = kind(counts.spent)
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            counts.snapshot()
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(20_000):
+            clock.stepped(number, number + 0.25, number + 1.0, 1)
+            if not number % 64:
+                counts.settle(clock)
+    finally:
+        sys.setswitchinterval(switch_s)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    found = counts.snapshot()
+    assert (found.steps, found.wait_s, found.compute_s) == (20_000, 5_000.0, 15_000.0)
+
+
+def test_steps_that_a_stream_is_behind_with_are_counted_when_it_has_come_by_also_after_the_pass():
+    stream, counts = Stream(), LoaderMeters()
+    for _ in range(3):
+        clock = DeviceClock(stream.mark)
+        counts.begin_pass(clock)
+        for _ in range(20):
+            clock.given(None)
+            stream.work(1.0)
+            clock.stepped(0.0, 0.0, 0.0, 1)
+        stream.host_s += 15.0
+        counts.settle(clock)
+    assert counts.snapshot().steps == 45
+    stream.host_s += 15.0
+    found = counts.snapshot()
+    assert (found.steps, found.compute_s, found.passes) == (60, 60.0, 3)
+    assert not counts._earlier
+
+
+def test_steps_are_of_the_time_when_they_were_taken_however_late_a_stream_is_asked():
+    stream, counts = Stream(), LoaderMeters()
+    clock = DeviceClock(stream.mark)
+    counts.begin_pass(clock)
+    taken_s = time.perf_counter() - 60.0
+    for number in range(3):
+        clock.given(None)
+        stream.work(1.0)
+        clock.stepped(taken_s, taken_s, taken_s + number, 1)
+    counts.settle(clock)
+    stream.host_s += 60.0
+    assert counts.snapshot().steps == 3
+    assert counts.timed_s == pytest.approx(time.monotonic() - 58.0, abs=20.0)

@@ -1,0 +1,269 @@
+"""The table of mounts, `drive:` in paths, and what errors of far mounts mean; no mount is touched for any of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from contract import make_pack
+
+import colabkit
+from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace, NotMounted
+from colabkit.foundation import file_changes
+from colabkit.foundation.mount_table import (
+    DRIVEFS,
+    DRIVEFS_LOG,
+    Mount,
+    drive_mount,
+    log_causes,
+    log_size,
+    mount_holding,
+    mounts,
+    read_file,
+    trouble,
+    user_path,
+)
+
+COLAB = Mount("/content/drive", DRIVEFS, "drive", ("rw",))
+OCAML = Mount("/mnt/gd", "fuse.google-drive-ocamlfuse", "google-drive-ocamlfuse", ("rw",))
+RCLONE = Mount("/mnt/rc", "fuse.rclone", "gdrive:", ("ro", "nosuid"))
+ROOT = Mount("/", "overlay", "overlay", ("rw",))
+
+
+def table(text: str) -> list[Mount]:
+    return mounts(lambda path: text)
+
+
+def test_points_and_sources_are_unescaped_and_types_exact():
+    found = table(
+        "drive /content/my\\040drive fuse.drive rw,nosuid 0 0\nx\\011y /a\\011b\\134c tmpfs ro 0 0\n"
+        "other /o fuse.driver rw 0 0\n"
+    )
+    assert found[0] == Mount("/content/my drive", "fuse.drive", "drive", ("rw", "nosuid"))
+    assert (found[1].point, found[1].source, found[1].readonly) == ("/a\tb\\c", "x\ty", True)
+    assert drive_mount(found[2:]) is None
+
+
+def test_odd_characters_in_a_mountpoint_do_not_break_the_table(tmp_path):
+    (tmp_path / "mounts").write_bytes("x /a\u2028b\x0cc\rd tmpfs rw 0 0\ny /y ext4 rw 0 0\n".encode())
+    found = mounts(lambda path: read_file(str(tmp_path / "mounts")))
+    assert [mount.point for mount in found] == ["/a\u2028b\x0cc\rd", "/y"]
+
+
+def test_no_table_is_no_mounts():
+    def missing(path: str) -> str:
+        raise FileNotFoundError(path)
+
+    assert mounts(missing) == []
+
+
+def test_undecodable_bytes_survive(tmp_path):
+    (tmp_path / "mounts").write_bytes(b"x /caf\xe9 tmpfs rw 0 0\n")
+    (found,) = mounts(lambda path: read_file(str(tmp_path / "mounts")))
+    assert os.fsencode(found.point) == b"/caf\xe9"
+
+
+@pytest.mark.parametrize(
+    ("fstype", "is_remote"),
+    [
+        ("fuse.drive", True),
+        ("fuse.rclone", True),
+        ("fuse", True),
+        ("nfs4", True),
+        ("9p", True),
+        ("fuseblk", False),
+        ("fusectl", False),
+        ("fuse.lxcfs", False),
+        ("tmpfs", False),
+        ("ext4", False),
+        ("overlay", False),
+    ],
+)
+def test_mounts_that_another_program_answers_for_are_remote(fstype, is_remote):
+    assert Mount("/m", fstype, "x", ("rw",)).is_remote is is_remote
+
+
+@pytest.mark.parametrize(
+    ("path", "point"),
+    [
+        ("/content/drive", "/content/drive"),
+        ("/content/drive/MyDrive/a", "/content/drive"),
+        ("/content/drives", "/"),
+        ("/mnt/rc/x", "/mnt/rc"),
+        ("/", "/"),
+    ],
+)
+def test_a_path_is_held_by_the_innermost_mount(path, point):
+    assert mount_holding(path, [COLAB, ROOT, RCLONE]).point == point
+
+
+def test_the_last_of_several_mounts_at_a_point_counts():
+    assert mount_holding("/m/x", [ROOT, Mount("/m", "tmpfs", "a", ()), Mount("/m", "ext4", "b", ())]).fstype == "ext4"
+    assert mount_holding("/m/x", []) is None
+
+
+def test_drive_is_colabs_own_mount_before_others():
+    assert drive_mount([RCLONE, OCAML, COLAB]) == COLAB
+    assert drive_mount([RCLONE, OCAML]) == OCAML
+    assert drive_mount([ROOT, RCLONE]) == RCLONE
+    assert drive_mount([ROOT]) is None
+
+
+def test_two_mounts_of_a_type_leave_open_which_is_drive():
+    other = Mount("/mnt/other", RCLONE.fstype, "s3:", ("rw",))
+    assert drive_mount([RCLONE, other]) is None
+    with pytest.raises(NotMounted, match="COLABKIT_DRIVE"):
+        user_path("drive:x", "stage 'x'", [RCLONE, other])
+
+
+@pytest.mark.parametrize(
+    ("path", "mount", "expected"),
+    [
+        ("drive:datasets/birds", COLAB, "/content/drive/MyDrive/datasets/birds"),
+        ("drive:/datasets/birds", COLAB, "/content/drive/MyDrive/datasets/birds"),
+        ("drive:", COLAB, "/content/drive/MyDrive"),
+        ("drive:Shareddrives/Team/x", COLAB, "/content/drive/Shareddrives/Team/x"),
+        ("drive:Shareddrives-old/x", COLAB, "/content/drive/MyDrive/Shareddrives-old/x"),
+        ("drive:my birds/x", OCAML, "/mnt/gd/my birds/x"),
+        ("drive:Shareddrives/x", RCLONE, "/mnt/rc/Shareddrives/x"),
+        ("/plain/drive:x", COLAB, "/plain/drive:x"),
+        ("drives:x", COLAB, "drives:x"),
+    ],
+)
+def test_drive_is_a_short_name_for_my_drive_and_shared_drives(path, mount, expected):
+    assert user_path(path, "stage", [ROOT, mount]) == Path(expected)
+
+
+def test_the_short_name_can_be_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
+    assert user_path("drive:birds", "stage", []) == tmp_path / "birds"
+
+
+def test_a_short_name_that_was_set_to_nothing_is_not_made_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path / "gone"))
+    with pytest.raises(NotMounted, match="is no folder"):
+        user_path("drive:birds", "stage", [])
+
+
+def test_home_is_expanded_and_what_is_no_path_is_refused(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_path("~/x", "stage", []) == Path("/home/me/x")
+    assert user_path(Path("~/x"), "stage", []) == Path("/home/me/x")
+    for wrong in ("", None, 3, b"/bytes", "~no-such-user-anywhere/x"):
+        with pytest.raises(InvalidOption, match="Cannot stage"):
+            user_path(wrong, "stage", [])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        colabkit.stage,
+        lambda path: colabkit.stage("samples:digits", to=path),
+        colabkit.unstage,
+        lambda path: colabkit.pack(path, "x.h5"),
+        lambda path: colabkit.pack("samples:digits", path),
+        colabkit.open_pack,
+        colabkit.verify,
+        colabkit.read_probe,
+        lambda path: colabkit.fetch("https://localhost:1/x", path),
+        colabkit.clear_cache,
+        colabkit.flush,
+        colabkit.unmount,
+    ],
+)
+def test_every_path_takes_the_short_name_and_says_where_drive_is_not_mounted(call, monkeypatch):
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr("colabkit.foundation.mount_table.drive_mount", lambda table: None)
+    with pytest.raises(NotMounted, match=r"colabkit\.mount\(\)"):
+        call("drive:birds")
+
+
+def test_checkpoints_go_to_the_short_name_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
+    loader = colabkit.Loader(colabkit.open_pack(make_pack(tmp_path / "x.h5", train=8))["train"], batch_size=4)
+    colabkit.train(lambda batch: 0.0, loader, state={}, save_to="drive:checkpoints")
+    assert list((tmp_path / "checkpoints").iterdir()) != []
+
+
+def write_log(home: Path, text: str) -> Path:
+    log = home / DRIVEFS_LOG
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(text)
+    return log
+
+
+def test_causes_are_read_from_the_part_of_the_log_that_is_new(tmp_path):
+    assert (log_causes(home=str(tmp_path)), log_size(str(tmp_path))) == (frozenset(), 0)
+    log = write_log(tmp_path, "E QUOTA_EXCEEDED for item\n")
+    assert log_causes(home=str(tmp_path)) == {"quota"}
+    start = log_size(str(tmp_path))
+    assert log_causes(start, str(tmp_path)) == frozenset()
+    with log.open("a") as file:
+        file.write("W QueryManager timed out after 60 s\n")
+    assert log_causes(start, str(tmp_path)) == {"top folder"}
+    write_log(tmp_path, "QUOTA_EXCEEDED")  # begun anew, shorter than before
+    assert log_causes(start, str(tmp_path)) == {"quota"}
+
+
+def test_an_old_log_is_not_blamed_for_what_happens_now(tmp_path):
+    log = write_log(tmp_path, "E QUOTA_EXCEEDED\n")
+    os.utime(log, (0, 0))
+    assert log_causes(home=str(tmp_path)) == frozenset()
+
+
+def test_only_the_end_of_a_huge_log_is_read(tmp_path):
+    write_log(tmp_path, "QUOTA_EXCEEDED" + "x" * (2 << 20))
+    assert log_causes(home=str(tmp_path)) == frozenset()
+
+
+def failing(number: int, path: str = "/content/drive/MyDrive/x.jpg") -> OSError:
+    return OSError(number, os.strerror(number), path)
+
+
+@pytest.mark.parametrize(
+    ("number", "found", "cure"),
+    [
+        (errno.ENOTCONN, "dead", "colabkit.mount()"),
+        (errno.EIO, "did not deliver", "one archive"),
+        (errno.ETIMEDOUT, "did not deliver", "Try again"),
+        (errno.ENOSPC, "disk that DriveFS caches on is full", "colabkit.clear_cache()"),
+    ],
+)
+def test_errors_of_drive_say_what_they_mean(number, found, cure, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = trouble(failing(number), [ROOT, COLAB])
+    assert found in said[0]
+    assert cure in said[1]
+
+
+def test_a_quota_in_drives_log_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_log(tmp_path, "QUOTA_EXCEEDED")
+    found, cure = trouble(failing(errno.EIO), [ROOT, COLAB])
+    assert "QUOTA_EXCEEDED" in found
+    assert "your own Drive" in cure
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        failing(errno.EIO, "/local/x"),
+        failing(errno.ENOENT),
+        failing(errno.EACCES),
+        OSError(errno.EIO, "no file"),
+        OSError(errno.EIO, "a descriptor", 7),
+    ],
+)
+def test_other_errors_are_not_explained_away(error):
+    assert trouble(error, [ROOT, COLAB]) is None
+
+
+def test_every_module_says_what_an_error_of_a_mount_means(monkeypatch):
+    monkeypatch.setattr("colabkit.foundation.mount_table.mounts", lambda read=None: [ROOT, COLAB])
+    dead = r"Cannot read 'x': the DriveFS mount at '/content/drive' is dead"
+    with pytest.raises(FileFailed, match=dead), file_changes.translated("read 'x'"):
+        raise failing(errno.ENOTCONN)
+    with pytest.raises(NotEnoughSpace, match="clear_cache"), file_changes.translated("write 'x'"):
+        raise failing(errno.ENOSPC)

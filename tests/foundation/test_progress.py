@@ -1,0 +1,208 @@
+"""The progress bar: counts, silence where nobody watches, nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+from colabkit.foundation import progress
+from colabkit.foundation.progress import Progress, ProgressBar, heartbeat, shown_by
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Put a terminal in the place of the error stream and return it."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_a_terminal_sees_action_count_and_unit(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 3, " files") as bar:
+        bar.advance(1)
+        bar._bar.refresh()
+        bar.advance(2)
+    text = shown.getvalue()
+    assert "stage" in text
+    assert "1/3" in text
+    assert "files" in text
+
+
+def test_the_bar_is_wiped_away_at_the_end(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 2, " files") as bar:
+        bar.advance(2)
+    assert shown.getvalue().endswith("\r")
+    assert "\n" not in shown.getvalue()
+
+
+def test_the_bar_is_wiped_away_after_an_error(monkeypatch):
+    shown = terminal(monkeypatch)
+
+    def fail() -> None:
+        with ProgressBar("stage", 2, " files"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert shown.getvalue().endswith("\r")
+
+
+def test_bytes_are_counted_in_binary_units(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 4 << 20, "B") as bar:
+        bar.advance(1 << 20)
+        bar._bar.refresh()
+    assert "1.00M/4.00M" in shown.getvalue()
+
+
+def test_an_unknown_total_is_no_obstacle(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("list", None, " files") as bar:
+        bar.advance(5)
+        bar._bar.refresh()
+    assert "5 files" in shown.getvalue()
+
+
+def test_logs_stay_clean(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with ProgressBar("stage", 2, " files") as bar:
+        bar.advance(2)
+    assert log.getvalue() == ""
+
+
+def test_a_bar_that_is_not_enabled_says_nothing_even_in_a_terminal(monkeypatch):
+    shown = terminal(monkeypatch)
+    with ProgressBar("stage", 2, " files", enabled=False) as bar:
+        bar.advance(2)
+    assert shown.getvalue() == ""
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_bar_leaves_no_thread(monkeypatch, enabled):
+    terminal(monkeypatch)
+    with ProgressBar("stage", 2, " files", enabled=enabled) as bar:
+        bar.advance(1)
+    assert [thread.name for thread in threading.enumerate() if "tqdm" in type(thread).__module__] == []
+
+
+def test_a_missing_widget_package_is_not_the_users_problem():
+    program = (
+        "import sys, warnings\n"
+        "warnings.simplefilter('error')\n"
+        "sys.modules['ipywidgets'] = None\n"
+        "from colabkit.foundation.progress import ProgressBar\n"
+        "with ProgressBar('stage', 1, ' files') as bar:\n"
+        "    bar.advance(1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_users_warning_filters_are_left_as_they_were():
+    before = list(warnings.filters)
+    with ProgressBar("stage", 1, " files"):
+        pass
+    assert warnings.filters == before
+
+
+def test_a_heartbeat_shows_whole_seconds_of_those_allowed(monkeypatch):
+    shown = terminal(monkeypatch)
+    with heartbeat("upload", 90.0) as tick:
+        for passed in (0.2, 0.9, 1.4, 30.0):
+            tick(passed)
+    assert "upload" in shown.getvalue()
+    assert "/90" in shown.getvalue()
+
+
+def test_files_and_retries_stand_beside_the_bytes(monkeypatch):
+    shown = terminal(monkeypatch)
+    monkeypatch.setattr(progress, "_REDRAWN_S", -1.0)
+    with ProgressBar("stage", 4 << 20, "B", files=2000) as bar:
+        bar.retried(3)
+        bar.advance(1 << 20, files=1234)
+        bar._bar.refresh()
+        assert "1,234/2,000 files, 3 retries" in shown.getvalue()
+
+
+def test_a_bar_that_does_not_move_says_for_how_long(monkeypatch):
+    shown = terminal(monkeypatch)
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with ProgressBar("stage", 10, "B") as bar:
+        bar.wait()
+        assert "nothing for" not in shown.getvalue()
+        now[0] += 12.5
+        bar.wait()
+        assert "nothing for 12" in shown.getvalue()
+        bar.advance(1)
+        bar._bar.refresh()
+        assert "nothing for" not in shown.getvalue().rpartition("\r")[2]
+
+
+def test_silence_is_kept_while_nothing_moves(monkeypatch):
+    shown = terminal(monkeypatch)
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with ProgressBar("stage", 10, "B", enabled=False) as bar:
+        now[0] += 100
+        bar.wait()
+    assert shown.getvalue() == ""
+
+
+def test_who_has_a_bar_of_its_own_is_told_in_place_of_tqdm(monkeypatch):
+    shown, told = terminal(monkeypatch), []
+    monkeypatch.setattr(progress, "_REDRAWN_S", -1.0)
+    with shown_by(told.append), ProgressBar("stage", 4 << 20, "B", files=20) as bar:
+        bar.retried(1)
+        bar.advance(1 << 20, files=5)
+        bar.advance(1 << 20, files=5)
+    assert shown.getvalue() == ""
+    assert [one and (one.action, one.done, one.total, one.unit, one.note) for one in told] == [
+        ("stage", 0, 4 << 20, "B", ""),
+        ("stage", 1 << 20, 4 << 20, "B", "5/20 files, 1 retry"),
+        ("stage", 2 << 20, 4 << 20, "B", "10/20 files, 1 retry"),
+        None,
+    ]
+    assert all(one.seconds >= 0 for one in told if one)
+    with ProgressBar("stage", 2, " files") as bar:
+        bar._bar.refresh()
+    assert "stage" in shown.getvalue()
+
+
+def test_who_is_told_is_told_a_few_times_a_second_only(monkeypatch):
+    now, told = [100.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with shown_by(told.append), ProgressBar("pack", None, " samples") as bar:
+        for _ in range(1000):
+            now[0] += 0.001
+            bar.advance(1)
+        assert 4 <= len(told) <= 6
+        now[0] += 10.0
+        bar.wait()
+    assert told[-2] == Progress("pack", 1000, None, " samples", "nothing for 10.0 s", pytest.approx(11.0))
+
+
+def test_silence_and_heartbeats_are_kept_by_who_is_told(monkeypatch):
+    told = []
+    with shown_by(told.append):
+        with ProgressBar("stage", 2, " files", enabled=False) as bar:
+            bar.advance(1)
+        assert told == []
+        with heartbeat("probe", 8.0) as tick:
+            tick(2.5)
+    assert told[0] == Progress("probe", 0, 8, " s", "", pytest.approx(0, abs=1))
+    assert told[-1] is None

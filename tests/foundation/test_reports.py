@@ -1,0 +1,247 @@
+"""Reports: text in a terminal, a table in a notebook that no name can break out of, plain values for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colabkit.foundation.environment.devices import GpuReport
+from colabkit.foundation.environment.limits import MemoryReport
+from colabkit.foundation.environment.runtime_report import RuntimeReport
+from colabkit.foundation.environment.storage import DiskReport
+from colabkit.foundation.reports import Report, escape, html_table
+from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport
+from colabkit.storage.staging.reports import StageReport, UnstageReport
+
+TAGS = {"div", "table", "tr", "th", "td"}
+ATTRIBUTES = {"style", "scope"}
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    '"><script>alert(1)</script>',
+    "' onmouseover='alert(1)",
+    "</td></table><h1>out</h1>",
+    "&lt;b&gt;",
+    "<!-- comment",
+    "a\nb<i>c",
+    "\udcff<b>\udcfe",
+    "\0<b>",
+)
+
+
+class Page(HTMLParser):
+    """Collects the tags, attributes and text of some HTML."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+        self.open.append(tag)
+        self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_comment(self, data: str) -> None:
+        self.tags.add("!--")
+
+    def handle_data(self, data: str) -> None:
+        self.cells[-1] += data
+
+
+def assert_harmless(text: str) -> Page:
+    """Check that HTML has only the tags and attributes of a report's table, all closed."""
+    page = Page(text)
+    assert page.tags <= TAGS
+    assert page.attributes <= ATTRIBUTES
+    assert page.open == []
+    assert text.encode("utf-8")
+    return page
+
+
+def reports(name: str) -> list[Report]:
+    """Return one report of each kind, with `name` wherever a name can stand."""
+    disk = DiskReport(name, name, 10, 5, 3)
+    memory = MemoryReport(100, 50, name)
+    gpu = GpuReport(name, name, 10, 5, name)
+    skipped = ((name, name), ("other", "link"))
+    return [
+        disk,
+        memory,
+        gpu,
+        RuntimeReport(name, name, name, 1.5, memory, (disk,), (disk,), ((name, name),), None, (gpu,), {name: name}),
+        MountReport(Path("/x") / name.replace("\0", ""), Path("/x"), name, name, None, 1.0, (name,)),
+        UnmountReport(Path("/x") / name.replace("\0", ""), name, name, 1.0),
+        FlushReport(Path("/x") / name.replace("\0", ""), name, name, True, 1.0),
+        CacheReport(Path("/x"), name, Path("/x") / name.replace("\0", ""), 2, 1, 3, (name,), name, True, 1.0),
+        StageReport(Path("/near") / name.replace("\0", ""), name, name, name, 1, 2, 3.0, 4, skipped, reused=False),
+        UnstageReport(Path("/near") / name.replace("\0", ""), 7),
+    ]
+
+
+@dataclass(frozen=True, repr=False)
+class Sample(Report):
+    """A report of everything a field may be."""
+
+    text: str
+    path: Path
+    numbers: tuple[int, ...]
+    by_name: MappingProxyType
+    inner: MemoryReport
+    nothing: None = None
+
+    def _summary(self) -> str:
+        return f"{self.text}\nsecond line"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [("text", self.text), ("path", str(self.path), "and more")]
+
+
+def sample(text: str = "hello") -> Sample:
+    """Return a report of everything."""
+    by_name = MappingProxyType({"a": (1, Path("x")), PurePosixPath("b"): [MemoryReport(3, 2, "leaf")]})
+    return Sample(text, Path("/a/b"), (1, 2), by_name, MemoryReport(2, 1, "machine"))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_never_become_tags(name):
+    for report in reports(name):
+        assert_harmless(report._repr_html_())
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_tables_show_hostile_names_as_they_are(name):
+    shown = name.encode("utf-8", "backslashreplace").decode()
+    page = assert_harmless(html_table(name, [(name, name)], (name, name)))
+    cells = [cell.replace("\ufffd", "\0") for cell in page.cells if cell]
+    assert cells == [shown] * 5
+
+
+@given(st.text())
+def test_no_text_at_all_becomes_markup(text):
+    page = assert_harmless(html_table(text, [(text, text)], (text,)))
+    assert page.tags == TAGS
+
+
+def test_escape_also_holds_inside_attributes():
+    assert escape("\"'<>&") == "&quot;&#x27;&lt;&gt;&amp;"
+
+
+def test_undecodable_bytes_show_as_escapes():
+    assert escape("a\udcffb") == r"a\udcffb"
+
+
+def test_escape_takes_any_object():
+    assert escape(Path("<x>")) == "&lt;x&gt;"
+
+
+def test_a_table_without_header_or_rows_is_whole():
+    assert assert_harmless(html_table("title", [])).cells == ["title", ""]
+
+
+def test_a_table_shows_header_and_rows_in_order():
+    page = assert_harmless(html_table("t", [("a", "1"), ("b", "2")], ("name", "value")))
+    assert [cell for cell in page.cells if cell] == ["t", "name", "value", "a", "1", "b", "2"]
+
+
+def test_a_long_cell_breaks_anywhere_but_keeps_the_width_of_a_word():
+    short, long = "12 files", "/a/path/" * 20
+    markup = html_table("t", [("a", short, long)])
+    styles = {text: style for style, text in re.findall(r'<td style="([^"]*)">([^<]*)</td>', markup)}
+    assert "nowrap" in styles[short]
+    assert "overflow-wrap:anywhere;min-width:11em" in styles[long]
+
+
+def test_a_report_is_its_summary_in_a_terminal_and_its_rows_in_a_notebook():
+    report = sample()
+    assert repr(report) == str(report) == "hello\nsecond line"
+    page = assert_harmless(report._repr_html_())
+    assert [cell for cell in page.cells if cell] == ["hello", "text", "hello", "path", "/a/b", "and more"]
+
+
+def test_reports_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sample().text = "other"
+
+
+def test_a_report_becomes_plain_values_that_json_takes():
+    values = sample().to_dict()
+    assert values == {
+        "text": "hello",
+        "path": "/a/b",
+        "numbers": [1, 2],
+        "by_name": {"a": [1, "x"], "b": [{"total_bytes": 3, "available_bytes": 2, "limited_by": "leaf"}]},
+        "inner": {"total_bytes": 2, "available_bytes": 1, "limited_by": "machine"},
+        "nothing": None,
+    }
+    assert json.loads(json.dumps(values)) == values
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_every_public_report_survives_json(name):
+    for report in reports(name):
+        assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_a_report_must_say_its_lines_and_rows():
+    class Silent(Report):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Silent()
+
+
+def test_the_text_table_aligns_names_and_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = RuntimeReport(
+        "Colab",
+        "kernel",
+        "3.13",
+        2,
+        MemoryReport(2 << 30, 1 << 30, "machine"),
+        (),
+        (),
+        (),
+        None,
+        (),
+        {"a" * 9: "1"} | {f"package{number}": "1.2.3" for number in range(9)},
+    ).text_table()
+    first, *rows = text.splitlines()
+    assert first.startswith("Colab, Python 3.13")
+    assert max(map(len, rows)) < 60
+    values = [row[12:] for row in rows]
+    assert all(value and value[0] != " " for value in values)
+
+
+def test_the_text_table_aligns_names_as_they_are_shown():
+    class Named(Sample):
+        def _rows(self):
+            return [("a\tb\udcff", "first"), ("c", "second")]
+
+    *_, first, second = Named(**vars(sample())).text_table().splitlines()
+    assert first == r"  a\tb\udcff  first"
+    assert first.index("first") == second.index("second")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_text_table_shows_control_characters_as_escapes(name):
+    for report in reports(name):
+        rows = report.text_table().split("\n")[len(repr(report).split("\n")) :]
+        assert all(row.isprintable() for row in rows)
+        assert "\n".join(rows).encode("utf-8")

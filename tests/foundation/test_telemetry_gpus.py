@@ -1,0 +1,290 @@
+"""The GPUs that this process may use, on drivers that tell little, lose cards, or are not there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_nvml import (
+    GIB,
+    IS_LOST,
+    NO_FUNCTION,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    UNKNOWN,
+    Chip,
+    FakeNvml,
+    fake_torch,
+)
+
+from colabkit.foundation.telemetry.gpus import Gpus
+from colabkit.foundation.telemetry.snapshots import GpuSnapshot
+
+
+def gpus(nvml: Any, visible: str | None = None, torch: Any = None) -> Gpus:
+    """Return GPUs of a process with that CUDA_VISIBLE_DEVICES, which has imported that torch."""
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return Gpus(nvml, environ, {} if torch is None else {"torch": torch})
+
+
+def uuids(nvml: Any, visible: str | None = None, torch: Any = None) -> list[str | None]:
+    """Return the UUIDs of the GPUs that are told."""
+    return [gpu.uuid for gpu in gpus(nvml, visible, torch).snapshot()]
+
+
+def test_a_gpu_is_told_in_rates_bytes_and_watts():
+    assert gpus(FakeNvml(Chip("GPU-a"))).snapshot() == (
+        GpuSnapshot("GPU-a", "Tesla T4", 0.4, 3 * GIB, 16 * GIB, power_w=33.5),
+    )
+
+
+def test_texts_of_older_bindings_are_bytes():
+    (gpu,) = gpus(FakeNvml(Chip(b"GPU-a", b"Tesla T4"))).snapshot()
+    assert (gpu.uuid, gpu.name) == ("GPU-a", "Tesla T4")
+
+
+FIELDS = {
+    "nvmlDeviceGetUUID": {"uuid"},
+    "nvmlDeviceGetName": {"name"},
+    "nvmlDeviceGetUtilizationRates": {"utilization_rate"},
+    "nvmlDeviceGetMemoryInfo": {"used_bytes", "total_bytes"},
+    "nvmlDeviceGetPowerUsage": {"power_w"},
+    "nvmlDeviceGetCurrentClocksEventReasons": set(),
+    "nvmlDeviceGetMigMode": set(),
+}
+
+
+@pytest.mark.parametrize("how", [NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION, UNKNOWN, "absent"])
+@pytest.mark.parametrize("function", FIELDS)
+def test_a_field_that_is_not_to_be_had_is_none_and_the_others_stay(function, how):
+    broken = {"absent": (function,)} if how == "absent" else {"failing": {function: how}}
+    (whole,) = gpus(FakeNvml(Chip("GPU-a"))).snapshot()
+    (gpu,) = gpus(FakeNvml(Chip("GPU-a"), **broken)).snapshot()
+    differing = {name for name in GpuSnapshot.__slots__ if getattr(gpu, name) != getattr(whole, name)}
+    assert differing == FIELDS[function]
+    assert all(getattr(gpu, name) is None for name in differing)
+
+
+def test_what_is_not_supported_is_asked_for_once():
+    names = ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetSamples", "nvmlDeviceGetPowerUsage"]
+    nvml = FakeNvml(Chip("GPU-a"), failing=dict.fromkeys(names, NOT_SUPPORTED))
+    asked = gpus(nvml)
+    for _ in range(5):
+        asked.snapshot()
+    assert [nvml.calls.count(name) for name in names] == [1, 1, 1]
+    assert nvml.calls.count("nvmlDeviceGetMemoryInfo") == 5
+
+
+def test_what_failed_once_for_no_lasting_reason_is_asked_for_again():
+    chip = Chip("GPU-a", failing={"nvmlDeviceGetPowerUsage": UNKNOWN})
+    asked = gpus(FakeNvml(chip))
+    assert asked.snapshot()[0].power_w is None
+    chip.failing.clear()
+    assert asked.snapshot()[0].power_w == 33.5
+
+
+def test_bytes_over_pcie_are_never_asked_for():
+    nvml = FakeNvml(Chip("GPU-a"))
+    gpus(nvml).snapshot()
+    assert not [name for name in nvml.calls if "Pcie" in name]
+
+
+def test_utilisation_is_the_mean_of_what_the_driver_sampled_since_the_last_look():
+    chip = Chip("GPU-a", samples=[(10, 100), (20, 30)])
+    asked = gpus(FakeNvml(chip))
+    assert asked.snapshot()[0].utilization_rate == 0.3  # the older sample is of before
+    chip.samples += [(30, 50), (40, 70), (50, 100_000)]
+    assert asked.snapshot()[0].utilization_rate == pytest.approx(0.6)
+    chip.samples.append((60, 0))
+    assert asked.snapshot()[0].utilization_rate == 0.0
+
+
+def test_without_new_samples_the_driver_is_asked_for_its_own_figure():
+    chip = Chip("GPU-a", samples=[(10, 100)])
+    asked = gpus(FakeNvml(chip))
+    assert [asked.snapshot()[0].utilization_rate for _ in range(2)] == [1.0, 0.4]
+
+
+def test_memory_of_old_bindings_has_the_drivers_part_in_it():
+    nvml = FakeNvml(Chip("GPU-a"))
+    nvml.nvmlDeviceGetMemoryInfo = lambda chip: SimpleNamespace(used=5, total=9)  # takes no version
+    assert gpus(nvml).snapshot()[0].used_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"),
+    [(0, ()), (0x1, ()), (0x4, ("power",)), (0x80, ("power",)), (0x20, ("heat",)), (0x44, ("power", "heat"))],
+)
+@pytest.mark.parametrize("absent", [(), ("nvmlDeviceGetCurrentClocksEventReasons",)])
+def test_why_clocks_are_held_down_is_told_by_new_and_by_old_drivers(absent, reasons, expected):
+    nvml = FakeNvml(Chip("GPU-a", reasons=reasons), absent=absent)
+    assert gpus(nvml).snapshot()[0].slowed_by == expected
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
+@pytest.mark.parametrize("error", [9, 12, UNKNOWN])  # driver not loaded, library not found
+def test_without_a_driver_there_are_no_gpus(function, error):
+    asked = gpus(FakeNvml(Chip("GPU-a"), failing={function: error}))
+    assert asked.snapshot() == ()
+    asked.close()
+
+
+def test_without_a_binding_there_are_no_gpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus(None).snapshot() == ()
+
+
+def test_another_package_of_the_bindings_name_is_named_once(monkeypatch, caplog):
+    other = ModuleType("pynvml")
+    other.__file__ = "/somewhere/pynvml.py"
+    monkeypatch.setitem(sys.modules, "pynvml", other)
+    with caplog.at_level(logging.WARNING, "colabkit"):
+        assert [gpus(None).snapshot() for _ in range(3)] == [(), (), ()]
+    (record,) = caplog.records
+    assert "/somewhere/pynvml.py" in record.getMessage()
+    assert "nvidia-ml-py" in record.getMessage()
+
+
+def test_a_lost_card_is_said_and_left_alone_and_the_others_go_on():
+    bad, good = Chip("GPU-bad"), Chip("GPU-good")
+    nvml = FakeNvml(bad, good)
+    asked = gpus(nvml)
+    assert [gpu.is_lost for gpu in asked.snapshot()] == [False, False]
+    bad.failing = dict.fromkeys([name for name in dir(FakeNvml) if name.startswith("nvmlDevice")], IS_LOST)
+    lost, other = asked.snapshot()
+    assert lost == GpuSnapshot("GPU-bad", "Tesla T4", is_lost=True)
+    assert other.utilization_rate == 0.4
+    bad.failing.clear()
+    nvml.calls.clear()
+    assert asked.snapshot() == (lost, other)
+    assert nvml.calls.count("nvmlDeviceGetMemoryInfo") == 1
+
+
+def test_a_card_that_was_lost_before_keeps_its_number():
+    nvml = FakeNvml(Chip("GPU-a", failing={"open": IS_LOST}), Chip("GPU-b", failing={"open": UNKNOWN}), Chip("GPU-c"))
+    first, second, third = gpus(nvml).snapshot()
+    assert (first, second) == (GpuSnapshot(is_lost=True), GpuSnapshot())
+    assert third.uuid == "GPU-c"
+    assert uuids(nvml, "2") == ["GPU-c"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["GPU-aa1", "GPU-ab2", "GPU-b33"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1", ["GPU-ab2"]),
+        (" 2 , 0 ", ["GPU-b33", "GPU-aa1"]),
+        ("0,0,1", ["GPU-aa1", "GPU-ab2"]),
+        ("1,-1,2", ["GPU-ab2"]),
+        ("0,7,1", ["GPU-aa1"]),
+        ("GPU-b33", ["GPU-b33"]),
+        ("GPU-b,GPU-aa", ["GPU-b33", "GPU-aa1"]),
+        ("GPU-a", []),
+        ("GPU-none,0", []),
+        ("2,GPU-ab2", ["GPU-b33", "GPU-ab2"]),
+        ("MIG-x", []),
+    ],
+)
+def test_only_gpus_that_this_process_may_use_are_told_in_cudas_order(visible, expected):
+    assert uuids(FakeNvml(Chip("GPU-aa1"), Chip("GPU-ab2"), Chip("GPU-b33")), visible) == expected
+
+
+def sliced() -> FakeNvml:
+    """Return a machine with a whole card and one in three slices, of which the second place is free."""
+    unsupported = {"nvmlDeviceGetUtilizationRates": NOT_SUPPORTED, "nvmlDeviceGetSamples": NOT_SUPPORTED}
+    unsupported |= dict.fromkeys(("nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons"), NOT_SUPPORTED)
+    slices = [
+        Chip("MIG-one", "A100 MIG 1g.5gb", used=GIB, total=5 * GIB, numbers=(7, 0), failing=unsupported),
+        None,
+        Chip("MIG-two", "A100 MIG 2g.10gb", total=10 * GIB, numbers=(3, 0), failing=unsupported),
+    ]
+    return FakeNvml(Chip("GPU-whole"), Chip("GPU-cut", instances=slices, reasons=0x4))
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["MIG-one"]),
+        ("0", ["MIG-one"]),
+        ("1", []),
+        ("MIG-two", ["MIG-two"]),
+        ("MIG-GPU-cut/3/0", ["MIG-two"]),
+        ("MIG-GPU-cut/4/0", []),
+        ("GPU-cut", ["MIG-one"]),
+        ("GPU-whole", ["GPU-whole"]),
+    ],
+)
+def test_of_a_sliced_card_cuda_shows_one_slice(visible, expected):
+    assert uuids(sliced(), visible) == expected
+
+
+def test_a_slice_tells_its_own_memory_and_no_utilisation():
+    (gpu,) = gpus(sliced()).snapshot()
+    assert gpu == GpuSnapshot("MIG-one", "A100 MIG 1g.5gb", None, GIB, 5 * GIB, slowed_by=("power",))
+
+
+def test_memory_of_torch_is_told_once_torch_has_taken_some():
+    nvml = FakeNvml(Chip("GPU-a"), Chip("GPU-b"))
+    torch = fake_torch(["a", "b"], {1: (10, 30)})
+    assert [(gpu.torch_bytes, gpu.torch_reserved_bytes) for gpu in gpus(nvml, None, torch).snapshot()] == [
+        (None, None),
+        (10, 30),
+    ]
+
+
+def test_a_torch_that_has_not_begun_with_cuda_is_left_alone():
+    def forbidden(*_: object) -> None:
+        pytest.fail("this can make a CUDA context")
+
+    torch = fake_torch(["a"], {0: (1, 1)}, initialized=False)
+    for name in ("device_count", "get_device_properties", "memory_stats_as_nested_dict"):
+        setattr(torch.cuda, name, forbidden)
+    (gpu,) = gpus(FakeNvml(Chip("GPU-a")), None, torch).snapshot()
+    assert gpu.torch_bytes is None
+
+
+@pytest.mark.parametrize("torch", [SimpleNamespace(), SimpleNamespace(cuda=SimpleNamespace())])
+def test_a_torch_that_is_half_imported_or_strange_costs_its_figures_alone(torch):
+    (gpu,) = gpus(FakeNvml(Chip("GPU-a")), None, torch).snapshot()
+    assert (gpu.used_bytes, gpu.torch_bytes) == (3 * GIB, None)
+
+
+def test_unlike_cards_are_ordered_as_torch_has_them():
+    nvml = FakeNvml(Chip("GPU-slow"), Chip("GPU-fast", used=7))
+    asked = gpus(nvml, "0", fake_torch(["fast"], {0: (1, 2)}))  # CUDA numbers the fastest first
+    (gpu,) = asked.snapshot()
+    assert (gpu.uuid, gpu.used_bytes, gpu.torch_bytes) == ("GPU-fast", 7, 1)
+
+
+def test_a_card_that_is_listed_twice_is_told_once():
+    nvml = FakeNvml(Chip("GPU-a"), Chip("GPU-b"))
+    found = gpus(nvml, "0,0,1", fake_torch(["a", "a", "b"], {0: (1, 2), 2: (3, 4)})).snapshot()
+    assert [(gpu.uuid, gpu.torch_bytes) for gpu in found] == [("GPU-a", 1), ("GPU-b", 3)]
+
+
+@pytest.mark.parametrize("devices", [[], ["elsewhere"]])
+def test_devices_of_torch_that_the_driver_does_not_know_change_nothing(devices):
+    assert uuids(FakeNvml(Chip("GPU-a"), Chip("GPU-b")), None, fake_torch(devices)) == ["GPU-a", "GPU-b"]
+
+
+def test_closing_twice_lets_the_driver_go_once():
+    nvml = FakeNvml(Chip("GPU-a"), failing={"nvmlShutdown": UNKNOWN})
+    asked = gpus(nvml)
+    asked.close()
+    asked.close()
+    assert nvml.calls.count("nvmlShutdown") == 1
+    assert asked.snapshot() == ()
+
+
+def test_an_empty_buffer_of_samples_is_no_reason_to_forget_it():
+    chip = Chip("GPU-a")
+    asked = gpus(FakeNvml(chip))
+    assert asked.snapshot()[0].utilization_rate == 0.4  # the buffer is empty: NOT_FOUND
+    chip.samples.append((10, 90))
+    assert asked.snapshot()[0].utilization_rate == 0.9

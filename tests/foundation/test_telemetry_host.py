@@ -1,0 +1,388 @@
+"""CPUs, RAM, storage, network and stalls of made-up machines: containers, sandboxes, and hosts that tell little."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import namedtuple
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from colabkit.foundation.telemetry import family
+from colabkit.foundation.telemetry.host import Host
+from colabkit.foundation.telemetry.snapshots import HostSnapshot
+
+GIB = 1 << 30
+MEMINFO = f"MemTotal: {64 << 20} kB\nMemFree: {4 << 20} kB\nMemAvailable: {32 << 20} kB\nShmem: 2048 kB\n"
+SANDBOX_MEMINFO = "MemTotal: 13000000 kB\nMemFree: 9000000 kB\nMemAvailable: 9000000 kB\nBuffers: 0 kB\nCached: 1 kB\n"
+V2 = "/sys/fs/cgroup"
+RATES = [name for name in HostSnapshot.__slots__ if name.endswith(("_rate", "_per_s"))]
+
+Core = namedtuple("Core", "user nice system idle iowait irq softirq steal guest guest_nice")  # noqa: PYI024
+Times = namedtuple("Times", "user system children_user children_system")  # noqa: PYI024
+
+
+def core(busy: float, idle: float) -> Core:
+    """Return the times of a core; guests are counted within the user's."""
+    return Core(busy, 0, 0, idle / 2, idle / 2, 0, 0, 0, busy / 2, 0)
+
+
+@dataclass(eq=False)
+class FakeProcess:
+    """A process as psutil shows it; `fails` is raised by all that is asked."""
+
+    cpu: tuple[float, float] = (0.0, 0.0)
+    read: int = 0
+    asked: int = 0
+    family: list[FakeProcess] = field(default_factory=list)
+    fails: Exception | None = None
+    looks: int = 0
+    pid: int = field(default_factory=os.getpid)
+
+    def _check(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+    def cpu_times(self) -> Times:
+        self._check()
+        return Times(self.cpu[0], 0.0, self.cpu[1], 0.0)
+
+    def io_counters(self) -> SimpleNamespace:
+        self._check()
+        return SimpleNamespace(read_bytes=self.read, read_chars=self.asked)
+
+    def memory_info(self) -> SimpleNamespace:
+        self._check()
+        return SimpleNamespace(rss=GIB)
+
+    def children(self, recursive: bool) -> list[FakeProcess]:
+        assert recursive
+        self._check()
+        self.looks += 1
+        return list(self.family)
+
+
+class Machine:
+    """A machine whose figures a test sets, with a clock that stands still."""
+
+    def __init__(self, files: dict[str, str] | None = None) -> None:
+        self.files = {"/proc/meminfo": MEMINFO, **(files or {})}
+        self.now = 100.0
+        self.cores: list[Core] | Exception = [core(0, 0) for _ in range(4)]
+        self.disk: Any = SimpleNamespace(read_bytes=0)
+        self.network: Any = {"lo": SimpleNamespace(bytes_recv=0), "eth0": SimpleNamespace(bytes_recv=0)}
+        self.allowed = {0, 1, 2, 3}
+        self.process = FakeProcess()
+        self.slow_looks = 0
+        self.host = Host(
+            read=self._read,
+            system=SimpleNamespace(
+                cpu_times=lambda percpu: self._told(self.cores),
+                disk_io_counters=lambda nowrap: self._told(self.disk),
+                net_io_counters=lambda pernic, nowrap: self._told(self.network),
+            ),
+            process=self.process,
+            clock=lambda: self.now,
+            affinity=self._affinity,
+            statvfs=self._statvfs,
+            environ={"COLABKIT_NEAR": os.getcwd()},
+        )
+
+    def after(self, seconds: float, **changes: Any) -> HostSnapshot:
+        """Return a snapshot some seconds later, when some figures have changed."""
+        self.now += seconds
+        for name, value in changes.items():
+            setattr(self, name, value)
+        return self.host.snapshot()
+
+    def _read(self, path: str) -> str:
+        if path not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "No such file", path)
+        return self.files[path]
+
+    def _told(self, value: Any) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def _affinity(self) -> set[int]:
+        self.slow_looks += 1
+        return self.allowed
+
+    def _statvfs(self, folder: str) -> SimpleNamespace:
+        if folder != "/dev/shm":
+            raise FileNotFoundError
+        return SimpleNamespace(f_bavail=1, f_blocks=2, f_frsize=GIB)
+
+
+def test_a_first_snapshot_knows_no_rates_and_a_second_does():
+    machine = Machine({f"/proc/pressure/{name}": "some avg10=0.00 total=0\n" for name in ("cpu", "io", "memory")})
+    first = machine.host.snapshot()
+    assert [getattr(first, name) for name in RATES] == [None] * len(RATES)
+    second = machine.after(1, cores=[core(0.5, 0.5)] * 4)
+    assert None not in [getattr(second, name) for name in RATES]
+    assert (first.at_s, second.at_s) == (100, 101)
+
+
+def test_nothing_moves_while_no_time_passes():
+    machine = Machine()
+    first, second = machine.host.snapshot(), machine.host.snapshot()
+    assert [getattr(second, name) for name in RATES] == [getattr(first, name) for name in RATES]
+
+
+def test_only_the_allowed_cores_count():
+    machine = Machine()
+    machine.allowed = {1, 3}
+    machine.host.snapshot()
+    found = machine.after(10, cores=[core(10, 0), core(1, 9), core(10, 0), core(4, 6)])
+    assert found.cpus == 2
+    assert found.cpu_rate == pytest.approx(0.25)
+    assert found.busiest_core_rate == pytest.approx(0.4)
+
+
+def test_under_a_quota_the_use_of_the_cgroup_counts_not_that_of_neighbours():
+    files = {
+        "/proc/self/cgroup": "0::/\n",
+        f"{V2}/cpu.max": "200000 100000\n",
+        f"{V2}/cpu.stat": "usage_usec 5000000\nuser_usec 1\n",
+    }
+    machine = Machine(files)
+    machine.host.snapshot()
+    machine.files[f"{V2}/cpu.stat"] = "usage_usec 6000000\nuser_usec 1\n"
+    found = machine.after(1, cores=[core(1, 0)] * 4)
+    assert (found.cpus, found.cpu_rate, found.busiest_core_rate) == (2, pytest.approx(0.5), 1)
+
+
+def test_a_quota_of_version_1_is_known_too():
+    files = {
+        "/proc/self/cgroup": "3:cpu,cpuacct:/docker\n",
+        f"{V2}/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+        f"{V2}/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        f"{V2}/cpu,cpuacct/cpuacct.usage": "1000000000\n",
+    }
+    machine = Machine(files)
+    machine.host.snapshot()
+    machine.files[f"{V2}/cpu,cpuacct/cpuacct.usage"] = "1250000000\n"
+    found = machine.after(1, cores=[core(1, 0)] * 4)
+    assert (found.cpus, found.cpu_rate) == (0.5, pytest.approx(0.5))
+
+
+def test_a_quota_without_a_count_of_its_use_falls_back_to_the_cores():
+    machine = Machine({"/proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "200000 100000\n"})
+    machine.host.snapshot()
+    assert machine.after(1, cores=[core(0.25, 0.75)] * 4).cpu_rate == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("cores", [[core(0, 0)] * 4, [core(9, 9)] * 3, [], NotImplementedError(), OSError()])
+def test_cores_that_cannot_be_told_are_unknown_not_idle(cores):
+    machine = Machine()
+    machine.host.snapshot()
+    found = machine.after(1, cores=cores)
+    assert (found.cpu_rate, found.busiest_core_rate) == (None, None)
+
+
+def test_cores_that_are_offline_shift_the_others_so_none_is_taken_for_another():
+    machine = Machine()
+    machine.allowed, machine.cores = {2, 3}, [core(0, 0)] * 3
+    machine.host.snapshot()
+    assert machine.after(1, cores=[core(1, 0)] * 3).cpu_rate is None
+
+
+def test_own_cpu_is_that_of_the_process_of_its_children_and_of_those_that_have_ended():
+    machine = Machine()
+    child = FakeProcess(cpu=(50.0, 0.0))
+    machine.process.family = [child]
+    machine.host.snapshot()
+    machine.process.cpu, child.cpu = (1.0, 0.0), (51.0, 1.0)
+    assert machine.after(1).own_cpu_rate == pytest.approx(3 / 4)
+    child.fails = psutil.NoSuchProcess(1)  # it ends after half a second more, and was waited for
+    machine.process.cpu = (1.0, 52.5)
+    assert machine.after(1).own_cpu_rate == pytest.approx(0.5 / 4)
+
+
+def test_a_child_that_is_found_later_makes_no_jump():
+    machine = Machine()
+    machine.host.snapshot()
+    machine.process.family = [FakeProcess(cpu=(1000.0, 0.0), read=10**9, asked=10**9)]
+    found = machine.after(6)
+    assert (found.own_cpu_rate, found.storage_read_bytes_per_s, found.asked_read_bytes_per_s) == (0, 0, 0)
+    machine.process.family[0].read += 500
+    assert machine.after(1).storage_read_bytes_per_s == 500
+
+
+def test_a_server_in_a_session_of_its_own_is_no_part_of_the_work(monkeypatch):
+    machine = Machine()
+    worker = FakeProcess(cpu=(10.0, 0.0))
+    server = FakeProcess(cpu=(500.0, 0.0), read=10**9, asked=10**9, pid=8)
+    monkeypatch.setattr(family.os, "getsid", lambda pid: 8 if pid == 8 else 7)
+    machine.process.family = [worker, server]
+    machine.host.snapshot()
+    worker.cpu, server.cpu, server.read = (11.0, 0.0), (504.0, 0.0), 2 * 10**9
+    found = machine.after(1)
+    assert (found.own_cpu_rate, found.children_cpu_rate, found.storage_read_bytes_per_s) == (0.25, 0.25, 0)
+    server.cpu = (505.0, 0.0)
+    assert machine.after(1).children_cpu_rate == 0
+    server.fails = psutil.ZombieProcess(8)
+    assert machine.after(1).children_cpu_rate == 0
+    server.fails = psutil.NoSuchProcess(8)
+    machine.process.cpu, machine.process.read, machine.process.asked = (0.0, 505.0), 2 * 10**9, 10**9
+    ended = machine.after(1)
+    assert (ended.own_cpu_rate, ended.children_cpu_rate, ended.storage_read_bytes_per_s) == (0, 0, 0)
+
+
+def test_a_child_that_nobody_waited_for_makes_no_negative_rate():
+    machine = Machine()
+    machine.process.family = [FakeProcess(cpu=(5.0, 0.0))]
+    machine.host.snapshot()
+    machine.process.family[0].cpu = (6.0, 0.0)
+    machine.after(1)
+    machine.process.family[0].fails = psutil.NoSuchProcess(1)
+    assert machine.after(1).own_cpu_rate is None
+    assert machine.after(1).own_cpu_rate == 0
+
+
+def test_children_are_looked_for_every_five_seconds():
+    machine = Machine()
+    for _ in range(20):
+        machine.after(1)
+    assert machine.process.looks == 4
+
+
+def test_reads_count_the_process_and_its_children():
+    machine = Machine()
+    machine.process.family = [FakeProcess(read=7)]
+    machine.host.snapshot()
+    machine.process.read, machine.process.asked, machine.process.family[0].read = 100, 1000, 107
+    found = machine.after(2)
+    assert (found.storage_read_bytes_per_s, found.asked_read_bytes_per_s) == (100, 500)
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(), OSError(), psutil.ZombieProcess(1)])
+def test_a_process_that_may_not_be_looked_at_is_unknown_not_idle(error):
+    machine = Machine()
+    machine.process.fails = error
+    machine.host.snapshot()
+    found = machine.after(1)
+    assert (found.own_cpu_rate, found.storage_read_bytes_per_s, found.asked_read_bytes_per_s) == (None, None, None)
+    assert found.own_ram_bytes is None
+
+
+def test_without_diskstats_and_interfaces_their_rates_are_unknown():
+    machine = Machine()
+    machine.disk, machine.network = NotImplementedError(), OSError()
+    machine.host.snapshot()
+    found = machine.after(1)
+    assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (None, None)
+    found = machine.after(1, disk=None, network={"lo": SimpleNamespace(bytes_recv=1)})
+    assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (None, None)
+
+
+def test_disks_and_interfaces_are_told_loopback_apart():
+    machine = Machine()
+    machine.host.snapshot()
+    network = {"lo": SimpleNamespace(bytes_recv=10**9), "eth0": SimpleNamespace(bytes_recv=300)}
+    found = machine.after(2, disk=SimpleNamespace(read_bytes=50), network=network)
+    assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (25, 150)
+
+
+def test_a_counter_that_begins_anew_gives_no_rate_once():
+    machine = Machine()
+    machine.disk = SimpleNamespace(read_bytes=1000)
+    machine.host.snapshot()
+    assert machine.after(1, disk=SimpleNamespace(read_bytes=10)).disk_read_bytes_per_s is None
+    assert machine.after(1, disk=SimpleNamespace(read_bytes=30)).disk_read_bytes_per_s == 20
+
+
+@pytest.mark.parametrize(
+    ("files", "ram", "tmpfs"),
+    [
+        ({}, (32 * GIB, 64 * GIB), 2 << 20),
+        ({"/proc/meminfo": SANDBOX_MEMINFO}, (4_000_000 * 1024, 13_000_000 * 1024), None),
+        (
+            {
+                "/proc/self/cgroup": "0::/\n",
+                f"{V2}/memory.max": f"{8 * GIB}\n",
+                f"{V2}/memory.current": f"{3 * GIB}\n",
+                f"{V2}/memory.stat": f"anon 1\nshmem {GIB}\ninactive_file {GIB}\n",
+            },
+            (2 * GIB, 8 * GIB),
+            GIB,
+        ),
+        (
+            {
+                "/proc/self/cgroup": "0::/\n",
+                f"{V2}/memory.max": "max\n",
+                f"{V2}/memory.current": "1\n",
+                f"{V2}/memory.stat": f"shmem {GIB}\n",
+            },
+            (32 * GIB, 64 * GIB),
+            2 << 20,
+        ),
+        (
+            {
+                "/proc/self/cgroup": "4:memory:/\n",
+                f"{V2}/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+                f"{V2}/memory/memory.usage_in_bytes": f"{GIB}\n",
+                f"{V2}/memory/memory.stat": "shmem 1\ntotal_shmem 5\n",
+            },
+            (GIB, 8 * GIB),
+            5,
+        ),
+        (
+            {
+                "/proc/self/cgroup": "4:memory:/\n",
+                f"{V2}/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+                f"{V2}/memory/memory.usage_in_bytes": f"{GIB}\n",
+            },
+            (GIB, 8 * GIB),
+            None,
+        ),
+    ],
+    ids=["machine", "sandbox", "version 2", "no limit", "version 1", "version 1, no statistics"],
+)
+def test_ram_and_tmpfs_are_those_of_the_tightest_limit(files, ram, tmpfs):
+    found = Machine(files).host.snapshot()
+    assert (found.ram_used_bytes, found.ram_total_bytes) == ram
+    assert found.tmpfs_bytes == tmpfs
+    assert found.own_ram_bytes == GIB
+
+
+def stalls(microseconds: int) -> str:
+    return f"some avg10=99.00 avg60=0.00 avg300=0.00 total={microseconds}\nfull avg10=0.00 total=1\n"
+
+
+def test_stalls_are_exact_and_of_the_own_cgroup_where_it_tells_them():
+    own = f"{V2}/a/io.pressure"
+    machine = Machine({"/proc/self/cgroup": "0::/a\n", own: stalls(0), "/proc/pressure/io": stalls(0)})
+    machine.files["/proc/pressure/cpu"] = stalls(100)
+    machine.host.snapshot()
+    machine.files |= {own: stalls(500_000), "/proc/pressure/io": stalls(2_000_000), "/proc/pressure/cpu": stalls(200)}
+    found = machine.after(2)
+    assert found.io_stall_rate == pytest.approx(0.25)
+    assert found.cpu_stall_rate == pytest.approx(0.00005)
+    assert found.memory_stall_rate is None
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "some avg10=0.00\n", "some total=x\n"])
+def test_stalls_that_cannot_be_understood_are_unknown(text):
+    machine = Machine({"/proc/pressure/io": text})
+    machine.host.snapshot()
+    assert machine.after(1).io_stall_rate is None
+
+
+def test_room_of_disk_and_shared_memory_is_told_and_the_former_looked_at_rarely():
+    machine = Machine()
+    found = [machine.after(1) for _ in range(20)]
+    assert all(0 < one.disk_free_bytes <= one.disk_total_bytes for one in found)
+    assert {(one.shm_free_bytes, one.shm_total_bytes) for one in found} == {(GIB, 2 * GIB)}
+    assert machine.slow_looks == 2
+
+
+def test_a_near_folder_behind_a_mount_that_can_hang_is_not_touched():
+    machine = Machine({"/proc/mounts": f"server {os.getcwd()} fuse.sshfs rw 0 0\n"})
+    found = machine.host.snapshot()
+    assert (found.disk_free_bytes, found.disk_total_bytes) == (None, None)

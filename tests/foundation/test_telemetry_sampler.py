@@ -1,0 +1,344 @@
+"""`Sampler`: a thread of its own, rings that stay small, a run that it never harms, and nothing left behind."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from colabkit.foundation.telemetry import sampler as module
+from colabkit.foundation.telemetry.sampler import Sampler, sampled, seen
+from colabkit.foundation.telemetry.snapshots import HostSnapshot
+
+NAME = "colabkit-telemetry"
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    until(lambda: NAME not in [thread.name for thread in threading.enumerate()])
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class FakeTelemetry:
+    """Numbers its snapshots; each takes `cost_s` of the thread's CPU, and those in `failing` fail."""
+
+    def __init__(self, failing: set[int] = frozenset(), cost_s: float = 0.0) -> None:
+        self.now = self.cpu_s = 0.0
+        self.taken = 0
+        self.closed = 0
+        self.threads: set[str] = set()
+        self.failing = failing
+        self.cost_s = cost_s
+
+    def snapshot(self) -> HostSnapshot:
+        self.threads.add(threading.current_thread().name)
+        self.taken += 1
+        self.cpu_s += self.cost_s
+        self.now += 1
+        if self.taken in self.failing:
+            raise OSError(5, "it broke")
+        return HostSnapshot(at_s=self.now)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def sampler(self, **options: object) -> Sampler:
+        """Return a sampler whose clocks are those of this machine."""
+        options = {"period_s": 0.0, **options}
+        return Sampler(self, clock=lambda: self.now, cpu_clock=lambda: self.cpu_s, **options)
+
+
+def test_it_takes_snapshots_in_a_daemon_thread_of_its_own():
+    telemetry = FakeTelemetry()
+    with telemetry.sampler() as sampler:
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == NAME]
+        assert thread.daemon
+        until(lambda: telemetry.taken > 3)
+    assert telemetry.threads == {NAME}
+    assert sampler.latest.at_s == telemetry.taken
+    assert not thread.is_alive()
+
+
+def test_before_the_first_snapshot_nothing_is_known():
+    sampler = Sampler(FakeTelemetry())
+    assert (sampler.latest, sampler.recent(60), sampler.curve(), sampler.cost_share) == (None, (), (), 0)
+    sampler.stop()
+
+
+def test_starting_waits_for_no_driver(monkeypatch):
+    going = threading.Event()
+
+    def slow() -> FakeTelemetry:
+        assert going.wait(20)
+        return FakeTelemetry()
+
+    monkeypatch.setattr(module, "Telemetry", slow)
+    with Sampler(period_s=0.001) as sampler:
+        assert sampler.latest is None
+        going.set()
+        until(lambda: sampler.latest is not None)
+
+
+def test_what_it_opens_it_closes_and_what_it_is_given_stays_open(monkeypatch):
+    own, given = FakeTelemetry(), FakeTelemetry()
+    monkeypatch.setattr(module, "Telemetry", lambda: own)
+    for sampler, telemetry in ((Sampler(period_s=0.001), own), (given.sampler(), given)):
+        with sampler:
+            until(lambda telemetry=telemetry: telemetry.taken > 1)
+    assert (own.closed, given.closed) == (1, 0)
+
+
+def test_recent_are_the_snapshots_of_the_last_seconds():
+    telemetry = FakeTelemetry()
+    with telemetry.sampler(points=50) as sampler:
+        until(lambda: telemetry.taken > 100)
+    last = telemetry.taken
+    assert [snapshot.at_s for snapshot in sampler.recent(3)] == [last - 3, last - 2, last - 1, last]
+    assert len(sampler.recent(1e9)) == 50
+
+
+@pytest.mark.parametrize("points", [2, 7, 10])
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 10, 11, 39, 40, 41, 500])
+def test_the_curve_is_the_whole_run_thinned_evenly_with_the_newest_at_its_end(points, count):
+    telemetry = FakeTelemetry()
+    sampler = telemetry.sampler(points=points)
+    for _ in range(count):
+        sampler._take(telemetry)
+    times = [snapshot.at_s for snapshot in sampler.curve()]
+    assert (times[0], times[-1]) == (1, count)
+    assert len(times) <= points
+    assert count < points or len(times) >= points // 2
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert len(set(gaps[:-1])) <= 1
+    assert not gaps[:-1] or gaps[-1] <= gaps[0]
+
+
+def test_the_cost_is_the_threads_cpu_time_over_the_time_that_passed():
+    telemetry = FakeTelemetry(cost_s=0.002)
+    with telemetry.sampler() as sampler:
+        until(lambda: telemetry.taken > 2)
+    assert sampler.cost_share == pytest.approx(0.002)
+    telemetry.now *= 100
+    assert sampler.cost_share == pytest.approx(0.002)  # it has ended
+
+
+def test_costly_snapshots_are_taken_more_rarely():
+    telemetry = FakeTelemetry(cost_s=1.0)  # a hundredth of a CPU allows one in 100 s
+    with telemetry.sampler() as sampler:
+        until(lambda: sampler.latest is not None)
+        assert not sampler._thread.join(0.1)
+        assert telemetry.taken == 1
+
+
+def test_a_snapshot_that_fails_is_said_once_and_the_next_is_taken(caplog):
+    telemetry = FakeTelemetry(failing={2, 4})
+    with caplog.at_level(logging.WARNING, "colabkit"), telemetry.sampler(points=10**6) as sampler:
+        until(lambda: telemetry.taken > 5)
+    (record,) = caplog.records
+    assert "it broke" in str(record.exc_info[1])
+    assert [snapshot.at_s for snapshot in sampler.recent(1e9)][:3] == [1, 3, 5]
+
+
+def test_a_machine_that_cannot_be_opened_is_said_and_harms_nothing(monkeypatch, caplog):
+    def broken() -> None:
+        raise RuntimeError("no such machine")
+
+    monkeypatch.setattr(module, "Telemetry", broken)
+    with caplog.at_level(logging.WARNING, "colabkit"), Sampler() as sampler:
+        sampler._thread.join(20)
+    assert len(caplog.records) == 1
+    assert sampler.curve() == ()
+
+
+def test_a_driver_that_never_answers_holds_nobody_up():
+    answers, asked = threading.Event(), threading.Event()
+
+    class Stuck(FakeTelemetry):
+        def snapshot(self) -> HostSnapshot:
+            asked.set()
+            assert answers.wait(60)
+            return HostSnapshot()
+
+    began = time.monotonic()
+    with Sampler(Stuck()):
+        assert asked.wait(20)
+        stopped = time.monotonic()
+    try:
+        assert time.monotonic() - stopped < 5
+        assert stopped - began < 20
+    finally:
+        answers.set()
+
+
+def test_stopping_twice_and_stopping_what_never_began_do_nothing():
+    sampler = FakeTelemetry().sampler(period_s=0.01).start()
+    sampler.stop()
+    sampler.stop()
+
+
+def test_the_shared_one_is_started_by_the_first_user_and_stopped_by_the_last(monkeypatch):
+    monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
+    with sampled() as first:
+        with sampled() as second:
+            assert first is second
+        assert first._thread is not None
+        until(lambda: first.latest is not None)
+    assert first._thread is None
+    with sampled() as third:
+        assert third is not first
+
+
+def test_an_error_of_a_user_stops_the_shared_one_too(monkeypatch):
+    monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
+    with pytest.raises(ZeroDivisionError), sampled() as sampler:
+        raise ZeroDivisionError
+    assert sampler._thread is None
+
+
+def test_users_in_many_threads_share_one(monkeypatch):
+    monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
+    found: list[Sampler] = []
+    together = threading.Barrier(8)
+
+    def use() -> None:
+        together.wait(20)
+        with sampled() as sampler:
+            found.append(sampler)
+            together.wait(20)
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+    assert found[0]._thread is None
+
+
+def test_a_user_that_the_garbage_collector_ends_while_another_begins_harms_nothing(monkeypatch):
+    monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
+    forgotten = [sampled()]
+    first = forgotten[0].__enter__()
+    lock = module._shared.lock
+
+    class Collecting:
+        """A lock in which the collector runs once, as soon as the thread holds it."""
+
+        def __enter__(self) -> None:
+            lock.acquire()
+            if forgotten:
+                forgotten.clear()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(module._shared, "lock", Collecting())
+    found: list[Sampler] = []
+
+    def use() -> None:
+        with sampled() as sampler:
+            until(lambda: sampler.latest is not None)
+            found.append(sampler)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert len(found) == 1, "it waits for itself"
+    assert found[0]._thread is None
+    assert first._thread is None
+    assert module._shared.users == 0
+
+
+def test_the_last_user_may_be_ended_in_the_samplers_own_thread(monkeypatch):
+    ended: list[BaseException | None] = []
+    is_used = threading.Event()
+
+    class Ending(FakeTelemetry):
+        def snapshot(self) -> HostSnapshot:
+            if not ended:
+                is_used.wait(20)
+                try:
+                    user.__exit__(None, None, None)
+                    ended.append(None)
+                except RuntimeError as error:
+                    ended.append(error)
+            return super().snapshot()
+
+    sampler = Ending().sampler(period_s=0.01)
+    monkeypatch.setattr(module, "Sampler", lambda: sampler)
+    user = sampled()
+    user.__enter__()
+    is_used.set()
+    until(lambda: bool(ended))
+    assert ended == [None]
+
+
+def in_child(work: Callable[[], bool]) -> None:
+    """Assert that `work` returns true in a forked process."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_forked_process_has_no_sampler_and_gets_its_own_if_it_asks(monkeypatch):
+    monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
+
+    def work() -> bool:
+        if NAME in [thread.name for thread in threading.enumerate()]:
+            return False
+        with sampled() as own:
+            until(lambda: own.latest is not None)
+        return own is not parents and own._thread is None
+
+    with sampled() as parents:
+        in_child(work)
+        assert parents._thread.is_alive()
+
+
+def test_a_forked_process_that_leaves_its_parents_block_stops_nothing(monkeypatch):
+    monkeypatch.setattr(module, "Telemetry", FakeTelemetry)
+    with sampled() as parents:
+        pid = os.fork()
+        if pid == 0:
+            parents.stop()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        taken = parents.latest
+        until(lambda: parents.latest is not None and parents.latest is not taken)
+        assert parents._thread.is_alive()
+
+
+def test_no_descriptor_is_left_on_this_machine():
+    before = psutil.Process().num_fds()
+    with sampled() as sampler:
+        until(lambda: sampler.latest is not None)
+    assert psutil.Process().num_fds() <= before
+
+
+def test_what_was_seen_stays_known_when_nobody_watches_any_more():
+    with sampled() as sampler:
+        until(lambda: sampler.latest is not None)
+    latest = sampler.latest
+    assert seen(latest.at_s - 60, latest.at_s) == sampler.between(latest.at_s - 60, latest.at_s)
+    assert seen(latest.at_s, latest.at_s) == (latest,)
+    assert seen(latest.at_s + 1, latest.at_s + 60) == ()

@@ -1,0 +1,251 @@
+"""Transforms together: every one with numbers of its own, and in any two parts the same result as at once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from colabkit.errors import InvalidOption
+from colabkit.loading.augment.compose import Compose, geometry_of, parted
+from colabkit.loading.augment.crops import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.loading.augment.cutout import Cutout
+from colabkit.loading.augment.cutting import cut
+from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.mixup import MixUp
+from colabkit.loading.augment.normalize import Normalize
+from colabkit.loading.augment.transform import Transform
+
+FLIP = RandomHorizontalFlip()
+ALL = [
+    RandomResizedCrop(8),
+    RandomResizedCrop((9, 8), scale=(0.2, 0.9), ratio=(0.5, 2)),
+    RandomCrop(8, padding=2),
+    RandomCrop((6, 7), padding=(1, 2, 3, 4), fill=1.5),
+    CenterCrop(9),
+    RandomHorizontalFlip(0.25),
+    Normalize((0.1, 0.2, 0.3), (1.0, 2.0, 3.0)),
+    Cutout((3, 4), p=0.5, fill=7),
+    MixUp(5, alpha=0.3),
+    Compose([RandomCrop(8), FLIP, Normalize()]),
+]
+
+
+def images(count: int = 10, height: int = 40, width: int = 50) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(height)
+    batch = torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+    return batch.contiguous(memory_format=torch.channels_last)
+
+
+def draws(count: int = 10, seed: int = 5) -> Draws:
+    return Draws(seed, 1, np.arange(count))
+
+
+def by_sample(transform: Transform, batch: torch.Tensor, numbers: Draws) -> torch.Tensor:
+    """Return what a loader makes of a batch: boxes cut sample by sample, then the rest, in slices."""
+    geometry, rest = geometry_of(transform)
+    assert geometry is not None
+    size = geometry.size or tuple(batch.shape[2:])
+    rows = batch.permute(0, 2, 3, 1).numpy()
+    out = np.empty((len(batch), *size, 3), np.uint8)
+    boxes = geometry.boxes(np.tile(rows.shape[1:3], (len(rows), 1)), numbers)
+    for row, slot, box in zip(rows, out, boxes.rows(), strict=True):
+        cut(row, *box, slot, int(geometry.fill))
+    got = torch.from_numpy(out).permute(0, 3, 1, 2)
+    if rest is None:
+        return got
+    return torch.cat(
+        [rest.apply(got[:3], None, numbers.part(0, 3))[0], rest.apply(got[3:], None, numbers.part(3, 99))[0]]
+    )
+
+
+@pytest.mark.parametrize("size", [(40, 50), (90, 75), (33, 1)])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [RandomResizedCrop(24)],
+        [RandomResizedCrop(24), FLIP],
+        [FLIP, RandomResizedCrop((17, 31)), FLIP, Normalize()],
+        [FLIP, RandomCrop(30, padding=15, fill=3), FLIP, Cutout(5), FLIP],
+        [FLIP, FLIP, FLIP],
+        [CenterCrop((35, 21)), RandomCrop(20), FLIP, Normalize()],
+        [RandomResizedCrop(24), RandomResizedCrop(8), Cutout(3)],
+    ],
+    ids=str,
+)
+def test_cutting_sample_by_sample_gives_what_the_batch_gives(steps, size):
+    batch = images(10, *size)
+    transform = Compose(steps)
+    assert torch.equal(by_sample(transform, batch, draws()), transform.apply(batch, None, draws())[0])
+    first = steps[0]
+    assert torch.equal(by_sample(first, batch, draws()), first.apply(batch, None, draws())[0])
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [RandomCrop(30, padding=2), FLIP, Cutout(5), Normalize()],
+        [FLIP, RandomCrop(30), FLIP, CenterCrop(20), FLIP],
+        [Cutout(5), FLIP, CenterCrop(60)],
+        [Normalize(), RandomResizedCrop(24), Cutout(4)],
+    ],
+    ids=str,
+)
+def test_each_transform_has_the_numbers_of_its_place(steps):
+    one_by_one = images()
+    for number, step in enumerate(steps):
+        one_by_one, _ = step.apply(one_by_one, None, draws().of(number))
+    assert torch.equal(Compose(steps).apply(images(), None, draws())[0], one_by_one)
+    twice = Compose([Cutout(5), Cutout(5)]).apply(images(), None, draws())[0]
+    assert not torch.equal(twice, Cutout(5).apply(images(), None, draws().of(0))[0])
+
+
+def test_mirroring_before_and_after_resizing_differs_by_1_at_most():
+    steps = [FLIP, RandomResizedCrop(24), FLIP]
+    one_by_one = images()
+    for number, step in enumerate(steps):
+        one_by_one, _ = step.apply(one_by_one, None, draws().of(number))
+    assert (Compose(steps).apply(images(), None, draws())[0].int() - one_by_one.int()).abs().max() <= 1
+
+
+def test_a_compose_counts_as_its_transforms():
+    inner = Compose([RandomCrop(30), FLIP])
+    assert Compose([inner, Normalize()]) == Compose([RandomCrop(30), FLIP, Normalize()])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_two_parts_give_what_the_whole_gives(count):
+    steps = [RandomCrop(30), Cutout(5), FLIP]
+    first, rest = parted(Compose(steps), lambda step: step in steps[:count])
+    assert (first is None, rest is None) == (count == 0, count == 3)
+    got, labels = images(), None
+    for part in (first, rest):
+        if part is not None:
+            got, labels = part.apply(got, labels, draws())
+    assert torch.equal(got, Compose(steps).apply(images(), None, draws())[0])
+
+
+def test_what_is_no_geometry_is_left_as_it_is():
+    for transform in (Normalize(), Cutout(3), Compose([Cutout(3), FLIP])):
+        geometry, rest = geometry_of(transform)
+        assert geometry is None
+        assert torch.equal(rest.apply(images(), None, draws())[0], transform.apply(images(), None, draws())[0])
+    assert geometry_of(FLIP) == (FLIP, None)
+
+
+def test_labels_go_through_all_transforms():
+    labels = torch.arange(10) % 4
+    got, mixed = Compose([RandomCrop(30), MixUp(4), Normalize()])(images(), labels)
+    assert (got.shape, mixed.shape) == ((10, 3, 30, 30), (10, 4))
+    assert Compose([RandomCrop(30), Normalize()])(images(), labels)[1] is labels
+
+
+def test_other_callables_get_the_images_alone():
+    transform = Compose([RandomCrop(30), torch.nn.AvgPool2d(2), lambda batch: batch + 1])
+    got, labels = transform(images().float(), "labels", draws=draws())
+    assert labels == "labels"
+    cropped = RandomCrop(30).apply(images().float(), None, draws().of(0))[0]
+    assert torch.equal(got, torch.nn.functional.avg_pool2d(cropped, 2) + 1)
+
+
+def test_it_knows_what_its_transforms_need():
+    assert not Compose([RandomCrop(30), Normalize()]).whole_batch
+    assert Compose([RandomCrop(30), torch.nn.Identity()]).whole_batch
+    assert Compose([RandomCrop(30), MixUp(3)]).whole_batch
+    assert Compose([RandomCrop(30), MixUp(3)]).changes_labels
+    assert not Compose([RandomCrop(30), torch.nn.Identity()]).changes_labels
+    assert not geometry_of(Compose([RandomCrop(30), Cutout(3)]))[1].whole_batch
+
+
+def test_outside_a_loader_numbers_come_from_torchs_generator():
+    transform = Compose([RandomCrop(30), Cutout(5)])
+    torch.manual_seed(1)
+    first, second = transform(images()), transform(images())
+    torch.manual_seed(1)
+    assert torch.equal(transform(images()), first)
+    assert not torch.equal(second, first)
+    assert torch.equal(transform(images(), draws=draws()), transform(images(), draws=draws()))
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
+def test_a_transform_is_what_its_text_says(transform):
+    names = {type(each).__name__: type(each) for each in ALL}
+    again = eval(repr(transform), {**names, "torch": torch})
+    for other in (again, pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):
+        assert other == transform
+        assert hash(other) == hash(transform)
+        labels = torch.arange(10) % 5
+        for got, expected in zip(
+            other(images().float(), labels, draws=draws()),
+            transform(images().float(), labels, draws=draws()),
+            strict=True,
+        ):
+            assert torch.equal(got, expected)
+
+
+def test_other_arguments_make_another_transform():
+    assert len(set(ALL)) == len(ALL)
+    assert RandomCrop(8) != CenterCrop(8)
+    assert RandomCrop(8) == RandomCrop((8, 8), padding=[0, 0])
+    assert RandomCrop(8) != RandomCrop(8, fill=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: RandomResizedCrop(0), "size=0"),
+        (lambda: RandomResizedCrop((8, 8, 8)), "size="),
+        (lambda: RandomResizedCrop(8.0), "size=8.0"),
+        (lambda: RandomResizedCrop(True), "size=True"),
+        (lambda: RandomResizedCrop("8"), "size='8'"),
+        (lambda: RandomResizedCrop(8, scale=(0, 1)), "scale="),
+        (lambda: RandomResizedCrop(8, scale=(0.5, 1.1)), "scale="),
+        (lambda: RandomResizedCrop(8, scale=(0.9, 0.5)), "scale="),
+        (lambda: RandomResizedCrop(8, scale=0.5), "scale=0.5"),
+        (lambda: RandomResizedCrop(8, ratio=(0.5, float("inf"))), "ratio="),
+        (lambda: RandomResizedCrop(8, ratio=(float("nan"), 1)), "ratio="),
+        (lambda: RandomCrop(8, padding=-1), "padding=-1"),
+        (lambda: RandomCrop(8, padding=(1, 2, 3)), r"padding=\(1, 2, 3\)"),
+        (lambda: RandomCrop(8, padding=1.5), "padding=1.5"),
+        (lambda: RandomCrop(8, fill="0"), "fill='0'"),
+        (lambda: RandomCrop(8, fill=float("nan")), "fill=nan"),
+        (lambda: CenterCrop(-3), "size=-3"),
+        (lambda: RandomHorizontalFlip(1.5), "p=1.5"),
+        (lambda: RandomHorizontalFlip(None), "p=None"),
+        (lambda: Cutout(0), "size=0"),
+        (lambda: Cutout(3, p=-0.1), "p=-0.1"),
+        (lambda: MixUp(0), "classes=0"),
+        (lambda: MixUp(3, alpha=0), "alpha=0"),
+        (lambda: MixUp(3, alpha=-1), "alpha=-1"),
+        (lambda: MixUp(3, alpha=float("inf")), "alpha=inf"),
+        (lambda: Compose([]), "none"),
+        (lambda: Compose(FLIP), "a RandomHorizontalFlip"),
+        (lambda: Compose([FLIP, 3]), "3 among them"),
+        (lambda: Compose([RandomHorizontalFlip]), "the class RandomHorizontalFlip"),
+        (lambda: Compose(FLIP, FLIP), "2 arguments"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_refused(make, found):
+    with pytest.raises(InvalidOption, match=rf"Cannot .*: {found}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RandomHorizontalFlip(2), "p=2, a finite number from 0 to 1. Use p=0.5, say."),
+        (lambda: MixUp(3, alpha=0), "alpha=0, a finite number of 0.001 or more. Use alpha=0.2, say."),
+        (lambda: Cutout(3, fill=None), "fill=None, a finite number. Use fill=0, say."),
+        (lambda: CenterCrop(8.0), "size=8.0, a whole number of 1 or more. Use size=8."),
+        (lambda: CenterCrop(8.5), "size=8.5, a whole number of 1 or more. Use size=1, say."),
+        (lambda: Compose([CenterCrop]), "made transforms. Make one of it: CenterCrop(...)."),
+        (lambda: Compose(FLIP, FLIP), "a list of them. Put them in brackets: Compose([...])."),
+    ],
+)
+def test_the_message_says_what_may_be_given(make, message):
+    with pytest.raises(InvalidOption, match=re.escape(message)):
+        make()

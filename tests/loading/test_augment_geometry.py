@@ -1,0 +1,275 @@
+"""Crops and flips: the pixels that torchvision gives for the same box, on any size, dtype and memory format."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as reference
+from torch.nn.functional import interpolate
+
+from colabkit.errors import InvalidOption
+from colabkit.loading.augment.batched import crop_batch, resize_batch
+from colabkit.loading.augment.boxes import Boxes
+from colabkit.loading.augment.crops import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.loading.augment.cutting import cut
+from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.augment.transform import Transform
+
+ALL = [
+    RandomResizedCrop((9, 14)),
+    RandomCrop((20, 11), padding=(1, 2, 3, 4), fill=77),
+    CenterCrop((30, 12)),
+    RandomHorizontalFlip(),
+]
+
+
+def images(count: int = 6, channels: int = 3, height: int = 23, width: int = 31) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count * 1000 + height)
+    batch = torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
+    return batch.contiguous(memory_format=torch.channels_last)
+
+
+def draws(count: int = 6, seed: int = 5) -> Draws:
+    return Draws(seed, 1, np.arange(count))
+
+
+def boxes_of(transform: Geometry, batch: torch.Tensor, numbers: Draws) -> list[tuple[int, int, int, int, bool]]:
+    sizes = np.tile(np.array(batch.shape[2:]), (len(batch), 1))
+    return list(transform.boxes(sizes, numbers).rows())
+
+
+def cut_out(image: torch.Tensor, box: tuple[int, int, int, int, bool], size: tuple[int, int]) -> torch.Tensor:
+    """Return what `cut` makes of one image `[C, H, W]`, read-only as a row of a pack is."""
+    pixels = image.permute(1, 2, 0).contiguous().numpy()
+    pixels.flags.writeable = False
+    out = np.empty((*size, image.shape[0]), np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cut(pixels, *box, out)
+    return torch.from_numpy(out).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("size", [(224, 224), (32, 40), (1, 1), (7, 130)])
+@pytest.mark.parametrize("source", [(256, 256), (40, 25), (1, 1), (3, 200)])
+def test_a_resized_box_is_byte_for_byte_that_of_torch(channels, size, source):
+    image = images(1, channels, *source)[0]
+    top, left = source[0] // 5, source[1] // 7
+    height, width = max(1, source[0] * 2 // 3), max(1, source[1] * 3 // 4)
+    expected = interpolate(
+        image[None, :, top : top + height, left : left + width], size, mode="bilinear", antialias=True
+    )[0]
+    assert torch.equal(cut_out(image, (top, left, height, width, False), size), expected)
+    by_torchvision = reference.resized_crop(image, top, left, height, width, list(size), antialias=True)
+    assert torch.equal(by_torchvision, expected)
+    mirrored = cut_out(image, (top, left, height, width, True), size)
+    assert (mirrored.int() - expected.flip(2).int()).abs().max() <= 1
+    writable = np.empty((*size, channels), np.uint8)
+    cut(image.permute(1, 2, 0).numpy(), top, left, height, width, True, writable)
+    assert torch.equal(torch.from_numpy(writable).permute(2, 0, 1), mirrored)
+
+
+def test_many_threads_cut_at_once():
+    batch = images(16, 3, 120, 130)
+    boxes = list(random_boxes(16, 120, 130, seed=1).rows())
+
+    def work(_: int) -> torch.Tensor:
+        return torch.stack([cut_out(image, box, (64, 96)) for image, box in zip(batch, boxes, strict=True)])
+
+    expected = work(0)
+    with ThreadPoolExecutor(8) as threads:
+        assert all(torch.equal(got, expected) for got in threads.map(work, range(16)))
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("side", [10, 150])
+def test_a_box_that_reaches_beyond_the_image_is_filled(mirrored, side):
+    image = images(1, 3, side, side)[0]
+    height, width = side + 9, side - 2
+    expected = reference.crop(image + 0, -4, 5, height, width)  # torchvision pads with 0
+    beyond = reference.crop(torch.ones_like(image), -4, 5, height, width) == 0
+    expected = torch.where(beyond, torch.tensor(9, dtype=torch.uint8), expected)
+    expected = expected.flip(2) if mirrored else expected
+    out = np.empty((height, width, 3), np.uint8)
+    cut(image.permute(1, 2, 0).numpy(), -4, 5, height, width, mirrored, out, 9)
+    assert np.array_equal(out, expected.permute(1, 2, 0).numpy())
+    cut(image.permute(1, 2, 0).numpy(), side + 3, -height, height, width, mirrored, out, 8)
+    assert (out == 8).all()
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(23, 31), (90, 85)])
+def test_random_crops_are_those_of_torchvision(channels, shape):
+    batch = images(6, channels, *shape)
+    transform = RandomCrop((20, 11) if shape == (23, 31) else (83, 80), padding=(1, 2, 3, 4), fill=77)
+    got = transform.apply(batch, None, draws())[0]
+    padded = reference.pad(batch, [1, 2, 3, 4], fill=77)
+    for image, source, (top, left, height, width, _) in zip(
+        got, padded, boxes_of(transform, batch, draws()), strict=True
+    ):
+        assert torch.equal(image, reference.crop(source, top + 2, left + 1, height, width))
+
+
+@pytest.mark.parametrize("shape", [(23, 31), (5, 90), (6, 7), (1, 1), (31, 12), (64, 65)])
+def test_central_crops_are_those_of_torchvision(shape):
+    for size in [(30, 12), (1, 1), (6, 7), (31, 13)]:
+        batch = images(3, 3, *shape)
+        assert torch.equal(CenterCrop(size)(batch), reference.center_crop(batch, list(size))), size
+
+
+@pytest.mark.parametrize("shape", [(23, 31), (80, 70), (1, 1)])
+def test_flips_are_those_of_torchvision(shape):
+    batch = images(40, 3, *shape)
+    got = RandomHorizontalFlip().apply(batch, None, draws(40))[0]
+    turned = [box[4] for box in boxes_of(RandomHorizontalFlip(), batch, draws(40))]
+    assert 5 < sum(turned) < 35
+    for image, source, mirrored in zip(got, batch, turned, strict=True):
+        assert torch.equal(image, reference.horizontal_flip(source) if mirrored else source)
+    assert torch.equal(RandomHorizontalFlip(1)(batch), batch.flip(3))
+    assert torch.equal(RandomHorizontalFlip(0)(batch), batch)
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_dtype_memory_format_and_input_are_kept(transform, dtype, memory_format):
+    batch = images().to(dtype).contiguous(memory_format=memory_format)
+    kept, labels = batch.clone(), object()
+    got, same = transform.apply(batch, labels, draws())
+    assert same is labels
+    assert torch.equal(batch, kept)
+    assert got.dtype == dtype
+    assert got.shape == (6, 3, *(transform.size or (23, 31)))
+    assert got.is_contiguous(memory_format=memory_format)
+    assert got.data_ptr() != batch.data_ptr()
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
+def test_floating_images_come_out_as_bytes_do(transform):
+    batch = images()
+    as_bytes = transform.apply(batch, None, draws())[0]
+    for dtype, tolerance in [(torch.float32, 1), (torch.float64, 1), (torch.bfloat16, 2)]:
+        as_floats = transform.apply(batch.to(dtype), None, draws())[0]
+        assert (as_floats.float() - as_bytes.float()).abs().max() <= tolerance
+
+
+def test_floating_images_are_resized_as_by_torch():
+    batch = images(8, 3, 61, 47).double() / 255
+    transform = RandomResizedCrop((24, 30))
+    got = transform.apply(batch, None, draws(8))[0]
+    for image, source, (top, left, height, width, _) in zip(
+        got, batch, boxes_of(transform, batch, draws(8)), strict=True
+    ):
+        expected = reference.resized_crop(source, top, left, height, width, [24, 30], antialias=True)
+        assert torch.allclose(image, expected, atol=1e-6)
+
+
+def random_boxes(count: int, height: int, width: int, seed: int) -> Boxes:
+    rng = np.random.default_rng(seed)
+    rows, columns = rng.integers(1, height + 1, count), rng.integers(1, width + 1, count)
+    top, left = rng.integers(0, height - rows + 1), rng.integers(0, width - columns + 1)
+    return Boxes(top, left, rows, columns, rng.random(count) < 0.5)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("source", "size"), [((64, 64), (40, 40)), ((50, 81), (96, 33)), ((1, 1), (5, 3)), ((9, 1), (1, 9))]
+)
+def test_the_way_of_other_devices_gives_the_same_resized_boxes_within_1(channels, source, size):
+    batch = images(16, channels, *source)
+    boxes = random_boxes(16, *source, seed=sum(source))
+    got = resize_batch(batch, boxes, size)
+    assert got.dtype == torch.uint8
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    differences = torch.cat(
+        [
+            (image.int() - cut_out(row, box, size).int()).abs()
+            for image, row, box in zip(got, batch, boxes.rows(), strict=True)
+        ]
+    )
+    assert differences.max() <= 1
+    assert differences.float().mean() < 0.5
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_images_of_float64_are_resized_in_float64(mirrored):
+    batch = images(2).double() / 255
+    boxes = Boxes(*np.tile(np.array([[2], [3], [19], [17]]), 2), np.array([mirrored, mirrored]))
+    expected = interpolate(batch[:, :, 2:21, 3:20], (8, 11), mode="bilinear", antialias=True)
+    got = resize_batch(batch, boxes, (8, 11))
+    assert got.dtype == torch.float64
+    assert torch.allclose(got, expected.flip(3) if mirrored else expected, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("transform", [*ALL, RandomCrop(200, padding=100)])
+def test_a_batch_of_no_images_stays_one(transform, dtype):
+    batch = torch.zeros(0, 3, 23, 31, dtype=dtype)
+    assert transform(batch).shape == (0, 3, *(transform.size or (23, 31)))
+    assert transform(batch).dtype == dtype
+
+
+def test_the_way_of_other_devices_gives_the_same_plain_boxes():
+    batch = images(30)
+    for transform in ALL[1:]:
+        boxes = transform.boxes(np.tile([23, 31], (30, 1)), draws(30))
+        mixed = Boxes(boxes.top, boxes.left, boxes.height, boxes.width, np.arange(30) % 3 == 0)
+        size = transform.size or (23, 31)
+        got = crop_batch(batch, mixed, size, transform.fill)
+        for image, source, box in zip(got, batch, mixed.rows(), strict=True):
+            out = np.empty((*size, 3), np.uint8)
+            cut(source.permute(1, 2, 0).numpy(), *box, out, int(transform.fill))
+            assert np.array_equal(image.permute(1, 2, 0).numpy(), out)
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
+def test_a_sample_does_not_depend_on_its_neighbours(transform):
+    batch = images(12)
+    whole = transform.apply(batch, None, draws(12))[0]
+    assert torch.equal(transform.apply(batch[5:9], None, draws(12).part(5, 9))[0], whole[5:9])
+    order = np.random.default_rng(1).permutation(12)
+    mixed = transform.apply(batch[torch.from_numpy(order)], None, Draws(5, 1, order))[0]
+    assert torch.equal(mixed, whole[torch.from_numpy(order)])
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
+def test_an_empty_batch_stays_empty(transform):
+    for dtype in (torch.uint8, torch.float32):
+        got = transform(images(6)[:0].to(dtype))
+        assert got.shape == (0, 3, *(transform.size or (23, 31)))
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
+@pytest.mark.parametrize("batch", [torch.zeros(3, 40, 40, dtype=torch.uint8), torch.zeros(1, 3, 40, 40).int(), [1]])
+def test_what_is_no_batch_of_images_is_refused(transform: Transform, batch):
+    with pytest.raises(InvalidOption, match=r"Cannot transform a batch: .* uint8 or floating tensor"):
+        transform(batch)
+
+
+def test_an_image_that_is_too_small_is_refused():
+    with pytest.raises(InvalidOption, match=r"an image of 23x31 with padding .* at least 40x20 with its padding"):
+        RandomCrop((40, 20), padding=(0, 8))(images())
+
+
+def test_bytes_cannot_be_filled_with_what_is_no_byte():
+    for fill in (-1, 256, 0.5):
+        with pytest.raises(InvalidOption, match=r"fill=.* and uint8 images"):
+            RandomCrop(8, padding=2, fill=fill)(images())
+        assert RandomCrop((27, 35), padding=2, fill=fill)(images().float())[0, 0, 0, 0] == fill
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: type(transform).__name__)
+def test_a_gpu_gives_what_the_cpu_gives(transform):
+    batch = images(40, 3, 64, 72)
+    got = transform.apply(batch.cuda(), None, draws(40))[0]
+    assert got.device.type == "cuda"
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    expected = transform.apply(batch, None, draws(40))[0]
+    assert (got.cpu().int() - expected.int()).abs().max() <= int(transform.resizes)

@@ -1,0 +1,462 @@
+"""`Loader`: the data set's own rows in batches that stay valid, resumed at any sample, with nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from contract import StreamContract, make_pack
+from torch import Tensor
+
+from colabkit.augment import Normalize, PerBatch
+from colabkit.errors import InvalidOption, LoaderFailed
+from colabkit.foundation import meters
+from colabkit.foundation.permutation import epoch_order
+from colabkit.loading.loader.api import Loader
+from colabkit.loading.loader.slots import RecycledSlots
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.packed import PackedDataset
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packs")
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> PackedDataset:
+    """Return 22 samples of 4x3x3."""
+    return open_pack(make_pack(folder / "data.h5", train=22))["train"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    if loader_threads():
+        gc.collect()  # a failed test keeps its iterators alive in its traceback
+    assert loader_threads() == []
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+
+
+def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
+    images, labels = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def rows(data: PackedDataset, order: np.ndarray | slice) -> Tensor:
+    return data.rows[order].permute(0, 3, 1, 2)
+
+
+def fails_at(number: int) -> Callable[[Tensor], Tensor]:
+    calls = iter(range(10**6))
+
+    def transform(images: Tensor) -> Tensor:
+        if next(calls) == number:
+            raise ValueError("planned")
+        return images
+
+    return transform
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True, "seed": 5},
+        {"shuffle": True, "drop_last": True},
+        {"shuffle": True, "prefetch_batches": 1},
+        {"shuffle": True, "prefetch_batches": 9},
+        {"shuffle": True, "transform": Normalize()},
+    ],
+    ids=lambda options: "-".join(options) or "in_order",
+)
+class TestLoaderStream(StreamContract):
+    @pytest.fixture(autouse=True)
+    def _stream_of(self, data, options):
+        self.data, self.options = data, options
+        self.dropped = 2 if "drop_last" in options else 0
+
+    def make(self, fail_at=None):
+        options = dict(self.options)
+        if fail_at is not None:
+            inner, fail = options.get("transform", lambda images: images), fails_at(fail_at)
+            options["transform"] = lambda images: fail(inner(images))
+        return Loader(self.data, 4, **options)
+
+    def samples(self, batch):
+        images, labels = batch
+        return [(image.numpy().tobytes(), int(label)) for image, label in zip(images, labels, strict=True)]
+
+    def everything(self):
+        transform = self.options.get("transform", lambda images: images)
+        return self.samples((transform(rows(self.data, slice(None))), self.data.labels))
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 3), (3, 3, 1), (1, 1, 1), (1, 1, 2), (9, 11, 3), (32, 32, 3), (16, 20, 1)])
+@pytest.mark.parametrize("dtype", ["|u1", "<i2", "<f4", "<f8"])
+def test_batches_are_the_rows_of_the_data_set_for_any_size_and_dtype(tmp_path, shape, dtype):
+    data = open_pack(make_pack(tmp_path / "p.h5", shape, dtype, train=11))["train"]
+    loader = Loader(data, 4, shuffle=True, seed=3)
+    images, labels = epoch(loader)
+    order = epoch_order(11, 3, 0, 0, 11)
+    assert images.dtype == torch.from_numpy(np.empty(0, dtype)).dtype
+    assert torch.equal(images, rows(data, order))
+    assert torch.equal(labels, data.labels[order])
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"),
+    [(1, False), (4, False), (22, False), (23, False), (1000, False), (4, True), (22, True)],
+)
+def test_batches_have_the_promised_count_shape_and_memory_format(data, batch_size, drop_last):
+    loader = Loader(data, batch_size, drop_last=drop_last)
+    batches = list(loader)
+    sizes = [batch_size] * (22 // batch_size) + [22 % batch_size] * bool(22 % batch_size and not drop_last)
+    assert [len(labels) for _, labels in batches] == sizes
+    assert len(loader) == len(batches)
+    for images, labels in batches:
+        assert tuple(images.shape) == (len(labels), 3, 4, 3)
+        assert (images.dtype, labels.dtype, images.device.type) == (torch.uint8, torch.int64, "cpu")
+        assert images.is_contiguous(memory_format=torch.channels_last)
+    if batches:
+        assert torch.equal(torch.cat([images for images, _ in batches]), rows(data, slice(sum(sizes))))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own(data):
+    orders = [epoch(loader)[0] for seed in (0, 1) for loader in [Loader(data, 5, shuffle=True, seed=seed)] * 3]
+    for number, order in enumerate(orders):
+        assert all(not torch.equal(order, other) for other in orders[:number])
+
+
+def test_batch_size_prefetch_and_threads_do_not_change_the_order(data):
+    expected = epoch(Loader(data, 1, shuffle=True, seed=2))[0]
+    for batch_size, prefetch in ((3, None), (7, 1), (22, 2), (2, 30)):
+        loader = Loader(data, batch_size, shuffle=True, seed=2, prefetch_batches=prefetch)
+        assert torch.equal(epoch(loader)[0], expected)
+
+
+def test_buffers_are_used_again_when_their_batches_are_gone(data, monkeypatch):
+    made: list[int] = []
+    counted = SimpleNamespace(uint8=np.uint8, empty=lambda *a: made.append(1) or np.empty(*a))
+    monkeypatch.setattr("colabkit.loading.loader.slots.np", counted)
+    loader = Loader(data, 2, shuffle=True, prefetch_batches=2)
+    epoch_of_pointers = [{images.untyped_storage().data_ptr() for images, _ in loader} for _ in range(20)]
+    assert len(set.union(*epoch_of_pointers)) <= 6
+    assert 1 <= len(made) <= 6
+
+
+def test_a_buffer_comes_back_only_when_the_last_tensor_over_it_is_gone():
+    slots = RecycledSlots(64, keep=2)
+    lent = slots.lend(64)
+    first, view = lent.data_ptr(), lent.view(8, 8)[3:5].numpy()[:, :2]
+    del lent
+    assert slots.lend(64).data_ptr() != first
+    del view
+    gc.collect()
+    assert first in {slots.lend(10).data_ptr() for _ in range(2)}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 22, 40])
+def test_resume_with_another_batch_size_goes_on_at_the_same_sample(data, batch_size):
+    reference = Loader(data, 4, shuffle=True, seed=9)
+    expected = torch.cat([epoch(reference)[0] for _ in range(2)])
+    for stop in range(6):
+        loader = Loader(data, 4, shuffle=True, seed=9)
+        before = [images.clone() for _, (images, _) in zip(range(stop), loader, strict=False)]
+        after = Loader(data, batch_size, shuffle=True, seed=9)
+        after.load_state_dict(loader.state_dict())
+        got = torch.cat([*before, epoch(after)[0], epoch(after)[0]])
+        assert torch.equal(got, expected)
+
+
+def test_a_state_carries_the_permutation_and_not_only_the_position(data):
+    loader = Loader(data, 4, shuffle=True, seed=77)
+    list(loader)
+    next(iter(loader))
+    other = Loader(data, 4)
+    other.load_state_dict(loader.state_dict())
+    assert torch.equal(epoch(other)[0], rows(data, epoch_order(22, 77, 1, 4, 22)))
+    assert torch.equal(epoch(other)[0], rows(data, epoch_order(22, 77, 2, 0, 22)))
+
+
+def test_a_state_of_other_data_or_of_another_version_is_refused(tmp_path, data):
+    state = Loader(data, 4).state_dict()
+    other = Loader(open_pack(make_pack(tmp_path / "p.h5", seed=12, train=22))["train"], 4)
+    with pytest.raises(InvalidOption, match="another data set"):
+        other.load_state_dict(state)
+    for version in ({}, {**state, "version": 1}):
+        with pytest.raises(InvalidOption, match="version"):
+            Loader(data, 4).load_state_dict(version)
+
+
+@pytest.mark.parametrize("drop", ["fingerprint", "order", "order_seed", "seed", "epoch", "samples"])
+def test_a_state_that_lacks_something_is_refused_and_changes_nothing(data, drop):
+    state = Loader(data, 4, shuffle=True, seed=5).state_dict()
+    del state[drop]
+    loader = Loader(data, 4)
+    before = loader.state_dict()
+    with pytest.raises(InvalidOption, match=drop):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+def test_set_epoch_chooses_the_order_and_keeps_a_position_loaded_for_that_epoch(data):
+    loader = Loader(data, 4, shuffle=True)
+    for number in (5, 0, 5):
+        loader.set_epoch(number)
+        assert torch.equal(epoch(loader)[0], rows(data, epoch_order(22, 0, number, 0, 22)))
+    loader.set_epoch(3)
+    next(iter(loader))
+    resumed = Loader(data, 4, shuffle=True)
+    resumed.load_state_dict(loader.state_dict())
+    resumed.set_epoch(3)
+    assert torch.equal(epoch(resumed)[0], rows(data, epoch_order(22, 0, 3, 4, 22)))
+    resumed.load_state_dict(loader.state_dict())
+    resumed.set_epoch(4)
+    assert torch.equal(epoch(resumed)[0], rows(data, epoch_order(22, 0, 4, 0, 22)))
+
+
+def test_no_thread_is_left_after_exhaustion_break_or_an_error_in_the_body(data):
+    loader = Loader(data, 2, prefetch_batches=4)
+    list(loader)
+    assert loader_threads() == []
+    for _ in loader:
+        assert len(loader_threads()) == 1
+        break
+    assert loader_threads() == []
+    running = iter(loader)
+    next(running)
+    del running
+    assert loader_threads() == []
+    with pytest.raises(ZeroDivisionError), closing(iter(loader)) as batches:
+        len(next(batches)[0]) / 0
+    assert loader_threads() == []
+    unused = iter(loader)
+    del unused
+    assert loader_threads() == []
+
+
+def test_functions_of_a_batch_so_marked_run_in_the_background(data):
+    seen: list[tuple[str, int]] = []
+
+    def transform(images: Tensor) -> Tensor:
+        seen.append((threading.current_thread().name, len(images)))
+        return images.float().neg_()
+
+    images, _ = epoch(Loader(data, 5, transform=PerBatch(transform)))
+    assert torch.equal(images, -rows(data, slice(None)).float())
+    assert sorted(size for _, size in seen) == [2, 5, 5, 5, 5]
+    assert all(name.startswith("colabkit-loader") for name, _ in seen)
+
+
+def test_an_error_in_a_transform_is_a_loader_error_with_its_cause(data):
+    with pytest.raises(
+        LoaderFailed, match=r"Cannot make a batch: samples 12 .* of epoch 0: ValueError: planned"
+    ) as caught:
+        list(Loader(data, 4, transform=fails_at(3)))
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_loader_that_failed_may_be_used_again(data):
+    loader = Loader(data, 4, transform=fails_at(3))
+    with pytest.raises(LoaderFailed):
+        list(loader)
+    assert torch.equal(epoch(loader)[0], rows(data, slice(None)))
+
+
+def test_a_waiting_user_is_told_of_and_may_interrupt(data):
+    gate = threading.Event()
+    waits: list[float] = []
+
+    def transform(images: Tensor) -> Tensor:
+        assert gate.wait(DEADLINE_S)
+        return images
+
+    def listen(event: meters.Event) -> None:
+        if isinstance(event, meters.Waiting):
+            waits.append(event.wait_s)
+            if len(waits) == 2:
+                gate.set()
+                signal.raise_signal(signal.SIGINT)
+
+    unsubscribe = meters.subscribe(listen)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(Loader(data, 4, transform=PerBatch(transform)))
+    finally:
+        gate.set()
+        unsubscribe()
+    assert len(waits) == 2
+    assert 0 < waits[0] < waits[1]
+
+
+def test_meters_add_up(data, heard):
+    loader = Loader(data, 4, transform=Normalize())
+    for _ in range(3):
+        list(loader)
+    for _ in loader:
+        break
+    found = loader.meters.snapshot()
+    assert (found.batches, found.samples) == (19, 70)
+    parts = {part.name: part for part in found.parts}
+    assert list(parts) == ["gather", "augment"]
+    for part in parts.values():
+        assert 70 <= part.samples <= 88
+        assert part.handled_bytes == part.samples * (36 + 8 * (part.name == "gather"))  # labels are gathered, too
+        assert part.busy_s > 0
+    assert 0 <= found.ready <= 19
+    assert min(found.wait_s, found.compute_s) > 0
+    assert found.copy_s == found.other_s == 0
+    assert (found.steps, found.passes) == (18, 4)
+    started = [event for event in heard if isinstance(event, meters.EpochStarted)]
+    assert [(event.epoch, event.batches, event.samples) for event in started] == [(n, 6, 22) for n in range(4)]
+    taken = [event for event in heard if isinstance(event, meters.BatchTaken)]
+    assert len(taken) == 19
+    assert all(event.meters is loader.meters for event in (*started, *taken))
+
+
+def test_a_resumed_epoch_says_what_is_left_of_it(data, heard):
+    loader = Loader(data, 4)
+    loader.load_state_dict({**loader.state_dict(), "samples": 10})
+    list(loader)
+    assert [(e.batches, e.samples) for e in heard if isinstance(e, meters.EpochStarted)] == [(3, 12)]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 8])
+def test_as_many_batches_as_asked_for_are_made_ahead_and_never_more(folder, prefetch):
+    path = folder / "long.h5"
+    data = open_pack(path if path.exists() else make_pack(path, train=60))["train"]
+    changed = threading.Condition()
+    asked, made, ahead = 1, 0, []
+
+    def transform(images: Tensor) -> Tensor:
+        nonlocal made
+        with changed:
+            made += 1
+            ahead.append(made - asked)
+            changed.notify_all()
+        return images
+
+    for _ in Loader(data, 2, transform=PerBatch(transform), prefetch_batches=prefetch, num_workers=1):
+        with changed:
+            # By the third batch as many are made as may be; before, groups grow, and inside of one less are ahead.
+            wanted = min(asked + (prefetch if asked == 3 else (prefetch + 1) // 2), 30)
+            assert changed.wait_for(lambda wanted=wanted: made >= wanted, DEADLINE_S)
+            asked += 1
+    assert made == 30
+    assert max(ahead) == prefetch
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "options"),
+    [
+        (0, {}),
+        (-3, {}),
+        (4, {"prefetch_batches": 0}),
+        (4, {"device": "no such device"}),
+        (4, {"device": "meta"}),
+        pytest.param(
+            4, {"device": "cuda"}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(data, batch_size, options):
+    with pytest.raises(InvalidOption, match="Cannot make a Loader"):
+        Loader(data, batch_size, **options)
+
+
+@pytest.mark.parametrize("what", [iter([1, 2, 3]), 5, "data.h5", None, {1, 2}])
+def test_what_has_no_length_and_index_is_no_data_set(what):
+    with pytest.raises(InvalidOption, match="a data set with a length and an index"):
+        Loader(what, 1)
+
+
+def test_its_text_says_what_it_yields(data):
+    assert "6 batches of 4, shuffled with seed 3, on cpu" in repr(Loader(data, 4, shuffle=True, seed=3))
+
+
+def test_keeping_the_labels_keeps_no_images(data):
+    loader = Loader(data, 4)
+    labels = [labels for _, labels in loader]
+    assert all(some.untyped_storage().nbytes() <= 8 * len(data) for some in labels)
+
+
+def test_closing_waits_for_one_transform_at_most(data):
+    entered, release, calls = threading.Event(), threading.Event(), []
+
+    def transform(images: torch.Tensor) -> torch.Tensor:
+        calls.append(len(images))
+        if len(calls) == 3:  # in the second group, of two batches
+            entered.set()
+            release.wait(30)
+        return images
+
+    batches = iter(Loader(data, 2, transform=PerBatch(transform), prefetch_batches=8, num_workers=1))
+    next(batches)
+    entered.wait(30)
+    threading.Timer(0.05, release.set).start()
+    batches.close()
+    made = len(calls)
+    assert made == 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": "4"},
+        {"batch_size": 4.0},
+        {"batch_size": True},
+        {"prefetch_batches": 2.5},
+        {"seed": None},
+        {"transform": 3},
+        {"batch_size": 23, "drop_last": True},
+        {"device": 99},
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused_at_once(data, options):
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        Loader(data, **{"batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_batches_that_come_may_be_looked_at_without_moving_on(taken):
+    loader, reference = (Loader(torch.arange(20), 4, shuffle=True, transform=torch.neg) for _ in range(2))
+    expected = [batch.tolist() for _ in range(2) for batch in reference]
+    running = iter(loader)
+    received = [next(running).tolist() for _ in range(taken)]
+    position = loader.state_dict()
+    assert [batch.tolist() for batch in loader.peek(2)] == expected[taken : min(taken + 2, 5)]
+    assert [batch.tolist() for batch in loader.peek(9)] == expected[taken:5]
+    assert loader.state_dict() == position
+    received += [batch.tolist() for batch in running]
+    assert received + [batch.tolist() for batch in loader] == expected
+    with pytest.raises(InvalidOption, match="batches=0"):
+        loader.peek(0)
+
+
+def test_a_look_aside_in_the_middle_of_a_pass_is_not_counted_and_nobody_is_told(data, heard):
+    loader = Loader(data, 4)
+    for number, _ in enumerate(loader):
+        loader.meters.clock.worked(0.0)
+        if number == 2:
+            clock, told = loader.meters.clock, len(heard)
+            loader.peek(2)
+            assert loader.meters.clock is clock
+            assert len(heard) == told
+    found = loader.meters.snapshot()
+    assert (found.batches, found.samples, found.passes, found.steps) == (6, 22, 1, 6)
+    assert found.compute_s == 0

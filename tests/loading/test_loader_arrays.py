@@ -1,0 +1,387 @@
+"""`Loader` over what is in memory, over packs with several fields, without labels, and over HDF5 files of others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from contract import StreamContract, seal_fields
+from torch.utils.data import TensorDataset
+from torchvision.transforms import v2
+
+from colabkit.augment import Compose, PerBatch, RandomHorizontalFlip
+from colabkit.errors import InvalidOption
+from colabkit.foundation.permutation import epoch_order
+from colabkit.loading.loader.api import Loader
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.packed import PackedDataset
+
+COUNT = 23
+RANDOM = np.random.default_rng(3)
+IMAGES = RANDOM.integers(0, 256, (COUNT, 6, 5, 3)).astype("|u1")
+LABELS = np.arange(COUNT) % 3
+
+
+def order_of(epoch: int = 0) -> np.ndarray:
+    return epoch_order(COUNT, 5, epoch, 0, COUNT)
+
+
+def loaded(dataset: Any, **options: Any) -> list[Any]:
+    """Return the batches of a shuffled epoch, of 4 samples."""
+    return list(Loader(dataset, 4, shuffle=True, seed=5, **options))
+
+
+def joined(batches: list[Any], place: Any) -> torch.Tensor:
+    return torch.cat([batch[place] for batch in batches])
+
+
+class TestLoaderStream(StreamContract):
+    def make(self, fail_at=None):
+        calls = iter(range(10**6))
+
+        def transform(rows):
+            if next(calls) == fail_at:
+                raise ValueError("planned")
+            return rows
+
+        arrays = {"x": torch.from_numpy(IMAGES), "y": LABELS}
+        return Loader(arrays, 4, shuffle=True, seed=2, transform=None if fail_at is None else transform)
+
+    def samples(self, batch):
+        return [(x.numpy().tobytes(), int(y)) for x, y in zip(batch["x"], batch["y"], strict=True)]
+
+    def everything(self):
+        return self.samples({"x": torch.from_numpy(IMAGES), "y": torch.from_numpy(LABELS)})
+
+
+@pytest.mark.parametrize("dtype", ["|u1", "|b1", "<i2", "<i8", "<f2", "<f4", "<f8", "<c8"])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2), (2, 3, 4, 5)])
+def test_an_array_or_a_tensor_alone_is_a_batch_of_its_rows(shape, dtype):
+    array = (RANDOM.normal(size=(COUNT, *shape)) * 50).astype(dtype)
+    expected = torch.from_numpy(array)[order_of()]
+    for rows in (array, torch.from_numpy(array)):
+        batches = loaded(rows)
+        assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 3]
+        assert torch.equal(torch.cat(batches), expected)
+        assert batches[0].dtype == expected.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_tensors_of_dtypes_that_numpy_lacks_load_too(dtype):
+    rows = torch.arange(COUNT * 3).view(COUNT, 3).to(dtype)
+    assert torch.equal(torch.cat(loaded(rows)), rows[order_of()])
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">i8", ">f4", ">c8"])
+def test_arrays_of_the_other_byte_order_come_as_numbers(dtype):
+    array = (RANDOM.normal(size=(COUNT, 4)) * 50).astype(dtype)
+    expected = torch.from_numpy(array.astype(dtype.replace(">", "<")))[order_of()]
+    batch = torch.cat(loaded(array))
+    assert torch.equal(batch, expected)
+    assert batch.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("mode", ["r", "c", "r+"])
+def test_memory_maps_load_as_they_lie(tmp_path, mode):
+    np.save(tmp_path / "rows.npy", IMAGES)
+    rows = np.load(tmp_path / "rows.npy", mmap_mode=mode)
+    batches = loaded(rows)
+    assert torch.equal(torch.cat(batches), torch.from_numpy(IMAGES)[order_of()])
+    batches[0].zero_()
+    assert np.array_equal(np.load(tmp_path / "rows.npy"), IMAGES)
+
+
+@pytest.mark.parametrize(
+    "arranged",
+    [
+        lambda array: array[::-1],
+        lambda array: array[:, ::2],
+        np.asfortranarray,
+        lambda array: np.broadcast_to(array[:1], array.shape),
+        lambda array: array.transpose(0, 3, 1, 2),
+    ],
+    ids=["reversed", "strided", "fortran", "broadcast", "transposed"],
+)
+def test_arrays_in_any_memory_order_give_their_values(arranged):
+    array = arranged(IMAGES)
+    expected = torch.from_numpy(np.ascontiguousarray(array))[order_of()]
+    assert torch.equal(torch.cat(loaded(array)), expected)
+
+
+def test_images_with_channels_last_in_memory_stay_so():
+    images = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
+    for tensor in (images, images.float()):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+        batches = loaded(tensor)
+        assert torch.equal(torch.cat(batches), tensor[order_of()])
+        assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+    batches = loaded(images.contiguous())
+    assert torch.equal(torch.cat(batches), images[order_of()])
+    assert all(batch.is_contiguous() for batch in batches)
+
+
+def test_writing_into_a_batch_changes_no_data():
+    rows = torch.arange(COUNT * 3).view(COUNT, 3)
+    for batch in Loader(rows, 4):
+        batch.zero_()
+    assert torch.equal(rows, torch.arange(COUNT * 3).view(COUNT, 3))
+
+
+def test_tensors_that_are_part_of_a_graph_come_without_it():
+    rows = torch.ones(COUNT, 3, requires_grad=True)
+    assert not any(batch.requires_grad for batch in loaded(rows * 2))
+
+
+@pytest.mark.parametrize(
+    ("structure", "places"),
+    [
+        (lambda x, y, z: (x, y, z), (0, 1, 2)),
+        (lambda x, y, z: (torch.from_numpy(x), y, torch.from_numpy(z)), (0, 1, 2)),
+        (lambda x, y, z: TensorDataset(*map(torch.from_numpy, (x, y, z))), (0, 1, 2)),
+        (lambda x, y, z: {"image": x, "label": torch.from_numpy(y), "more": z}, ("image", "label", "more")),
+    ],
+    ids=["tuple", "mixed tuple", "TensorDataset", "dict"],
+)
+def test_several_arrays_stay_together_in_their_structure(structure, places):
+    more = RANDOM.normal(size=(COUNT, 2, 4)).astype("<f4")
+    batches = loaded(structure(IMAGES, LABELS, more))
+    assert all(type(batch) is (dict if isinstance(places[0], str) else tuple) for batch in batches)
+    for place, array in zip(places, (IMAGES, LABELS, more), strict=True):
+        assert torch.equal(joined(batches, place), torch.from_numpy(array)[order_of()])
+    assert list(batches[0]) == list(places) if isinstance(batches[0], dict) else len(batches[0]) == 3
+
+
+def test_one_array_in_a_structure_keeps_it():
+    assert [type(batch) for batch in loaded((IMAGES,))] == [tuple] * 6
+    assert [type(batch) for batch in loaded(TensorDataset(torch.from_numpy(IMAGES)))] == [tuple] * 6
+    assert [list(batch) for batch in loaded({"x": IMAGES})] == [["x"]] * 6
+
+
+def test_fields_chooses_arrays_and_as_dict_names_them():
+    arrays = {"x": IMAGES, "y": LABELS, "z": LABELS * 2}
+    assert [list(batch) for batch in loaded(arrays, fields=["x", "z"], as_dict=True)] == [["x", "z"]] * 6
+    batches = loaded(arrays, fields=["x", "z"])
+    assert torch.equal(torch.cat([z for _, z in batches]), torch.from_numpy(LABELS * 2)[order_of()])
+    assert all(isinstance(batch, torch.Tensor) for batch in loaded(arrays, fields=["y"]))
+    assert [list(batch) for batch in loaded((IMAGES, LABELS), as_dict=True)] == [["0", "1"]] * 6
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        (lambda: (IMAGES, LABELS[:-1]), "0 of 23, 1 of 22"),
+        (lambda: {"x": IMAGES[:5], "y": LABELS}, "x of 5, y of 23"),
+        (lambda: (IMAGES, [1, 2]), "item 1 of a tuple is a list"),
+        (lambda: {"x": IMAGES, "y": "text"}, "'y' of a dict is a str"),
+        (lambda: (), "a tuple without arrays"),
+        (dict, "a dict without arrays"),
+        (lambda: np.array(3), "dense tensor"),
+        (lambda: torch.tensor(3.0), "dense tensor"),
+        (lambda: torch.eye(5).to_sparse(), "sparse"),
+        (lambda: np.array(["a", "b"]), "numbers that torch knows"),
+        (lambda: np.array([None, 1]), "numbers that torch knows"),
+        (lambda: np.empty((0, 3)), "at least one sample"),
+        (lambda: torch.empty(0), "at least one sample"),
+        (lambda: np.zeros(4, [("a", "i4")]), "numbers that torch knows"),
+        (lambda: np.zeros(4, "M8[s]"), "numbers that torch knows"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_in_one_line(dataset: Callable[[], Any], said):
+    with pytest.raises(InvalidOption, match=f"Cannot make a Loader: .*{said}") as caught:
+        Loader(dataset(), 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_state_of_other_arrays_is_refused_and_one_of_equal_arrays_taken():
+    loader = Loader((IMAGES, LABELS), 4, shuffle=True)
+    next(iter(loader))
+    state = loader.state_dict()
+    Loader((torch.from_numpy(IMAGES.copy()), LABELS.copy()), 4, shuffle=True).load_state_dict(state)
+    for other in ((IMAGES[:-1], LABELS[:-1]), (255 - IMAGES, LABELS), (IMAGES.astype("<f4"), LABELS)):
+        with pytest.raises(InvalidOption, match="another data set"):
+            Loader(other, 4, shuffle=True).load_state_dict(state)
+
+
+WAYS = {  # each of which asks for rows at once, or for samples one by one
+    "rows": {},
+    "transform of samples": {"transform": v2.RandomHorizontalFlip()},
+    "collate_fn": {"collate_fn": torch.utils.data.default_collate},
+}
+
+
+@pytest.mark.parametrize("kind", ["alone", "tuple", "dict", "TensorDataset", "every second one"])
+def test_a_state_of_arrays_is_of_their_content_in_any_way_to_batches(kind):
+    def made(images: Any, labels: Any) -> Any:
+        tensors = torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)
+        return {
+            "alone": tensors[0],
+            "tuple": tensors,
+            "dict": {"image": tensors[0], "label": tensors[1]},
+            "TensorDataset": TensorDataset(*tensors),
+            "every second one": tuple(tensor[::2] for tensor in tensors),
+        }[kind]
+
+    def stream(data: Any, way: str) -> Loader:
+        return Loader(data, 4, shuffle=True, num_workers=0, **WAYS[way])
+
+    states = {}
+    for way in WAYS:
+        loader = stream(made(IMAGES, LABELS), way)
+        next(iter(loader))
+        states[way] = loader.state_dict()
+    for one, other in itertools.product(WAYS, repeat=2):
+        stream(made(IMAGES.copy(), LABELS.copy()), one).load_state_dict(states[other])
+        for data in (made(255 - IMAGES, LABELS), made(IMAGES[:-2], LABELS[:-2])):
+            with pytest.raises(InvalidOption, match=r"another data set.*\. Pass the arrays it was taken with"):
+                stream(data, one).load_state_dict(states[other])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array(["a", "b", "c"]),
+        np.array([None, "b", {}], object),
+        np.zeros(3, ">i2"),
+        torch.eye(3).to_sparse(),
+        torch.eye(3, dtype=torch.complex64).conj(),
+        torch.eye(3, dtype=torch.bfloat16).requires_grad_(),
+    ],
+    ids=["texts", "objects", "other byte order", "sparse", "conjugated", "with a gradient"],
+)
+def test_arrays_of_any_kind_are_taken_sample_by_sample_and_resumed(values):
+    def stream() -> Loader:
+        return Loader((values, torch.arange(3)), 1, collate_fn=lambda samples: samples, num_workers=0)
+
+    loader = stream()
+    ((_, label),) = next(iter(loader))
+    again = stream()
+    again.load_state_dict(loader.state_dict())
+    assert [int(label), *(int(label) for ((_, label),) in again)] == [0, 1, 2]
+
+
+@pytest.fixture
+def everything(tmp_path: Path) -> PackedDataset:
+    """Return samples with fields of every kind."""
+    fields = {
+        "X": {"train": IMAGES},
+        "Y": {"train": LABELS},
+        "Z": {"train": RANDOM.normal(size=(COUNT, 2, 4)).astype("<f4")},
+        "caption": {"train": [f"Größe {number}".encode() for number in range(COUNT)]},
+        "raw": {"train": [bytes(range(number)) for number in range(COUNT)]},
+        "age": {"train": np.arange(COUNT, dtype="<i2")},
+        "code": {"train": np.array([f"é{number}".encode() for number in range(COUNT)], "S4")},
+    }
+    contents = {"X": "image", "Z": "array", "caption": "text", "raw": "bytes", "age": "array", "code": "text"}
+    path = seal_fields(tmp_path / "all.h5", fields, contents, "class", tables=("age", "code"))
+    return open_pack(path)["train"]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_further_fields_of_a_pack_follow_in_its_order(everything, is_view):
+    data = everything.subset(range(COUNT - 1, -1, -1)) if is_view else everything
+    for as_dict in (False, True):
+        position = 0
+        for batch in Loader(data, 4, shuffle=True, seed=5, as_dict=as_dict):
+            values = batch if as_dict else dict(zip(data.fields, batch, strict=True))
+            size = len(values["Y"])
+            expected = dict(zip(data.fields, data[order_of()[position : position + size]], strict=True))
+            position += size
+            assert list(values) == list(data.fields)
+            for name, value in values.items():
+                if isinstance(expected[name], torch.Tensor):
+                    assert torch.equal(value, expected[name]), name
+                    assert value.dtype == expected[name].dtype, name
+                else:
+                    assert value == expected[name], name
+        assert position == COUNT
+
+
+def test_fields_of_a_pack_are_chosen_by_name(everything):
+    batches = loaded(everything, fields=["X", "caption"])
+    assert [caption for _, captions in batches for caption in captions] == [f"Größe {n}" for n in order_of()]
+    assert torch.equal(torch.cat([x for x, _ in batches]), everything[order_of()][0])
+    assert torch.equal(torch.cat(loaded(everything, fields=["age"])), torch.from_numpy(order_of()).short())
+    assert list(loaded(everything, fields=("Y", "age"), as_dict=True)[0]) == ["Y", "age"]
+
+
+@pytest.mark.parametrize("fields", [["nothing"], [], "X", ["X", "X"], ["X", "y"], ["X", 1], 3])
+def test_fields_that_are_not_there_are_refused_with_those_that_are(everything, fields):
+    with pytest.raises(InvalidOption, match="some of X, Y, Z, caption, raw, age, code"):
+        Loader(everything, 4, fields=fields)
+
+
+def test_fields_come_in_the_order_in_which_they_are_named(everything):
+    expected = loaded(everything, as_dict=True, transform=lambda images: images.float())
+    for fields in (["caption", "X"], ["Y", "age", "X"], ["age", "Y"]):
+        transform = None if "X" not in fields else lambda images: images.float()
+        tuples = loaded(everything, fields=fields, transform=transform)
+        dicts = loaded(everything, fields=fields, transform=transform, as_dict=True)
+        for whole, some, named in zip(expected, tuples, dicts, strict=True):
+            assert list(named) == fields
+            for name, value in zip(fields, some, strict=True):
+                for found in (value, named[name]):
+                    is_text = isinstance(found, list)
+                    assert found == whole[name] if is_text else torch.equal(found, whole[name])
+
+
+def test_a_pack_without_labels_gives_the_images_alone(tmp_path):
+    fields = {"X": {"train": IMAGES}}
+    data = open_pack(seal_fields(tmp_path / "u.h5", fields, {"X": "image"}, "none"))["train"]
+    batches = loaded(data)
+    assert torch.equal(torch.cat(batches), data[order_of()])
+    assert loaded(data, transform=lambda images: images.float())[0].dtype == torch.float32
+    assert [list(batch) for batch in loaded(data, as_dict=True)] == [["X"]] * 6
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize(
+    "stored",
+    [{}, {"chunks": (4, 6, 5, 3)}, {"chunks": (7, 3, 5, 1), "compression": "gzip", "shuffle": True}],
+    ids=["contiguous", "chunked", "gzip"],
+)
+def test_hdf5_files_of_others_load_mapped_or_through_hdf5(tmp_path, stored, is_view):
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file.create_dataset("images", data=IMAGES, **stored)
+        file.create_dataset("labels", data=LABELS)
+    data = open_pack(tmp_path / "theirs.h5", x="images", y="labels")["train"]
+    expected = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
+    if is_view:
+        data = data.subset(range(COUNT - 1, -1, -1))
+        expected = expected.flip(0)
+    loader = Loader(data, 4, shuffle=True, seed=5)
+    for epoch in range(2):
+        batches = list(loader)
+        assert torch.equal(joined(batches, 0), expected[order_of(epoch)])
+        assert torch.equal(joined(batches, 1), data.labels[order_of(epoch)])
+    batches = loaded(data, transform=lambda images: images.float() / 255)
+    assert torch.equal(joined(batches, 0), expected[order_of()].float() / 255)
+
+
+def test_a_list_of_arrays_is_no_tuple_of_fields():
+    with pytest.raises(InvalidOption, match=r"a list of 2 arrays.*\. Pass a tuple: \(images, labels\)"):
+        Loader([torch.rand(100, 5), torch.arange(100)], 16)
+
+
+def halves(images: torch.Tensor) -> torch.Tensor:
+    return images / 2
+
+
+def test_images_with_their_channels_last_are_refused_where_a_transform_would_mistake_them(tmp_path):
+    images = np.zeros((4, 8, 6, 3), np.uint8)
+    with pytest.raises(InvalidOption, match=r"channels come last.*torch\.as_tensor\(images\)\.permute\(0, 3, 1"):
+        Loader(images, 2, transform=RandomHorizontalFlip())
+    stored = open_pack(seal_fields(tmp_path / "p.h5", {"X": {"train": images}}, {"X": "array"}, "none"))["train"]
+    with pytest.raises(InvalidOption, match=r"channels come last.*Begin it with PerBatch"):
+        Loader(stored, 2, transform=RandomHorizontalFlip())
+    turned = torch.from_numpy(images).permute(0, 3, 1, 2)
+    assert next(iter(Loader(turned, 2, transform=RandomHorizontalFlip()))).shape == (2, 3, 8, 6)
+    assert next(iter(Loader(images, 2))).shape == (2, 8, 6, 3)
+    assert next(iter(Loader(images, 2, transform=halves))).shape == (2, 8, 6, 3)
+    turns = Compose([PerBatch(lambda batch: batch.permute(0, 3, 1, 2)), RandomHorizontalFlip()])
+    assert next(iter(Loader(images, 2, transform=turns))).shape == (2, 3, 8, 6)

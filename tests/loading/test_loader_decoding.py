@@ -1,0 +1,229 @@
+"""Packs of encoded images in `Loader`: as the decoder gives them, at a size, cut, and what becomes of bad ones."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packed_files import packed, photos
+from pictures import AGREEMENT, exif, photo, saved
+from PIL import Image
+from torch import Tensor
+
+from colabkit.augment import (
+    CenterCrop,
+    Compose,
+    Draws,
+    Normalize,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Transform,
+)
+from colabkit.errors import BadImage, InvalidOption
+from colabkit.loading.loader.api import Loader
+from colabkit.packs.dataset.files import FileDataset
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs.decode.images import decode_image
+
+KINDS: dict[str, dict[str, Any]] = {
+    "baseline": {"format": "JPEG"},
+    "progressive": {"format": "JPEG", "progressive": True},
+    "grey": {"format": "JPEG", "mode": "L"},
+    "CMYK": {"format": "JPEG", "mode": "CMYK"},
+    "turned": {"format": "JPEG", "exif": exif(6)},
+    "png": {"format": "PNG"},
+    "palette": {"format": "PNG", "mode": "P"},
+    "webp": {"format": "WEBP"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-")]
+
+
+def file_of(kind: str, pixels: np.ndarray) -> bytes:
+    """Return an image file of a kind."""
+    options = dict(KINDS[kind])
+    form, mode = options.pop("format"), options.pop("mode", "RGB")
+    return saved(Image.fromarray(pixels).convert(mode), form, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return files of all kinds, 40x56 pixels when upright, in three classes."""
+    root = tmp_path_factory.mktemp("kinds")
+    for number, kind in enumerate([*KINDS, "baseline", "png", "grey", "progressive"]):
+        place = root / "files" / "abc"[number % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = photo(*((56, 40) if kind == "turned" else (40, 56)), seed=number)
+        suffix = "jpg" if KINDS[kind]["format"] == "JPEG" else KINDS[kind]["format"].lower()
+        (place / f"{number:02d} {kind}.{suffix}").write_bytes(file_of(kind, pixels))
+    return root
+
+
+@pytest.fixture(scope="module")
+def sized(folder: Path) -> dict[str, PackedDataset]:
+    """Return packs of these files by how they are stored."""
+    return {
+        encoding: open_pack(packed(folder / "files", folder / f"{encoding}.h5", encoding=encoding))["train"]
+        for encoding in ("source", "jpeg", "raw")
+    }
+
+
+def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
+    images, labels = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def one_by_one(data: Any, count: int | None = None) -> Tensor:
+    return torch.stack([data[number][0] for number in range(count or len(data))])
+
+
+def applied(transform: Transform, images: Tensor, seed: int = 0, epoch: int = 0) -> Tensor:
+    """Return what a transform makes of a whole batch."""
+    return transform.apply(images, None, Draws(seed, epoch, np.arange(len(images))))[0]
+
+
+def distance(one: Tensor, other: Tensor) -> int:
+    assert one.shape == other.shape
+    return int((one.int() - other.int()).abs().max())
+
+
+@pytest.mark.parametrize("encoding", ["source", "jpeg"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_encoded_packs_come_as_the_decoder_gives_them(sized, encoding, workers):
+    data = sized[encoding]
+    images, labels = epoch(Loader(data, 5, num_workers=workers))
+    expected = torch.stack(
+        [torch.from_numpy(decode_image(data.encoded(n)).copy()).permute(2, 0, 1) for n in range(len(data))]
+    )
+    assert torch.equal(images, expected)
+    assert torch.equal(labels, data.labels)
+    assert images[:5].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_shuffled_images_keep_their_labels(sized):
+    loader = Loader(sized["source"], 5, shuffle=True, num_workers=3)
+    plain = one_by_one(sized["source"])
+    for _ in range(2):
+        images, labels = epoch(loader)
+        places = [next(n for n in range(12) if torch.equal(plain[n], image)) for image in images]
+        assert sorted(places) == list(range(12))
+        assert places != sorted(places)
+        assert torch.equal(labels, sized["source"].labels[places])
+
+
+@pytest.mark.parametrize("size", [24, (17, 30), (80, 90)])
+def test_a_size_gives_what_packing_at_that_size_gives(folder, sized, tmp_path, size):
+    expected = open_pack(packed(folder / "files", tmp_path / "p.h5", size=size))["train"].rows.permute(0, 3, 1, 2)
+    for data in (sized["source"], FileDataset(folder / "files")):
+        loader = Loader(data, 5, size=size, num_workers=2)
+        assert torch.equal(epoch(loader)[0], expected)
+        assert torch.equal(epoch(loader)[0], expected)
+
+
+@pytest.mark.parametrize("encoding", ["source", "raw"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        RandomResizedCrop(30),
+        Compose([RandomResizedCrop((24, 32), scale=(0.3, 1.0)), RandomHorizontalFlip()]),
+        Compose([RandomCrop(24, padding=6, fill=9), RandomHorizontalFlip()]),
+        CenterCrop(50),
+        RandomHorizontalFlip(),
+        Compose([RandomResizedCrop(30), Normalize((0.5,), (0.25,))]),
+    ],
+    ids=repr,
+)
+def test_a_transform_gives_what_it_makes_of_whole_batches(sized, encoding, transform):
+    data = sized[encoding]
+    loader = Loader(data, 5, transform=transform, seed=7, num_workers=3)
+    for number in range(2):
+        found = epoch(loader)[0]
+        expected = applied(transform, one_by_one(data), 7, number)
+        if found.dtype == torch.uint8:
+            assert distance(found, expected) <= AGREEMENT
+        else:
+            assert (found - expected).abs().max() <= 1.01 * AGREEMENT / 255 / 0.25
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_same_sample_is_cut_alike_by_any_number_of_threads_and_in_any_batch(sized, workers):
+    transform = Compose([RandomResizedCrop(16), RandomHorizontalFlip()])
+    expected = epoch(Loader(sized["source"], 4, shuffle=True, seed=3, transform=transform, num_workers=2))[0]
+    for batch_size in (1, 5, 12):
+        loader = Loader(sized["source"], batch_size, shuffle=True, seed=3, transform=transform, num_workers=workers)
+        assert torch.equal(epoch(loader)[0], expected)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize(("grain", "mean", "worst", "most"), [(0, 1.5, 2.5, 12), (60, 2.0, 3.0, 20)])
+def test_large_photos_are_divided_while_they_are_decoded_within_bounds(tmp_path, progressive, grain, mean, worst, most):
+    random = np.random.default_rng(1)
+    for number in range(6):
+        pixels = photo(900, 1200, seed=number) + random.integers(-grain, grain + 1, (900, 1200, 3))
+        data = saved(np.clip(pixels, 0, 255).astype(np.uint8), "JPEG", quality=92, progressive=progressive)
+        (tmp_path / f"{number}.jpg").write_bytes(data)
+    files = FileDataset(tmp_path, labels=lambda _: 0)
+    whole = one_by_one(files)
+    for transform in (RandomResizedCrop(64, scale=(0.1, 1.0)), RandomResizedCrop(112, scale=(0.3, 1.0))):
+        found = epoch(Loader(files, 4, transform=transform, num_workers=2))[0]
+        difference = (found.int() - applied(transform, whole).int()).abs().float()
+        assert difference.mean() < mean
+        assert difference.mean((1, 2, 3)).max() < worst
+        assert difference.max() <= most
+
+
+def test_boxes_high_up_in_large_photos_are_those_of_the_whole(tmp_path):
+    photos(tmp_path / "large", 4, (500, 400), quality=92)
+    data = FileDataset(tmp_path / "large")
+    transform = RandomResizedCrop(200, scale=(0.1, 0.3))
+    found = epoch(Loader(data, 5, transform=transform))[0]
+    assert distance(found, applied(transform, one_by_one(data))) <= AGREEMENT
+
+
+def test_images_of_several_sizes_are_cut_to_one(tmp_path):
+    photos(tmp_path / "f", 2, (40, 50))
+    (tmp_path / "f" / "bees" / "000.jpg").write_bytes(saved(photo(61, 37), "JPEG"))
+    (tmp_path / "f" / "cats" / "001.jpg").write_bytes(saved(photo(90, 33), "JPEG", exif=exif(6)))
+    data, transform = FileDataset(tmp_path / "f"), Compose([RandomResizedCrop(45), RandomHorizontalFlip()])
+    found = epoch(Loader(data, 4, transform=transform, num_workers=2))[0]
+    for number, (image, _) in enumerate(data):
+        draws = Draws(0, 0, np.array([number]))
+        assert distance(found[number : number + 1], transform.apply(image[None], None, draws)[0]) <= AGREEMENT
+
+
+def test_images_of_several_sizes_without_a_size_are_one_clear_error(tmp_path):
+    photos(tmp_path / "f", 2)
+    (tmp_path / "f" / "bees" / "001.jpg").write_bytes(saved(photo(30, 37), "JPEG"))
+    loader = Loader(FileDataset(tmp_path / "f"), 2)
+    with pytest.raises(BadImage, match=r"Cannot decode 'bees/001\.jpg' of .*37x30.*32x24.*Give size=, or"):
+        list(loader)
+    data = open_pack(packed(tmp_path / "f", tmp_path / "p.h5", encoding="source"))["train"]
+    with pytest.raises(BadImage, match=r"Cannot decode train\[3\] of .*p\.h5.*Give size="):
+        list(Loader(data, 2))
+
+
+@pytest.mark.parametrize("fill", [0.5, 300])
+@pytest.mark.parametrize("encoding", ["raw", "source"])
+def test_a_border_that_is_no_byte_is_refused_before_training(sized, encoding, fill):
+    crop = RandomCrop(8, padding=4, fill=fill)
+    with pytest.raises(InvalidOption, match=rf"fill={fill} and uint8 images, a whole number from 0 to 255"):
+        list(Loader(sized[encoding], 2, transform=crop))
+
+
+@pytest.mark.parametrize("option", [{"size": 8}, {"on_bad": "skip"}])
+def test_options_of_decoding_are_refused_where_nothing_is_decoded(sized, option):
+    with pytest.raises(InvalidOption, match=r"(size|on_bad)=.* for (images|samples) that .*Leave (size|on_bad)= out"):
+        Loader(sized["raw"], 2, **option)

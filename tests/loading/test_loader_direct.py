@@ -1,0 +1,228 @@
+"""Rows gathered where they are asked for: their memory is used again exactly when nobody can see it any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack
+from torch import Tensor
+
+from colabkit.loading.loader import direct, threaded
+from colabkit.loading.loader.api import Loader
+from colabkit.loading.loader.direct import DirectRows
+from colabkit.loading.loader.gather import RowGather
+from colabkit.packs.dataset.pack import open_pack
+
+WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda images: images,
+    "a view": lambda images: images[3:],
+    "a view of a view": lambda images: images[3:].flatten(1)[:, 5:].t(),
+    "another type": lambda images: images.permute(0, 2, 3, 1).view(torch.int8),
+    "NumPy": lambda images: images.numpy()[2:],
+    "storage": lambda images: images.untyped_storage(),
+    "a graph": lambda images: images.float().requires_grad_().mul(images),
+}
+
+
+def content(held: Any) -> bytes:
+    """Return the bytes that something shows."""
+    if isinstance(held, torch.UntypedStorage):
+        held = torch.empty(0, dtype=torch.uint8).set_(held)
+    if isinstance(held, Tensor) and held.grad_fn is not None:
+        (held.sum()).backward(retain_graph=True)
+        held = held.detach()
+    return np.asarray(held).tobytes()
+
+
+@pytest.fixture
+def small_gathers(monkeypatch):
+    """Gather two batches of 32 at once."""
+    monkeypatch.setattr(direct, "_GATHERED_BYTES", 2 * 32 * 16 * 16 * 3)
+
+
+@pytest.fixture
+def images(tmp_path):
+    return open_pack(make_pack(tmp_path / "p.h5", (16, 16, 3), train=1000))["train"]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_HOLD)
+def test_what_is_held_of_a_batch_never_changes(images, small_gathers, way):
+    kept = []
+    for number, (batch, _) in enumerate(Loader(images, 32, shuffle=True)):
+        if number % 3 == 0:
+            held = WAYS_TO_HOLD[way](batch)
+            kept.append((held, content(held)))
+    assert len(kept) > 5
+    for held, before in kept:
+        assert content(held) == before
+
+
+def test_two_buffers_take_turns_when_batches_are_let_go_of(images, small_gathers):
+    loader = Loader(images, 32, shuffle=True)
+    for _ in range(3):
+        places = {batch.untyped_storage().data_ptr() for batch, _ in loader}
+        assert len(places) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 63, 64, 65, 700])
+@pytest.mark.parametrize("batch_size", [1, 16, 32, 64, 1000])
+def test_every_sample_comes_once_whatever_is_gathered_at_once(images, small_gathers, count, batch_size):
+    loader = Loader(images.subset(range(count)), batch_size, shuffle=True)
+    for epoch in range(2):
+        found = [(batch.clone(), labels) for batch, labels in loader]
+        order = torch.from_numpy(loader._position.pure_order.indices(epoch, 0, count))
+        assert torch.equal(torch.cat([batch for batch, _ in found]), images.rows[order].permute(0, 3, 1, 2))
+        assert torch.equal(torch.cat([labels for _, labels in found]), images.labels[:count][order])
+        assert {len(batch) for batch, _ in found[:-1]} <= {batch_size}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64, torch.int16])
+@pytest.mark.parametrize("shape", [(300,), (10, 40), (12, 12, 3)])
+def test_rows_of_any_type_and_shape_come_as_they_are(dtype, shape):
+    rows = torch.randn(50, *shape).to(dtype)
+    found = torch.cat([batch.clone() for batch in Loader(rows, 8)])
+    assert found.dtype == dtype
+    expected = rows if rows.ndim < 4 or dtype != torch.uint8 else rows.permute(0, 3, 1, 2)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.uint64, torch.complex128, torch.bits8]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (5, 2)])
+def test_small_rows_come_as_they_are_even_of_types_that_torch_cannot_index(dtype, shape):
+    content = torch.randint(0, 256, (20, *shape, dtype.itemsize), dtype=torch.uint8)
+    rows = content.view(-1).view(dtype).view(20, *shape)
+    found = [batch.reshape(-1) for batch in Loader(rows, 8)]
+    assert {batch.dtype for batch in found} == {dtype}
+    assert torch.equal(torch.cat([batch.view(torch.uint8) for batch in found]), content.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(600,), (20, 40), (12, 12, 3)])
+def test_a_buffer_of_any_type_is_used_again_as_soon_as_it_is_let_go_of(dtype, shape):
+    rows = torch.randint(0, 2, (64, *shape)).to(dtype)
+    slots = direct._Slots(RowGather([rows], None, are_images=len(shape) == 3), 32)
+
+    def gathered(start: int) -> Tensor:
+        return slots.gather(torch.arange(start, start + 32), (32,))[0]
+
+    first = gathered(0)
+    place, part = first.untyped_storage().data_ptr(), first[3:5]
+    del first
+    assert gathered(0).untyped_storage().data_ptr() != place
+    assert torch.equal(part.contiguous().view(torch.uint8), gathered(0)[3:5].contiguous().view(torch.uint8))
+    del part
+    assert gathered(32).untyped_storage().data_ptr() == place
+
+
+def test_few_buffers_are_remembered_when_the_user_holds_all_batches(images, small_gathers):
+    loader = Loader(images, 32)
+    held = [batch for batch, _ in loader]
+    rows = loader._built.engine._direct
+    assert isinstance(rows, DirectRows)
+    assert len(rows._slots[0]._slots) <= direct._KEPT_SLOTS
+    assert len({batch.untyped_storage().data_ptr() for batch in held}) > direct._KEPT_SLOTS
+
+
+def test_a_loader_that_began_in_inference_mode_serves_outside_it(images, small_gathers):
+    loader = Loader(images, 32)
+    with torch.inference_mode():
+        before = [batch.clone() for batch, _ in loader]
+    for (batch, _), expected in zip(loader, before, strict=True):
+        assert not batch.is_inference()
+        assert torch.equal(batch, expected)
+
+
+def test_two_passes_at_once_do_not_share_a_buffer(images, small_gathers):
+    loader = Loader(images, 32)
+    for (one, _), (other, _) in zip(loader, loader, strict=True):
+        assert torch.equal(one, other)
+        assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def test_a_sampler_may_give_batches_larger_than_the_buffers(images, small_gathers):
+    lists = [[*range(32)], [*range(32, 132)], [*range(132, 164)], [*range(164, 1000)]]
+    loader = Loader(images, 32, sampler=lists)
+    for _ in range(2):
+        found = [batch.clone() for batch, _ in loader]
+        assert [len(batch) for batch in found] == [32, 100, 32, 836]
+        assert torch.equal(torch.cat(found), images.rows.permute(0, 3, 1, 2))
+
+
+def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, small_gathers):
+    loader = Loader(images, 32)
+    rows, portions = loader._built.engine._direct, [*loader._plan().portions(0, 0, 8)]
+    expected, wrong = images.rows.permute(0, 3, 1, 2), list[int]()
+
+    def gather() -> None:
+        for portion in portions * 20:
+            for _, batches in rows.made(portion):
+                while batches:
+                    batch = batches.pop()
+                    if not torch.equal(batch.values[0], expected[batch.positions]):
+                        wrong.append(batch.reached)
+
+    threads = [threading.Thread(target=gather) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_thread_takes_over_in_the_midst_of_a_portion_and_no_batch_is_lost(images, small_gathers, monkeypatch):
+    monkeypatch.setattr(threaded, "_HAND_OVER_S", -1.0)  # as if every gather and every step took longer
+    loader = Loader(images, 32)
+    assert loader._built.engine.portion_batches == 128
+    found, begun = list[Tensor](), list[int]()
+    workers = threaded.Workers
+    monkeypatch.setattr(threaded, "Workers", lambda *given: begun.append(len(found)) or workers(*given))
+    for batch, _ in loader:
+        found.append(batch.clone())
+    assert torch.equal(torch.cat(found), images.rows.permute(0, 3, 1, 2))
+    assert begun == [5]  # after one batch, and two gathers of two
+    (gather,) = loader.meters.snapshot().parts
+    assert gather.samples == 1000
+
+
+def test_only_gathers_in_a_row_that_would_have_paid_for_a_thread_begin_one(images, monkeypatch):
+    monkeypatch.setattr(threaded, "_HAND_OVER_S", 0.0)
+    told = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])  # seconds
+
+    class Told(DirectRows):
+        def made(self, portion):
+            for _, batches in super().made(portion):
+                yield next(told), batches
+
+    loader = Loader(images, 32)
+    engine = loader._built.engine
+    rows, portions = Told(engine._feed, 32, loader.meters), loader._plan().portions(0, 0, 8)
+    rows._batches_at_once = 1
+    batches = engine._made_here(rows, portions)
+    given = 0
+    while True:
+        try:
+            next(batches)
+        except StopIteration as end:
+            left = end.value
+            break
+        given += 1
+    assert given == 8  # five, and three in a row
+    assert sum(len(portion.sizes) for portion in left) == 32 - 8
+
+
+@pytest.mark.parametrize("taken", [1, 2, 4, 30])
+def test_a_pass_that_is_left_counts_what_it_gathered(images, small_gathers, taken):
+    loader = Loader(images, 32)
+    passing = iter(loader)
+    for _ in range(taken):
+        next(passing)
+    passing.close()
+    (gather,) = loader.meters.snapshot().parts
+    assert gather.samples == 32 * (1 + 2 * (taken // 2))

@@ -1,0 +1,367 @@
+"""Files of a far source in `Loader`: read far ahead, each once, errors in their place, an end to all waiting."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import torch
+from far_mounts import FuseMount, has_fuse
+from near_copies import zipped
+from packed_files import files_of, photos
+from reader_threads import LONG_S, comes_true
+from torch import Tensor
+from trees import needs
+
+from colabkit.augment import RandomHorizontalFlip, RandomResizedCrop
+from colabkit.errors import BadImage, ColabkitError, FileFailed, SourceChanged, TimedOut
+from colabkit.loading.loader import reading
+from colabkit.loading.loader.api import Loader
+from colabkit.packs.dataset.files import FileDataset
+from colabkit.sampler import Shuffled
+from colabkit.storage.sources import answering, concurrency, reads
+from colabkit.storage.sources.api import SlowSource
+from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.items import Item
+
+COUNT = 60
+
+
+class Far(FolderSource):
+    """A folder that counts its reads; each waits until `may_read` allows it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.can_hang = True
+        self.reads: Counter[str] = Counter()
+        self.most = 0
+        self.may_read: Callable[[str], bool] = lambda _: True
+        self.changed = threading.Condition()
+        self._in_flight = 0
+
+    def open(self, item: Item) -> BinaryIO:
+        with self.changed:
+            self.reads[item.path] += 1
+            self._in_flight += 1
+            self.most = max(self.most, self._in_flight)
+            self.changed.notify_all()
+            try:
+                assert self.changed.wait_for(lambda: self.may_read(item.path), LONG_S)
+            finally:
+                self._in_flight -= 1
+        return super().open(item)
+
+    def go_on(self) -> None:
+        """Let all reads through, also those that wait."""
+        with self.changed:
+            self.may_read = lambda _: True
+            self.changed.notify_all()
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(concurrency, "_TICK_S", 0.01)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
+    yield
+    gc.collect()
+    assert comes_true(lambda: not ours())
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return sixty small photos in three classes."""
+    return photos(tmp_path_factory.mktemp("far") / "tree", COUNT // 3)
+
+
+@pytest.fixture(scope="module")
+def plain(tree: Path) -> Tensor:
+    """Return all images of the photos."""
+    return torch.stack([image for image, _ in FileDataset(tree)])
+
+
+@pytest.fixture
+def far(tree: Path) -> Iterator[Far]:
+    found = Far(tree)
+    yield found
+    found.go_on()
+
+
+@pytest.fixture
+def drive(tree: Path, tmp_path: Path) -> Callable[..., FuseMount]:
+    """Return a function that mounts the photos as a drive that fails as planned."""
+    needs("FUSE", has_fuse())
+    return lambda *faults, **options: FuseMount(tmp_path / "drive", tree, plan={"faults": list(faults)}, **options)
+
+
+def ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-")]
+
+
+def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
+    images, labels = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def decoded(loader: Loader) -> int:
+    """Return how many images were decoded so far."""
+    return next(part.samples for part in loader.meters.snapshot().parts if part.name == "decode")
+
+
+def until_it_fails(loader: Loader, kind: type[ColabkitError], match: str) -> Tensor:
+    """Return the images that come before an error."""
+    got = [torch.empty(0, 3, 24, 32, dtype=torch.uint8)]
+    with pytest.raises(kind, match=match):
+        got.extend(images.clone() for images, _ in loader)
+    return torch.cat(got)
+
+
+def order(number: int = 0, seed: int = 0) -> list[int]:
+    return Shuffled(COUNT, seed).indices(number, 0, COUNT).tolist()
+
+
+def test_many_more_reads_are_under_way_than_a_batch_has_files(far, plain):
+    data = FileDataset(far)
+    loader = Loader(data, 2, num_workers=2)
+    far.most, far.may_read = 0, lambda _: far.most >= 30
+    images, labels = epoch(loader)
+    assert far.most >= 30
+    assert torch.equal(images, plain)
+    assert torch.equal(labels, data.labels)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_each_file_is_read_once_an_epoch(far, workers):
+    loader = Loader(FileDataset(far), 7, shuffle=True, num_workers=workers, transform=RandomResizedCrop(30))
+    for number in range(1, 3):
+        epoch(loader)
+        assert set(far.reads.values()) == {number}
+        assert len(far.reads) == COUNT
+
+
+def test_batches_are_those_of_a_near_source(far, tree):
+    options: dict[str, Any] = {"shuffle": True, "transform": RandomHorizontalFlip(), "size": 20, "num_workers": 2}
+    near, other = Loader(FileDataset(tree), 7, **options), Loader(FileDataset(far), 7, **options)
+    for _ in range(2):
+        for one, two in zip(near, other, strict=True):
+            assert torch.equal(one[0], two[0])
+            assert torch.equal(one[1], two[1])
+
+
+def test_files_that_come_in_any_order_are_batched_in_theirs(far, plain):
+    loader, let = Loader(FileDataset(far), 5, num_workers=2), set()
+    far.may_read = let.__contains__
+    result: list[Tensor] = []
+    thread = threading.Thread(target=lambda: result.append(epoch(loader)[0]))
+    thread.start()
+    for path in np.random.default_rng(3).permutation([item.path for item in far.list().items]).tolist():
+        with far.changed:
+            let.add(path)
+            far.changed.notify_all()
+    thread.join(LONG_S)
+    assert torch.equal(result[0], plain)
+
+
+def test_a_resumed_epoch_reads_only_the_rest(far):
+    loader = Loader(FileDataset(far), 10, transform=RandomResizedCrop(30))
+    loader.load_state_dict({**loader.state_dict(), "samples": 40})
+    far.reads.clear()
+    assert len(epoch(loader)[0]) == 20
+    assert sum(far.reads.values()) == 20
+
+
+def test_every_rank_reads_its_share(far):
+    loaders = [Loader(FileDataset(far), 4, transform=RandomResizedCrop(30), rank=n, world_size=2) for n in range(2)]
+    for loader in loaders:
+        epoch(loader)
+    assert set(far.reads.values()) == {1}
+
+
+def test_memory_for_files_is_bounded_and_small_bounds_only_slow_down(far, plain, monkeypatch):
+    monkeypatch.setattr(reading, "_HELD_BYTES", 1)
+    for workers in (0, 1, 3):
+        assert torch.equal(epoch(Loader(FileDataset(far), 4, num_workers=workers))[0], plain)
+
+
+def test_meters_count_the_files_and_their_bytes(far):
+    loader = Loader(FileDataset(far), 7, size=20)
+    epoch(loader)
+    parts = {part.name: part for part in loader.meters.snapshot().parts}
+    assert parts["read"].samples == COUNT
+    assert parts["read"].handled_bytes == sum(item.size for item in far.list().items)
+    assert parts["read"].busy_s > 0
+    assert parts["decode"].samples == COUNT
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 13, 59])
+def test_an_error_comes_after_all_batches_before_it(far, plain, number, shuffle):
+    data = FileDataset(far)
+    loader = Loader(data, 4, shuffle=shuffle, num_workers=2)
+    place = order().index(number) if shuffle else number
+    path, read = data.item(number).path, far.__class__.__mro__[1].open
+
+    def fails(item: Item) -> BinaryIO:
+        if item.path == path:
+            raise PermissionError(errno.EACCES, "not for you", path)
+        return read(far, item)
+
+    far.open = fails  # type: ignore[method-assign]
+    got = until_it_fails(loader, FileFailed, rf"Cannot read {path!r} of .*not for you")
+    assert torch.equal(got, plain[order() if shuffle else slice(None)][: place // 4 * 4])
+    del far.open
+    assert len(epoch(loader)[0]) == COUNT
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "blank"])
+def test_a_file_that_cannot_be_read_is_no_bad_image(far, on_bad):
+    data = FileDataset(far)
+    loader = Loader(data, 4, on_bad=on_bad)
+    far.open = lambda item: (_ for _ in ()).throw(PermissionError(errno.EACCES, "not for you"))  # type: ignore[method-assign]
+    until_it_fails(loader, FileFailed, r"Cannot read 'ants/000\.jpg'")
+    assert loader.bad_samples == {}
+    del far.open
+
+
+def test_a_bad_image_of_a_far_source_is_named(tmp_path):
+    files_of(photos(tmp_path / "t"))[6].write_bytes(b"<html>")
+    loader = Loader(FileDataset(Far(tmp_path / "t")), 4, num_workers=2)
+    got = until_it_fails(loader, BadImage, r"Cannot decode 'bees/002\.jpg'")
+    assert len(got) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_read_that_hangs_ends_in_an_error_after_the_batches_before_it(far, plain, workers, monkeypatch):
+    monkeypatch.setattr(reading, "STALLED_S", 0.2)
+    loader = Loader(FileDataset(far), 4, num_workers=workers)
+    far.may_read = lambda path: path != "bees/003.jpg"
+    got = until_it_fails(loader, TimedOut, r"no byte in 0\.2 s, twice")
+    assert torch.equal(got, plain[:20])
+    assert far.reads["bees/003.jpg"] == 2
+    far.go_on()
+
+
+def test_a_read_that_hangs_once_is_made_again(far, plain, monkeypatch):
+    monkeypatch.setattr(reading, "STALLED_S", 0.2)
+    loader = Loader(FileDataset(far), 4, num_workers=2)
+    far.may_read = lambda path: path != "bees/003.jpg" or far.reads[path] > 1
+    assert torch.equal(epoch(loader)[0], plain)
+
+
+def test_the_rest_is_read_while_one_read_hangs(far, plain):
+    loader = Loader(FileDataset(far), 4, num_workers=2)
+    far.may_read = lambda path: path != "ants/000.jpg" or len(far.reads) == COUNT
+    assert torch.equal(epoch(loader)[0], plain)
+
+
+def test_a_first_look_that_hangs_ends_in_an_error(far, monkeypatch):
+    data = FileDataset(far)
+    monkeypatch.setattr(answering, "STALLED_S", 0.1)
+    far.may_read = lambda _: False
+    with pytest.raises(TimedOut, match=r"no byte in 0\.1 s, twice"):
+        Loader(data, 4)
+    far.go_on()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_leaving_an_epoch_early_ends_all_threads_at_once_also_while_reads_hang(far, workers, hangs):
+    loader = Loader(FileDataset(far), 4, num_workers=workers, transform=RandomResizedCrop(30), prefetch_batches=8)
+    far.may_read = lambda path: path.startswith("ants") or not hangs
+    running = iter(loader)
+    next(running)
+    if hangs:
+        assert comes_true(lambda: decoded(loader) == 20)  # and a thread waits for the next file
+    began = time.monotonic()
+    running.close()
+    assert time.monotonic() - began < 5
+    assert not [thread for thread in ours() if thread.name.startswith("colabkit-loader")]
+    far.go_on()
+
+
+def test_an_epoch_that_is_only_begun_reads_nothing_until_it_is_asked(far):
+    loader = Loader(FileDataset(far), 4, size=16)
+    running = iter(loader)
+    assert far.reads == {}
+    del running
+
+
+def test_iterations_may_be_nested(far, plain):
+    loader = Loader(FileDataset(far), 20, size=(24, 32))
+    for number, (images, _) in enumerate(loader):
+        assert torch.equal(epoch(loader)[0], plain)
+        assert torch.equal(images, plain[20 * number : 20 * number + 20])
+
+
+def test_a_slow_source_is_read_ahead_in_any_wrapping(tree, plain):
+    loader = Loader(FileDataset(SlowSource(FolderSource(tree), 0.005)), 4)
+    assert torch.equal(epoch(loader)[0], plain)
+
+
+def test_a_drive_is_read_far_ahead_and_each_file_once(drive, plain):
+    with drive(latency_s=0.02) as mount:
+        data = FileDataset(mount.point)
+        assert data.source.can_hang
+        loader = Loader(data, 4, size=(24, 32), shuffle=True, num_workers=2)
+        before = mount.opened
+        for number in range(3):
+            assert torch.equal(epoch(loader)[0], plain[order(number)])
+            assert mount.opened - before == COUNT
+        assert mount.busiest > 16
+        assert len(set(mount.opened_paths)) == COUNT
+
+
+def test_a_table_and_an_archive_on_a_drive(drive, tree, plain, tmp_path):
+    zipped(tree, tree.parent / "a.zip")
+    with FuseMount(tmp_path / "up", tree.parent) as mount:
+        table = [str(mount.point / "tree" / path.relative_to(tree)) for path in files_of(tree)]
+        for source in (table, mount.point / "a.zip"):
+            data = FileDataset(source, labels=None)
+            assert data.source.can_hang
+            assert torch.equal(torch.cat(list(Loader(data, 7))), plain)
+    (tree.parent / "a.zip").unlink()
+
+
+@pytest.mark.parametrize("name", ["EIO", "ETIMEDOUT"])
+def test_errors_of_a_drive_that_pass_are_tried_again(drive, plain, name):
+    fault = {"on": "read", "path": "*", "do": "error", "errno": name, "count": 1, "each": True, "one_in": 3}
+    with drive(fault) as mount:
+        assert torch.equal(epoch(Loader(FileDataset(mount.point), 4))[0], plain)
+        assert mount.faults > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ({"on": "open", "do": "vanish"}, FileFailed, "No such file"),
+        ({"on": "open", "do": "change"}, SourceChanged, "bytes, the .* listed before"),
+        ({"on": "read", "do": "error"}, FileFailed, ""),
+    ],
+)
+def test_a_file_of_a_drive_that_is_not_there_as_listed_is_named_in_its_place(drive, plain, fault, kind, message):
+    with drive({"path": "/cats/005.jpg", **fault}) as mount:
+        loader = Loader(FileDataset(mount.point), 4, num_workers=2)
+        got = until_it_fails(loader, kind, rf"Cannot read 'cats/005\.jpg' of .*drive'.*{message}")
+    assert torch.equal(got, plain[:44])
+
+
+def test_a_drive_that_hangs_ends_in_an_error_and_one_that_dies_too(drive, plain, monkeypatch):
+    monkeypatch.setattr(reading, "STALLED_S", 0.4)
+    with drive() as mount:
+        loader = Loader(FileDataset(mount.point), 4)
+        mount.hang("read", after=20)
+        got = until_it_fails(loader, TimedOut, "twice")
+        assert torch.equal(got, plain[: len(got)])
+        mount.go_on()
+        assert torch.equal(epoch(loader)[0], plain)
+        loader = Loader(FileDataset(mount.point), 4)
+        mount.kill()
+        assert len(until_it_fails(loader, ColabkitError, "Cannot read")) <= 4

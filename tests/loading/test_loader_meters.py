@@ -1,0 +1,157 @@
+"""What a loader counts: steps, and of worker processes bytes, waiting, and what was ready when it was asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from clocks import PromptClock
+from torch.utils.data import Dataset, default_collate
+
+from colabkit.foundation import meters
+from colabkit.foundation.meters.counts import LoaderMeters, PartSnapshot
+from colabkit.loading.loader.api import Loader
+from colabkit.loading.loader.engines import InProcesses
+from colabkit.loading.loader.processes import Made
+
+
+class Numbers(Dataset):
+    """Sixteen samples of 12 bytes each: a tensor and a number."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index], dtype=torch.float32), index
+
+
+def part_of(loader: Loader) -> PartSnapshot:
+    (part,) = loader.meters.snapshot().parts
+    return part
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "collate",
+    [None, lambda samples: {"all": [default_collate(samples), "text"], "about": {"n": 1}}],
+    ids=["tuple", "nested"],
+)
+def test_samples_made_one_by_one_count_the_bytes_of_their_tensors(collate, num_workers):
+    loader = Loader(Numbers(), 4, num_workers=num_workers, collate_fn=collate)
+    list(loader)
+    part = part_of(loader)
+    assert (part.name, part.samples, part.handled_bytes) == ("samples", 16, 16 * 12)
+
+
+def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch):
+    monkeypatch.setattr(meters, "HostClock", PromptClock)
+    loader = Loader(torch.zeros(1000), 1)
+    list(loader)
+    assert loader.meters.snapshot().steps == 1000
+
+
+class Costly:
+    """What takes 20 ms of a CPU to hand over to another process."""
+
+    def __reduce__(self) -> Any:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return Costly, ()
+
+
+def test_the_cpu_of_a_worker_counts_handing_over_the_batches_before():
+    loader = Loader(Numbers(), 4, num_workers=1, prefetch_batches=1, collate_fn=lambda samples: Costly())
+    list(loader)
+    assert part_of(loader).cpu_s >= 0.02
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("transform", [None, lambda batch: batch * 2], ids=["plain", "transformed"])
+def test_tensors_that_do_not_tell_their_size_count_as_dense_ones(transform):
+    loader = Loader(
+        Numbers(), 4, num_workers=0, collate_fn=lambda s: torch.eye(len(s)).to_sparse(), transform=transform
+    )
+    assert len(list(loader)) == 4
+    assert {part.handled_bytes for part in loader.meters.snapshot().parts} == {4 * 64}
+
+
+def test_a_worker_waits_while_its_batches_are_not_wanted_and_they_are_ready():
+    loader = Loader(Numbers(), 2, num_workers=1, prefetch_batches=2)
+    for _ in loader:
+        time.sleep(0.1)
+    found = loader.meters.snapshot()
+    assert part_of(loader).wait_s > 0.2
+    assert found.occupancy_rate > 0.5
+    assert 0 < found.queue_rate <= 1
+
+
+def test_without_workers_nothing_waits_and_nothing_is_ready():
+    loader = Loader(Numbers(), 2, num_workers=0)
+    list(loader)
+    found = loader.meters.snapshot()
+    assert (part_of(loader).wait_s, found.ready, found.queue_room) == (0.0, 0, 0)
+
+
+class Gated(Numbers):
+    """Gives its samples when a gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.gate.wait(30)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_who_waits_for_worker_processes_is_told_of_and_may_interrupt(interrupts):
+    samples, waits = Gated(), []
+    loader = Loader(samples, 4, num_workers=2)
+
+    def listen(event: meters.Event) -> None:
+        if isinstance(event, meters.Waiting):
+            assert event.meters is loader.meters
+            waits.append(event.wait_s)
+            if len(waits) == 3:
+                samples.gate.set()
+                if interrupts:
+                    signal.raise_signal(signal.SIGINT)
+
+    unsubscribe = meters.subscribe(listen)
+    try:
+        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+            assert torch.cat([numbers for _, numbers in loader]).tolist() == list(range(16))
+    finally:
+        unsubscribe()
+    assert len(waits) >= 3
+    assert 0 < waits[0] < waits[1] < waits[2] < 30
+
+
+class Planned:
+    """Stands for `SampleWorkers`: the first batch is made when it is asked for, and the three others by then.
+
+    Handing one over takes longer than making it, as between processes.
+    """
+
+    ahead = 2
+
+    def batches(self, *_: Any) -> Iterator[tuple[Made, int, int]]:
+        time.sleep(0.001)
+        made_at = time.perf_counter()
+        for number in range(4):
+            time.sleep(0.005)
+            yield Made(torch.zeros(1), 1, 0.0001, made_at=made_at), number + 1, number
+
+
+def test_a_batch_was_ready_that_was_made_before_it_was_asked_for_however_long_it_takes_to_get_it():
+    counts = LoaderMeters()
+    engine = InProcesses(Planned(), torch.device("cpu"), counts)  # type: ignore[arg-type]
+    assert [batch.was_ready for batch in engine.batches(0, 0, iter(()))] == [False, True, True, True]
+    assert (counts.queued, counts.queue_room) == (2 + 2 + 1, 4 * 2)

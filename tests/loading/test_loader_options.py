@@ -1,0 +1,194 @@
+"""The arguments of `Loader`: what cannot be meant is one line that says what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack
+from packed_files import photos
+from torch import nn
+from torch.utils.data import DistributedSampler, default_collate
+from torchvision.transforms import v2
+
+from colabkit.augment import Compose, MixUp, Normalize, PerSample, RandomCrop, RandomHorizontalFlip
+from colabkit.errors import InvalidOption
+from colabkit.loading.loader.api import Loader
+from colabkit.packs.dataset.files import FileDataset
+from colabkit.packs.dataset.pack import Pack, open_pack
+
+IMAGES = torch.zeros(20, 3, 8, 8, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "p.h5", train=22, dev=4))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> FileDataset:
+    return FileDataset(photos(tmp_path_factory.mktemp("files") / "tree", 4))
+
+
+def refused(dataset: Any, batch_size: Any = 4, **options: Any) -> str:
+    """Return what a loader says that cannot be made; it is one line."""
+    with pytest.raises(InvalidOption, match="Cannot make a Loader: ") as caught:
+        Loader(dataset, batch_size, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("collate_fn", [None, default_collate])
+def test_a_whole_pack_is_refused_with_the_split_to_pass(pack, collate_fn):
+    assert refused(pack, collate_fn=collate_fn).endswith("a whole pack, one of its splits. Pass pack['train'].")
+
+
+@pytest.mark.parametrize("collate_fn", [None, default_collate])
+def test_a_list_of_arrays_is_refused_also_beside_collate_fn(collate_fn):
+    assert "Pass a tuple: (images, labels)" in refused([IMAGES, torch.arange(20)], collate_fn=collate_fn)
+
+
+def test_a_list_of_samples_is_a_data_set_all_the_same():
+    assert len(Loader([torch.ones(3)] * 9, 2, num_workers=0)) == 5
+    assert len(Loader([torch.ones(3), torch.ones(3)], 2, num_workers=0)) == 1
+
+
+@pytest.mark.parametrize("path", ["data.h5", "/a/folder", Path("/a/folder")])
+def test_a_path_is_refused_with_what_to_open_it_by(path):
+    assert "Pass FileDataset(path) for a folder of images, or open_pack(path)['train'] for a pack." in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "next_step"),
+    [
+        ({"batch_size": 32.0}, "batch_size=32.0, a whole number of 1 or more. Use batch_size=32."),
+        ({"batch_size": "16"}, "batch_size='16', a whole number of 1 or more. Use batch_size=16."),
+        ({"batch_size": -32.0}, "batch_size=-32.0, a whole number of 1 or more. Use batch_size=1, say."),
+        ({"batch_size": float("inf")}, "batch_size=inf, a whole number of 1 or more. Use batch_size=1, say."),
+        ({"batch_size": "many"}, "batch_size='many', a whole number of 1 or more. Use batch_size=1, say."),
+        ({"num_workers": 0.0}, "num_workers=0.0, a whole number of 0 or more. Use num_workers=0."),
+        ({"seed": np.float64(7)}, "seed=np.float64(7.0), a whole number of 0 or more. Use seed=7."),
+        (
+            {"prefetch_batches": True},
+            "prefetch_batches=True, a whole number of 1 or more. Use prefetch_batches=1, say.",
+        ),
+    ],
+)
+def test_a_number_that_is_whole_is_advised_as_such(options, next_step):
+    assert refused(IMAGES, **options).endswith(next_step)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"transform": [RandomCrop(4), Normalize()]}, "Put them into one, by Compose([...]) of colabkit.augment."),
+        ({"transform": (v2.RandomCrop(4),)}, "Put them into one, by Compose([...]) of torchvision's v2."),
+        (
+            {"transform": Normalize},
+            "transform=Normalize, a class, a callable or None. Make one of it: transform=Normalize(",
+        ),
+        ({"transform": "flip"}, "transform='flip', a callable or None. Pass a function of a batch of images."),
+        ({"collate_fn": dict}, "collate_fn=dict, a class"),
+        ({"collate_fn": 3}, "Pass a function of a list of samples."),
+        ({"shuffle": "yes"}, "True, False or 'block'"),
+    ],
+)
+def test_what_is_no_transform_is_refused_with_how_to_make_one(options, said):
+    assert said in refused(IMAGES, **options)
+
+
+def test_size_may_be_the_one_that_rows_already_have(pack):
+    expected = [images for images, _ in Loader(pack["train"], 4)]
+    for images, (resized, _) in zip(expected, Loader(pack["train"], 4, size=(4, 3)), strict=True):
+        assert torch.equal(images, resized)
+    for size in ((3, 4), 4):
+        said = refused(pack["train"], size=size)
+        assert "for images that are stored decoded, their size (4, 3). Leave size= out: a transform" in said
+    assert "for samples that need no decoding" in refused(torch.zeros(9, 5), size=8)
+
+
+@pytest.mark.parametrize("size", [(8, 8, 8), (), "8", 0, (8, -1)])
+def test_a_size_that_cannot_be_meant_is_refused(files, size):
+    assert "size=" in refused(files, size=size)
+
+
+def test_several_arguments_in_the_way_are_all_named_and_only_these(files):
+    said = refused(files, transform=v2.RandomCrop(4), size=8, on_bad="skip", fields=["X"])
+    assert "fields=, size=, on_bad= beside a transform of torchvision" in said
+    assert "as_dict" not in said
+    assert "beside a transform of torchvision" in refused(files, transform=nn.Sequential(v2.RandomCrop(4)), size=8)
+    assert "beside PerSample" in refused(files, transform=PerSample(torch.neg), as_dict=True)
+
+
+def test_keep_gpu_for_batches_on_the_cpu_is_one_error_with_or_without_a_gpu(pack, files, monkeypatch):
+    for dataset in (pack["train"], IMAGES, files):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        assert "keep='gpu', and no usable GPU here" in refused(dataset, keep="gpu")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        said = refused(dataset, keep="gpu")
+        assert said.endswith("keep='gpu' with batches on the CPU, a GPU to which batches go. Pass device='cuda' too.")
+
+
+def test_keep_disk_is_refused_for_what_is_in_memory(pack):
+    assert "keep='disk' for arrays, which are in memory already" in refused(IMAGES, keep="disk")
+    assert Loader(pack["train"], 4, keep="disk").tier.name == "disk"
+
+
+def test_drop_last_without_a_full_batch_says_which_batch_size_would_do():
+    assert refused(IMAGES, 21, drop_last=True).endswith(
+        "at least one full batch. Use batch_size=20 or less, or drop_last=False."
+    )
+    said = refused(IMAGES, 4, drop_last=True, rank=0, world_size=6)
+    assert "20 samples for 6 processes, a full batch for each, 24 samples. Use batch_size=3 or less, or drop_" in said
+    assert len(Loader(IMAGES, 3, drop_last=True, rank=0, world_size=6)) == 1
+    for drop_last in (False, True):
+        said = refused(IMAGES, 4, drop_last=drop_last, rank=0, world_size=21)
+        assert said.endswith("20 samples, one for each of 21 processes. Use fewer processes.")
+
+
+def test_skipping_bad_images_is_refused_in_several_processes_which_would_get_unequally_many_batches(files, monkeypatch):
+    for sampler in (None, DistributedSampler(range(12), 2, 0)):
+        said = refused(files, on_bad="skip", rank=0, world_size=2, sampler=sampler)
+        assert "on_bad='skip' in 2 processes, equally many batches in each. Use on_bad='blank'" in said
+    assert len(Loader(files, 4, on_bad="blank", rank=0, world_size=2)) == 2
+    assert len(list(Loader(files, 4, on_bad="skip", rank=0, world_size=1))) == 3
+    late = Loader(files, 4, on_bad="skip")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(InvalidOption, match="Cannot load batches: on_bad='skip' in 2 processes"):
+        iter(late)
+
+
+def halved(images: torch.Tensor) -> torch.Tensor:
+    return images / 2
+
+
+@pytest.mark.parametrize(
+    ("transform", "text"),
+    [
+        (Compose([RandomHorizontalFlip(), MixUp(3)]), "Compose([RandomHorizontalFlip(0.5), MixUp(3, alpha=0.2)])"),
+        (halved, "halved"),
+        (nn.Sequential(nn.Flatten(), nn.Flatten()), "Sequential( (0): Flatten("),
+        (v2.Compose([v2.RandomCrop(4), v2.RandomHorizontalFlip()]), "Compose( RandomCrop(size=(4, 4)"),
+    ],
+)
+def test_its_text_tells_rank_and_transform_in_one_line(transform, text):
+    loader = Loader(IMAGES, 4, transform=transform, rank=1, world_size=2)
+    assert f"3 batches of 4, in order, on cpu, rank 1 of 2, transform {text}" in repr(loader)
+    assert "\n" not in repr(loader)
+
+
+def test_its_text_tells_neither_where_there_is_one_process_and_no_transform():
+    assert "in order, on cpu, samples in ram" in repr(Loader(IMAGES, 4))
+
+
+def test_the_text_of_its_meters_holds_no_private_names():
+    loader = Loader(IMAGES, 4)
+    list(loader)
+    assert "batches=5, samples=20" in repr(loader.meters)
+    assert " _" not in repr(loader.meters)
+    assert "(_" not in repr(loader.meters)

@@ -1,0 +1,406 @@
+"""Pages of mapped rows come before they are needed: just those of the coming batches, or all in order."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack, make_shards
+from reader_threads import LONG_S, comes_true
+from torch import Tensor
+
+from colabkit.loading.loader import paging, tiers
+from colabkit.loading.loader.api import Loader
+from colabkit.loading.loader.gather import RowGather
+from colabkit.loading.loader.paging import MappedRows, Populating, looked_ahead, mapped_rows
+from colabkit.loading.loader.portions import OrderedPlan, Portion, Share
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.sampler import Shuffled
+
+Range = tuple[str, int, int]
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
+    """Return a list that fills with the file, place and size of all that the kernel is asked to read."""
+    found: list[Range] = []
+
+    def advise(fd: int, place: int, size: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        found.append((os.readlink(f"/proc/self/fd/{fd}"), place, size))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    return found
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[MappedRows]:
+    """Return three files of 10, 1 and 7 rows of 100 bytes, each behind something else."""
+    found = []
+    for number, rows in enumerate((10, 1, 7)):
+        path = tmp_path / f"{number}.bin"
+        path.write_bytes(bytes(4096 + 100 * rows))
+        found.append(MappedRows(path, 4096 - number, rows, 100))
+    return found
+
+
+def portions(batch_size: int = 2, n: int = 18) -> list[Portion]:
+    return list(OrderedPlan(Shuffled(n, 1), batch_size, False, Share()).portions(0, 0, 3))
+
+
+def expected_ranges(files: list[MappedRows], rows: np.ndarray) -> set[Range]:
+    every = [
+        (str(file.path), file.offset + row * file.row_bytes, file.row_bytes)
+        for file in files
+        for row in range(file.rows)
+    ]
+    return {every[row] for row in rows.tolist()}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5, 1000])
+def test_the_same_portions_come_in_the_same_order(files, asked, depth):
+    whole = portions()
+    assert [id(portion) for portion in looked_ahead(iter(whole), files, None, depth)] == list(map(id, whole))
+
+
+@pytest.mark.parametrize("depth", [0, 6, 1000])
+def test_exactly_the_rows_of_the_next_portions_are_asked_for_once(files, asked, depth):
+    whole, seen = portions(), 0
+    for place, _ in enumerate(looked_ahead(iter(whole), files, None, depth)):
+        known = [len(portion.numbers) for portion in whole[place:]]
+        ahead = next((count for count in range(1, len(known)) if sum(known[: count + 1]) > depth), len(known) - 1)
+        wanted = np.concatenate([portion.numbers for portion in whole[: place + 1 + ahead]])
+        assert set(asked) == expected_ranges(files, wanted)
+        assert len(asked) == len(wanted)
+        seen += 1
+    assert seen == len(whole)
+    assert len(asked) == 18
+
+
+def test_a_view_asks_for_the_rows_that_it_has(files, asked):
+    rows_of = np.array([17, 3, 10, 11, 0])
+    list(looked_ahead(iter(portions(2, 5)), files, rows_of, 10))
+    assert set(asked) == expected_ranges(files, rows_of)
+
+
+def test_rows_are_asked_for_in_the_order_of_the_file(files, asked):
+    list(looked_ahead(iter(portions(18)), files, None, 0))
+    assert asked == sorted(asked)
+
+
+def test_descriptors_are_closed_at_the_end_and_when_it_is_left_early(files, asked):
+    before = len(os.listdir("/proc/self/fd"))
+    list(looked_ahead(iter(portions()), files, None, 4))
+    assert len(os.listdir("/proc/self/fd")) == before
+    running = looked_ahead(iter(portions()), files, None, 4)
+    next(running)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    running.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_a_file_or_the_call_portions_come_all_the_same(files, asked, monkeypatch):
+    whole = portions()
+    files[1].path.unlink()
+    assert list(map(id, looked_ahead(iter(whole), files, None, 4))) == list(map(id, whole))
+    assert asked == []
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert list(map(id, looked_ahead(iter(whole), files[:1], None, 4))) == list(map(id, whole))
+
+
+@pytest.mark.parametrize("kind", ["whole", "view", "shards"])
+def test_a_pack_on_disk_is_asked_for_row_by_row_and_its_batches_are_the_same(tmp_path, asked, kind, monkeypatch):
+    if kind == "shards":
+        path = make_shards(tmp_path / "s.h5", {"train": 9}, {"train": 31})
+    else:
+        path = make_pack(tmp_path / "p.h5", train=40)
+    data = open_pack(path)["train"]
+    data = data.subset([33, 2, 17, 5]) if kind == "view" else data
+    expected = [images.clone() for images, _ in Loader(data, 3, shuffle=True)]
+    assert asked == []
+    monkeypatch.setattr(tiers.Room, "here", lambda *_: tiers.Room(None, 0, 0))
+    loader = Loader(data, 3, shuffle=True)
+    assert loader.tier.name == "disk"
+    assert all(torch.equal(images, other) for (images, _), other in zip(loader, expected, strict=True))
+    found = set()
+    for file, place, size in asked:
+        assert size == 36
+        with open(file, "rb") as opened:
+            opened.seek(place)
+            found.add(opened.read(size))
+    rows = torch.cat(expected).permute(0, 2, 3, 1)
+    assert found == {row.numpy().tobytes() for row in rows}
+    assert len(asked) == len(data)
+
+
+def test_only_so_many_rows_are_asked_for_ahead_however_many_batches_are_planned_together(tmp_path, asked):
+    loader = Loader(open_pack(make_pack(tmp_path / "p.h5", train=1000))["train"], 2, keep="disk")
+    depth = loader._built.engine._depth
+    assert (depth.portion_batches, depth.group_batches) == (128, 32)
+    for number, _ in enumerate(loader, 1):
+        assert len(asked) - 2 * number <= 3 * 2 * depth.group_batches
+    assert len(asked) == 1000
+
+
+def test_an_epoch_left_early_closes_what_it_looked_ahead_in(tmp_path, asked):
+    loader = Loader(open_pack(make_pack(tmp_path / "p.h5", train=40))["train"], 3, keep="disk")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        for _ in loader:
+            break
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_mapped_rows_lie_where_they_are_said_to(tmp_path):
+    data = open_pack(make_shards(tmp_path / "s.h5", {"train": 3}, {"train": 4}))["train"]
+    maps = data.maps()
+    assert maps is not None
+    found = mapped_rows(data, RowGather(maps, None, are_images=True))
+    assert found is not None
+    for file, rows in zip(found, maps, strict=True):
+        content = file.path.read_bytes()[file.offset : file.offset + file.rows * file.row_bytes]
+        assert content == rows.numpy().tobytes()
+
+
+class Kernel:
+    """Stands for `madvise`: notes what it is asked, waits where it is told to, fails from some call on.
+
+    Args:
+        stop_at: the call that waits until `go_on` is set; None for none.
+        fail_at: the first call that fails; None for none.
+    """
+
+    def __init__(self, stop_at: int | None = None, fail_at: int | None = None) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.stop_at = stop_at
+        self.fail_at = fail_at
+        self.waits, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, address: int, size: int, advice: int) -> int:
+        assert advice == 22
+        number = len(self.calls)
+        self.calls.append((address, size))
+        if number == self.stop_at:
+            self.waits.set()
+            assert self.go_on.wait(LONG_S)
+        return -1 if self.fail_at is not None and number >= self.fail_at else 0
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
+    """Return a function that puts a `Kernel` in place, with steps of two pages."""
+
+    def put(**options: Any) -> Kernel:
+        made = Kernel(**options)
+        monkeypatch.setattr(paging, "_STEP_BYTES", 2 * PAGE)
+        monkeypatch.setattr(paging, "_madvise", lambda: made)
+        return made
+
+    return put
+
+
+def maps_of(*pages: int, tail: int = 5) -> list[Tensor]:
+    """Return tensors of so many pages and a bit, which begin within a page."""
+    return [
+        torch.from_numpy(np.frombuffer(mmap.mmap(-1, (count + 2) * PAGE), np.uint8))[7 : 7 + count * PAGE + tail]
+        for count in pages
+    ]
+
+
+def assert_all_covered(calls: list[tuple[int, int]], maps: list[Tensor]) -> None:
+    at = iter(calls)
+    for rows in maps:
+        place, stop = rows.data_ptr() // PAGE * PAGE, rows.data_ptr() + rows.nbytes
+        while place < stop:
+            address, size = next(at)
+            assert address == place
+            assert 0 < size <= 2 * PAGE
+            place += size
+        assert place == stop
+    assert next(at, None) is None
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "colabkit-loader-populating"]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_all_maps_are_walked_in_steps_in_order(kernel):
+    asked, maps = kernel(), maps_of(5, 1, 8)
+    populating = Populating(maps)
+    populating.start()
+    assert comes_true(lambda: not threads())
+    populating.stop()
+    assert_all_covered(asked.calls, maps)
+    populating.start()
+    assert threads() == []
+    assert_all_covered(asked.calls, maps)
+
+
+def pages_of(calls: list[tuple[int, int]]) -> list[int]:
+    """Return the pages that were asked for, in order, each as often as it was."""
+    return [page for address, size in calls for page in range(address // PAGE, -(-(address + size) // PAGE))]
+
+
+@pytest.mark.parametrize("row_bytes", [1, 100, PAGE // 2, PAGE, PAGE + 3, 3 * PAGE])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9, 1.0])
+def test_exactly_the_pages_that_a_view_has_rows_on_are_asked_for_once(kernel, row_bytes, share):
+    asked, counts = kernel(), (60, 1, 40)
+    flat = maps_of(*(-(-count * row_bytes // PAGE) for count in counts))
+    maps = [rows[: count * row_bytes].view(count, row_bytes) for rows, count in zip(flat, counts, strict=True)]
+    numbers = np.random.default_rng(0).permutation(sum(counts))[: max(1, int(share * sum(counts)))]
+    populating = Populating(maps, torch.from_numpy(np.append(numbers, numbers[:1])))
+    populating.start()
+    assert comes_true(lambda: not threads())
+    populating.stop()
+    rows = [row for some in maps for row in some]
+    wanted = {page for n in numbers for page in pages_of([(rows[n].data_ptr(), row_bytes)])}
+    assert len(asked.calls) <= len(wanted)
+    assert pages_of(asked.calls) == sorted(wanted, key=pages_of([(r.data_ptr(), r.nbytes) for r in maps]).index)
+
+
+def test_a_loader_of_a_small_view_leaves_the_rest_of_its_pack_where_it_is(tmp_path, kernel):
+    asked = kernel()
+    data = open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=200))["train"]
+    running = iter(Loader(data.subset([150, 3, 4]), 1))
+    next(running)
+    assert comes_true(lambda: not threads())
+    assert 9 <= len(set(pages_of(asked.calls))) <= 11
+    running.close()
+
+
+@pytest.mark.parametrize("stop_at", range(8))
+def test_stopped_anywhere_it_goes_on_there(kernel, stop_at):
+    asked, maps = kernel(stop_at=stop_at), maps_of(5, 1, 8)
+    populating = Populating(maps)
+    populating.start()
+    assert asked.waits.wait(LONG_S)
+    threading.Timer(0.01, asked.go_on.set).start()
+    populating.stop()
+    assert threads() == []
+    done = len(asked.calls)
+    assert done <= stop_at + 1 + (not populating._is_over.is_set())
+    populating.start()
+    assert comes_true(lambda: not threads())
+    populating.stop()
+    assert_all_covered(asked.calls, maps)
+
+
+def test_a_thread_that_waits_for_the_disk_is_left_behind_and_ends_by_itself(kernel, monkeypatch):
+    asked, maps = kernel(stop_at=1), maps_of(9)
+    joined: list[float] = []
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(timeout))
+    populating = Populating(maps)
+    populating.start()
+    assert asked.waits.wait(LONG_S)
+    populating.stop()
+    monkeypatch.undo()
+    assert len(joined) == 1
+    assert joined[0] is not None
+    asked.go_on.set()
+    assert comes_true(lambda: not threads())
+    assert len(asked.calls) == 2
+
+
+def test_started_twice_it_works_once_until_it_is_stopped_twice(kernel):
+    asked, maps = kernel(stop_at=1), maps_of(9)
+    populating = Populating(maps)
+    populating.start()
+    populating.start()
+    assert asked.waits.wait(LONG_S)
+    assert len(threads()) == 1
+    populating.stop()
+    asked.go_on.set()
+    assert comes_true(lambda: not threads())
+    populating.stop()
+    assert_all_covered(asked.calls, maps)
+
+
+def test_the_last_who_stops_it_ends_it(kernel):
+    asked, maps = kernel(stop_at=1), maps_of(9)
+    populating = Populating(maps)
+    for _ in range(2):
+        populating.start()
+    assert asked.waits.wait(LONG_S)
+    populating.stop()
+    threading.Timer(0.01, asked.go_on.set).start()
+    populating.stop()
+    assert threads() == []
+    assert len(asked.calls) <= 3
+
+
+@pytest.mark.parametrize("inside", [lambda loader: loader.peek(), list], ids=["peek", "nested"])
+def test_a_look_or_a_pass_within_a_pass_leaves_it_at_work(tmp_path, kernel, inside):
+    asked = kernel(stop_at=1)
+    loader = Loader(open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=20))["train"], 2)
+    running = iter(loader)
+    next(running)
+    assert asked.waits.wait(LONG_S)
+    inside(loader)
+    asked.go_on.set()
+    assert comes_true(lambda: not threads())
+    assert_all_covered(asked.calls, list(loader.dataset.maps()))
+    running.close()
+
+
+@pytest.mark.parametrize("fail_at", [0, 2])
+def test_where_the_kernel_refuses_it_ends_and_asks_no_more(kernel, fail_at):
+    asked, maps = kernel(fail_at=fail_at), maps_of(9, 9)
+    populating = Populating(maps)
+    for _ in range(3):
+        populating.start()
+        assert comes_true(lambda: not threads())
+        populating.stop()
+    assert len(asked.calls) == fail_at + 1
+
+
+def test_where_there_is_no_such_call_nothing_happens(monkeypatch):
+    monkeypatch.setattr(paging, "_madvise", lambda: None)
+    populating = Populating(maps_of(3))
+    populating.start()
+    assert threads() == []
+    populating.stop()
+
+
+def test_pages_of_a_pack_come_into_memory_and_batches_are_the_same(tmp_path):
+    data = open_pack(make_pack(tmp_path / "p.h5", (32, 32, 3), train=300))["train"]
+    maps = data.maps()
+    assert maps is not None
+    populating = Populating(maps)
+    populating.start()
+    assert comes_true(lambda: not threads())
+    populating.stop()
+    images = torch.cat([images for images, _ in Loader(data, 32)])
+    assert torch.equal(images, data.rows.permute(0, 3, 1, 2))
+
+
+def test_the_loader_stops_it_with_the_epoch(tmp_path, kernel):
+    asked = kernel(stop_at=0)
+    loader = Loader(open_pack(make_pack(tmp_path / "p.h5", (64, 64, 3), train=20))["train"], 2)
+    running = iter(loader)
+    next(running)
+    assert asked.waits.wait(LONG_S)
+    asked.go_on.set()
+    running.close()
+    assert comes_true(lambda: not threads())
+    list(loader)
+    assert comes_true(lambda: not threads())
+    assert_all_covered(asked.calls, list(loader.dataset.maps()))

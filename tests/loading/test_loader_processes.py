@@ -1,0 +1,522 @@
+"""`Loader` over data sets that are asked sample by sample, in worker processes: any of torch's, any `collate_fn`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from contract import StreamContract, make_pack
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    default_collate,
+    get_worker_info,
+    random_split,
+)
+from torchvision import transforms as v1
+from torchvision.datasets import FakeData, ImageFolder
+from torchvision.transforms import v2
+from trees import make_tree
+
+from colabkit.augment import Compose, Normalize, PerSample, RandomHorizontalFlip
+from colabkit.errors import BadImage, InvalidOption, LoaderFailed
+from colabkit.foundation.permutation import epoch_order
+from colabkit.loading.loader.api import Loader
+from colabkit.packs.dataset.files import FileDataset
+from colabkit.packs.dataset.pack import open_pack
+
+WORKERS = [0, 1, 2]
+DEADLINE_S = 30.0
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Squares(Dataset):
+    """Gives `make(i)` for sample i."""
+
+    def __init__(
+        self, count: int = 23, make: Callable[[int], Any] = lambda i: (torch.tensor([i, i * i]), i % 3)
+    ) -> None:
+        self.count = count
+        self.make = make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    _, left = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], 10)
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return class folders with 24 PNG images of one size."""
+    return make_tree(tmp_path_factory.mktemp("images") / "tree", 8)
+
+
+def to_tensor() -> v2.Compose:
+    return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two batches have the same structure and content."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def assert_loads(dataset: Any, num_workers: int, collate: Any = None, **options: Any) -> None:
+    """Assert that batches are what `collate` makes of the samples in the epoch's order."""
+    count = len(dataset)
+    loader = Loader(dataset, 5, shuffle=True, seed=4, num_workers=num_workers, collate_fn=collate, **options)
+    assert len(loader) == -(-count // 5)
+    for epoch in range(2):
+        order = epoch_order(count, 4, epoch, 0, count).tolist()
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        for number, batch in enumerate(batches):
+            samples = [dataset[index] for index in order[5 * number : 5 * number + 5]]
+            assert same(batch, (collate or default_collate)(samples))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+class TestLoaderStream(StreamContract):
+    @pytest.fixture(autouse=True)
+    def _with(self, num_workers):
+        self.num_workers = num_workers
+
+    def batches(self):
+        return 3
+
+    def make(self, fail_at=None):
+        samples = Squares(10)
+        if fail_at is not None:
+            bad = epoch_order(10, 2, 0, 0, 10)[4 * fail_at]
+            samples.make = lambda i: (torch.tensor([i, i * i]), i % 3 if i != bad else int("planned"))
+        return Loader(samples, 4, shuffle=True, seed=2, num_workers=self.num_workers)
+
+    def samples(self, batch):
+        return [(*value.tolist(), int(label)) for value, label in zip(*batch, strict=True)]
+
+    def everything(self):
+        return [(i, i * i, i % 3) for i in range(10)]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_any_map_style_data_set_gives_what_the_default_collate_makes_of_its_samples(num_workers):
+    assert_loads(Squares(), num_workers)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        float,
+        str,
+        lambda i: torch.full((2, 3), i),
+        lambda i: np.full(3, i, np.float32),
+        lambda i: {"x": torch.tensor(i), "name": f"sample {i}", "y": i % 2},
+        lambda i: Point(torch.tensor([i]), i),
+        lambda i: (torch.tensor(i), {"boxes": torch.full((2, 4), i), "more": [i, str(i)]}, (float(i), None or i)),
+        lambda i: [torch.tensor(i), torch.tensor(-i)],
+    ],
+    ids=["number", "text", "tensor", "array", "dict", "namedtuple", "nested", "list"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_may_be_of_any_structure(make, num_workers):
+    assert_loads(Squares(12, make), num_workers)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, i: x,
+        lambda x, i: (x, i),
+        lambda x, i: [x, str(i)],
+        lambda x, i: {"x": x, "y": i},
+        Point,
+    ],
+    ids=["alone", "tuple", "list", "dict", "namedtuple"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_transform_of_samples_changes_their_first_field_and_leaves_their_structure(make, num_workers):
+    loader = Loader(
+        Squares(12, lambda i: make(torch.tensor([i]), i)), 4, transform=PerSample(torch.neg), num_workers=num_workers
+    )
+    expected = [default_collate([make(torch.tensor([-i]), i) for i in range(first, first + 4)]) for first in (0, 4, 8)]
+    assert all(map(same, loader, expected))
+    assert len(loader) == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchvisions_data_sets_load_with_their_own_transforms(tree, num_workers):
+    assert_loads(FakeData(13, (3, 8, 8), 4, transform=to_tensor()), num_workers)
+    folder = ImageFolder(tree, transform=to_tensor())
+    assert_loads(folder, num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_parts_and_joins_of_data_sets_load_like_any(tree, num_workers):
+    folder = ImageFolder(tree, transform=to_tensor())
+    first, second = random_split(Squares(), [15, 8], torch.Generator().manual_seed(3))
+    for dataset in (Subset(folder, [3, 3, 20, 7]), ConcatDataset([Squares(6), Squares(7)]), first, second):
+        assert_loads(dataset, num_workers)
+    assert_loads(StackDataset(a=Squares(9), b=Squares(9, float)), num_workers)
+
+
+def test_parts_of_a_pack_are_views_of_it_and_load_as_rows(tmp_path):
+    data = open_pack(make_pack(tmp_path / "p.h5", train=20))["train"]
+    part, rest = random_split(data, [13, 7], torch.Generator().manual_seed(3))
+    for subset in (part, rest, Subset(data, range(4, 9)), Subset(Subset(data, [9, 8, 7, 6]), [3, 1])):
+        images, labels = (torch.cat(field) for field in zip(*Loader(subset, 3), strict=True))
+        expected = [subset[i] for i in range(len(subset))]
+        assert torch.equal(images, torch.stack([image for image, _ in expected]))
+        assert labels.tolist() == [label for _, label in expected]
+        assert "PackedDataset" in repr(Loader(subset, 3))
+
+
+def test_a_join_of_packs_loads_sample_by_sample(tmp_path):
+    one, other = (open_pack(make_pack(tmp_path / f"{n}.h5", seed=n, train=6 + n))["train"] for n in range(2))
+    assert_loads(ConcatDataset([one, other]), 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda samples: {"x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]},
+        lambda samples: Point(torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])),
+        lambda samples: [{"deep": (default_collate(samples), len(samples))}],
+        len,
+        default_collate,
+    ],
+    ids=["dict", "namedtuple", "nested", "number", "torch's"],
+)
+def test_collate_fn_makes_the_batch(collate, num_workers):
+    assert_loads(Squares(12), num_workers, collate)
+
+
+def test_collate_fn_gets_the_samples_of_a_pack_and_of_arrays(tmp_path):
+    data = open_pack(make_pack(tmp_path / "p.h5", train=12))["train"]
+    assert_loads(data, 2, lambda samples: {"x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]})
+    assert_loads(torch.arange(24).view(12, 2), 0, torch.stack)
+
+
+def test_only_collate_fn_may_say_what_a_batch_of_single_samples_is():
+    for options in ({"fields": ["X"]}, {"as_dict": True}, {"size": 8}, {"on_bad": "skip"}):
+        name = next(iter(options))
+        for why, more in (
+            ("a Squares", {}),
+            ("collate_fn=", {"collate_fn": default_collate}),
+            ("PerSample", {"transform": PerSample(torch.neg)}),
+            ("a transform of torchvision", {"transform": v2.RandomHorizontalFlip()}),
+        ):
+            with pytest.raises(InvalidOption, match=rf"{name}= beside {why}, .*made one by one.*Leave {name}= out, or"):
+                Loader(Squares(), 4, **options, **more)
+
+
+def test_what_is_no_map_style_data_set_is_refused():
+    for dataset in (iter([1, 2]), 5, "text", {1, 2}, None):
+        with pytest.raises(InvalidOption, match="a data set with a length and an index"):
+            Loader(dataset, 2)
+
+
+def broken(index: int) -> torch.Tensor:
+    if index == 7:
+        raise ValueError("planned, and\nsaid in two lines")
+    return torch.tensor(index)
+
+
+def fails_on_seven(batch: Any) -> Any:
+    if 7 in [int(x) for x in batch]:
+        raise KeyError("planned")
+    return batch
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_an_error_of_a_data_set_names_the_sample_and_the_cause_in_one_line(num_workers):
+    got = []
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 7: ValueError: planned, and") as caught:
+        got.extend(Loader(Squares(12, broken), 3, num_workers=num_workers))
+    assert [batch.tolist() for batch in got] == [[0, 1, 2], [3, 4, 5]]
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert str(caught.value).endswith("Run dataset[7] to see it.")
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert str(caught.value.__cause__) == "planned, and\nsaid in two lines"
+    told = "".join(traceback.format_exception(caught.value))
+    assert 'raise ValueError("planned, and\\nsaid in two lines")' in told  # the user's line, of a worker too
+    assert f'{__file__}", line {broken.__code__.co_firstlineno + 2}, in broken' in told
+
+
+class Unpicklable(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+@pytest.mark.parametrize("kind", ["made with other arguments", "made in a function", "holding a lock"])
+def test_an_error_that_cannot_leave_its_process_is_told_all_the_same(kind):
+    class Inner(Exception):
+        pass
+
+    def fails(index: int) -> torch.Tensor:
+        if index < 7:
+            return torch.tensor(index)
+        error = {"made with other arguments": Unpicklable(code=5), "made in a function": Inner("code 5")}.get(kind)
+        raise error or ValueError("code 5", threading.Lock())
+
+    with pytest.raises(LoaderFailed, match=r"sample 7: \w+: .*code 5.*Run dataset\[7\] to see it") as caught:
+        list(Loader(Squares(12, fails), 3, num_workers=2))
+    assert "code 5" in str(caught.value.__cause__)
+    assert 'raise error or ValueError("code 5", threading.Lock())' in caught.value.__cause__.__notes__[0]
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("make", [lambda samples: (x for x in samples), lambda samples: [threading.Lock()]])
+def test_a_batch_that_cannot_leave_its_process_is_one_error_and_no_hang(make, persistent_workers):
+    loader = Loader(Squares(12), 3, num_workers=1, persistent_workers=persistent_workers, collate_fn=make)
+    with pytest.raises(LoaderFailed, match=r"a worker process cannot hand over: TypeError: cannot pickle .*num_wor"):
+        list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_collate_fn_may_leave_samples_out_but_not_beside_transforms_that_draw_for_each(num_workers):
+    def without_the_second(samples: list[Any]) -> Any:
+        return default_collate([samples[0], *samples[2:]])
+
+    images = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
+    options: dict[str, Any] = {"collate_fn": without_the_second, "num_workers": num_workers}
+    assert [len(batch) for batch in Loader(images, 4, **options)] == [3, 3]
+    halved = [len(batch) for batch in Loader(images, 4, transform=lambda batch: batch // 2, **options)]
+    assert halved == [3, 3]
+    with pytest.raises(LoaderFailed, match="Cannot transform a batch: a batch of 3 that collate_fn made of 4 samples"):
+        list(Loader(images, 4, transform=RandomHorizontalFlip(), **options))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("transform", [v1.ToTensor(), v1.Compose([v1.ToTensor()]), PerSample(v1.ToTensor())])
+def test_the_older_to_tensor_on_tensors_is_an_error_that_says_what_to_use(transform, num_workers):
+    images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
+    with pytest.raises(LoaderFailed, match=r"use v2\.ToDtype\(torch\.float32, scale=True\), or Normalize of colab"):
+        list(Loader(images, 2, transform=transform, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_an_error_of_a_collate_fn_is_one_line_too(num_workers):
+    loader = Loader(Squares(12, torch.tensor), 3, collate_fn=fails_on_seven, num_workers=num_workers)
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: collate_fn: KeyError: 'planned'") as caught:
+        list(loader)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_do_not_stack_are_one_line_that_says_so(num_workers):
+    with pytest.raises(
+        LoaderFailed, match=r"stack expects each tensor to be equal size.*or pass collate_fn="
+    ) as caught:
+        list(Loader(Squares(4, torch.zeros), 2, num_workers=num_workers))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("around", ["alone", "subset", "concat", "both"])
+def test_a_broken_file_of_an_image_folder_is_named_with_its_path(tmp_path, around, num_workers):
+    tree = make_tree(tmp_path / "tree", 3)
+    path = tree / "bees" / "001.png"
+    path.write_bytes(path.read_bytes()[:60])
+    folder = ImageFolder(tree, transform=to_tensor())
+    dataset = {
+        "alone": folder,
+        "subset": Subset(folder, range(8, 1, -1)),
+        "concat": ConcatDataset([FakeData(4, transform=to_tensor()), folder]),
+        "both": Subset(ConcatDataset([folder, folder]), [0, 13, 2]),
+    }[around]
+    with pytest.raises(LoaderFailed, match=r"bees/001\.png") as caught:
+        list(Loader(dataset, 1, num_workers=num_workers))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_a_transform_names_the_sample_of_a_pack_or_the_file(tmp_path, tree, num_workers):
+    data = open_pack(make_pack(tmp_path / "p.h5", train=20))["train"]
+    with pytest.raises(LoaderFailed, match=r"train\[0\] of .*p\.h5.*ZeroDivisionError"):
+        list(Loader(data, 4, transform=PerSample(lambda image: 1 / 0), num_workers=num_workers))
+    with pytest.raises(LoaderFailed, match=r"ants/000\.png.*ZeroDivisionError"):
+        list(Loader(FileDataset(tree), 4, transform=PerSample(lambda image: 1 / 0), num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_errors_of_this_package_keep_their_type_and_line(tmp_path, num_workers):
+    tree = make_tree(tmp_path / "tree", 3)
+    (tree / "bees" / "001.png").write_bytes(b"no image")
+    with pytest.raises((BadImage, LoaderFailed), match=r"Cannot decode 'bees/001\.png'") as caught:
+        list(Loader(FileDataset(tree), 4, transform=PerSample(lambda image: image), num_workers=num_workers))
+    assert str(caught.value).count("Cannot") == 1
+
+
+@pytest.mark.parametrize("when", [0, 9])
+def test_a_worker_process_that_is_killed_is_one_error_and_no_hang(when):
+    def dies(index: int) -> torch.Tensor:
+        if index == when and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+    began = time.monotonic()
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*worker.*(killed|exited|gone)") as caught:
+        list(Loader(Squares(12, dies), 2, num_workers=2))
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < DEADLINE_S
+
+
+def test_a_worker_that_leaves_by_itself_is_one_error_too():
+    def leaves(index: int) -> torch.Tensor:
+        if index == 3 and get_worker_info() is not None:
+            os._exit(3)
+        return torch.tensor(index)
+
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*worker"):
+        list(Loader(Squares(12, leaves), 2, num_workers=1))
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_an_error_of_a_sampler_is_one_error_of_the_loader(num_workers):
+    class Fails(list):
+        kind: type[Exception]
+
+        def __iter__(self) -> Iterator[int]:
+            yield from (0, 1)
+            raise self.kind("planned")
+
+    for dataset, Fails.kind in itertools.product((Squares(), torch.arange(23)), (ValueError, RuntimeError)):
+        with pytest.raises(LoaderFailed, match=f"Cannot make a batch: {Fails.kind.__name__}: planned, a data set"):
+            list(Loader(dataset, 2, sampler=Fails(range(4)), num_workers=num_workers))
+    with pytest.raises(InvalidOption, match="numbers of samples from 0 to 22"):
+        list(Loader(Squares(), 2, sampler=[0, 23], num_workers=num_workers))
+
+
+def test_a_loader_that_failed_may_be_used_again():
+    samples = Squares(12, broken)
+    loader = Loader(samples, 3, num_workers=2)
+    with pytest.raises(LoaderFailed):
+        list(loader)
+    samples.make = torch.tensor
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    "of_one", [PerSample(torch.neg), v2.RandomHorizontalFlip(0.5), torch.nn.Sequential(v2.RandomCrop(2))]
+)
+def test_what_is_for_one_sample_is_refused_among_transforms_of_a_batch(of_one):
+    with pytest.raises(
+        InvalidOption, match=r"which is for one sample, transforms of a batch\. Put all into one PerSample"
+    ) as caught:
+        Compose([of_one, Normalize()])
+    assert "\n" not in str(caught.value)
+
+
+def process_ids(loader: Loader) -> list[int]:
+    """Return which process made each sample of the next epoch."""
+    return [int(process) for batch in loader for process in batch[0]]
+
+
+def test_persistent_workers_make_every_epoch_and_end_with_their_loader() -> None:
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 2}
+    loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, persistent_workers=True, **options)
+    anew = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, **options)
+    first = set(process_ids(loader))
+    assert len(first) == 2
+    next(iter(loader))  # seen enough of an epoch
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        anew.set_epoch(epoch)
+        made, again = list(loader), list(anew)
+        assert all(torch.equal(one[1], other[1]) for one, other in zip(made, again, strict=True))
+        assert {int(process) for batch in made for process in batch[0]} <= first
+        assert not {int(process) for batch in again for process in batch[0]} & first
+
+
+def test_random_samples_are_the_same_in_persistent_workers() -> None:
+    def drawn(**options: Any) -> list[list[float]]:
+        loader = Loader(Squares(make=lambda i: torch.rand(())), 4, shuffle=True, num_workers=2, **options)
+        return [torch.cat(list(loader)).tolist() for _ in range(3)]
+
+    assert drawn(persistent_workers=True) == drawn()
+
+
+def test_persistent_workers_that_an_interrupt_has_ended_are_replaced() -> None:
+    loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, num_workers=2, persistent_workers=True)
+    first = set(process_ids(loader))
+    for process in first:
+        os.kill(process, signal.SIGINT)  # as the terminal does to all processes
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    later = process_ids(loader)
+    assert len(later) == 23
+    assert not first & set(later)
+
+
+def test_an_iteration_inside_another_has_processes_of_its_own() -> None:
+    loader = Loader(Squares(make=lambda i: i), 4, num_workers=1, persistent_workers=True)
+    whole = [batch.tolist() for batch in loader]
+    for batch, expected in zip(loader, whole, strict=True):
+        assert batch.tolist() == expected
+        assert [inner.tolist() for inner in loader] == whole
+
+
+def test_workers_persist_after_an_error_of_a_sample() -> None:
+    def make(number: int) -> int:
+        if number == 17:
+            raise ValueError("seventeen")
+        return os.getpid()
+
+    loader = Loader(Squares(make=make), 4, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        with pytest.raises(LoaderFailed, match="seventeen"):
+            list(loader)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [(Squares(), {"num_workers": 0}), (torch.arange(23), {}), (torch.arange(23), {"num_workers": 2})],
+)
+def test_persistent_workers_are_refused_where_there_are_none(dataset: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=r"persistent_workers=True with .*, worker processes to keep\. Leave "):
+        Loader(dataset, 4, persistent_workers=True, **options)
+
+
+def test_facts_tell_whether_processes_live_on_and_where_there_are_none() -> None:
+    def keeps(**options: Any) -> bool | None:
+        facts = Loader(Squares(), 4, **options).meters.facts
+        assert facts is not None
+        return facts.keeps_workers
+
+    assert keeps(num_workers=2) is False
+    assert keeps(num_workers=2, persistent_workers=True) is True
+    assert keeps(num_workers=0) is True  # nothing has to be started anew

@@ -1,0 +1,355 @@
+"""`Loader` on several ranks: every sample once, equally many batches, the same stream on any number of processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack, seal_fields
+from torch.utils.data import BatchSampler, DistributedSampler, StackDataset
+
+from colabkit.augment import Compose, Cutout, MixUp, PerSample, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.errors import InvalidOption
+from colabkit.foundation import processes
+from colabkit.foundation.permutation import epoch_order
+from colabkit.loading.loader.api import Loader
+from colabkit.loading.sampler.blocks import BlockShuffled
+from colabkit.loading.sampler.classes import Balanced
+from colabkit.loading.sampler.weights import Weighted
+from colabkit.packs.dataset.pack import open_pack
+
+WORLDS = (1, 2, 3, 4, 5)
+TORCHRUN_S = 100.0
+
+State = dict[str, Any]
+Steps = list[list[list[int]]]  # of each step, of each rank, the samples
+
+
+def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, **options: Any) -> list[Loader]:
+    """Return the loaders that the processes of one training would make, over the numbers below n."""
+    loaders = [
+        Loader(torch.arange(n), batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)
+    ]
+    for loader in loaders if state else ():
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    return loaders
+
+
+def steps(loaders: list[Loader], most: int | None = None) -> Steps:
+    """Return what the ranks get in each step of the next epoch; they must all end at the same step."""
+    taken = [[batch.tolist() for batch in itertools.islice(loader, most)] for loader in loaders]
+    return [list(step) for step in zip(*taken, strict=True)]
+
+
+def in_order(taken: Steps) -> list[int]:
+    return [sample for step in taken for batch in step for sample in batch]
+
+
+def state_of(loaders: list[Loader]) -> State:
+    """Return the state of a training, which is the same on all ranks."""
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return states[0]
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "block"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_sample_comes_once_over_all_ranks_in_equally_many_batches(world_size, shuffle):
+    for n, batch_size in itertools.product((world_size, world_size + 1, 11, 16, 22, 23, 41), (1, 2, 4, 9)):
+        loaders = ranks(n, batch_size, world_size, shuffle=shuffle, seed=3)
+        for _ in range(2):
+            taken = steps(loaders)
+            assert sorted(in_order(taken)) == list(range(n))
+            assert [len(loader) for loader in loaders] == [len(taken)] * world_size
+            for step in taken:
+                sizes = [len(batch) for batch in step]
+                assert 1 <= min(sizes) <= max(sizes) <= batch_size + (step is taken[-1])
+                assert max(sizes) - min(sizes) <= 1
+            assert all(len(batch) == batch_size for step in taken[:-1] for batch in step)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:])
+def test_a_last_global_batch_with_fewer_samples_than_ranks_joins_the_one_before(world_size):
+    for rest in range(1, world_size):
+        taken = steps(ranks(6 * world_size + rest, 3, world_size))
+        assert len(taken) == 2
+        assert sorted(map(len, taken[1])) == [3] * (world_size - rest) + [4] * rest
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_with_drop_last_all_batches_are_full_and_less_than_one_step_is_left_out(world_size):
+    for n, batch_size in itertools.product((20, 23, 41), (1, 3, 4)):
+        taken = steps(ranks(n, batch_size, world_size, shuffle=True, drop_last=True))
+        assert all(len(batch) == batch_size for step in taken for batch in step)
+        assert len(set(in_order(taken))) == len(in_order(taken)) == n - n % (batch_size * world_size)
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "block"])
+def test_the_stream_of_all_ranks_together_does_not_depend_on_their_number(shuffle):
+    expected = in_order(steps(ranks(41, 2, 1, shuffle=shuffle, seed=7)))
+    for world_size in WORLDS:
+        assert in_order(steps(ranks(41, 4, world_size, shuffle=shuffle, seed=7))) == expected
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Balanced([0] * 20 + [1] * 9, num_samples=37, seed=2),
+        Weighted(np.arange(29), num_samples=37, seed=2),
+        BlockShuffled(29, seed=2, block_samples=3, window_blocks=2),
+    ],
+    ids=lambda order: type(order).__name__,
+)
+def test_every_position_of_an_order_comes_once_over_all_ranks(order):
+    for world_size in WORLDS:
+        loaders = ranks(29, 4, world_size, sampler=order)
+        for number in range(2):
+            taken = steps(loaders)
+            assert in_order(taken) == order.indices(number, 0, len(order)).tolist()
+            assert len(taken) == len(loaders[0])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_states_go_from_two_ranks_to_one_and_three_and_back_with_another_batch_size(drop_last):
+    """At every step, for every chain of world sizes: nothing twice, nothing lost, and the next epoch is whole."""
+    n = 47
+    orders = [epoch_order(n, 5, number, 0, n).tolist() for number in range(2)]
+    options = {"shuffle": True, "seed": 5, "drop_last": drop_last}
+    for first, second, third in ((2, 1, 2), (2, 3, 2), (1, 2, 3), (3, 1, 4)):
+        for stop, again in itertools.product(range(4), range(3)):
+            loaders = ranks(n, 3, first, **options)
+            got = in_order(steps(loaders, stop)) if stop else []
+            for world_size, batch_size in ((second, 5), (third, 2)):
+                loaders = ranks(n, batch_size, world_size, state_of(loaders), **options)
+                if world_size == second and again:
+                    got += in_order(steps(loaders, again))
+            got += in_order(steps(loaders)) if state_of(loaders)["epoch"] == 0 else []
+            assert got == orders[0][: len(got)]
+            assert len(got) > n - max(5 * second, 2 * third) if drop_last else len(got) == n
+            whole = in_order(steps(loaders))
+            assert whole == orders[1][: len(whole)]
+            assert len(whole) == n - n % (2 * third) * drop_last
+
+
+def test_a_state_at_the_end_of_an_epoch_is_the_start_of_the_next_on_any_number_of_ranks():
+    for world_size, other in itertools.permutations((1, 2, 3), 2):
+        for most in (None, len(ranks(23, 3, world_size)[0])):  # exhausted, and stopped after the last batch
+            loaders = ranks(23, 3, world_size, shuffle=True)
+            steps(loaders, most)
+            resumed = ranks(23, 4, other, state_of(loaders), shuffle=True)
+            assert in_order(steps(resumed)) == epoch_order(23, 0, 1, 0, 23).tolist()
+
+
+def test_fewer_samples_than_ranks_at_the_end_of_an_epoch_are_all_that_a_change_of_ranks_may_leave_out():
+    loaders = ranks(8, 1, 2)
+    assert in_order(steps(loaders, 3)) == list(range(6))
+    resumed = ranks(8, 1, 3, state_of(loaders))
+    assert state_of(resumed)["epoch"] == 1
+    assert in_order(steps(resumed)) == list(range(8))
+
+
+def test_len_stays_that_of_a_whole_epoch_after_a_resume():
+    loaders = ranks(23, 2, 2)
+    steps(loaders, 3)
+    for loader in ranks(23, 3, 2, state_of(loaders)):
+        assert len(loader) == 4
+        assert len(list(loader)) == 2
+
+
+def transformed(data: Any, world_size: int, batch_size: int, transform: Any, **options: Any) -> dict[int, bytes]:
+    """Return what a transform made of each sample of an epoch, by its label."""
+    found = {}
+    for rank in range(world_size):
+        share = {"rank": rank, "world_size": world_size}
+        for images, labels in Loader(data, batch_size, shuffle=True, seed=6, transform=transform, **share, **options):
+            found.update({int(label): image.numpy().tobytes() for image, label in zip(images, labels, strict=True)})
+    return found
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        Compose([RandomResizedCrop(6), RandomHorizontalFlip(), Cutout(2)]),
+        PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)),
+    ],
+    ids=["ours", "per sample"],
+)
+def test_a_sample_gets_the_same_random_numbers_on_any_rank_layout(transform):
+    images = torch.randint(0, 256, (23, 3, 8, 9), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    data = (images, torch.arange(23))
+    expected = transformed(data, 1, 4, transform, num_workers=0)
+    assert len(expected) == 23
+    for world_size, batch_size in ((2, 4), (3, 5), (5, 1)):
+        assert transformed(data, world_size, batch_size, transform, num_workers=0) == expected
+
+
+def test_mixed_labels_stay_with_their_rank():
+    images, labels = torch.zeros(16, 3, 4, 4), torch.arange(16)
+    batches = [list(Loader((images, labels), 4, transform=MixUp(16), rank=rank, world_size=2)) for rank in range(2)]
+    for rank, step in itertools.product(range(2), range(2)):
+        mixed = batches[rank][step][1]
+        own = range(8 * step + 4 * rank, 8 * step + 4 * rank + 4)
+        assert {place for row in mixed for place in row.nonzero().flatten().tolist()} == set(own)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size"), [(0, None), (None, 2), (2, 2), (-1, 2), (0, 0), (0.0, 1), ("0", "1"), (True, 2)]
+)
+def test_ranks_that_cannot_be_meant_are_refused(rank, world_size):
+    with pytest.raises(InvalidOption, match=r"Cannot make a Loader.*(rank|world_size)"):
+        Loader(torch.arange(9), 2, rank=rank, world_size=world_size)
+
+
+def initialise(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+
+
+def test_the_share_is_that_of_torch_distributed_also_when_it_starts_after_the_loader_was_made(monkeypatch):
+    loader, said = Loader(torch.arange(23), 2), Loader(torch.arange(23), 2, rank=1, world_size=3)
+    assert len(loader) == 12
+    initialise(monkeypatch, rank=1, world_size=2)
+    assert len(loader) == len(Loader(torch.arange(23), 2)) == 6
+    expected = [step[1] for step in steps(ranks(23, 2, 2))]
+    assert [batch.tolist() for batch in loader] == expected
+    assert loader.state_dict()["global_batch"] == 4
+    assert [batch.tolist() for batch in said] == [step[1] for step in steps(ranks(23, 2, 3))]
+
+
+def test_more_ranks_than_samples_are_refused_also_when_they_come_after_the_loader_was_made(monkeypatch):
+    with pytest.raises(InvalidOption, match="5 samples, one for each of 6 processes"):
+        ranks(5, 1, 6)
+    loader = Loader(torch.arange(5), 1)
+    initialise(monkeypatch, rank=0, world_size=6)
+    with pytest.raises(InvalidOption, match="5 samples, one for each of 6 processes"):
+        list(loader)
+
+
+def test_a_sampler_of_the_users_own_is_not_parted_again():
+    n, world_size = 23, 3
+    loaders = []
+    for rank in range(world_size):
+        sampler = DistributedSampler(range(n), world_size, rank, shuffle=True, seed=2)
+        loaders.append(Loader(torch.arange(n), 2, sampler=sampler, rank=rank, world_size=world_size))
+    for number in range(2):
+        taken = [[sample for batch in loader for sample in batch.tolist()] for loader in loaders]
+        for rank, samples in enumerate(taken):
+            reference = DistributedSampler(range(n), world_size, rank, shuffle=True, seed=2)
+            reference.set_epoch(number)
+            assert samples == list(reference)
+        assert set(itertools.chain(*taken)) == set(range(n))
+
+
+@pytest.mark.parametrize("name", ["distributed", "batches"])
+def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(name):
+    data = torch.arange(32)
+
+    def loaders(world_size: int, state: State | None = None) -> list[Loader]:
+        made = []
+        for rank in range(world_size):
+            sampler: Any = DistributedSampler(data, world_size, rank, seed=2)
+            sampler = sampler if name == "distributed" else BatchSampler(sampler, 4, drop_last=False)
+            made.append(Loader(data, 4, sampler=sampler, rank=rank, world_size=world_size))
+        for loader in made if state else ():
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return made
+
+    expected = [steps(loaders(2)), steps(loaders(1))]
+    taken = loaders(2)
+    got = steps(taken, 2)
+    state = state_of(taken)
+    assert (state["samples"], state["world_size"], state["global_batch"]) == (8, 2, 8)
+    assert got + steps(loaders(2, state)) == expected[0]
+    with pytest.raises(InvalidOption, match="a state without world_size"):
+        loaders(2, {name: value for name, value in state.items() if name != "world_size"})
+    with pytest.raises(InvalidOption) as caught:
+        loaders(1, state)
+    assert str(caught.value) == (
+        "Cannot resume the Loader: a state within an epoch that a sampler parted among 2 processes, as many now, not 1."
+        " Start as many, or begin this epoch anew: set_epoch(0)."
+    )
+    steps(taken)  # the next epoch
+    (alone,) = loaders(1, state_of(taken))
+    assert alone.next_epoch == 2
+    alone.set_epoch(0)
+    assert steps([alone]) == expected[1]
+
+
+@pytest.mark.parametrize("as_data", [lambda images: images, StackDataset], ids=["rows", "samples"])
+@pytest.mark.parametrize(
+    ("transform", "size"),
+    [
+        (RandomResizedCrop(8), 4),
+        (PerSample(lambda image: image + torch.randint(0, 100, image.shape).to(torch.uint8)), 4),
+        (lambda images: images + torch.randint(0, 100, images.shape).to(torch.uint8), 2),  # seeded batch by batch
+    ],
+    ids=["ours", "per sample", "at last"],
+)
+def test_ranks_under_a_sampler_of_the_users_own_draw_random_numbers_of_their_own(transform, size, as_data):
+    images = torch.arange(32 * 32).view(1, 1, 32, 32).remainder(100).to(torch.uint8).repeat(16, 1, 1, 1)
+
+    def made(rank: int, world_size: int, after: int = 0) -> list[bytes]:
+        sampler = DistributedSampler(images, world_size, rank, shuffle=False)
+        share = {"rank": rank, "world_size": world_size}
+        data = as_data(images)
+        loader = Loader(data, 2, sampler=sampler, transform=transform, num_workers=0, **share)
+        taken = list(itertools.islice(loader, after))
+        resumed = Loader(data, size if after else 2, sampler=sampler, transform=transform, num_workers=0, **share)
+        resumed.load_state_dict(loader.state_dict())
+        batches = [batch[0] if isinstance(batch, tuple | list) else batch for batch in [*taken, *resumed]]
+        return [image.numpy().tobytes() for batch in batches for image in batch]
+
+    of_ranks = [made(rank, 2) for rank in range(2)]
+    assert not set(of_ranks[0]) & set(of_ranks[1])
+    assert [made(rank, 2, after=2) for rank in range(2)] == of_ranks
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the loopback interface is called lo on Linux")
+def test_two_processes_of_torchrun_go_on_from_the_state_of_three_and_one_from_theirs(tmp_path):
+    n = 44
+    numbers = {"X": {"train": np.arange(n)}, "Y": {"train": np.arange(n) % 3}}
+    pack = seal_fields(tmp_path / "numbers.h5", numbers, {"X": "array"}, "class")
+    data = open_pack(pack)["train"]
+    orders = [epoch_order(n, 4, number, 0, n).tolist() for number in range(2)]
+    options = {"shuffle": True, "seed": 4, "fields": ["X"]}
+    three = [Loader(data, 4, rank=rank, world_size=3, **options) for rank in range(3)]
+    assert in_order(steps(three, 2)) == orders[0][:24]
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps(state_of(three)))
+
+    script = str(Path(__file__).with_name("loader_rank.py"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*launch, str(pack), str(state), str(tmp_path), "3", "4"]
+    done = processes.run(command, "run two processes", TORCHRUN_S, environ=environ)
+    assert done.status == 0, done.output
+
+    records = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for record in records:
+        assert (record["world_size"], record["batches_alone"], record["batches"]) == (2, 15, 8)
+        assert record["state"] == records[0]["state"]
+    first, second = ([*zip(*taken, strict=True)] for taken in zip(*(r["epochs"] for r in records), strict=True))
+    assert (len(first), len(second)) == (4, 4)
+    assert in_order(first) == orders[0][24:]
+    assert in_order(second) == orders[1][:24]
+    alone = Loader(data, 5, **options)
+    alone.load_state_dict(records[0]["state"])
+    assert in_order(steps([alone])) == orders[1][24:]
+
+
+def test_ranks_of_a_pack_of_images_get_its_rows(tmp_path):
+    data = open_pack(make_pack(tmp_path / "p.h5", train=23))["train"]
+    loaders = [Loader(data, 4, shuffle=True, seed=1, rank=rank, world_size=3) for rank in range(3)]
+    for step in zip(*loaders, strict=True):
+        assert all(images.is_contiguous(memory_format=torch.channels_last) for images, _ in step)
+    taken = [list(loader) for loader in loaders]
+    images = torch.cat([step[0] for rank_steps in zip(*taken, strict=True) for step in rank_steps])
+    assert torch.equal(images, data.rows[epoch_order(23, 1, 1, 0, 23)].permute(0, 3, 1, 2))

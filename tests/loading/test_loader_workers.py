@@ -1,0 +1,450 @@
+"""The loader's worker threads, with a maker that only notes: order, pieces, errors at their place, stops, room."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colabkit.loading.loader import workers
+from colabkit.loading.loader.portions import Portion
+from colabkit.loading.loader.workers import Batch, Group, Stopped, Workers, made_here
+
+DEADLINE_S = 20.0
+SIZE = 4  # samples of a batch
+PIECE = 3  # samples of a piece, so that pieces and batches do not end together
+
+
+def portions(count: int, batches: int = 2) -> Iterator[Portion]:
+    """Yield portions of some batches each; a sample's number is its position."""
+    samples = batches * SIZE
+    for start in range(0, count * samples, samples):
+        numbers = np.arange(start, start + samples)
+        reached = tuple(range(start + SIZE, start + samples + 1, SIZE))
+        yield Portion(numbers, numbers, (SIZE,) * batches, reached)
+
+
+class FakeMaker:
+    """Makes 2 * number + 1 of each sample; calls `at(step, first sample)` first, which may wait or raise."""
+
+    def __init__(self, at: Callable[[str, int], object] = lambda step, sample: None, piece: int | None = PIECE) -> None:
+        self.at = at
+        self.piece = piece
+        self.begun = 0
+        self.filled: list[tuple[int, int]] = []
+
+    def begin(self, portion: Portion) -> Group:
+        self.begun += 1
+        self.at("begin", int(portion.numbers[0]))
+        group = Group(portion)
+        count = len(portion.numbers)
+        if self.piece is None:
+            group.values = [2 * portion.numbers + 1]
+        else:
+            group.values = [np.full(count, -1)]
+            group.pieces = [(start, min(start + self.piece, count)) for start in range(0, count, self.piece)]
+        return group
+
+    def fill(self, group: Group, start: int, stop: int) -> None:
+        numbers = group.portion.numbers[start:stop]
+        self.at("fill", int(numbers[0]))
+        group.values[0][start:stop] = 2 * numbers + 1
+        self.filled.append((int(numbers[0]), int(numbers[-1])))
+
+    def finish(self, group: Group, samples: int) -> Iterator[Batch]:
+        for stop, reached in zip(itertools.accumulate(group.portion.sizes), group.portion.reached, strict=True):
+            if stop <= samples:
+                self.at("finish", int(group.portion.numbers[stop - SIZE]))
+                positions = group.portion.positions[stop - SIZE : stop]
+                yield Batch([group.values[0][stop - SIZE : stop]], positions, reached)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Workers]]:
+    """Return a function that starts workers, which are closed in the end and leave no thread."""
+    started: list[Workers] = []
+
+    def make(
+        plan: Iterable[Portion], maker: FakeMaker, threads: int = 1, ahead: int = 3, waited: Any = lambda _: None
+    ) -> Workers:
+        started.append(Workers(iter(plan), maker, threads, ahead, waited))
+        return started[-1]
+
+    yield make
+    for each in started:
+        each.close()
+    assert loader_threads() == []
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+
+
+def taken(running: Workers) -> Iterator[Batch]:
+    """Yield all batches, as a user takes them."""
+    while (group := running.take(DEADLINE_S)) is not None:
+        yield from group.batches
+        running.make_room()
+
+
+def raises_at(step: str, sample: int, error: BaseException) -> Callable[[str, int], None]:
+    def act(now: str, first: int) -> None:
+        if (now, first) == (step, sample):
+            raise error
+
+    return act
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("piece", [None, 1, PIECE, SIZE, 100])
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("ahead", [1, 3, 50])
+def test_batches_come_whole_and_in_order_with_any_number_of_threads(start, threads, ahead, piece):
+    maker = FakeMaker(piece=piece)
+    batches = list(taken(start(portions(30), maker, threads, ahead)))
+    assert [batch.reached for batch in batches] == list(range(SIZE, 241, SIZE))
+    assert np.concatenate([batch.positions for batch in batches]).tolist() == list(range(240))
+    assert np.concatenate([batch.values[0] for batch in batches]).tolist() == list(range(1, 481, 2))
+    spans = sorted(maker.filled)
+    assert piece is None or [number for first, last in spans for number in range(first, last + 1)] == list(range(240))
+
+
+def test_many_threads_on_many_epochs_lose_and_double_nothing(start):
+    for round_ in range(30):
+        plan = list(portions(12, batches=1 + round_ % 3))
+        running = start(plan, FakeMaker(piece=1 + round_ % 4), threads=24, ahead=1 + round_ % 7)
+        positions = np.concatenate([batch.positions for batch in taken(running)])
+        assert positions.tolist() == list(range(12 * SIZE * (1 + round_ % 3)))
+        running.close()
+
+
+def test_no_portion_is_the_end_at_once(start):
+    assert start([], FakeMaker(), threads=3).take(DEADLINE_S) is None
+
+
+def test_a_group_that_is_done_early_waits_for_those_before_it(start):
+    second_done = threading.Event()
+
+    def at(step: str, sample: int) -> None:
+        if (step, sample) == ("fill", 0):
+            assert second_done.wait(DEADLINE_S)
+        if (step, sample) == ("finish", 3 * SIZE):  # the last batch of the second group
+            second_done.set()
+
+    running = start(portions(3), FakeMaker(at), threads=2)
+    assert [batch.reached for batch in taken(running)] == list(range(SIZE, 6 * SIZE + 1, SIZE))
+    assert second_done.is_set()
+
+
+def test_the_pieces_of_one_group_are_made_by_all_threads_at_once(start):
+    together = threading.Barrier(3, timeout=DEADLINE_S)
+    maker = FakeMaker(lambda step, sample: together.wait() if step == "fill" else None)
+    running = start(portions(1), maker, threads=3)  # eight samples, in pieces of three
+    assert len(list(taken(running))) == 2
+    assert not together.broken
+
+
+def test_the_pieces_of_the_oldest_group_go_first(start):
+    maker = FakeMaker()
+    list(taken(start(portions(6), maker, threads=1, ahead=6)))
+    assert maker.filled == sorted(maker.filled)
+
+
+def test_portions_are_asked_for_by_one_thread_at_a_time(start):
+    inside = threading.Lock()
+
+    class Plan:
+        def __init__(self) -> None:
+            self.left = portions(100, batches=1)
+
+        def __iter__(self) -> Plan:
+            return self
+
+        def __next__(self) -> Portion:
+            assert inside.acquire(blocking=False), "two threads asked at once"
+            try:
+                return next(self.left)
+            finally:
+                inside.release()
+
+    assert len(list(taken(start(Plan(), FakeMaker(), threads=8, ahead=20)))) == 100
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_as_many_groups_as_allowed_are_made_ahead_and_never_more(start, threads, ahead):
+    given_back, most = [], []
+    maker = FakeMaker(lambda step, sample: most.append(maker.begun - len(given_back)) if step == "begin" else None)
+    running = start(portions(20), maker, threads, ahead)
+    for group in iter(lambda: running.take(DEADLINE_S), None):
+        wait_until(lambda: maker.begun >= min(20, len(given_back) + ahead))
+        assert group.batches
+        given_back.append(group.portion.positions[0])
+        running.make_room()
+    assert max(most) == ahead
+
+
+def test_what_is_ready_is_counted_and_nothing_ready_in_time_is_said(start):
+    gate = threading.Event()
+    running = start(portions(2), FakeMaker(lambda *_: gate.wait(DEADLINE_S)))
+    assert running.ready() == 0
+    with pytest.raises(queue.Empty):
+        running.take(0.001)
+    gate.set()
+    wait_until(lambda: running.ready() == 3)  # two groups and the end
+    list(taken(running))
+    assert running.ready() == 0
+
+
+def test_the_seconds_that_a_thread_had_nothing_to_do_are_told(start):
+    waits: list[float] = []
+    running = start(portions(4), FakeMaker(), ahead=1, waited=waits.append)
+    wait_until(lambda: running.ready() == 1)
+    list(taken(running))
+    running.close()
+    assert waits
+    assert all(wait_s >= 0 for wait_s in waits)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("step", "sample", "whole"),
+    [
+        ("begin", 2 * SIZE * 2, 4),  # the third group: four batches before it
+        ("begin", 0, 0),
+        ("fill", 2 * SIZE * 2, 4),  # its first piece
+        ("fill", 2 * SIZE * 2 + PIECE, 4),  # reaches into both batches
+        ("fill", 2 * SIZE * 2 + 2 * PIECE, 5),  # the first batch of the group is whole
+        ("fill", 0, 0),
+        ("finish", 2 * SIZE * 2, 4),
+        ("finish", 2 * SIZE * 2 + SIZE, 5),
+    ],
+)
+def test_an_error_comes_after_the_batches_before_it_and_nothing_after_it(start, threads, step, sample, whole):
+    error = ValueError("planned")
+    running = start(portions(8), FakeMaker(raises_at(step, sample, error)), threads, ahead=6)
+    got: list[Batch] = []
+    with pytest.raises(ValueError, match="planned") as caught:
+        got.extend(taken(running))
+    running.close()
+    assert caught.value is error
+    assert np.concatenate([np.empty(0), *(batch.positions for batch in got)]).tolist() == list(range(whole * SIZE))
+    assert running.ready() == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_of_the_portions_comes_after_the_batches_before_it(start, threads):
+    def plan() -> Iterator[Portion]:
+        yield from portions(2)
+        raise LookupError("planned")
+
+    got: list[Batch] = []
+    with pytest.raises(LookupError, match="planned"):
+        got.extend(taken(start(plan(), FakeMaker(), threads)))
+    assert [batch.reached for batch in got] == [4, 8, 12, 16]
+
+
+def test_of_several_errors_in_a_group_the_first_sample_counts(start):
+    """The pieces at 0, 3 and 6 are under way together; those at 6 and 3 fail, in this order."""
+    together, late_failed = threading.Barrier(3, timeout=DEADLINE_S), threading.Event()
+
+    def at(step: str, sample: int) -> None:
+        if step != "fill":
+            return
+        together.wait()
+        if sample == 6:
+            late_failed.set()
+            raise ValueError("late")
+        if sample == 3:
+            assert late_failed.wait(DEADLINE_S)
+            raise ValueError("early")
+
+    running = start(portions(1), FakeMaker(at), threads=3)
+    with pytest.raises(ValueError, match="early"):
+        list(taken(running))
+
+
+def test_an_error_of_a_later_group_waits_for_the_groups_before_it(start):
+    failed = threading.Event()
+
+    def at(step: str, sample: int) -> None:
+        if (step, sample) == ("fill", 0):
+            assert failed.wait(DEADLINE_S)
+        if (step, sample) == ("fill", 2 * SIZE):
+            failed.set()
+            raise ValueError("planned")
+
+    got: list[Batch] = []
+    with pytest.raises(ValueError, match="planned"):
+        got.extend(taken(start(portions(2), FakeMaker(at), threads=2)))
+    assert [batch.reached for batch in got] == [4, 8]
+
+
+@pytest.mark.parametrize("fails_too", [False, True])
+def test_a_group_that_ends_after_an_earlier_one_failed_is_not_handed_over(start, fails_too):
+    first_failed, go_on = threading.Event(), threading.Event()
+
+    def at(step: str, sample: int) -> None:
+        if (step, sample) == ("fill", 2 * SIZE):
+            first_failed.set()
+            assert go_on.wait(DEADLINE_S)
+            if fails_too:
+                raise ValueError("another")
+        if (step, sample) == ("fill", 0):
+            assert first_failed.wait(DEADLINE_S)
+            raise ValueError("planned")
+
+    running = start(portions(2), FakeMaker(at, piece=100), threads=2)
+    with pytest.raises(ValueError, match="planned"):
+        running.take(DEADLINE_S)
+    go_on.set()
+    running.close()
+    assert running.ready() == 0
+
+
+def test_nothing_is_made_of_a_group_after_its_first_error(start):
+    maker = FakeMaker(raises_at("fill", 0, ValueError("planned")))
+    with pytest.raises(ValueError, match="planned"):
+        list(taken(start(portions(5), maker, threads=1)))
+    assert maker.filled == []
+
+
+def test_what_is_no_exception_comes_through_too(start):
+    running = start(portions(2), FakeMaker(raises_at("fill", 0, SystemExit(3))))
+    with pytest.raises(SystemExit):
+        list(taken(running))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_close_ends_threads_that_wait_for_room_for_work_or_for_good(start, threads):
+    running = start(portions(10), FakeMaker(), threads, ahead=1)
+    wait_until(lambda: running.ready() == 1)
+    running.close()
+    running.close()
+    assert loader_threads() == []
+    done = start(portions(1), FakeMaker(), threads)
+    list(taken(done))
+    done.close()
+    assert loader_threads() == []
+
+
+def test_one_of_the_threads_may_close_all_without_waiting_for_itself(start):
+    """As the garbage collector does in any thread, when it ends a pass that was left."""
+    running: list[Workers] = []
+    is_made, is_closed = threading.Event(), threading.Event()
+
+    def at(now: str, sample: int) -> None:
+        assert is_made.wait(DEADLINE_S)
+        running[0].close()
+        is_closed.set()
+
+    running.append(start(portions(5), FakeMaker(at), threads=2))
+    is_made.set()
+    assert is_closed.wait(DEADLINE_S)
+    running[0].close()
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("step", ["begin", "fill"])
+def test_work_that_stops_because_nobody_wants_it_ends_quietly(start, step):
+    entered, is_closing = threading.Event(), threading.Event()
+
+    def at(now: str, sample: int) -> None:
+        if now == step:
+            entered.set()
+            assert is_closing.wait(DEADLINE_S)
+            raise Stopped
+
+    running = start(portions(5), FakeMaker(at), threads=3)
+    assert entered.wait(DEADLINE_S)
+    is_closing.set()
+    running.close()
+    assert loader_threads() == []
+    assert running.ready() == 0
+
+
+def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, caplog):
+    monkeypatch.setattr(workers, "_CLOSE_S", 0.05)
+    entered, release = threading.Event(), threading.Event()
+
+    def at(step: str, sample: int) -> None:
+        entered.set()
+        assert release.wait(DEADLINE_S)
+
+    running = start(portions(3), FakeMaker(at), threads=2)
+    try:
+        assert entered.wait(DEADLINE_S)
+        began = time.monotonic()
+        running.close()
+        assert time.monotonic() - began < DEADLINE_S / 2
+        assert "left alone" in caplog.text
+    finally:
+        release.set()
+        wait_until(lambda: not loader_threads())
+
+
+@pytest.mark.parametrize("piece", [None, 1, PIECE, 100])
+def test_a_group_made_in_the_calling_thread_is_what_threads_make(start, piece):
+    for portion in portions(3):
+        here = made_here(FakeMaker(piece=piece), portion)
+        there = list(taken(start([portion], FakeMaker(piece=piece), threads=2)))
+        assert here.error is None
+        assert [batch.reached for batch in here.batches] == [batch.reached for batch in there]
+        assert all((a.values[0] == b.values[0]).all() for a, b in zip(here.batches, there, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("planned", "whole", "said"),
+    [
+        ({("begin", 0): "begin"}, 0, "begin"),
+        ({("fill", 0): "fill"}, 0, "fill"),
+        ({("fill", 2 * PIECE): "fill"}, 1, "fill"),
+        ({("finish", SIZE): "finish"}, 1, "finish"),
+        ({("fill", 2 * PIECE): "fill", ("finish", 0): "finish"}, 0, "finish"),
+    ],
+)
+def test_a_group_that_fails_is_the_same_in_the_calling_thread_and_in_others(start, planned, whole, said):
+    def at(step: str, sample: int) -> None:
+        if (step, sample) in planned:
+            raise ValueError(planned[step, sample])
+
+    here = made_here(FakeMaker(at), next(portions(1)))
+    assert ([batch.reached for batch in here.batches], str(here.error)) == ([SIZE] * whole, said)
+    got: list[Batch] = []
+    with pytest.raises(ValueError, match=said):
+        got.extend(taken(start(portions(1), FakeMaker(at))))
+    assert [batch.reached for batch in got] == [SIZE] * whole
+
+
+LEFT_OPEN = """
+import torch
+from colabkit import Loader
+from colabkit.augment import RandomResizedCrop
+
+images = torch.zeros(4096, 3, 64, 64, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+coming = iter(Loader(images, 32, num_workers=2, transform=RandomResizedCrop(48)))
+print(tuple(next(coming).shape))
+"""
+
+
+@pytest.mark.parametrize(("ending", "status"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+def test_a_script_may_end_in_the_middle_of_an_iteration(ending: str, status: int) -> None:
+    command = [sys.executable, "-c", LEFT_OPEN + ending]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (status, "(32, 3, 48, 48)\n"), done.stderr
+        assert "terminate called" not in done.stderr

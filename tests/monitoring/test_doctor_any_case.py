@@ -1,0 +1,220 @@
+"""Whatever is known and whatever is not: no rule fails, no advice is nonsense, and data is not blamed for nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from doctor_cases import FOREIGN, check_advice, made, spent_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from colabkit.foundation.meters.counts import PartSnapshot
+from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.foundation.meters.steps import StepTimes
+from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.monitoring.doctor.case import Case, case_of
+from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
+from colabkit.monitoring.doctor.judging import judged
+from colabkit.monitoring.doctor.machine import GpuState, Machine
+from colabkit.monitoring.doctor.rules.device import pageable_copies
+from colabkit.monitoring.doctor.rules.table import RULES
+
+EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+AGAINST = (  # no two of these may stand together
+    ({"Use fewer workers or smaller batches, or give back what is staged there"}, {"num_workers="}),
+    ({"more workers will not help"}, {"Use 2 workers", "Use 4 workers", "Use 8 workers"}),
+    ({"Use smaller batches"}, {"Use larger batches"}),
+    ({"Give staged data back, since at the limit"}, {"to='tmpfs'"}),
+)
+
+share = st.one_of(st.none(), st.sampled_from([0.0, 0.3, 0.65, 0.9, 0.99, 1.0]), st.floats(0, 1))
+seconds = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))
+size = st.one_of(st.none(), st.integers(0, 1 << 45))
+rate = st.one_of(st.none(), st.just(0.0), st.floats(0, 1e12))
+count = st.one_of(st.none(), st.integers(0, 3), st.integers(0, 10**7))
+path = st.sampled_from([None, "/data/x.h5", "a table of paths", "/content/drive/a", "gs://a/b", "/it's <b>&'\n\ud800"])
+
+facts_of = st.builds(
+    LoaderFacts,
+    kind=st.sampled_from(["gathered", "decoded", "processes", "device", "foreign"]),
+    samples=count,
+    batch_size=count,
+    device=st.sampled_from(["cpu", "cuda:0"]),
+    workers=count,
+    sample_bytes=rate,
+    path=path,
+    source=path,
+    is_far=st.sampled_from([None, True, False]),
+    files=count,
+    encoding=st.sampled_from([None, "raw", "encoded", "python"]),
+    tier=st.sampled_from([None, "gpu", "ram", "disk", "source"]),
+    is_pinned=st.sampled_from([None, True, False]),
+    keeps_workers=st.sampled_from([None, True, False]),
+)
+parts_of = st.lists(
+    st.builds(
+        PartSnapshot,
+        name=st.sampled_from(["read", "decode", "augment", "gather", "samples", "transfer"]),
+        samples=st.integers(0, 10**6),
+        handled_bytes=st.integers(0, 1 << 40),
+        busy_s=seconds,
+        wait_s=seconds,
+        calls=st.integers(0, 1000),
+        cpu_s=seconds,
+    ),
+    max_size=4,
+    unique_by=lambda part: part.name,
+)
+steps_of = st.lists(
+    st.builds(StepTimes, seconds, seconds, seconds, seconds, st.integers(0, 300), st.booleans()), max_size=70
+)
+gpus_of = st.builds(
+    GpuSnapshot,
+    name=st.sampled_from([None, "Tesla T4", "NVIDIA A100-SXM4-40GB", "Tesla P100-PCIE-16GB"]),
+    utilization_rate=share,
+    used_bytes=size,
+    total_bytes=size,
+    torch_bytes=size,
+    torch_reserved_bytes=size,
+    slowed_by=st.sampled_from([(), ("power",), ("power", "heat"), ("something",)]),
+    is_lost=st.booleans(),
+)
+hosts_of = st.builds(
+    HostSnapshot,
+    cpus=st.sampled_from([0.5, 1.0, 2.0, 8.0]),
+    cpu_rate=share,
+    own_cpu_rate=share,
+    busiest_core_rate=share,
+    ram_used_bytes=st.integers(0, 1 << 40),
+    ram_total_bytes=st.integers(0, 1 << 40),
+    tmpfs_bytes=size,
+    storage_read_bytes_per_s=rate,
+    disk_free_bytes=size,
+    shm_free_bytes=size,
+    shm_total_bytes=size,
+    io_stall_rate=share,
+    gpus=st.lists(gpus_of, max_size=2).map(tuple),
+)
+machines = st.builds(
+    Machine,
+    cpus=st.sampled_from([0.4, 1.0, 2.0, 96.0]),
+    cpu_rate=share,
+    own_cpu_rate=share,
+    children_cpu_rate=share,
+    busiest_core_rate=share,
+    ram_used=share,
+    ram_total_bytes=size,
+    ram_free_bytes=size,
+    tmpfs_bytes=size,
+    read_bytes_per_s=rate,
+    disk_free_bytes=size,
+    shm_free=share,
+    io_stall_rate=share,
+    gpu=st.one_of(
+        st.none(),
+        st.builds(
+            GpuState,
+            name=st.sampled_from([None, "Tesla T4"]),
+            utilization_rate=share,
+            used=share,
+            torch_bytes=size,
+            other_bytes=size,
+            slowed=st.floats(0, 1),
+            slowed_by=st.sampled_from([(), ("power",)]),
+            is_lost=st.booleans(),
+        ),
+    ),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a case: of what meters and telemetry counted, or one in which nothing fits together."""
+    steps = draw(steps_of)
+    spent = spent_of(
+        steps, parts=tuple(draw(parts_of)), passes=draw(st.integers(0, 5)), retries=draw(st.integers(0, 3))
+    )
+    case = case_of(
+        spent,
+        draw(st.one_of(st.none(), facts_of)),
+        draw(st.lists(hosts_of, max_size=3)),
+        cost_share=draw(share),
+        precision=draw(st.sampled_from([None, "fp32", "bf16", "fp16"])),
+    )
+    if draw(st.booleans()):
+        late, slowdown = draw(st.floats(0, 1)), draw(st.floats(0, 100))
+        case = replace(case, machine=draw(machines), late=late, slowdown=slowdown, is_enough=True)
+    return case
+
+
+@EXAMPLES
+@given(cases())
+def test_no_rule_fails_and_what_it_says_reads_well(case: Case) -> None:
+    for rule in RULES:
+        advice = rule(case)
+        assert advice is None or isinstance(advice, Advice)
+        if advice is not None:
+            assert advice.rule == rule.__name__
+            check_advice(advice)
+
+
+@EXAMPLES
+@given(cases())
+def test_data_is_not_blamed_where_it_costs_less_than_a_sixth(case: Case) -> None:
+    found = judged(case)
+    if case.input_share < 0.17:
+        assert found.verdict != "data"
+        assert "Training waits" not in found.sentence or found.verdict == "copy"
+
+
+@EXAMPLES
+@given(cases())
+def test_what_is_said_is_short_ordered_and_does_not_contradict_itself(case: Case) -> None:
+    found = judged(case)
+    assert len(found.advice) <= 3
+    assert len({advice.rule for advice in found.advice}) == len(found.advice)
+    if not case.is_enough:
+        assert found.verdict == "unknown"
+        assert not found.advice
+    for advice in found.advice:
+        assert advice.samples_per_s is None or advice.samples_per_s >= 1.03 * found.samples_per_s
+        assert advice.saved_s is None or advice.saved_s >= 0
+    check_agreement(found)
+
+
+@EXAMPLES
+@given(cases())
+def test_every_diagnosis_can_be_shown_and_kept(case: Case) -> None:
+    found = judged(case)
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
+    assert repr(found)
+    assert found.text_table()
+    ET.fromstring(f"<div>{markup(found)}</div>")
+
+
+def markup(found: Diagnosis) -> str:
+    """Return the HTML of a diagnosis without the characters that XML does not know."""
+    return "".join(char for char in found._repr_html_() if char.isprintable())
+
+
+def check_agreement(found: Diagnosis) -> None:
+    """Check that no piece of advice says the contrary of another."""
+    texts: list[Any] = [f"{advice.found} {advice.action} {advice.call}" for advice in found.advice]
+    for ones, others in AGAINST:
+        for place, text in enumerate(texts):
+            if any(one in text for one in ones):
+                rest = " ".join(texts[:place] + texts[place + 1 :])
+                assert not any(other in rest for other in others), texts
+
+
+def test_a_foreign_loader_that_feeds_a_gpu_from_pageable_memory_is_told_of_the_option() -> None:
+    foreign = replace(FOREIGN, device="cuda:0", is_pinned=False)
+    advice = pageable_copies(made(facts=foreign))
+    assert advice is not None
+    assert advice.samples_per_s is None
+    check_advice(advice)
+    assert pageable_copies(made(facts=replace(foreign, is_pinned=None))) is None
+    assert pageable_copies(made(facts=replace(foreign, device="cpu"))) is None

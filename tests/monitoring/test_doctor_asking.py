@@ -1,0 +1,289 @@
+"""`diagnose()`: of a report, of a loader that was used, of any loader by itself; and nothing has moved afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import make_pack
+from doctor_cases import QUIET, check_advice, with_gpu
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from trainings import train
+from trees import make_tree
+
+import colabkit
+from colabkit import errors
+from colabkit.loading.loader.api import Loader
+from colabkit.monitoring.doctor import asking
+from colabkit.monitoring.doctor.asking import diagnose
+from colabkit.monitoring.doctor.diagnosis import Diagnosis
+from colabkit.packs.dataset.files import FileDataset
+from colabkit.packs.dataset.packed import PackedDataset
+
+BRIEF = 0.05
+RUBBISH = [
+    5,
+    b"photos",
+    {"train": []},
+    {1, 2},
+    range(3),
+    [1, 2, 3],
+    [["a", "b"]],
+    torch.nn.Sequential(torch.nn.Flatten()),
+    torch.zeros(4, 3),
+    TensorDataset(torch.zeros(4, 3)),
+    Loader,
+]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert "colabkit-telemetry" not in [thread.name for thread in threading.enumerate()]
+
+
+class Slow(Dataset[Any]):
+    """Samples that wait on an event that never comes, for two milliseconds each."""
+
+    def __init__(self, count: int = 400) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        threading.Event().wait(0.002)
+        return torch.zeros(3, 4, 4), index
+
+
+def headspace_of(step_s: float) -> colabkit.HeadspaceReport:
+    """Return the report of a step of four samples."""
+    return colabkit.HeadspaceReport(4 / step_s, step_s, 100, 4, 4, 1000.0)
+
+
+def check(found: Diagnosis) -> None:
+    """Check what holds for every diagnosis: it can be kept and shown, and its advice reads well."""
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
+    assert found._repr_html_()
+    assert found.text_table()
+    for advice in found.advice:
+        check_advice(advice)
+
+
+def test_of_a_report_the_verdict_is_that_of_the_run(data: PackedDataset) -> None:
+    report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
+    found = diagnose(report)
+    assert (found.verdict, found.steps) == ("compute", 70)  # of 88, without the first epoch and the first of each
+    check(found)
+
+
+def test_of_a_report_it_is_about_the_machine_of_that_time(data: PackedDataset) -> None:
+    report = train(lambda batch: threading.Event().wait(0.006), Loader(data, 2), epochs=5)
+    hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)),) * 3, precision="fp32")
+    assert [advice.rule for advice in diagnose(hot).advice] == []  # too few steps
+    longer = replace(hot, spent=replace(hot.spent, recent=hot.spent.recent * 2, steps=2 * hot.spent.steps))
+    assert [advice.rule for advice in diagnose(longer).advice] == ["slowed_gpu"]
+
+
+def test_a_report_without_steps_has_too_few(data: PackedDataset) -> None:
+    found = diagnose(train(lambda batch: None, Loader(data, 4), epochs=0))
+    assert found.sentence == "Too few steps to judge by: 0 of 50, the first ones apart"
+    check(found)
+
+
+def test_of_a_loader_that_was_used_the_verdict_is_that_of_the_loop() -> None:
+    loader = Loader(Slow(), 4, num_workers=1)
+    for _ in loader:
+        pass
+    state, spent = loader.state_dict(), loader.meters.snapshot()
+    found = diagnose(loader, seconds=0)
+    assert found.verdict == "data"
+    assert found.bottleneck == "read"  # its worker waits, and a CPU is free
+    assert [advice.rule for advice in found.advice] == ["slow_transform"]
+    assert found.advice[0].found.endswith("most of it waiting for storage")
+    assert loader.state_dict() == state
+    assert loader.meters.snapshot() == spent
+    check(found)
+
+
+def test_of_a_used_loader_the_machine_is_looked_at_once_where_nobody_watched_it(
+    data: PackedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fake:
+        def snapshot(self) -> Any:
+            return replace(QUIET, disk_free_bytes=1 << 20)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Fake] = []
+    monkeypatch.setattr(asking, "Telemetry", Fake)
+    loader = Loader(data, 2)
+    for _ in itertools.chain.from_iterable(itertools.repeat(loader, 8)):
+        pass
+    assert [advice.rule for advice in diagnose(loader).advice if advice.rule == "full_disk"]
+    assert len(closed) == 1
+
+
+def test_a_watched_loader_that_was_used_is_judged_by_its_loop() -> None:
+    watched = colabkit.watch(DataLoader(Slow(100), 1))
+    for _ in watched:
+        pass
+    found = diagnose(watched)
+    assert found.verdict == "data"
+    assert "slow_foreign" in [advice.rule for advice in found.advice]
+    check(found)
+
+
+def test_an_unused_loader_is_timed_by_itself_and_does_not_move(data: PackedDataset) -> None:
+    loader = Loader(data, 4, shuffle=True, seed=3)
+    expected = [batch[1].tolist() for batch in Loader(data, 4, shuffle=True, seed=3)]
+    state = loader.state_dict()
+    found = diagnose(loader, seconds=BRIEF)
+    assert found.sentence.startswith("The loader alone: ")
+    assert " a batch of 4 on average; " in found.sentence
+    assert found.verdict == "unknown"
+    assert found.samples_per_s > 0
+    assert found.ceiling_samples_per_s is None
+    assert loader.state_dict() == state
+    assert [batch[1].tolist() for batch in loader] == expected
+    check(found)
+
+
+def test_in_the_middle_of_an_epoch_nothing_moves_either(data: PackedDataset) -> None:
+    expected = [batch[1].tolist() for batch in Loader(data, 4, shuffle=True)]
+    loader = Loader(data, 4, shuffle=True)
+    batches = iter(loader)
+    first = next(batches)[1].tolist()
+    assert diagnose(loader, seconds=BRIEF).sentence.startswith("The loader alone: ")
+    assert [first, *(batch[1].tolist() for batch in batches)] == expected
+
+
+def test_a_data_loader_by_itself_is_told_how_fast_it_is() -> None:
+    found = diagnose(DataLoader(Slow(40), 4), seconds=BRIEF)
+    assert 0 < found.samples_per_s < 500  # of 2 ms each
+    assert "slow_foreign" in [advice.rule for advice in found.advice]
+    assert all(advice.samples_per_s is None and advice.saved_s is None for advice in found.advice)
+    rows = dict(row[:2] for row in found._rows())
+    assert "waiting for data" not in rows  # nothing was timed but the loader
+    check(found)
+
+
+def test_image_files_by_themselves_are_told_of_their_decoding(tmp_path: Path) -> None:
+    found = diagnose(Loader(FileDataset(make_tree(tmp_path / "tree", 8)), 4, size=4, keep="auto"), seconds=BRIEF)
+    assert found.samples_per_s > 0
+    check(found)
+
+
+def test_a_pack_by_itself_names_where_it_came_from_or_dots(tmp_path: Path) -> None:
+    packed = colabkit.pack(make_tree(tmp_path / "tree", 4), tmp_path / "a.h5", progress=False).path
+    loader = Loader(colabkit.open_pack(packed)["train"], 4)
+    assert loader.meters.facts is not None
+    assert (loader.meters.facts.path, loader.meters.facts.source) == (str(packed), str(tmp_path / "tree"))
+    other = Loader(colabkit.open_pack(make_pack(tmp_path / "b.h5", train=8))["train"], 4)
+    assert other.meters.facts is not None
+    assert other.meters.facts.source is None
+
+
+def test_passes_of_one_batch_are_enough() -> None:
+    for loader in ([torch.zeros(5, 2)], DataLoader(TensorDataset(torch.zeros(5, 2)), 8)):
+        found = diagnose(loader, seconds=BRIEF)
+        assert found.samples_per_s > 0
+        assert " a batch of 5 on average; " in found.sentence
+        check(found)
+
+
+def test_what_can_be_iterated_once_is_timed_in_its_one_pass() -> None:
+    found = diagnose(iter([torch.zeros(5, 2)] * 9), seconds=BRIEF)
+    assert (found.steps, found.samples_per_s > 0) == (8, True)
+
+
+def test_a_loader_that_never_ends_is_left_after_a_while() -> None:
+    assert diagnose((torch.zeros(5) for _ in itertools.count()), seconds=BRIEF).samples_per_s > 0
+
+
+def test_a_gpu_that_no_step_has_used_yet_is_no_fault_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)
+    real = asking._case
+    monkeypatch.setattr(asking, "_case", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
+    assert "wrong_device" not in [advice.rule for advice in diagnose(Loader(Slow(), 4), seconds=BRIEF).advice]
+
+
+def test_speeds_go_by_what_the_step_takes_alone_where_that_was_measured() -> None:
+    loader = colabkit.watch(DataLoader(Slow(320), 4))
+    for _ in loader:
+        pass
+    by_itself = diagnose(loader)
+    alone = headspace_of(step_s=0.01)
+    found = diagnose(loader, headspace=alone)
+    assert found.ceiling_samples_per_s == pytest.approx(alone.samples_per_s, rel=0.05)
+    assert by_itself.ceiling_samples_per_s > 2 * found.ceiling_samples_per_s
+    assert (found.verdict, found.shares, found.samples_per_s) == (
+        by_itself.verdict,
+        by_itself.shares,
+        by_itself.samples_per_s,
+    )
+    assert "headspace" in by_itself.advice[0].check
+    assert not any("headspace" in advice.check for advice in found.advice)
+    check(found)
+
+
+def test_a_saved_report_takes_a_headspace_too(data: PackedDataset, tmp_path: Path) -> None:
+    report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
+    alone = headspace_of(step_s=0.05)
+    found = diagnose(report, headspace=alone)
+    assert found.ceiling_samples_per_s < diagnose(report).ceiling_samples_per_s
+    from_file = diagnose(report.save(tmp_path / "run.json"), headspace=alone)
+    assert from_file.ceiling_samples_per_s == pytest.approx(found.ceiling_samples_per_s, rel=1e-3)
+
+
+def test_what_is_no_headspace_is_one_line_of_error() -> None:
+    said = r"^Cannot diagnose: headspace is a float, what headspace\(\) returned\. Pass headspace=colabkit\."
+    with pytest.raises(errors.InvalidOption, match=said):
+        diagnose(DataLoader(Slow(8), 4), headspace=0.5)
+
+
+def test_a_headspace_says_nothing_of_a_loader_that_no_step_was_taken_with() -> None:
+    said = r"^Cannot diagnose: headspace beside a loader that no step was taken with, one .*\. Pass the one "
+    with pytest.raises(errors.InvalidOption, match=said):
+        diagnose(DataLoader(Slow(8), 4), headspace=headspace_of(step_s=0.01))
+
+
+@pytest.mark.parametrize("empty", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 2)), 4)])
+def test_a_loader_without_batches_is_one_line_of_error(empty: Any) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: no batches, one at least\. Give"):
+        diagnose(empty, seconds=BRIEF)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_time_that_never_ends_is_one_line_of_error(seconds: float) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose the loader: seconds=(nan|inf), a number of seco"):
+        diagnose(DataLoader(Slow(8), 4), seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", ["1", None, True])
+def test_a_time_that_is_no_number_is_one_line_of_error(seconds: Any) -> None:
+    with pytest.raises(errors.InvalidOption, match=rf"^Cannot diagnose the loader: seconds={seconds!r}, a number of s"):
+        diagnose(DataLoader(Slow(8), 4), seconds=seconds)
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+def test_rubbish_is_one_line_of_error(rubbish: Any) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot diagnose: '\w+' is no loader, a TrainReport, or what .*"):
+        diagnose(rubbish)
+
+
+def test_an_error_of_the_loader_comes_as_it_is() -> None:
+    def batches() -> Iterator[int]:
+        yield from range(3)
+        raise OSError(5, "it broke")
+
+    with pytest.raises(OSError, match="it broke"):
+        diagnose(batches(), seconds=10)

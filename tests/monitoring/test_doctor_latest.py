@@ -1,0 +1,176 @@
+"""`diagnose()` without a name judges what was last; with a path it judges a report that was saved."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from doctor_cases import QUIET, with_gpu
+from torch.utils.data import DataLoader, TensorDataset
+from trainings import train
+
+import colabkit
+from colabkit.errors import BadSource, InvalidOption, SourceMissing
+from colabkit.foundation.meters.newest import latest
+from colabkit.foundation.telemetry import sampler
+from colabkit.foundation.telemetry.sampler import sampled
+from colabkit.foundation.telemetry.snapshots import HostSnapshot
+from colabkit.monitoring.doctor.asking import diagnose
+from colabkit.training.report import TrainReport
+
+MOST_BYTES = 300_000
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept in ("_reports", "_loaders", "_leader"):
+        monkeypatch.setattr(sys.modules["colabkit.foundation.meters.newest"], kept, [])
+
+
+def loader(samples: int = 600) -> colabkit.Loader:
+    return colabkit.Loader((np.zeros((samples, 2), np.float32), np.zeros(samples, np.int64)), 4)
+
+
+def test_with_nothing_to_judge_the_error_says_what_to_do() -> None:
+    with pytest.raises(InvalidOption, match=r"^Cannot diagnose: nothing that was trained .* Train first, or name"):
+        diagnose()
+
+
+def test_a_training_is_judged_by_its_report_also_when_its_loader_is_gone() -> None:
+    report = train(lambda batch: 0.5, loader())
+    gc.collect()
+    assert latest() is report
+    assert diagnose() == diagnose(report)
+
+
+def test_a_loop_after_a_training_is_what_was_last() -> None:
+    train(lambda batch: 0.5, loader())
+    used = loader(1000)
+    for _ in used:
+        pass
+    assert latest() is used.meters
+    assert diagnose().steps == diagnose(used).steps
+
+
+def test_a_loader_that_is_gone_is_not_judged() -> None:
+    report = train(lambda batch: 0.5, loader())
+    for _ in itertools.chain.from_iterable(itertools.repeat(loader(), 8)):
+        pass
+    gc.collect()
+    assert latest() is report
+
+
+def test_a_watched_loader_counts_as_well() -> None:
+    watched = colabkit.watch(DataLoader(TensorDataset(torch.zeros(400, 2)), batch_size=4))
+    for _ in watched:
+        pass
+    assert latest() is watched.meters
+
+
+def test_of_loaders_used_in_turn_the_one_that_began_is_judged() -> None:
+    training, validation, test = loader(), loader(), loader()
+    used: list[colabkit.Loader] = [training, validation, training, validation, test, validation, training, validation]
+    judged = []
+    for one in used:
+        next(iter(one))
+        judged.append([known.meters for known in (training, validation, test)].index(latest()))
+    assert judged == [0, 1, 0, 0, 2, 1, 0, 0]
+    del training, used[:], one
+    gc.collect()
+    assert latest() is test.meters
+
+
+def test_a_loop_is_judged_by_the_machine_of_its_time_also_when_nobody_watches_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hot:
+        def snapshot(self) -> HostSnapshot:
+            return replace(with_gpu(slowed_by=("heat",)), at_s=time.monotonic())
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(sampler, "Telemetry", Hot)
+    used, deadline_s = loader(), time.monotonic() + 30
+    with sampled() as watching:
+        for _ in used:
+            while watching.latest is None:
+                assert time.monotonic() < deadline_s, "no snapshot was taken"
+                time.sleep(0.001)
+    assert "slowed_gpu" in [advice.rule for advice in diagnose().advice]
+    later = loader()
+    for _ in later:
+        pass
+    later.meters.spent.left_s += 60.0
+    assert "slowed_gpu" not in [advice.rule for advice in diagnose(later).advice]
+
+
+def test_looking_into_a_loader_and_a_run_with_nothing_left_count_for_nothing(tmp_path: Path) -> None:
+    one, two = loader(), loader()
+    report = train(lambda batch: 0.5, one)
+    two.peek()
+    diagnose(two, seconds=0.05)
+    train(lambda batch: 0.5, one, epochs=0)
+    assert latest() is report
+
+
+def test_an_interrupted_training_is_judged_too() -> None:
+    def interrupted(batch: object) -> float:
+        signal.raise_signal(signal.SIGINT)
+        return 0.5
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(interrupted, loader())
+    assert latest() is caught.value.report
+
+
+def test_a_saved_report_comes_to_the_same_verdict(tmp_path: Path) -> None:
+    report = train(lambda batch: 0.5, loader(), epochs=2)
+    hot = replace(report, hosts=(with_gpu(slowed_by=("heat",)), QUIET) * 2, precision="fp32")
+    found, again = diagnose(hot), diagnose(hot.save(tmp_path / "run.json"))
+    assert (again.verdict, again.steps) == (found.verdict, found.steps)
+    assert [advice.rule for advice in again.advice] == [advice.rule for advice in found.advice]
+    assert again.step_s == pytest.approx(found.step_s, rel=1e-3)
+    assert diagnose(str(tmp_path / "run.json")) == again
+
+
+def test_a_saved_report_stays_small(tmp_path: Path) -> None:
+    report = train(lambda batch: {f"value {n}": 0.1 * n for n in range(4)}, loader(6000), epochs=3)
+    assert len(report.spent.recent) == 512
+    hosts = tuple(replace(with_gpu(), at_s=1e6 / 7 + n) for n in range(600))
+    saved = replace(report, hosts=hosts, epochs=report.epochs * 200).save(tmp_path / "run.json")
+    assert saved.stat().st_size < MOST_BYTES
+    assert diagnose(saved).steps > 100
+
+
+def test_what_is_no_saved_report_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SourceMissing, match=r"Cannot read '.*none.json': no such file"):
+        diagnose(tmp_path / "none.json")
+    good = train(lambda batch: 0.5, loader()).save(tmp_path / "run.json")
+    told = json.loads(good.read_text())
+    wrong = [
+        {**told, "spent": {"batches": 1}},
+        {**told, "facts": {**told["facts"], "workers": "two"}},
+        {**told, "facts": {**told["facts"], "kind": "none"}},
+        {**told, "spent": {**told["spent"], "recent": [["a", 0, 0, 0, 4]]}},
+        {**told, "spent": {**told["spent"], "wait_s": None}},
+    ]
+    for text in ("", "[]", "{}", "nonsense \0", '{"spent": null}', "[" * 100_000, *map(json.dumps, wrong)):
+        good.write_text(text)
+        with pytest.raises(BadSource, match=r"a file that TrainReport\.save"):
+            diagnose(good)
+
+
+def test_the_report_itself_is_as_it_was() -> None:
+    report = train(lambda batch: 0.5, loader())
+    assert isinstance(report, TrainReport)
+    assert "recent" not in report.to_dict()["spent"]

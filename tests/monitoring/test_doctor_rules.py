@@ -1,0 +1,381 @@
+"""The doctor's rules: each speaks up in its own case and in none of its neighbours, and never of what is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from doctor_cases import (
+    DECODED,
+    DRIVE,
+    FOREIGN,
+    FULL,
+    GATHERED,
+    GIB,
+    ON_GPU,
+    PROCESSES,
+    QUIET,
+    check_advice,
+    made,
+    part,
+    steps_of,
+    with_gpu,
+)
+
+from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.monitoring.doctor.rules.table import RULES
+
+Given = dict[str, Any]
+Rows = tuple[Callable[..., Any], Given, dict[str, Given]]
+
+READS = (part("read", 0.05, size=20_000), part("decode", 0.001, 0.001, 0.02, 150_000))
+DECODES = (part("read", 0.0001, size=20_000), part("decode", 0.009, 0.005, 0, 150_000))
+SMALL = (part("read", 0.004, size=20_000), part("decode", 0.004, 0.004, 0, 150_000))
+SAMPLES = (part("samples", 0.012, 0.011),)
+AUGMENTS = (part("gather", 0.0001, size=3000), part("augment", 0.005, 0.005, 0, 12_000))
+SENT = (part("gather", 0.0001, size=3000), part("transfer", 1e-5, size=3000))
+ROWS = (part("gather", 0.004, size=150_000),)
+HDF5 = (part("read", 0.004), part("gather", 0.001, size=8))
+STARVED = {"wait": 0.2, "compute": 0.1}
+FOREIGN_HDF5 = replace(GATHERED, path="/data/x.h5", is_far=False, tier="source")
+ON_DISK = replace(GATHERED, path="/data/pack.h5", is_far=False, tier="disk", sample_bytes=150_000.0)
+READING = replace(QUIET, storage_read_bytes_per_s=32e6, io_stall_rate=0.6)  # as many bytes as samples have
+EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
+LATE = [step._replace(wait_s=4.0) if number % 200 == 50 else step for number, step in enumerate(steps_of(count=400))]
+SLOWER = [step._replace(wait_s=0.01 + 0.02 * number) for number, step in enumerate(steps_of())]
+UNKNOWN_HOST = replace(QUIET, storage_read_bytes_per_s=None, cpu_rate=None, own_cpu_rate=None, busiest_core_rate=None)
+
+TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
+    "far_files": (
+        {**STARVED, "facts": DRIVE, "parts": READS},
+        {
+            "near": {"facts": replace(DRIVE, is_far=False)},
+            "far or near is not known": {"facts": replace(DRIVE, is_far=None)},
+            "not waited for": {"wait": 0.001},
+            "decoding takes longer": {"parts": DECODES},
+            "nothing was timed": {"parts": ()},
+        },
+    ),
+    "far_files_to_pack": (
+        {**STARVED, "facts": DRIVE, "parts": READS},
+        {
+            "near": {"facts": replace(DRIVE, is_far=False)},
+            "far or near is not known": {"facts": replace(DRIVE, is_far=None)},
+            "packed": {"facts": replace(DRIVE, encoding="raw")},
+            "a pack of files": {"facts": replace(DRIVE, path="/content/drive/MyDrive/birds.h5", files=None)},
+            "one file": {"facts": replace(DRIVE, files=1)},
+            "what it holds is not known": {"facts": replace(DRIVE, encoding=None)},
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "small_files": (
+        {**STARVED, "facts": DECODED, "parts": SMALL},
+        {
+            "far": {"facts": DRIVE},
+            "large": {"parts": (part("read", 0.004, size=1 << 20), SMALL[1])},
+            "read quickly": {"parts": DECODES},
+            "no files": {"facts": replace(DECODED, files=None)},
+            "nothing was timed": {"parts": ()},
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "slow_disk": (
+        {**STARVED, "facts": ON_DISK, "parts": ROWS, "host": READING},
+        {
+            "far": {"facts": replace(ON_DISK, is_far=True)},
+            "the CPU is full": {"host": replace(FULL, storage_read_bytes_per_s=32e6, io_stall_rate=0.6)},
+            "read from RAM": {"host": replace(READING, storage_read_bytes_per_s=0.0)},
+            "reads are not counted": {"host": replace(READING, storage_read_bytes_per_s=None)},
+            "nobody waits for storage": {"host": replace(READING, io_stall_rate=0.0)},
+            "sizes are not known": {"facts": replace(ON_DISK, sample_bytes=None)},
+            "nothing is seen of the machine": {"host": None},
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "slow_decoding": (
+        {**STARVED, "facts": DECODED, "parts": DECODES, "host": FULL},
+        {
+            "reading takes longer": {"facts": DRIVE, "parts": READS},
+            "rows": {"facts": GATHERED, "parts": ROWS},
+            "nothing was timed": {"parts": ()},
+            "not waited for": {"wait": 0.001, "host": QUIET},
+        },
+    ),
+    "slow_transform": (
+        {**STARVED, "facts": PROCESSES, "parts": SAMPLES},
+        {
+            "decoding takes longer": {"facts": DECODED, "parts": DECODES},
+            "its workers wait for a far disk": {
+                "facts": replace(PROCESSES, path="/content/drive/x", is_far=True),
+                "parts": (part("samples", 0.012, 0.001),),
+            },
+            "another loader": {"facts": FOREIGN, "parts": ()},
+            "rows are as large as the batch that is made of them": {
+                "facts": replace(GATHERED, transform="Normalize()"),
+                "parts": (part("gather", 1e-5), part("augment", 0.003)),
+            },
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "slow_foreign": (
+        {**STARVED, "facts": FOREIGN},
+        {
+            "ours": {"facts": DECODED},
+            "far": {"facts": replace(FOREIGN, path="/content/drive/x", is_far=True)},
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "more_workers": (
+        {**STARVED, "facts": replace(DECODED, workers=1), "parts": DECODES},
+        {
+            "as many as CPUs": {"facts": replace(DECODED, workers=4)},
+            "how many is not known": {"facts": replace(DECODED, workers=None)},
+            "the CPU is full": {"host": FULL},
+            "the CPU is not known": {"host": UNKNOWN_HOST},
+            "far": {"facts": replace(DRIVE, workers=1)},
+            "rows": {"facts": GATHERED, "parts": ROWS},
+            "one thread transforms what they make": {
+                "facts": replace(PROCESSES, workers=1),
+                "parts": (part("samples", 0.001, 0.001), part("augment", 0.002)),
+            },
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "held_by_python": (
+        {**STARVED, "facts": DECODED, "parts": DECODES, "host": replace(QUIET, busiest_core_rate=0.99)},
+        {
+            "several cores work": {"host": replace(FULL, cpu_rate=0.8)},
+            "no core is busy": {"host": QUIET},
+            "cores are not known": {"host": UNKNOWN_HOST},
+            "one core": {"host": replace(QUIET, cpus=1.0, busiest_core_rate=0.99)},
+            "one worker": {"facts": replace(DECODED, workers=1)},
+            "processes": {"facts": PROCESSES, "parts": SAMPLES},
+            "torch's processes": {"facts": FOREIGN, "parts": ()},
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "too_many_workers": (
+        {**STARVED, "facts": replace(FOREIGN, workers=16), "host": FULL},
+        {
+            "twice as many as CPUs": {"facts": replace(FOREIGN, workers=8)},
+            "how many is not known": {"facts": replace(FOREIGN, workers=None)},
+            "CPUs are idle": {"host": QUIET},
+            "the CPU is not known": {"host": UNKNOWN_HOST},
+            "far": {"facts": replace(FOREIGN, workers=16, path="/content/drive/x", is_far=True)},
+        },
+    ),
+    "slow_start": (
+        {"facts": replace(FOREIGN, keeps_workers=False), **EPOCHS},
+        {
+            "workers are kept": {"facts": FOREIGN},
+            "whether they are kept is not known": {"facts": replace(FOREIGN, keeps_workers=None)},
+            "threads": {"facts": DECODED},
+            "one epoch": {"passes": 1},
+            "quick": {"first_s": 0.2},
+            "a few steps long": {"passes": 30},
+        },
+    ),
+    "bursts": (
+        {"steps": LATE},
+        {
+            "all alike": {"steps": steps_of()},
+            "always late": {"steps": steps_of(wait=0.2)},
+            "far": {"facts": DRIVE},
+            "on the GPU": {"facts": replace(ON_GPU, kind="device")},
+        },
+    ),
+    "chunks_do_not_fit": (
+        {**STARVED, "facts": FOREIGN_HDF5, "parts": HDF5},
+        {
+            "in RAM": {"facts": replace(FOREIGN_HDF5, tier="ram")},
+            "files": {"facts": DECODED},
+            "where it lives is not known": {"facts": replace(FOREIGN_HDF5, tier=None)},
+            "read quickly": {"parts": (part("read", 0.0001), part("gather", 0.004, size=8))},
+            "a pack of which no more is read than used": {"facts": ON_DISK, "parts": ROWS, "host": READING},
+            "a pack, and reads are not counted": {"facts": ON_DISK, "parts": ROWS, "host": UNKNOWN_HOST},
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "cache_too_small": (
+        {**STARVED, "facts": ON_DISK, "parts": ROWS, "host": READING, "passes": 2},
+        {
+            "the first epoch": {"passes": 1},
+            "read from RAM": {"host": QUIET},
+            "reads are not counted": {"host": UNKNOWN_HOST},
+            "RAM is not known": {"host": replace(READING, ram_total_bytes=0)},
+            "sizes are not known": {"facts": replace(ON_DISK, sample_bytes=None)},
+            "samples are not counted": {"facts": replace(ON_DISK, samples=None)},
+            "far": {"facts": replace(ON_DISK, is_far=True)},
+            "made or in memory": {"facts": replace(ON_DISK, path=None)},
+            "not waited for": {"wait": 0.001},
+        },
+    ),
+    "throttled": (
+        {"steps": SLOWER, "facts": DRIVE, "parts": READS},
+        {
+            "as fast as at first": {"steps": steps_of(wait=0.2)},
+            "near": {"facts": DECODED},
+            "far or near is not known": {"facts": replace(DRIVE, is_far=None)},
+        },
+    ),
+    "pageable_copies": (
+        {"copy": 0.03, "facts": replace(ON_GPU, is_pinned=False)},
+        {
+            "pinned": {"facts": ON_GPU},
+            "pinned or not is not known": {"facts": replace(ON_GPU, is_pinned=None)},
+            "hidden": {"copy": 0.001},
+        },
+    ),
+    "slow_copies": (
+        {"copy": 0.03, "facts": ON_GPU, "parts": SENT},
+        {
+            "hidden": {"copy": 0.001},
+            "not timed": {"parts": ()},
+            "fast but not pinned": {
+                "facts": replace(ON_GPU, is_pinned=False),
+                "parts": (part("transfer", 1e-7, size=3000),),
+            },
+        },
+    ),
+    "host_work": ({"other": 0.05}, {"a little": {"other": 0.005}}),
+    "wrong_device": (
+        {"host": with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)},
+        {
+            "no GPU": {"host": QUIET},
+            "batches go there": {"facts": ON_GPU},
+            "the model is there": {"host": with_gpu(utilization_rate=0.0)},
+            "it works": {"host": with_gpu(torch_bytes=None)},
+            "lost": {"host": with_gpu(utilization_rate=0.0, torch_bytes=None, is_lost=True)},
+        },
+    ),
+    "lost_gpu": ({"host": with_gpu(is_lost=True)}, {"no GPU": {"host": QUIET}, "it is there": {"host": with_gpu()}}),
+    "others_on_the_cpu": (
+        {"host": replace(FULL, own_cpu_rate=0.4)},
+        {
+            "our own work": {"host": FULL},
+            "room for all": {"host": replace(QUIET, cpu_rate=0.7, own_cpu_rate=0.2)},
+            "whose work is not known": {"host": replace(FULL, own_cpu_rate=None)},
+            "the step is on a GPU": {"facts": ON_GPU},
+        },
+    ),
+    "tiny_batches": (
+        {"samples": 4, "compute": 0.002},
+        {
+            "large": {"samples": 64},
+            "slow": {"compute": 0.1},
+            "waiting": {"wait": 0.002},
+            "samples are not known": {"samples": 0},
+            "no time": {"compute": 0.0},
+        },
+    ),
+    "launches": (
+        {"facts": ON_GPU, "host": with_gpu(utilization_rate=0.3)},
+        {
+            "the GPU works": {"host": with_gpu()},
+            "how much is not known": {"host": with_gpu(utilization_rate=None)},
+            "no GPU is seen": {"host": QUIET},
+            "on the CPU": {"facts": GATHERED},
+            "waiting": {"wait": 0.1},
+            "other work": {"compute": 0.01, "other": 0.1},
+        },
+    ),
+    "no_mixed_precision": (
+        {"facts": ON_GPU, "host": with_gpu(), "precision": "fp32"},
+        {
+            "mixed": {"precision": "fp16"},
+            "not known": {"precision": None},
+            "no tensor cores": {"host": with_gpu(name="Tesla P100-PCIE-16GB")},
+            "a card of a similar name": {"host": with_gpu(name="NVIDIA T400 4GB")},
+            "a card without a name": {"host": with_gpu(name=None)},
+            "no GPU is seen": {"host": QUIET},
+            "on the CPU": {"facts": GATHERED},
+        },
+    ),
+    "room_on_the_gpu": (
+        {"facts": ON_GPU, "host": with_gpu(used_bytes=4 * GIB, utilization_rate=0.7)},
+        {
+            "used": {"host": with_gpu(utilization_rate=0.7)},
+            "how much is not known": {"host": with_gpu(used_bytes=None, utilization_rate=0.7)},
+            "always busy": {"host": with_gpu(used_bytes=4 * GIB, utilization_rate=0.97)},
+            "how busy is not known": {"host": with_gpu(used_bytes=4 * GIB, utilization_rate=None)},
+            "starved": {"wait": 0.1},
+            "on the CPU": {"facts": GATHERED},
+        },
+    ),
+    "full_gpu": (
+        {"facts": ON_GPU, "host": with_gpu(used_bytes=15 * GIB)},
+        {
+            "room": {"host": with_gpu()},
+            "not known": {"host": with_gpu(used_bytes=None)},
+            "on the CPU": {"facts": GATHERED},
+        },
+    ),
+    "slowed_gpu": (
+        {"facts": ON_GPU, "host": with_gpu(slowed_by=("power", "heat"))},
+        {"at its full speed": {"host": with_gpu()}, "no GPU": {"host": QUIET}},
+    ),
+    "others_on_the_gpu": (
+        {"facts": ON_GPU, "host": with_gpu(torch_bytes=GIB, torch_reserved_bytes=2 * GIB)},
+        {
+            "our own": {"host": with_gpu()},
+            "what torch holds is not known": {"host": with_gpu(torch_bytes=None)},
+            "what is used is not known": {"host": with_gpu(torch_bytes=GIB, used_bytes=None)},
+            "on the CPU": {"facts": GATHERED},
+        },
+    ),
+    "full_ram": (
+        {"host": replace(QUIET, ram_used_bytes=11 * GIB)},
+        {"room": {"host": QUIET}, "not known": {"host": replace(QUIET, ram_total_bytes=0)}, "not seen": {"host": None}},
+    ),
+    "full_shm": (
+        {"facts": FOREIGN, "host": replace(QUIET, shm_free_bytes=GIB // 10)},
+        {
+            "room": {"host": QUIET},
+            "not known": {"host": replace(QUIET, shm_free_bytes=None)},
+            "no workers": {"facts": replace(FOREIGN, workers=0)},
+            "how many is not known": {"facts": replace(FOREIGN, workers=None)},
+            "threads": {"facts": DECODED},
+        },
+    ),
+    "full_disk": (
+        {"host": replace(QUIET, disk_free_bytes=GIB)},
+        {"room": {"host": QUIET}, "not known": {"host": replace(QUIET, disk_free_bytes=None)}},
+    ),
+    "costly_panel": (
+        {"cost_share": 0.02, "compute_s": 60.0},
+        {"cheap": {"cost_share": 0.005}, "none": {"cost_share": None}, "a run of seconds": {"compute_s": 5.0}},
+    ),
+}
+ALL = {rule.__name__: rule for rule in RULES}
+NEIGHBOURS = [(name, why) for name, (_, others) in TABLE.items() for why in others]
+
+
+def given(name: str, changes: Given | None = None) -> Any:
+    """Return what a rule says of its own case, or of one that is changed."""
+    return ALL[name](made(**{**TABLE[name][0], **(changes or {})}))
+
+
+def test_every_rule_is_in_the_table_and_told_apart_by_name() -> None:
+    assert set(TABLE) == set(ALL)
+    assert len(ALL) == len(RULES)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_rule_speaks_up_in_its_own_case_in_words_and_a_call_that_are_right(name: str) -> None:
+    advice = given(name)
+    assert advice is not None
+    assert advice.rule == name
+    check_advice(advice)
+
+
+@pytest.mark.parametrize(("name", "why"), NEIGHBOURS)
+def test_a_rule_is_silent_in_the_cases_beside_its_own(name: str, why: str) -> None:
+    assert given(name, TABLE[name][1][why]) is None
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_of_a_run_of_which_nothing_is_known_a_rule_says_nothing(rule: Callable[..., Any]) -> None:
+    assert rule(made(facts=None, host=None)) is None
+    assert rule(made(facts=LoaderFacts("gathered"), host=None)) is None

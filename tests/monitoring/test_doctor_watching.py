@@ -1,0 +1,332 @@
+"""`watch()`: any loader gives what it gave, and is timed and told of."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clocks import PromptClock
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from trees import make_tree
+
+import colabkit
+from colabkit.foundation import errors, meters
+from colabkit.monitoring.doctor import watching
+from colabkit.monitoring.doctor.watching import Watched, watch
+from colabkit.training.foreign_loaders import samples_in
+
+DATA = TensorDataset(torch.arange(10), torch.arange(10) % 3)
+Pair = namedtuple("Pair", "images labels")  # noqa: PYI024  # as torch's collate makes them
+
+
+class Stream(IterableDataset[int]):
+    """Numbers without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+class Named:
+    """A loader of somebody else's: it has a name, and no length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+        self.name = "theirs"
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __repr__(self) -> str:
+        return "Named()"
+
+
+class Failing:
+    """A loader that fails after two batches."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (1, 2)
+        raise OSError(5, "it broke")
+
+
+def test_a_data_loader_gives_what_it_gave() -> None:
+    torch.manual_seed(7)
+    plain = [batch[0].tolist() for batch in DataLoader(DATA, 4, shuffle=True)]
+    torch.manual_seed(7)
+    assert [batch[0].tolist() for batch in watch(DataLoader(DATA, 4, shuffle=True))] == plain
+
+
+def test_length_attributes_and_methods_are_those_of_the_loader() -> None:
+    loader = DataLoader(DATA, 4)
+    watched = watch(loader)
+    assert len(watched) == 3
+    assert watched.dataset is DATA
+    assert watched.batch_size == 4
+    assert watched.sampler is loader.sampler
+    assert repr(watched) == f"watch({loader!r})"
+    assert watch(Named([])).name == "theirs"
+    with pytest.raises(AttributeError, match="no_such"):
+        watched.no_such  # noqa: B018
+
+
+def test_what_has_no_length_has_none_and_is_iterated_all_the_same() -> None:
+    for loader in (Named([1, 2, 3]), (number for number in (1, 2, 3)), DataLoader(Stream(), 2)):
+        watched = watch(loader)
+        with pytest.raises(TypeError):
+            len(watched)
+        assert len(list(watched)) == 3
+    assert list(itertools.islice(watch(itertools.count()), 3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "rubbish", [None, 5, "photos", b"photos", {"train": [1]}, DATA, [1, 2], [DataLoader(DATA)], [DATA]]
+)
+def test_what_gives_no_batches_is_refused_in_one_line(rubbish: object) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"^Cannot watch: '\w+' is no loader, something that gives batches"):
+        watch(rubbish)  # type: ignore[arg-type]
+
+
+def test_a_loader_that_is_watched_is_not_watched_twice() -> None:
+    watched = watch(Named([1]))
+    assert watch(watched) is watched
+    assert colabkit.watch is watch
+
+
+def test_batches_samples_passes_and_steps_are_counted() -> None:
+    watched = watch(DataLoader(DATA, 4))
+    for _ in range(3):
+        for _ in watched:
+            pass
+    spent = watched.meters.snapshot()
+    assert (spent.batches, spent.samples, spent.passes, spent.steps) == (9, 30, 3, 9)
+    assert [step.samples for step in spent.recent] == [4, 4, 2] * 3
+    assert [step.is_first for step in spent.recent] == [True, False, False] * 3
+    assert spent.seconds == pytest.approx(sum(step.seconds for step in spent.recent))
+    assert spent.parts == ()
+
+
+def test_waiting_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Asked, given, left, given, left; asking for the third is not timed.
+    now = itertools.chain([0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
+    monkeypatch.setattr(watching.time, "perf_counter", lambda: next(now))
+    watched = watch(Named([torch.zeros(8), torch.zeros(8)]))
+    for _ in watched:
+        pass
+    spent = watched.meters.snapshot()
+    assert (spent.wait_s, spent.compute_s, spent.first_s) == (5.0, 2.0, 3.0)
+
+
+def test_steps_are_counted_while_a_long_pass_goes_on() -> None:
+    watched = watch(Named(list(range(100))))
+    for number in watched:
+        assert watched.meters.spent.steps == watched.meters.snapshot().steps == number
+
+
+def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_clock", PromptClock)
+    watched = watch(Named(list(range(1000))))
+    list(watched)
+    assert watched.meters.snapshot().steps == 1000
+
+
+def test_events_tell_of_passes_and_batches(heard: list[meters.Event]) -> None:
+    watched = watch(DataLoader(DATA, 4))
+    for _ in range(2):
+        for _ in watched:
+            pass
+    started = meters.EpochStarted(watched.meters, 0, 3, 10)
+    taken = [meters.BatchTaken(watched.meters)] * 3
+    assert heard == [started, *taken, meters.EpochStarted(watched.meters, 1, 3, 10), *taken]
+
+
+def test_events_of_a_loader_without_a_length_say_so(heard: list[meters.Event]) -> None:
+    watched = watch(Named([1]))
+    list(watched)
+    assert heard[0] == meters.EpochStarted(watched.meters, 0, None, None)
+
+
+def test_a_batch_is_counted_when_it_is_told_of() -> None:
+    watched = watch(DataLoader(DATA, 4))
+    seen: list[int] = []
+    unsubscribe = meters.subscribe(
+        lambda event: seen.append(event.meters.samples) if isinstance(event, meters.BatchTaken) else None
+    )
+    try:
+        list(watched)
+    finally:
+        unsubscribe()
+    assert seen == [4, 8, 10]
+
+
+def test_leaving_a_pass_early_keeps_what_was_counted_and_ends_the_loaders_own() -> None:
+    ended = threading.Event()
+
+    def batches() -> Iterator[int]:
+        try:
+            yield from range(100)
+        finally:
+            ended.set()
+
+    watched = watch(batches())
+    for number in watched:
+        if number == 5:
+            break
+    assert watched.meters.snapshot().steps == 5
+    del number
+    watched = None
+    assert ended.is_set()
+
+
+def test_an_error_of_the_loader_or_of_the_loop_is_the_users_own() -> None:
+    failing = watch(Failing())
+    with pytest.raises(OSError, match="it broke"):
+        list(failing)
+    assert failing.meters.snapshot().steps == 2
+    watched = watch(Named([1, 2, 3]))
+    with pytest.raises(ZeroDivisionError):
+        [number / 0 for number in watched]
+    assert list(watched) == [1, 2, 3]
+    assert watched.meters.snapshot().passes == 2
+
+
+def test_passes_within_a_pass_are_counted_each() -> None:
+    watched = watch(Named([1, 2, 3]))
+    pairs = [(one, other) for one in watched for other in watched]
+    assert len(pairs) == 9
+    spent = watched.meters.snapshot()
+    assert (spent.batches, spent.passes, spent.steps) == (12, 4, 12)
+    assert list(zip(watched, watched, strict=True)) == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_batch_is_let_go_before_the_next_one_is_made() -> None:
+    alive: list[bool] = []
+
+    class Batch:
+        def __del__(self) -> None:
+            alive.pop()
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(4):
+            assert not alive
+            alive.append(True)
+            yield Batch()
+
+    for batch in watch(batches()):
+        del batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(7, 3), 7),
+        (np.zeros((7, 3)), 7),
+        (torch.tensor(1.0), 1),
+        ([torch.zeros(7, 3), torch.zeros(7)], 7),
+        ((np.zeros((7, 3)), {"a": 1}), 7),
+        (Pair(torch.zeros(7), torch.zeros(7)), 7),
+        ({"image": torch.zeros(7, 3), "label": torch.zeros(7)}, 7),
+        ({"views": torch.zeros(14, 3), "label": torch.zeros(7)}, 7),
+        ([torch.zeros(7, 3)], 7),
+        (UserDict(image=torch.zeros(7)), 7),
+        ({"inputs": {"ids": torch.zeros(7, 3)}}, 7),
+        ([{"ids": torch.zeros(7)}, torch.zeros(7)], 7),
+        (((torch.zeros(3, 5, 5), torch.zeros(3, 9, 4)), ({"boxes": 1}, {"boxes": 2})), 2),  # as detection collates
+        ((torch.zeros(7, 3), ["a"] * 7), 7),
+        (["a", "b", "c"], 3),
+        ({"text": ["a", "b", "c"]}, 3),
+        ([], 0),
+        ({}, 0),
+        ("text", 1),
+        (5, 1),
+        (None, 1),
+        ((torch.zeros(7, 3), torch.zeros(7), torch.tensor(0.5)), 7),
+        ((torch.zeros(7, 3), torch.zeros(7), None, 0.5), 7),
+        ((torch.zeros(7, 3), (torch.zeros(7), torch.zeros(7, 2))), 7),
+        ((torch.zeros(7, 3), [torch.zeros(2, 4), torch.zeros(3, 4)]), 2),
+        ({"epoch": 1, "task": "birds", "image": torch.zeros(7, 3)}, 7),
+        ((torch.tensor(1.0), torch.tensor(2.0)), 1),
+        (torch.eye(7).to_sparse(), 7),
+        ((torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), torch.zeros(2)), 2),
+        (type("Odd", (), {"shape": "7"})(), 7),
+        (type("Odd", (), {"shape": (None, 3)})(), 1),
+        (type("Odd", (), {"shape": lambda self: (7,)})(), 1),
+    ],
+)
+def test_samples_are_those_of_the_last_field_of_a_batch(batch: Any, samples: int) -> None:
+    assert samples_in(batch) == samples
+
+
+class Graphs:
+    """A batch of somebody else's that tells nothing in the usual words."""
+
+
+def test_an_object_that_does_not_tell_holds_what_its_loader_puts_into_a_batch() -> None:
+    watched = watch(DataLoader(DATA, 5, collate_fn=lambda _: Graphs()))
+    assert [type(batch) for batch in watched] == [Graphs, Graphs]
+    assert watched.meters.samples == 10
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided),
+        (torch.zeros(0, 3), torch.zeros(0)),
+        (["a", "b"], torch.zeros(2)),
+        Graphs(),
+    ],
+    ids=["sparse", "nested", "empty", "texts with labels", "object"],
+)
+def test_whatever_batches_are_watching_them_changes_nothing(batch: Any) -> None:
+    for loader in ([batch] * 3, Named([batch] * 3)):
+        assert all(given is batch for given in watch(loader))
+        assert len(list(watch(loader))) == 3
+
+
+def test_facts_are_what_a_data_loader_tells_of_itself(tmp_path: Path) -> None:
+    data = TensorDataset(torch.zeros(10, 2))
+    facts = watch(DataLoader(data, 4, num_workers=2, persistent_workers=True, pin_memory=True)).meters.facts
+    assert facts is not None
+    assert (facts.kind, facts.samples, facts.batch_size, facts.workers) == ("foreign", 10, 4, 2)
+    assert (facts.keeps_workers, facts.is_pinned) == (True, True)
+    assert (facts.path, facts.is_far, facts.device) == (None, None, "cpu")
+    facts = watch(DataLoader(data, 4, num_workers=2)).meters.facts
+    assert facts is not None
+    assert (facts.keeps_workers, facts.is_pinned) == (False, False)
+    facts = watch(DataLoader(data, 4)).meters.facts
+    assert facts is not None
+    assert facts.keeps_workers is True  # it has none
+
+
+def test_facts_of_an_image_folder_and_of_its_subsets_have_its_path(tmp_path: Path) -> None:
+    folder = pytest.importorskip("torchvision.datasets").ImageFolder(make_tree(tmp_path / "tree", 2))
+    for data in (folder, Subset(folder, [0, 1])):
+        facts = watch(DataLoader(data, 2)).meters.facts
+        assert facts is not None
+        assert (facts.path, facts.is_far) == (str(tmp_path / "tree"), False)
+
+
+@pytest.mark.parametrize(("allocated", "device"), [(0, "cpu"), (512, "cuda:1")])
+def test_a_loop_whose_tensors_are_on_a_gpu_is_one_on_that_gpu(
+    monkeypatch: pytest.MonkeyPatch, allocated: int, device: str
+) -> None:
+    watched = watch(Named([1]))
+    monkeypatch.setattr(watching, "_clock", meters.HostClock)
+    for name, answer in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda number: allocated)
+    list(watched)
+    assert watched.meters.facts == meters.LoaderFacts("foreign", encoding="python", device=device)
+
+
+def test_of_a_stranger_nothing_is_known() -> None:
+    watched = watch(Named([1]))
+    list(watched)
+    assert watched.meters.facts == meters.LoaderFacts("foreign", encoding="python")
+    assert isinstance(watched, Watched)

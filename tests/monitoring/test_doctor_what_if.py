@@ -1,0 +1,182 @@
+"""How fast it would be if: within what is possible, and DS-Analyzer's minimum of what remains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from doctor_cases import DECODED, FOREIGN, FULL, GATHERED, ON_GPU, PROCESSES, QUIET, made, part, steps_of, with_gpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.monitoring.doctor import machine
+from colabkit.monitoring.doctor.case import Case
+from colabkit.monitoring.doctor.what_if import Forecast, forecast_of
+
+UNHURRIED = settings(max_examples=300, deadline=None)
+SECONDS = st.floats(1e-6, 10)
+FORECASTS = st.builds(
+    Forecast,
+    samples=st.integers(1, 512),
+    step_s=SECONDS,
+    held_s=st.floats(0, 10),
+    cpu_s=st.one_of(st.just(0.0), st.floats(1e-6, 0.1)),
+    wall_s=st.one_of(st.just(0.0), st.floats(1e-6, 1)),
+    workers=st.integers(1, 16),
+    cpus=st.sampled_from([0.5, 1.0, 2.0, 8.0]),
+    are_threads=st.booleans(),
+)
+USUAL = Forecast(samples=64, step_s=0.1, held_s=0.02, cpu_s=0.004, wall_s=0.005, workers=2, cpus=4.0)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a case as it may have been measured."""
+    facts = draw(st.sampled_from([GATHERED, DECODED, FOREIGN, ON_GPU]))
+    host = draw(st.sampled_from([None, QUIET, FULL, with_gpu()]))
+    if host is not None:
+        host = replace(host, cpus=draw(st.sampled_from([0.5, 1.0, 2.0, 8.0])))
+        host = replace(host, own_cpu_rate=draw(st.one_of(st.none(), st.floats(0, 1))))
+    busy = draw(st.floats(1e-6, 0.1))
+    parts = () if facts is FOREIGN else (part("decode", busy, busy * draw(st.sampled_from([0.0, 0.5, 1.0]))),)
+    wait, copy, compute, other = (draw(st.floats(0, 1)) for _ in range(4))
+    return made(wait=wait, copy=copy, compute=compute + 1e-6, other=other, facts=facts, parts=parts, host=host)
+
+
+@UNHURRIED
+@given(FORECASTS)
+def test_no_fix_of_the_input_is_faster_than_the_step_alone(forecast: Forecast) -> None:
+    alone = forecast.samples / forecast.step_s
+    for speed in (
+        forecast.without_loader(),
+        forecast.from_rows(150_000.0),
+        forecast.from_near_files(),
+        forecast.samples_per_s(workers=64),
+    ):
+        assert 0 < speed <= alone * (1 + 1e-9)
+
+
+@UNHURRIED
+@given(FORECASTS)
+def test_taking_something_away_never_makes_it_slower(forecast: Forecast) -> None:
+    now = forecast.samples_per_s()
+    assert forecast.without_loader() >= now
+    assert forecast.samples_per_s(workers=forecast.workers + 1) >= now
+    assert forecast.samples_per_s(cpu_s=forecast.cpu_s / 2, wall_s=forecast.wall_s / 2) >= now
+    assert forecast.samples_per_s(saved_s=forecast.step_s / 2) >= now
+    assert forecast.without_loader() >= forecast.from_rows(150_000.0) >= forecast.from_rows(1e9)
+
+
+@UNHURRIED
+@given(cases())
+def test_without_its_loader_no_measured_run_is_slower_than_it_was(case: Case) -> None:
+    forecast = forecast_of(case)
+    assert forecast.without_loader() >= case.samples_per_s * (1 - 1e-9)
+    assert forecast.samples_per_s(cpu_s=0.0, wall_s=0.0, saved_s=case.step.copy_s) >= forecast.without_loader()
+
+
+@UNHURRIED
+@given(cases())
+def test_a_measured_step_takes_no_longer_alone_than_it_took(case: Case) -> None:
+    forecast = forecast_of(case)
+    assert 0 <= forecast.step_s <= case.step.seconds - case.step.wait_s + 1e-9
+    assert 0 <= forecast.held_s <= forecast.step_s
+    assert forecast.wall_s >= forecast.cpu_s >= 0
+
+
+def test_the_speed_is_that_of_the_slowest_link() -> None:
+    assert USUAL.samples_per_s() == pytest.approx(64 / 0.16)  # 64 samples of 5 ms by two workers
+    assert USUAL.samples_per_s(workers=8) == pytest.approx(64 / 0.1)  # now the step
+    assert USUAL.samples_per_s(workers=8, cpu_s=0.01) == pytest.approx(64 / (0.02 + 0.64 / 3.8))  # in turns
+    assert USUAL.samples_per_s(workers=8, here_s=0.05) == pytest.approx(64 / 0.15)
+    assert USUAL.samples_per_s(workers=8, saved_s=0.02) == pytest.approx(64 / 0.08)
+
+
+def test_a_faster_source_does_not_help_a_loader_that_decodes_too_slowly() -> None:
+    decoding = replace(USUAL, cpu_s=0.01, wall_s=0.05)
+    near = decoding.from_near_files()
+    assert near == pytest.approx(64 / (0.02 + 0.64 / 2))
+    assert near < decoding.without_loader()
+    assert decoding.samples_per_s(workers=64) == pytest.approx(64 / (0.02 + 0.64 / 3.8))  # all of the CPUs
+
+
+@pytest.mark.parametrize("facts", [FOREIGN, PROCESSES], ids=["foreign", "ours"])
+@pytest.mark.parametrize(
+    ("wait", "cpu_s", "near_s"), [(1.9, 0.00625, 0.00545), (1.9, 0.00075, 0.0003), (0.1, 0.00625, 0.00625)]
+)
+def test_workers_that_pause_for_each_file_are_quicker_once_it_is_near(
+    facts: LoaderFacts, wait: float, cpu_s: float, near_s: float
+) -> None:
+    """A long pause before each sample costs 0.8 ms of CPU, or three fifths of a light one; a short one nothing."""
+    host = replace(QUIET, cpus=4.0, children_cpu_rate=cpu_s * 64 / (wait + 0.1) / 4.0)
+    far = replace(facts, is_far=True, workers=2, device="cuda:0")
+    parts = (part("samples", (wait + 0.1) / 32, cpu_s),) if facts is PROCESSES else ()
+    forecast = forecast_of(made(wait=wait, facts=far, parts=parts, host=host))
+    assert forecast.cpu_s - forecast.cold_s == pytest.approx(near_s)
+    assert forecast.from_near_files() == pytest.approx(min(640, 2 / near_s))
+    near = replace(far, is_far=False)
+    assert forecast_of(made(wait=wait, facts=near, parts=parts, host=host)).cold_s == 0
+
+
+@pytest.mark.parametrize("are_threads", [True, False], ids=["threads", "processes"])
+def test_workers_get_on_one_at_a_time_beside_a_step_that_computes_on_the_cpu(are_threads: bool) -> None:
+    computing = Forecast(64, 0.1, 0.1, 0.01, 0.01, workers=2, cpus=2.0, are_threads=are_threads)
+    assert computing.samples_per_s() == pytest.approx(64 / (0.1 + 0.64))
+    on_four = replace(computing, cpus=4.0).samples_per_s()
+    assert on_four == pytest.approx(64 / (0.1 + (0.64 if are_threads else 0.32)))  # Python has one lock
+    assert replace(computing, held_s=0.0).samples_per_s() == pytest.approx(64 / 0.32)  # as beside a GPU
+
+
+@pytest.mark.parametrize("facts", [FOREIGN, ON_GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("measured_s", [0.01, 0.5])
+def test_what_a_step_takes_alone_is_what_was_measured_unless_a_gpus_events_tell_less(facts, measured_s) -> None:
+    case = made(wait=0.2, compute=0.1, facts=facts)
+    case = replace(case, measured_alone_s=measured_s / case.step.samples)
+    expected = min(measured_s, 0.1) if facts is ON_GPU else measured_s
+    assert case.alone_s == pytest.approx(expected)
+    assert forecast_of(case).without_loader() == pytest.approx(case.step.samples / expected)
+
+
+def test_rows_cost_their_bytes_in_the_thread_of_the_step() -> None:
+    assert USUAL.from_rows(None) == USUAL.without_loader()
+    assert USUAL.from_rows(1e6) == pytest.approx(64 / (0.1 + 64e6 / 4e9))
+
+
+def test_what_the_loader_takes_of_a_full_cpu_is_given_back_to_the_step() -> None:
+    steps = [
+        step._replace(compute_s=0.1 if number % 10 == 0 else 0.2)
+        for number, step in enumerate(steps_of(wait=0.02, count=200))
+    ]
+    parts = (part("decode", 0.006, 0.005, samples=200 * 64),)
+    crowded = made(steps=steps, facts=DECODED, parts=parts, host=replace(FULL, cpus=2.0))
+    idle = made(steps=steps, facts=DECODED, parts=parts, host=replace(QUIET, cpus=2.0))
+    assert forecast_of(crowded).step_s == pytest.approx(0.1, rel=0.02)
+    assert forecast_of(idle).step_s == pytest.approx(0.19, rel=0.02)
+    assert forecast_of(crowded).without_loader() > 1.5 * forecast_of(idle).without_loader()
+
+
+def test_a_step_on_a_gpu_is_not_made_shorter_by_idle_cpus() -> None:
+    on_gpu = made(wait=0.1, facts=replace(DECODED, device="cuda:0"), parts=(part("decode", 0.01, 0.01),), host=FULL)
+    assert forecast_of(on_gpu).step_s == pytest.approx(0.1)
+
+
+def test_where_nothing_is_seen_of_the_machine_its_cpus_are_still_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 6.0)
+    assert forecast_of(made(wait=0.1, host=None)).cpus == 6.0
+
+
+def test_where_nothing_is_seen_of_the_machine_a_step_still_has_a_speed() -> None:
+    forecast = forecast_of(made(wait=0.1, facts=None, host=None))
+    assert forecast.without_loader() == pytest.approx(640)
+    assert forecast_of(made(steps=[], facts=None, host=None)).without_loader() == 0
+
+
+def test_files_that_others_read_ahead_now_cost_the_workers_a_read_each_once_they_are_near() -> None:
+    far = replace(DECODED, is_far=True)
+    busy = part("decode", 0.002, 0.002)
+    case = made(wait=0.1, compute=0.01, facts=far, parts=(busy, part("read", 0.2, 0.0)), host=QUIET)
+    forecast = forecast_of(case)
+    assert forecast.near_read_s > 0
+    assert forecast.from_near_files() < replace(forecast, near_read_s=0.0).from_near_files()
+    assert forecast_of(replace(case, facts=DECODED)).near_read_s == 0

@@ -1,0 +1,378 @@
+"""The panel beside loops and runs, painted by its own thread, and a run that it can never stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from panel_states import HOST, FakeTime, Frames, Machine, machine
+from torch.utils.data import DataLoader, TensorDataset
+from trainings import train
+
+import colabkit
+from colabkit.errors import InvalidOption, MissingPackage
+from colabkit.foundation import meters
+from colabkit.foundation.meters.counts import LoaderMeters
+from colabkit.monitoring.doctor.judging import Doctor
+from colabkit.monitoring.panel.api import show_beside_training
+from colabkit.monitoring.panel.painter import Dashboard, is_any_open
+
+
+@pytest.fixture
+def loader() -> colabkit.Loader:
+    return colabkit.Loader((np.zeros((24, 2), np.float32), np.zeros(24, np.int64)), 4)
+
+
+def test_it_runs_beside_a_plain_loop_and_ends_with_one_final_frame(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    with Dashboard(screen, machine=machine):
+        assert screen.frames == [], "nothing is to be shown yet"
+        for number, _ in enumerate(loader):
+            assert number or len(screen.frames) == 1, "it is there with the first batch"
+    assert [final for _, _, final in screen.frames].count(True) == 1
+    assert screen.frames[-1][2]
+    assert "epoch 1 · step 6/6" in screen.frames[-1][1]
+    assert "Training panel" in screen.frames[-1][0]
+    assert screen.is_closed
+    assert not is_any_open()
+    assert not meters.is_heard()
+
+
+def test_it_runs_beside_training(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    with Dashboard(screen, machine=machine):
+        train(lambda batch: 0.25, loader, epochs=2)
+    assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
+    assert "Loss        0.25" in screen.frames[-1][1]
+
+
+def test_it_runs_beside_a_plain_data_loader_that_is_watched() -> None:
+    screen = Frames()
+    watched = colabkit.watch(DataLoader(TensorDataset(torch.zeros(80, 2)), batch_size=1))
+    with Dashboard(screen, machine=machine):
+        for _ in watched:
+            pass
+    text = screen.frames[-1][1]
+    assert "epoch 1 · step 80/80" in text
+    assert "waiting for data n/a" not in text
+
+
+def test_two_runs_in_one_block_are_shown_one_after_the_other(loader: colabkit.Loader) -> None:
+    screen, doctors = Frames(), []
+
+    def doctor() -> Doctor:
+        doctors.append(Doctor())
+        return doctors[-1]
+
+    with Dashboard(screen, machine=machine, doctor=doctor):
+        train(lambda batch: 0.5, loader, epochs=1)
+        assert "epoch 1/1 · step 6/6" in screen.frames[-1][1]
+        train(lambda batch: 0.125, loader, epochs=3)
+    assert "epoch 3/3 · step 6/6" in screen.frames[-1][1]
+    assert "Loss        0.125" in screen.frames[-1][1]
+    assert len(doctors) == 3, "one for each run, and one for what was before"
+
+
+def test_while_data_is_waited_for_it_says_since_when() -> None:
+    screen, time, counts = Frames(), FakeTime(), LoaderMeters()
+    with Dashboard(screen, machine=machine, clock=time, cpu_clock=time):
+        meters.publish(meters.EpochStarted(counts, 0, 10, 40))
+        for _ in range(12):
+            time.now_s += 0.25
+            meters.publish(meters.Waiting(counts, time.now_s - 1000))
+    said = [text.splitlines()[0] for _, text, _ in screen.frames]
+    assert [line for line in said if "since" in line] == [
+        f"Waiting for data since {seconds} s" for seconds in ("1.0", "1.5", "2.0", "2.5", "3.0")
+    ]
+
+
+def test_a_screen_that_fails_is_followed_by_text_once_and_training_goes_on(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(Frames):
+        def paint(self, html: str, text: str, final: bool) -> None:
+            super().paint(html, text, final)
+            raise OSError("no front end")
+
+    screen = Broken()
+    with Dashboard(screen, machine=machine):
+        report = train(lambda batch: 0.5, loader)
+    assert report.epochs[0].samples == 24
+    assert len(screen.frames) == 1
+    assert screen.is_closed
+    assert caplog.text.count("it goes on as text") == 1
+    assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
+
+
+def test_a_screen_that_cannot_be_closed_stops_nothing(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stuck(Frames):
+        def close(self) -> None:
+            raise OSError("no front end")
+
+    with Dashboard(Stuck(), machine=machine):
+        list(loader)
+    assert "cannot be closed" in caplog.text
+    assert not is_any_open()
+
+
+def test_when_text_fails_too_there_is_no_panel_and_training_goes_on(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "recent", lambda machine, seconds: 1 / 0)
+    with Dashboard(Frames(), machine=machine):
+        report = train(lambda batch: 0.5, loader)
+    assert report.epochs[0].samples == 24
+    assert caplog.text.count("it is gone") == 1
+
+
+def test_an_error_of_the_loop_is_shown_and_passes_through(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    with pytest.raises(ZeroDivisionError), Dashboard(screen, machine=machine):
+        train(lambda batch: 1 / 0, loader)
+    assert "stopped by ZeroDivisionError" in screen.frames[-1][1]
+
+
+def test_ctrl_c_leaves_a_final_frame(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    with pytest.raises(KeyboardInterrupt), Dashboard(screen, machine=machine):
+        [signal.raise_signal(signal.SIGINT) for _ in loader]
+    assert screen.frames[-1][2]
+    assert "stopped by KeyboardInterrupt · epoch 1 · step 1/6" in screen.frames[-1][1]
+
+
+def test_ctrl_c_while_it_is_painted_passes_through_and_everything_is_let_go(loader: colabkit.Loader) -> None:
+    class Interrupted(Frames):
+        def paint(self, html: str, text: str, final: bool) -> None:
+            super().paint(html, text, final)
+            if final or "step 6/6" in text:
+                raise KeyboardInterrupt
+
+    screen = Interrupted()
+    with pytest.raises(KeyboardInterrupt), Dashboard(screen, machine=machine):
+        train(lambda batch: 0.5, loader)
+    assert screen.is_closed
+    assert not is_any_open()
+    assert not meters.is_heard()
+
+
+def test_only_the_thread_that_opened_it_paints(loader: colabkit.Loader) -> None:
+    screen, time, painters = Frames(), FakeTime(), set()
+    paint = screen.paint
+    screen.paint = lambda *frame: (painters.add(threading.get_ident()), paint(*frame))
+    with Dashboard(screen, machine=machine, clock=time, cpu_clock=time):
+        time.now_s += 100
+        other = threading.Thread(target=lambda: list(loader))
+        other.start()
+        other.join()
+        assert screen.frames == []
+    assert len(screen.frames) == 1
+    assert "step 6/6" in screen.frames[-1][1]
+    assert painters == {threading.get_ident()}
+
+
+def test_it_leaves_no_thread_and_no_descriptor_behind(loader: colabkit.Loader) -> None:
+    def held() -> tuple[set[threading.Thread], list[str]]:
+        return set(threading.enumerate()), os.listdir("/proc/self/fd")
+
+    with Dashboard(Frames()):
+        list(loader)
+    threads, descriptors = held()
+    with Dashboard(Frames()):
+        list(loader)
+        assert any(thread.name == "colabkit-telemetry" for thread in threading.enumerate())
+    assert held() == (threads, descriptors)
+
+
+def test_it_opens_and_closes_itself_beside_training(
+    loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = show_beside_training()
+    try:
+        train(lambda batch: 0.5, loader)
+        assert capsys.readouterr().out.count("epoch 1/1 · step 6/6") == 1
+        with colabkit.dashboard(screen="none"):
+            train(lambda batch: 0.5, loader)
+        assert capsys.readouterr().out == "", "one panel is enough, and none is none"
+    finally:
+        stop()
+    assert not meters.is_heard()
+    assert not is_any_open()
+
+
+def test_a_training_within_a_training_leaves_the_outer_ones_panel_open(
+    loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def step(batch: object) -> float:
+        if not seen:
+            train(lambda inner: 0.5, colabkit.Loader(loader.dataset, 4))
+        seen.append(is_any_open())
+        return 0.5
+
+    stop = show_beside_training()
+    try:
+        train(step, loader)
+    finally:
+        stop()
+    assert seen == [True] * 6
+    assert len([line for line in capsys.readouterr().out.splitlines() if "epoch 1/1" in line]) == 1
+    assert not is_any_open()
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_training_within_a_training_leaves_the_outer_one_on_the_panel(
+    loader: colabkit.Loader, is_failing: bool
+) -> None:
+    screen, within = Frames(), colabkit.Loader(loader.dataset, 8)
+
+    def step(batch: object) -> float:
+        with contextlib.suppress(ZeroDivisionError):
+            train(lambda inner: 1 / (not is_failing), within, epochs=3)
+        return 0.25
+
+    with Dashboard(screen, machine=machine):
+        train(step, loader, epochs=2)
+        assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
+        assert "Loss        0.25" in screen.frames[-1][1]
+        train(lambda batch: 0.125, loader, epochs=1)
+    assert "epoch 1/1 · step 6/6" in screen.frames[-1][1]
+    assert "Loss        0.125" in screen.frames[-1][1]
+    assert not [text for _, text, _ in screen.frames if "stopped by" in text or "/3 " in text]
+
+
+def test_a_training_that_is_interrupted_as_it_starts_is_not_taken_to_go_on(loader: colabkit.Loader) -> None:
+    class Interrupted(Frames):
+        def paint(self, html: str, text: str, final: bool) -> None:
+            super().paint(html, text, final)
+            if len(self.frames) == 1:
+                raise KeyboardInterrupt
+
+    screen = Interrupted()
+    with Dashboard(screen, machine=machine):
+        with pytest.raises(KeyboardInterrupt):
+            train(lambda batch: 0.5, loader)
+        train(lambda batch: 0.125, loader, epochs=2)
+    assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
+
+
+def test_an_entered_panel_counts_the_runs_anew(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    panel = Dashboard(screen, machine=machine)
+    with panel:
+        meters.publish(meters.RunStarted(LoaderMeters(), 1, 6, None))
+    with panel:
+        train(lambda batch: 0.5, loader, epochs=2)
+    assert "epoch 2/2 · step 6/6" in screen.frames[-1][1]
+
+
+def test_when_it_opened_itself_it_tells_what_stopped_training(
+    loader: colabkit.Loader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = show_beside_training()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            train(lambda batch: 1 / 0, loader)
+    finally:
+        stop()
+    assert "stopped by ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_panel_that_shows_nothing_does_nothing(loader: colabkit.Loader) -> None:
+    def never() -> None:
+        raise AssertionError
+
+    with Dashboard(None, machine=never, doctor=never):
+        assert is_any_open()
+        assert not meters.is_heard()
+        list(loader)
+    assert not is_any_open()
+
+
+def test_it_can_be_shown_again(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    panel = Dashboard(screen, machine=machine)
+    for _ in range(2):
+        with panel:
+            list(loader)
+        assert panel.has_heard
+    assert [final for _, _, final in screen.frames].count(True) == 2
+    with panel:
+        pass
+    assert not panel.has_heard, "of what was before it was entered"
+
+
+def test_a_block_without_a_loop_shows_nothing() -> None:
+    screen, watched = Frames(), []
+
+    def watching() -> object:
+        watched.append(1)
+        return machine()
+
+    with Dashboard(screen, machine=watching):
+        pass
+    assert screen.frames == []
+    assert watched == []
+    assert screen.is_closed
+
+
+def test_of_panels_inside_each_other_the_inner_one_is_shown(loader: colabkit.Loader) -> None:
+    outer, inner = Frames(), Frames()
+    with Dashboard(outer, machine=machine):
+        with Dashboard(inner, machine=machine):
+            list(loader)
+        assert outer.frames == []
+        with colabkit.dashboard(screen="none"):
+            list(loader)
+        assert outer.frames == []
+        list(loader)
+    assert "epoch 1 · step 6/6" in inner.frames[-1][1]
+    assert "epoch 3 · step 6/6" in outer.frames[-1][1]
+
+
+def test_a_machine_that_cannot_be_watched_stops_nothing(
+    loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unwilling(Machine):
+        def __enter__(self) -> Machine:
+            raise OSError
+
+        def __exit__(self, *error: object) -> None:
+            raise AssertionError
+
+    screen = Frames()
+    with Dashboard(screen, machine=Unwilling):
+        assert len(list(loader)) == 6
+    assert "the run goes on" in caplog.text
+    assert screen.frames == []
+    assert not is_any_open()
+    assert screen.is_closed
+
+
+def test_options_that_cannot_be_meant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for refresh_s in (0, 0.1, float("nan")):
+        with pytest.raises(InvalidOption, match=f"refresh_s={refresh_s}"):
+            colabkit.dashboard(refresh_s=refresh_s)
+    for refresh_s in ("1", None, True):
+        with pytest.raises(InvalidOption, match=f"^Cannot show the panel: refresh_s={refresh_s!r}, a finite number"):
+            colabkit.dashboard(refresh_s=refresh_s)
+    with pytest.raises(InvalidOption, match="'window'"):
+        colabkit.dashboard(screen="window")
+    monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
+    with pytest.raises(MissingPackage, match="pip install ipywidgets"):
+        colabkit.dashboard(screen="widgets")
+
+
+def test_the_machine_is_shown_as_its_sampler_saw_it(loader: colabkit.Loader, tmp_path: Path) -> None:
+    screen = Frames()
+    with Dashboard(screen, machine=machine):
+        list(loader)
+    assert f"RAM 6.0/{HOST.ram_total_bytes >> 30}.0 GiB" in screen.frames[-1][1]

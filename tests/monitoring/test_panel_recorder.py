@@ -1,0 +1,328 @@
+"""The recorder: from events, the machine's figures and the doctor to the panel's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from panel_states import DIAGNOSIS, GPU, HOST, FakeTime, Machine, took
+
+from colabkit.foundation import meters
+from colabkit.foundation.meters.counts import LoaderMeters, MetersSnapshot
+from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.foundation.telemetry.snapshots import HostSnapshot
+from colabkit.monitoring.doctor.diagnosis import Diagnosis
+from colabkit.monitoring.doctor.judging import Doctor
+from colabkit.monitoring.panel.readings import Readings, Series
+from colabkit.monitoring.panel.recorder import Recorder
+from colabkit.monitoring.panel.render import render
+from colabkit.monitoring.panel.state import PanelState
+
+
+class AskedDoctor:
+    """Keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.spent: list[MetersSnapshot] = []
+        self.facts: LoaderFacts | None = None
+        self.hosts: Sequence[HostSnapshot] = ()
+        self.cost_share: float | None = None
+
+    def look(
+        self,
+        spent: MetersSnapshot,
+        facts: LoaderFacts | None,
+        hosts: Sequence[HostSnapshot],
+        cost_share: float | None,
+        is_over: bool,
+    ) -> Diagnosis:
+        self.spent.append(spent)
+        self.is_over = is_over
+        self.facts, self.hosts, self.cost_share = facts, hosts, cost_share
+        return DIAGNOSIS
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture
+def doctor() -> AskedDoctor:
+    return AskedDoctor()
+
+
+@pytest.fixture
+def recorder(doctor: AskedDoctor, time: FakeTime) -> Recorder:
+    return Recorder(doctor, time)
+
+
+def seen(recorder: Recorder, hosts: Sequence[HostSnapshot] = (HOST,), cost_share: float | None = None) -> PanelState:
+    return recorder.state(Machine(hosts), cost_share)
+
+
+def test_it_follows_a_run(recorder: Recorder, time: FakeTime) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 2, 10))
+    recorder.note(meters.EpochStarted(counts, 1, 10, 40))
+    time.now_s += 26
+    took(counts, 13, 0.5, 1.5)
+    for step in range(1, 14):
+        recorder.note(meters.BatchTaken(counts))
+        recorder.note(meters.StepDone((step - 1) // 10, step, (step - 1) % 10 + 1, {"loss": 0.5}))
+    state = seen(recorder)
+    assert (state.phase, state.epoch, state.epochs, state.step, state.steps_per_epoch) == ("running", 2, 2, 3, 10)
+    assert state.samples_per_s == pytest.approx(2.0)
+    assert state.elapsed_s == 26
+    assert state.remaining_s == pytest.approx(14)
+    assert state.values == {"loss": 0.5}
+    assert state.diagnosis is DIAGNOSIS
+    recorder.note(meters.RunEnded("ValueError"))
+    assert (seen(recorder).phase, seen(recorder).stopped_by) == ("stopped", "ValueError")
+
+
+def test_before_the_first_event_nothing_is_known_but_the_machine(recorder: Recorder) -> None:
+    state = seen(recorder)
+    assert state == replace(PanelState("starting"), host=HOST, load_curve=(0.47,))
+    assert seen(recorder, ()).host is None
+
+
+def test_it_ignores_the_loader_of_the_validation(recorder: Recorder) -> None:
+    counts, other = LoaderMeters(), LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 1, 10))
+    recorder.note(meters.StepDone(0, 4, 4, {}))
+    recorder.note(meters.EpochStarted(other, 7, 99, 99))
+    recorder.note(meters.BatchTaken(other))
+    recorder.note(meters.Waiting(other, 5.0))
+    state = seen(recorder)
+    assert (state.phase, state.epoch, state.step, state.steps_per_epoch) == ("starting", 1, 4, 10)
+    assert state.waiting_s == 0.0
+
+
+def test_it_follows_a_plain_loop_pass_after_pass(recorder: Recorder) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.EpochStarted(counts, 3, 6, 24))
+    recorder.note(meters.BatchTaken(counts))
+    recorder.note(meters.BatchTaken(counts))
+    recorder.note(meters.Waiting(counts, 2.0))
+    state = seen(recorder)
+    assert (state.phase, state.epoch, state.epochs, state.step, state.waiting_s) == ("waiting", 4, None, 2, 2.0)
+    recorder.note(meters.BatchTaken(counts))
+    assert (seen(recorder).phase, seen(recorder).waiting_s) == ("running", 0.0)
+    recorder.note(meters.EpochStarted(counts, 4, 6, 24))
+    assert (seen(recorder).epoch, seen(recorder).step) == (5, 0)
+
+
+def test_a_loader_that_does_not_tell_its_length_has_no_time_left(recorder: Recorder) -> None:
+    counts = LoaderMeters(facts=LoaderFacts("foreign"))
+    recorder.note(meters.EpochStarted(counts, 0, None, None))
+    recorder.note(meters.BatchTaken(counts))
+    state = seen(recorder)
+    assert (state.steps_per_epoch, state.remaining_s, state.step) == (None, None, 1)
+    assert "epoch 1 · step 1 · 0 s so far" in render(state)[1]
+
+
+def test_after_the_end_nothing_changes(recorder: Recorder, time: FakeTime) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 1, 10))
+    recorder.note(meters.StepDone(0, 4, 4, {}))
+    time.now_s += 8
+    recorder.note(meters.RunEnded(None))
+    time.now_s += 60
+    recorder.note(meters.StepDone(0, 5, 5, {}))
+    recorder.note(meters.EpochStarted(LoaderMeters(), 0, 5, 5))
+    recorder.end("KeyboardInterrupt")
+    state = seen(recorder)
+    assert (state.phase, state.stopped_by, state.step, state.elapsed_s) == ("finished", None, 4, 8)
+
+
+def test_the_doctor_is_shown_the_run_alone_and_what_is_known(recorder: Recorder, doctor: AskedDoctor) -> None:
+    facts = LoaderFacts("decoded", device="cuda:0")
+    counts = LoaderMeters(facts=facts)
+    took(counts, 5, 9.0, 9.0)
+    recorder.note(meters.RunStarted(counts, 1, 10))
+    took(counts, 3, 1.0, 2.0)
+    seen(recorder, (HOST, replace(HOST, at_s=2.0)), 0.004)
+    (spent,) = doctor.spent
+    assert (spent.steps, spent.wait_s, spent.compute_s, len(spent.recent)) == (3, 3.0, 6.0, 3)
+    assert doctor.facts is facts
+    assert [host.at_s for host in doctor.hosts] == [1.0, 2.0]
+    assert doctor.cost_share == 0.004
+
+
+def test_the_doctor_looks_every_two_seconds_and_when_it_is_over(
+    recorder: Recorder, doctor: AskedDoctor, time: FakeTime
+) -> None:
+    recorder.note(meters.RunStarted(LoaderMeters(), 1, 10))
+    for _ in range(20):
+        assert seen(recorder).diagnosis is DIAGNOSIS
+        time.now_s += 0.5
+    assert len(doctor.spent) == 5
+    assert not doctor.is_over
+    recorder.note(meters.RunEnded(None))
+    seen(recorder)
+    assert (len(doctor.spent), doctor.is_over) == (6, True)
+
+
+def test_a_real_doctor_is_content_with_what_it_is_shown(time: FakeTime) -> None:
+    recorder, counts = Recorder(Doctor(), time), LoaderMeters(facts=LoaderFacts("decoded", samples=4000))
+    recorder.note(meters.RunStarted(counts, 1, 1000))
+    took(counts, 400, 0.03, 0.01)
+    diagnosis = seen(recorder).diagnosis
+    assert diagnosis.verdict == "data"
+    assert diagnosis.shares.wait == pytest.approx(0.75)
+
+
+def test_speed_is_that_of_the_newest_steps_and_falls_while_data_is_waited_for(
+    recorder: Recorder, time: FakeTime
+) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 1, 1000))
+    assert seen(recorder).samples_per_s is None
+    took(counts, 100, 0.0, 1.0)
+    took(counts, 40, 0.0, 0.125)
+    assert seen(recorder).samples_per_s == pytest.approx(32)
+    recorder.note(meters.Waiting(counts, 15.0))
+    assert seen(recorder).samples_per_s == pytest.approx(4 / 15.125)
+    recorder.note(meters.RunEnded(None))
+    assert seen(recorder).samples_per_s == pytest.approx(560 / 105), "of the whole run when it is over"
+
+
+@pytest.mark.parametrize(("part", "size"), [("read", 3000), ("gather", 3000), ("decode", 0)])
+def test_bytes_are_those_read_or_gathered_and_unknown_where_neither_is_counted(
+    recorder: Recorder, time: FakeTime, part: str, size: int
+) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 1, 10))
+    assert seen(recorder).data_bytes_per_s is None
+    time.now_s += 1
+    counts.add("read", 1, 0, 0.1)
+    counts.add(part, 1, size, 0.1)
+    assert seen(recorder).data_bytes_per_s == (3000 if size else None)
+    time.now_s += 30
+    seen(recorder)
+    time.now_s += 30
+    assert seen(recorder).data_bytes_per_s == (0.0 if size else None), "nothing was read lately"
+
+
+def test_the_queues_filling_is_that_of_the_last_seconds(recorder: Recorder, time: FakeTime) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 1, 10))
+    assert seen(recorder).queue_rate is None
+    for queued, rate in ((0, 0.0), (8, 1.0)):
+        time.now_s += 20
+        seen(recorder)
+        time.now_s += 20
+        counts.queued += queued
+        counts.queue_room += 8
+        assert seen(recorder).queue_rate == rate
+
+
+def test_losses_that_are_no_numbers_do_not_break_the_curve(recorder: Recorder) -> None:
+    for loss in (1.0, float("nan"), float("inf"), 2.0):
+        recorder.note(meters.StepDone(0, 1, 1, {"loss": loss}))
+        state = seen(recorder)
+        render(state)
+    assert state.loss_curve == (1.0, 2.0)
+
+
+def test_the_gpu_is_the_one_that_the_batches_go_to(recorder: Recorder) -> None:
+    hosts = [replace(HOST, gpus=(GPU, replace(GPU, utilization_rate=rate))) for rate in (0.1, None, 0.3)]
+    counts = LoaderMeters(facts=LoaderFacts("decoded", device="cuda:1"))
+    recorder.note(meters.RunStarted(counts, 1, 10))
+    state = seen(recorder, hosts)
+    assert (state.gpu_number, state.load_curve) == (1, (0.1, 0.3))
+    assert state.gpu.utilization_rate == 0.3
+    assert seen(recorder, [replace(HOST, gpus=())]).load_curve == (0.93,), "the CPUs where there is none"
+
+
+def test_when_it_is_over_the_curves_are_those_of_the_whole_run(recorder: Recorder, time: FakeTime) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 1, 1000))
+    hosts = [replace(HOST, at_s=time.now_s + second, gpus=()) for second in range(-5, 100)]
+    for _ in range(100):
+        time.now_s += 1
+        took(counts, 1, 0.0, 1.0)
+        assert len(seen(recorder, hosts).speed_curve) <= 60
+    assert len(seen(recorder, hosts).load_curve) == 3
+    recorder.note(meters.RunEnded(None))
+    state = seen(recorder, hosts)
+    assert len(state.speed_curve) == 100
+    assert len(state.load_curve) == 100, "what was before the run does not count"
+
+
+def test_a_series_holds_the_newest_minute_and_a_bounded_picture_of_all_of_it() -> None:
+    series = Series()
+    for number in range(10_000):
+        series.add(float(number))
+    assert series.newest == tuple(map(float, range(9940, 10_000)))
+    assert 120 <= len(series.whole) <= 241
+    assert series.whole[0] < 100
+    assert series.whole[-1] > 9900
+    assert list(series.whole) == sorted(series.whole)
+
+
+class OnDevice:
+    """A value that is on a GPU; reading it there would make the loop wait."""
+
+    is_cuda = True
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def to(self, device: str, non_blocking: bool) -> float:
+        assert (device, non_blocking) == ("cpu", True)
+        return self.value
+
+    def __float__(self) -> float:
+        raise AssertionError("the loop would wait")
+
+
+class Mark:
+    has_happened = False
+
+    def query(self) -> bool:
+        return self.has_happened
+
+
+def test_values_on_a_gpu_are_read_when_they_have_arrived_and_nothing_waits_for_them() -> None:
+    marks: list[Mark] = []
+
+    def mark(value: object) -> Mark:
+        marks.append(Mark())
+        return marks[-1]
+
+    readings = Readings(mark)
+    readings.note({"loss": OnDevice(1.0), "lr": 0.1})
+    assert (readings.read(), readings.values) == (False, {})
+    readings.note({"loss": OnDevice(2.0), "lr": 0.1})
+    assert not readings.read()
+    assert len(marks) == 1, "one copy is under way at a time"
+    marks[0].has_happened = True
+    assert (readings.read(), readings.values) == (True, {"loss": 1.0, "lr": 0.1})
+    assert len(marks) == 2
+    marks[1].has_happened = True
+    assert (readings.read(), readings.values["loss"]) == (True, 2.0)
+    assert not readings.read(), "there is nothing new"
+
+
+def test_the_last_values_are_read_for_certain_unless_the_device_has_failed(recorder: Recorder) -> None:
+    class Broken:
+        def __float__(self) -> float:
+            raise RuntimeError("CUDA error")
+
+    recorder.note(meters.StepDone(0, 1, 1, {"loss": 1.0}))
+    seen(recorder)
+    recorder.note(meters.StepDone(0, 2, 2, {"loss": 0.5}))
+    recorder.end(None)
+    assert seen(recorder).values == {"loss": 0.5}
+    other = Recorder(AskedDoctor())
+    other.note(meters.StepDone(0, 1, 1, {"loss": 1.0}))
+    seen(other)
+    other.note(meters.StepDone(0, 2, 2, {"loss": Broken()}))
+    other.end("RuntimeError")
+    assert seen(other).values == {"loss": 1.0}

@@ -1,0 +1,277 @@
+"""The panel's picture: small, whole and safe HTML of one height, text of twelve lines, and nothing unknown as 0."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from urllib.parse import unquote
+from xml.etree.ElementTree import Element, fromstring
+
+import pytest
+from panel_states import ADVICE, DIAGNOSIS, EMPTY, FINISHED, HOST, RUNNING, STATES
+
+from colabkit.monitoring.doctor.diagnosis import Shares, Verdict
+from colabkit.monitoring.panel.charts import BLUE, GREEN, GREY, PURPLE, VERMILLION, line_chart, thinned
+from colabkit.monitoring.panel.render import render
+from colabkit.monitoring.panel.state import PanelState, Phase
+
+HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[31m\udcff\n"
+by_state = pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+
+
+def tree(html: str) -> Element:
+    return fromstring(html)
+
+
+def pictures(html: str) -> list[Element]:
+    return list(tree(html).iter("img"))
+
+
+def text_of(html: str) -> str:
+    return " ".join("".join(tree(html).itertext()).split())
+
+
+@by_state
+def test_every_frame_is_well_formed_and_holds_no_script_style_sheet_or_inline_svg(state: PanelState) -> None:
+    html, _ = render(state)
+    assert {part.tag for part in tree(html).iter()} <= {"div", "span", "small", "b", "br", "img"}
+    known = {"style", "role", "aria-label", "aria-hidden", "alt", "src", "width", "height"}
+    assert {name for part in tree(html).iter() for name in part.attrib} <= known
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\((?!#h)", unquote(html))
+
+
+@by_state
+def test_every_picture_is_a_data_url_of_well_formed_svg_with_words_for_those_who_cannot_see_it(
+    state: PanelState,
+) -> None:
+    html, _ = render(state)
+    found = pictures(html)
+    assert len(found) == 6
+    for image in found:
+        kind, _, svg = image.attrib["src"].partition(",")
+        assert kind == "data:image/svg+xml"
+        fromstring(unquote(svg))
+        assert len(image.attrib["alt"]) > 5
+    for part in tree(html).iter():
+        assert part.attrib.get("role") != "img" or part.attrib["aria-label"]
+
+
+@by_state
+def test_frames_are_small(state: PanelState) -> None:
+    html, text = render(state)
+    assert len(html.encode()) <= (20_000 if state.is_over else 8_000)
+    assert len(text.splitlines()) <= 12
+    assert len(text) < 1500
+
+
+def test_frames_stay_small_whatever_names_and_sentences_are() -> None:
+    advice = replace(ADVICE, action="do " * 500, found="it is " * 500, call="f(" * 500)
+    diagnosis = replace(DIAGNOSIS, sentence="wait " * 500, advice=(advice,))
+    values = {"loss": 0.123456789, **{f"{'name' * 50}{number}": 1 / 3 for number in range(50)}}
+    html, text = render(replace(RUNNING, diagnosis=diagnosis, values=values))
+    assert len(html.encode()) <= 8_000
+    assert len(text.splitlines()) <= 12
+    assert len(text) < 2000
+
+
+@by_state
+def test_all_states_have_the_same_rows_so_that_the_height_never_changes(state: PanelState) -> None:
+    def shape(part: Element) -> tuple[str, ...]:
+        rows = [child for child in part if child.tag == "div"]
+        heights = re.findall(
+            r"(?:^|[; ])((?:line-)?height:[^;]*|margin[^;]*|padding[^;]*)", part.attrib.get("style", "")
+        )
+        within = () if part.attrib.get("role") == "img" else tuple(step for row in rows for step in shape(row))
+        return (part.tag, *(heights if part.attrib.get("role") != "img" else ()), *within, "end")
+
+    assert shape(tree(render(state)[0])) == shape(tree(render(RUNNING)[0]))
+
+
+def test_unknown_is_not_drawn_as_zero() -> None:
+    html, text = render(EMPTY)
+    assert "waiting for data n/a" in text
+    assert "waiting for data n/a" in text_of(html)
+    for name in ("CPU", "Images/s", "Data", "Ready queue", "Loss", "RAM", "Disk", "tmpfs"):
+        assert re.search(rf"{name}\s+n/a", text), name
+        assert re.search(rf"{name}\s*n/a", text_of(html)), name
+    assert "0%" not in text
+    assert "0%" not in text_of(html)
+    assert "n/a" in line_chart("nothing: n/a", (), None, None, 32)
+
+
+def test_a_true_zero_is_drawn_as_zero() -> None:
+    state = replace(RUNNING, queue_rate=0.0, data_bytes_per_s=0.0, diagnosis=replace(DIAGNOSIS, shares=Shares(1.0)))
+    _, text = render(state)
+    assert re.search(r"Ready queue +0%", text)
+    assert re.search(r"Data +0 B/s", text)
+    assert "copy 0%" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence", "where"),
+    [
+        (EMPTY, "Starting", "0 s so far"),
+        (replace(EMPTY, phase="running", epoch=1, step=3), "Warming up", "epoch 1 · step 3 · 0 s so far"),
+        (RUNNING, DIAGNOSIS.sentence, "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
+        (STATES["waiting"], "Waiting for data since 3.2 s", "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
+        (FINISHED, DIAGNOSIS.sentence, "epoch 10/10 · step 1,250/1,250 · 38 min 31 s in all"),
+        (STATES["stopped"], DIAGNOSIS.sentence, "stopped by KeyboardInterrupt · epoch 4/10"),
+        (replace(EMPTY, phase="finished"), "Finished", "0 µs in all"),
+    ],
+)
+def test_the_first_lines_are_verdict_and_position(state: PanelState, sentence: str, where: str) -> None:
+    html, text = render(state)
+    assert text.splitlines()[0] == sentence
+    assert where in text.splitlines()[1]
+    assert text_of(html).startswith(sentence)
+    assert where in text_of(html)
+
+
+def test_the_progress_bar_tells_how_far_it_came_also_if_that_was_not_to_the_end() -> None:
+    assert "aria-label='done: 17%'" in render(RUNNING)[0]
+    assert "aria-label='done: 100%'" in render(FINISHED)[0]
+    assert "aria-label='done: 50%'" in render(replace(FINISHED, epochs=None, step=625))[0]
+    assert "aria-label='done: 100%'" in render(replace(FINISHED, steps_per_epoch=None))[0]
+    assert "aria-label='done: n/a'" in render(EMPTY)[0]
+
+
+def test_a_short_wait_is_not_told() -> None:
+    assert render(replace(STATES["waiting"], waiting_s=0.4))[1].startswith(DIAGNOSIS.sentence)
+
+
+def test_only_the_verdict_is_a_live_region_and_seconds_are_not_read_out_each_time() -> None:
+    root = tree(render(STATES["waiting"])[0])
+    (region,) = [part for part in root.iter() if part.attrib.get("role") == "status" or "aria-live" in part.attrib]
+    assert region.text.strip() == "Waiting for data"
+    assert region[0].attrib["aria-hidden"] == "true"
+    assert region[0].text == "since 3.2 s"
+
+
+def test_the_shares_of_a_step_stand_in_words_and_are_told_apart_without_colour() -> None:
+    html, text = render(RUNNING)
+    assert "▒ waiting for data 61%  ▓ copy 3.0%  █ step 33%  ░ other 3.0%" in text
+    assert re.search(r"\n  ▒{15}█{8}░  ▒ waiting", text), "24 characters, shares rounded so that they fill it"
+    bar = pictures(html)[0]
+    assert bar.attrib["alt"] == "time of a typical step: waiting for data 61%, copy 3.0%, step 33%, other 3.0%"
+    svg = unquote(bar.attrib["src"])
+    assert 'width="61.0%" height="100%" fill="url(#h)"' in svg
+    assert "stroke-dasharray" in svg
+    for sign in "▨▥■⊟":
+        assert sign in text_of(html)
+
+
+def test_the_top_advice_stands_with_its_reason_its_call_and_what_is_predicted() -> None:
+    html, text = render(RUNNING)
+    action, found, gain = ADVICE.action.rstrip("."), ADVICE.found, "about 1,490 images/s (3.1×)"
+    assert text.splitlines()[-2:] == [f"  {action}: {found}", f"  → {gain}  {ADVICE.call}"]
+    assert f"Advice: {found} {gain}{action}{ADVICE.call}" in text_of(html)
+
+
+@pytest.mark.parametrize(
+    ("phase", "verdict", "wait", "said"),
+    [
+        ("running", "unknown", 0.0, "No advice yet"),
+        ("finished", "unknown", 0.0, "No advice"),
+        ("running", "data", 0.5, "No advice"),
+        ("finished", "compute", 0.1, "No advice"),
+        ("running", "compute", 0.01, "Nothing to fix"),
+    ],
+)
+def test_without_advice_it_is_told_whether_all_is_well_and_whether_some_may_come(
+    phase: Phase, verdict: Verdict, wait: float, said: str
+) -> None:
+    diagnosis = replace(DIAGNOSIS, verdict=verdict, shares=Shares(wait, compute=1 - wait), advice=())
+    _, text = render(replace(RUNNING, phase=phase, diagnosis=diagnosis))
+    assert text.splitlines()[-1].strip() == said
+
+
+def test_a_call_of_two_statements_is_shown_whole_in_text() -> None:
+    call = "colabkit.pack('/content/drive/MyDrive/birds', 'pack.h5', size=..., encoding='raw'); "
+    call += "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
+    diagnosis = replace(DIAGNOSIS, advice=(replace(ADVICE, call=call),))
+    assert call in render(replace(RUNNING, diagnosis=diagnosis))[1]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_comes_before_all_advice(loss: float) -> None:
+    html, text = render(replace(RUNNING, values={"loss": loss}))
+    assert f"Lower the learning rate, or clip gradients: the loss is {loss}" in text
+    assert ADVICE.call not in html
+
+
+def test_what_fills_up_is_shown_with_its_limit_and_tmpfs_apart_within_the_ram() -> None:
+    html, text = render(RUNNING)
+    assert "GPU memory 10.0/15.0 GiB · RAM 6.0/12.0 GiB (tmpfs 2.0 GiB)" in text
+    assert "Disk 38.0/108 GiB · tmpfs 2.0/6.0 GiB · panel 0.2%" in text
+    assert "aria-label='RAM 50% full, 17% by tmpfs'" in html
+    assert "margin-left:33.3%;width:16.7%" in html
+    assert "GPU memory no GPU" in render(STATES["no GPU"])[1]
+
+
+def test_the_used_part_is_told_in_the_unit_of_the_whole() -> None:
+    _, text = render(replace(RUNNING, host=replace(HOST, ram_used_bytes=300 << 20, tmpfs_bytes=None)))
+    assert "RAM 0.3/12.0 GiB ·" in text.replace("\n", " ·")
+
+
+def test_without_a_gpu_the_cpus_load_is_shown_and_one_of_several_is_named() -> None:
+    assert re.search(r"^ +CPU +93% ", render(STATES["no GPU"])[1], re.MULTILINE)
+    two = replace(RUNNING, host=replace(HOST, gpus=(HOST.gpus[0], replace(HOST.gpus[0], utilization_rate=0.9))))
+    assert re.search(r"^ +GPU 1 +90% ", render(replace(two, gpu_number=1))[1], re.MULTILINE)
+    lost = replace(HOST.gpus[0], is_lost=True, utilization_rate=None)
+    assert "GPU memory GPU lost" in render(replace(RUNNING, host=replace(HOST, gpus=(lost,))))[1]
+
+
+def test_names_are_never_html_nor_control_characters() -> None:
+    advice = replace(ADVICE, action=HOSTILE, found=HOSTILE, call=HOSTILE)
+    diagnosis = replace(DIAGNOSIS, sentence=HOSTILE, advice=(advice,))
+    state = replace(STATES["stopped"], values={HOSTILE: 1.0}, diagnosis=diagnosis, stopped_by=HOSTILE)
+    html, text = render(state)
+    assert len(pictures(html)) == 6
+    assert "<img src=x" not in html
+    assert "\x1b" not in text + html
+    assert len(text.splitlines()) == 12
+    assert "alert(1)" in text_of(html)
+
+
+def test_values_that_are_no_numbers_are_shown_as_they_are() -> None:
+    html, text = render(replace(RUNNING, values={"loss": float("nan"), "lr": float("inf")}))
+    assert re.search(r"Loss +nan", text)
+    assert "lr inf" in text_of(html)
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("color", [BLUE, VERMILLION, GREEN, PURPLE, GREY])
+@pytest.mark.parametrize("background", ["#ffffff", "#131314"])
+def test_colours_are_seen_on_light_and_dark(color: str, background: str) -> None:
+    high, low = sorted([luminance(color), luminance(background)], reverse=True)
+    assert (high + 0.05) / (low + 0.05) >= 3
+
+
+def test_pictures_use_no_other_colours_than_those_that_are_seen() -> None:
+    svg = unquote(" ".join(image.attrib["src"] for image in pictures(render(RUNNING)[0])))
+    colors = {color[:7] for color in re.findall(r"#[0-9A-F]{6,8}", svg)}
+    assert colors == {BLUE, VERMILLION, GREEN, PURPLE, GREY}
+
+
+def test_text_and_frame_have_the_themes_own_colours_and_digits_have_one_width() -> None:
+    style = tree(render(RUNNING)[0]).attrib["style"]
+    for theme in ("--jp-ui-font-color1", "--colab-primary-text-color", "--vscode-foreground", "--jp-border-color2"):
+        assert f"var({theme}" in style
+    assert "font-variant-numeric:tabular-nums" in style
+    assert "background" not in style
+
+
+def test_a_long_curve_is_thinned_by_means_and_keeps_its_ends() -> None:
+    assert thinned((1.0, 3.0, 5.0, 7.0), 2) == (2.0, 6.0)
+    assert thinned((1.0, 2.0), 5) == (1.0, 2.0)
+    assert len(thinned(range(1000), 32)) == 32
+
+
+def test_the_same_state_gives_the_same_picture() -> None:
+    assert render(RUNNING) == render(replace(RUNNING))

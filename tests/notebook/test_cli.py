@@ -1,0 +1,252 @@
+"""The command: the same verbs, one line of error, exit status, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import colabkit
+from colabkit.foundation import meters
+from colabkit.notebook.command_line import main
+from colabkit.notebook.options.verbs import VERBS
+from colabkit.packs.format.reading import read_pack
+
+
+def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(verb.name in shown for verb in VERBS)
+
+
+def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runtime"]) == 0
+    assert capsys.readouterr().out.startswith(f"Python {sys.version.split()[0]}: ")
+
+
+def test_json_is_the_report_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stage", "samples:digits", "--to", str(tmp_path / "near"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["files"] == 1797
+    assert report["path"] == str(tmp_path / "near")
+
+
+def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(tmp_path / "nothing"), str(tmp_path / "out.h5")]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert shown.err.startswith("colabkit: Cannot read ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--treads", "4"], "there is no option --treads (did you mean --threads?)"),
+        (["a", "--jsn"], "there is no option --jsn (did you mean --json?)"),
+        (["a", "b"], "unrecognized arguments: b"),
+    ],
+)
+def test_what_a_verb_does_not_take_is_its_usage_with_a_hint_and_exit_status_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["stage", *words])
+    assert done.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: colabkit stage [-h] [--to TO]")
+    assert shown.endswith(f"colabkit stage: error: {said}\n")
+
+
+def test_the_help_tells_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(status in said for status in ("0 when done", "1 after an error", "2 for arguments", "130 after Ctrl-C"))
+
+
+def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("colabkit.foundation.environment.runtime_report.runtime", interrupted)
+    assert main(["runtime"]) == 130
+    assert capsys.readouterr().err == "colabkit: interrupted\n"
+
+
+def test_a_damaged_pack_is_exit_status_1(image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = colabkit.pack(image_tree, tmp_path / "p.h5", progress=False).path
+    assert main(["verify", str(path), "--no-progress"]) == 0
+    data = bytearray(path.read_bytes())
+    data[read_pack(path).data_sets["X_train"].offset] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert main(["verify", str(path), "--no-progress"]) == 1
+    assert "is damaged: 1 of 24 samples, first train[0]" in capsys.readouterr().out
+
+
+def test_train_takes_objects_from_a_file(image_tree: Path, tmp_path: Path) -> None:
+    colabkit.pack(image_tree, tmp_path / "p.h5", progress=False)
+    (tmp_path / "experiment.py").write_text(
+        "import colabkit\n"
+        "loader = colabkit.Loader(colabkit.open_pack('p.h5')['train'], 4)\n"
+        "def step(batch):\n"
+        "    return {'loss': 0.5}\n"
+    )
+    command = [sys.executable, "-m", "colabkit", "train", "experiment.py:step", "experiment.py:loader", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=_environment())
+    report = json.loads(done.stdout)
+    assert report["epochs"][0]["samples"] == 24
+    assert report["epochs"][0]["values"] == {"loss": 0.5}
+
+
+EXPERIMENT = """
+import colabkit, neighbour
+loader = colabkit.Loader((neighbour.images, neighbour.labels), 4)
+def step(batch):
+    return neighbour.loss
+"""
+NEIGHBOUR = """
+import numpy as np
+images, labels, loss = np.zeros((600, 2), np.float32), np.zeros(600, np.int64), 0.5
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder with an experiment and a module that it imports."""
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
+    (tmp_path / "experiment.py").write_text(EXPERIMENT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("neighbour", "colabkit_file_experiment"):
+        sys.modules.pop(name, None)
+
+
+def test_the_doctor_judges_a_loader_of_a_file_or_a_saved_report(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = experiment / "experiment.py"
+    assert main(["doctor", f"{file}:loader", "--seconds", "0.2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sentence"].startswith("The loader alone")
+    assert main(["train", f"{file}:step", f"{file}:loader"]) == 0
+    saved = meters.latest().save(experiment / "run.json")
+    capsys.readouterr()
+    expected = colabkit.diagnose(saved)
+    assert main(["doctor", str(saved)]) == int(not expected.is_good)
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main(["doctor", str(experiment / "none.json")]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_headspace_is_a_command(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = experiment / "experiment.py"
+    (experiment / "experiment.py").write_text(EXPERIMENT + "import torch\nmodel = torch.nn.Linear(2, 2)\n")
+    words = [f"{file}:step", f"{file}:loader", "--state", f"{file}:model", "--seconds", "0.05", "--json"]
+    assert main(["headspace", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_size"] == 4
+
+
+def test_one_file_is_run_once_however_it_is_named(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (experiment / "experiment.py").write_text("print('run')\n" + EXPERIMENT)
+    monkeypatch.chdir(experiment)
+    assert main(["train", "./experiment.py:step", f"{experiment}/experiment.py:loader"]) == 0
+    assert capsys.readouterr().out.count("run\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "lines"),
+    [
+        ("def step(batch):\n    return 1 / 0  # here", "ZeroDivisionError: division by zero", ["return 1 / 0  # here"]),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'", ["import no_such_module"]),
+        ("def step(batch)\n    pass", "SyntaxError: expected ':'", ["def step(batch)", "^"]),
+    ],
+)
+def test_an_error_of_a_users_file_shows_its_own_lines_alone(
+    experiment: Path, capsys: pytest.CaptureFixture[str], code: str, said: str, lines: list[str]
+) -> None:
+    file = experiment / "experiment.py"
+    file.write_text(EXPERIMENT + code + "\n")
+    assert main(["train", f"{file}:step", f"{file}:loader"]) == 1
+    shown = capsys.readouterr().err
+    assert all(line in shown for line in lines)
+    assert str(file) in shown
+    assert f"colabkit: your file failed: {said}" in shown.splitlines()[-1]
+    for hidden in ("loop.py", "cli.py", "importlib"):
+        assert hidden not in shown
+
+
+def test_an_error_of_colabkits_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("colabkit.foundation.environment.runtime_report.runtime", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["runtime"])
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "words", "is_shown"), [(True, [], True), (True, ["--json"], False), (False, [], False)]
+)
+def test_a_terminal_shows_the_panel_beside_training(
+    experiment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+    words: list[str],
+    is_shown: bool,
+) -> None:
+    file = experiment / "experiment.py"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    assert main(["train", f"{file}:step", f"{file}:loader", *words]) == 0
+    assert ("step 150/150" in capsys.readouterr().out) == is_shown
+    assert not meters.is_heard()
+
+
+@pytest.mark.parametrize("reference", ["step", "missing.py:step"])
+def test_a_wrong_reference_is_one_line(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", reference, "x.py:loader"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("colabkit: Cannot use '")
+    assert reference.partition(":")[0] in line
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_as_escapes(tmp_path: Path) -> None:
+    folder = tmp_path / "vögel"
+    command = [sys.executable, "-m", "colabkit", "stage", "samples:digits", "--to", str(folder), "--no-progress"]
+    environment = {**_environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"v\xf6gel" in done.stdout
+
+
+def test_a_report_that_nobody_reads_is_exit_status_1_and_no_more() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "colabkit", "runtime"]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, env=_environment())
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_the_command_is_installed() -> None:
+    script = Path(sys.executable).with_name("colabkit")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"colabkit {colabkit.__version__}"
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(colabkit.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

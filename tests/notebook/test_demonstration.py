@@ -1,0 +1,142 @@
+"""The demo goes the whole way and its figures come from its own run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trees import leftovers, make_tree
+
+import colabkit
+from colabkit.errors import BadImage, BadSource, InvalidOption, SourceMissing, TargetExists
+from colabkit.foundation.environment.limits import usable_cpus
+from colabkit.notebook.command_line import main
+
+
+@pytest.fixture(scope="module")
+def digits() -> colabkit.DemoReport:
+    return colabkit.demo(latency=0.002, progress=False)
+
+
+def test_digits_are_learnt(digits: colabkit.DemoReport) -> None:
+    assert (digits.samples, digits.classes, digits.sample_shape) == (1797, 10, (8, 8, 3))
+    assert digits.accuracy >= 0.97
+
+
+def test_the_table_tells_rates_waiting_parts_and_accuracy(digits: colabkit.DemoReport) -> None:
+    text = repr(digits)
+    for name in ("training, images/s", "waiting for data", "stage", "pack", "train", "gather", "test accuracy"):
+        assert any(line.strip().startswith(name) for line in text.splitlines()), name
+    assert f"{digits.packed_images_per_s:,.0f}" in text
+    assert 0 <= digits.packed_wait_share <= 1
+    assert 0 < digits.naive_wait_share <= 1
+    assert json.dumps(digits.to_dict())
+
+
+def test_every_figure_is_from_the_run(digits: colabkit.DemoReport) -> None:
+    threads = max(1, round(usable_cpus()))  # that are busy side by side
+    busy_s = sum(digits.part_s[name] for name in ("gather", "augment"))
+    assert digits.packed_images_per_s <= threads * 3 * 1437 / busy_s
+    assert digits.part_s["train"] > 0
+    assert 0 <= digits.packed_wait_share <= 1
+
+
+@pytest.mark.parametrize("prefixes", [("",), ("train", "val")])
+def test_any_tree_with_or_without_split_folders_is_taken(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
+    for prefix in prefixes:
+        make_tree(tmp_path / "tree", 6, prefix=prefix)
+    report = colabkit.demo(tmp_path / "tree", epochs=1, latency=0, keep=tmp_path / "kept", progress=False)
+    assert report.samples == 18 * len(prefixes)
+    assert report.kept == tmp_path / "kept"
+    assert colabkit.verify(tmp_path / "kept" / "pack.h5", progress=False).damaged == ()
+
+
+def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
+    make_tree(tmp_path / "tree" / "train", 4, (12, 20))
+    make_tree(tmp_path / "tree" / "test", 4, (30, 10))
+    assert colabkit.demo(tmp_path / "tree", epochs=1, latency=0, progress=False).sample_shape == (64, 64, 3)
+    report = colabkit.demo(tmp_path / "tree", epochs=1, latency=0, size=(9, 7), progress=False)
+    assert report.sample_shape == (9, 7, 3)
+
+
+def _nothing(folder: Path) -> Path:
+    return folder / "nothing"
+
+
+def _empty(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def _flat(folder: Path) -> Path:
+    make_tree(folder / "made", 2)
+    (folder / "made" / "ants").rename(folder / "flat")
+    return folder / "flat"
+
+
+def _no_image(folder: Path) -> Path:
+    tree = make_tree(folder / "tree", 6)
+    for number in range(6):
+        (tree / "bees" / f"{number:03d}.png").write_text("<html>quota exceeded</html>")
+    return tree
+
+
+def _one_bad_file(folder: Path) -> Path:
+    tree = make_tree(folder / "tree", 40)
+    broken = tree / "bees" / "021.png"  # not among the files whose sizes are looked at
+    broken.write_bytes(broken.read_bytes()[:60])
+    return tree
+
+
+def _cut_short(folder: Path) -> Path:
+    import colabkit.storage.sources.api
+
+    whole = colabkit.storage.sources.api.sample_archive("digits").read_bytes()
+    (folder / "cut.zip").write_bytes(whole[: len(whole) // 2])
+    return folder / "cut.zip"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (_nothing, SourceMissing, "no such file or folder"),
+        (_empty, BadSource, "no files at all"),
+        (_flat, BadSource, "lies in no class folder"),
+        (_no_image, BadImage, "a web page saved under an image's name"),
+        (_one_bad_file, BadImage, "021.png"),
+        (_cut_short, colabkit.errors.BadArchive, "a broken or cut-short archive"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    make, error, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=words):
+        colabkit.demo(data, latency=0, keep=tmp_path / "kept", progress=False)
+    assert leftovers(tmp_path) == []
+    assert main(["demo", "--data", str(data), "--latency", "0", "--no-progress"]) == 1
+    shown = capsys.readouterr()
+    assert len(shown.err.splitlines()) == 1
+    assert words in shown.err
+    assert sorted(path for path in tmp_path.rglob("*") if "kept" not in path.parts) == before
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 1.5}, {"size": 0}, {"latency": -1}])
+def test_options_that_cannot_be_meant_are_refused(options: dict) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        colabkit.demo(**options)
+
+
+def test_a_folder_with_something_in_it_is_not_used_to_keep_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(TargetExists, match="not empty"):
+        colabkit.demo(keep=tmp_path, progress=False)
+
+
+def test_a_tree_without_training_images_is_one_line(tmp_path: Path) -> None:
+    make_tree(tmp_path / "tree" / "val", 2)
+    make_tree(tmp_path / "tree" / "test", 2)
+    with pytest.raises(BadSource, match="only the splits dev, test"):
+        colabkit.demo(tmp_path / "tree", latency=0, progress=False)

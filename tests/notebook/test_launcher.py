@@ -1,0 +1,262 @@
+"""The launcher's plans: from settings to calls, and to the cell that makes the same calls."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+
+import colabkit
+from colabkit.errors import InvalidOption
+from colabkit.foundation.environment.storage import DiskReport
+from colabkit.notebook.launcher.code import code_of, quoted
+from colabkit.notebook.launcher.plan import Plan, plan_of
+from colabkit.notebook.launcher.running import carry_out
+from colabkit.notebook.launcher.settings import Settings, places
+from colabkit.notebook.magics.words import split_line
+
+GIB = 1 << 30
+
+
+def verbs(plan: Plan) -> list[str]:
+    return [step.verb.call for step in plan.steps]
+
+
+def test_each_button_does_what_those_before_it_do() -> None:
+    assert verbs(plan_of(Settings("birds"), "probe")) == ["read_probe"]
+    assert verbs(plan_of(Settings("birds"), "stage")) == ["stage"]
+    assert verbs(plan_of(Settings("birds"), "pack")) == ["stage", "pack"]
+    whole = plan_of(Settings("birds", epochs=7, batch_size=9), "train")
+    assert verbs(whole) == ["stage", "pack"]
+    assert (whole.training.epochs, whole.training.batch_size) == (7, 9)
+    assert plan_of(Settings("birds"), "pack").training is None
+
+
+def test_drive_is_mounted_first_unless_another_folder_stands_for_it() -> None:
+    assert verbs(plan_of(Settings("drive:birds"), "probe")) == ["mount", "read_probe"]
+    assert verbs(plan_of(Settings("birds", work="drive:work"), "pack")) == ["mount", "stage", "pack"]
+    assert verbs(plan_of(Settings("birds", work="drive:work"), "stage")) == ["stage"]
+    assert verbs(plan_of(Settings("drive:birds"), "stage", needs_mount=False)) == ["stage"]
+
+
+@pytest.mark.parametrize(
+    "source", ["data.tfrecord", "part.tfrecord-00000-of-00010", "data.lmdb", "s-{000..012}.tar", "birds.CSV"]
+)
+def test_records_and_tables_are_packed_from_where_they_are(source: str) -> None:
+    assert verbs(plan_of(Settings(source), "train")) == ["pack"]
+
+
+def test_the_calls_have_the_forms_values() -> None:
+    form = Settings("birds", "disk", "240x320", "jpeg", "a,b", "train=0.5,dev=0.5", "1", "skip", work="w")
+    staging, packing = plan_of(form, "pack").steps
+    assert staging.arguments({})["to"] == "disk"
+    found = packing.arguments({"staged": SimpleNamespace(path=Path("near copy"))})
+    assert found["source"] == "near copy"
+    assert found["size"] == (240, 320)
+    assert found["labels"] == ["a", "b"]
+    assert found["splits"] == {"train": 0.5, "dev": 0.5}
+    assert (found["encoding"], found["channels"], found["on_bad"]) == ("jpeg", 1, "skip")
+    assert found["out"].startswith("w/birds-")
+
+
+def test_empty_options_are_those_of_the_public_function() -> None:
+    packing = plan_of(Settings("birds", splits=""), "pack").steps[-1]
+    found = packing.arguments({"staged": SimpleNamespace(path="near")})
+    defaults = inspect.signature(colabkit.pack).parameters
+    assert all(found[name] == defaults[name].default for name in found if name not in ("source", "out"))
+
+
+def test_other_options_make_another_pack_and_other_epochs_do_not() -> None:
+    def folder(form: Settings) -> str:
+        return plan_of(form, "train").training.save_to
+
+    assert folder(Settings("birds")) == folder(Settings(" birds ", epochs=9, batch_size=1, to="disk"))
+    assert len({folder(form) for form in (Settings("birds"), Settings("b/birds"), Settings("birds", size="64"))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (Settings(" "), "an empty source"),
+        (Settings("birds", work=""), "an empty work folder"),
+        (Settings("a\nb"), "a line break in the source"),
+        (Settings("a\u2028b"), "a line break in the source"),
+        (Settings("birds", size="6\n4"), "a line break in the image size"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(form: Settings, said: str) -> None:
+    with pytest.raises(InvalidOption, match=said):
+        plan_of(form, "pack")
+
+
+@pytest.mark.parametrize("source", ["samples:digits", "https://example.org/a.zip"])
+def test_what_lies_on_no_mount_is_not_probed(source: str) -> None:
+    with pytest.raises(InvalidOption, match="nothing on a mount"):
+        plan_of(Settings(source), "probe")
+
+
+def test_a_wrong_size_is_an_error_of_the_family() -> None:
+    packing = plan_of(Settings("birds", size="wide"), "pack").steps[-1]
+    said = "Cannot pack it: 'wide' as Image size, one number, or height x width as in 240x320. Check Image size."
+    with pytest.raises(InvalidOption, match=re.escape(said)):
+        packing.arguments({"staged": SimpleNamespace(path="near")})
+
+
+def test_a_path_that_looks_like_an_option_is_a_path() -> None:
+    staging, packing = plan_of(Settings("--to", work="-w", size="-3"), "pack").steps
+    assert staging.arguments({})["source"] == "./--to"
+    found = packing.arguments({"staged": SimpleNamespace(path="near")})
+    assert found["out"].startswith("./-w/")
+    assert found["size"] == -3
+
+
+ADDRESS = "https://user:secret1@example.org/a/birds.zip?token=secret2"
+
+
+def test_an_address_with_secrets_is_asked_for_and_not_shown() -> None:
+    plan = plan_of(Settings(ADDRESS), "train")
+    code = code_of(plan)
+    assert "secret" not in code
+    assert 'ADDRESS = getpass("' in code
+    assert "staged = %stage $ADDRESS --to auto" in code
+    assert plan.steps[0].arguments({})["source"] == ADDRESS
+    assert plan.training.save_to.startswith("colabkit-work/birds-")
+    assert "secret" not in plan_of(Settings("https://user:secret@example.org"), "train").training.save_to
+
+
+def test_plain_addresses_are_shown() -> None:
+    assert "%stage https://example.org/a.zip" in code_of(plan_of(Settings("https://example.org/a.zip"), "stage"))
+
+
+def lines_of(code: str) -> list[tuple[str, str]]:
+    """Return the magics of a cell and their lines, as IPython hands them on."""
+    tree = ast.parse(TransformerManager().transform_cell(code))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
+    return [(node.args[0].value, node.args[1].value) for node in calls if ast.unparse(node.func).endswith("line_magic")]
+
+
+LINE_ENDS = "\0\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_ENDS), max_size=30)
+PATHS = ONE_LINE.map(
+    lambda text: text.replace("://", ":/") if text.strip() else f"{text}a"
+)  # maps, so none is drawn anew
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # where others work, too
+@given(PATHS, PATHS)
+def test_any_path_survives_in_the_code(source: str, work: str) -> None:
+    plan = plan_of(Settings(source, work=work), "train")
+    found = dict(lines_of(code_of(plan)))
+    known = {"staged": SimpleNamespace(path="near"), "x": 1}
+    for step in plan.steps:
+        words = [word if isinstance(word, str) else "near" for word in step.words]
+        assert split_line(found[step.verb.name], known) == words
+    assert split_line(found["train"], known)[5] == plan.training.save_to
+
+
+@pytest.mark.parametrize(
+    "word", ["{x}", "$x", "a b", "it's", 'say "x"', "back\\", "\\'\"", "", "?", "x?", "%x", "!x", "~"]
+)
+def test_quotes_braces_and_dollar_signs_survive(word: str) -> None:
+    assert split_line(quoted(word), {"x": 1}) == [word]
+
+
+CALLED = ("stage", "pack", "open_pack", "Loader", "small_network", "supervised_step", "train")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[str, dict[str, object]]]]:
+    """Return a function that returns the public calls since it was called last, with all their arguments."""
+    found: list[tuple[str, dict[str, object]]] = []
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def call(*given: Any, **named: Any) -> Any:
+            bound = signature.bind(*given, **named)
+            bound.apply_defaults()
+            found.append((name, {key: plain(value) for key, value in bound.arguments.items()}))
+            return function(*given, **named)
+
+        return call
+
+    for name in CALLED:
+        monkeypatch.setattr(colabkit, name, recorded(name, getattr(colabkit, name)))
+
+    def since() -> list[tuple[str, dict[str, object]]]:
+        taken, found[:] = found[:], []
+        return taken
+
+    return since
+
+
+def plain(value: Any) -> object:
+    """Return what two arguments are compared by."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str | int | float | tuple | dict | None):
+        return value
+    return repr(value) if isinstance(value, colabkit.augment.Normalize) else type(value).__name__
+
+
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
+    yield InteractiveShell.instance()
+    colabkit.unload_ipython_extension(InteractiveShell.instance())
+    InteractiveShell.clear_instance()
+
+
+class Screen:
+    def paint(self, html: str, text: str, final: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("splits", ["train=0.5,test=0.5", "train=1"])
+def test_the_shown_code_makes_the_same_calls_with_the_same_arguments(
+    shell: InteractiveShell,
+    calls: Callable[[], list[tuple[str, dict[str, object]]]],
+    image_tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    splits: str,
+) -> None:
+    source = tmp_path / 'it\'s {x} $x "tree"'
+    image_tree.rename(source)
+    form = Settings(str(source), "disk", "8", splits=splits, batch_size=5, epochs=2, work="my {work}")
+    plan = plan_of(form, "train")
+    for folder in ("panel", "cell"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "panel")
+    reports: dict[str, object] = {}
+    carry_out(plan, Screen(), lambda doing: None, reports.__setitem__)
+    by_panel = calls()
+    monkeypatch.chdir(tmp_path / "cell")
+    shell.user_ns["x"] = "wrong"
+    shell.run_cell(code_of(plan)).raise_error()
+    by_cell = calls()
+    assert by_cell == by_panel
+    assert {name for name, _ in by_cell} == set(CALLED)
+    assert repr(shell.user_ns["report"].epochs[-1].values) == repr(reports["report"].epochs[-1].values)
+
+
+def test_what_is_free_stands_beside_each_choice() -> None:
+    disks = (DiskReport("/tmp", "ext4", 9 * GIB, 2 * GIB, 2 * GIB), DiskReport("/data", "ext4", 9, 3 * GIB, 3 * GIB))
+    tmpfs = (DiskReport("/dev/shm", "tmpfs", 8 * GIB, 6 * GIB, 5 * GIB),)
+    found = SimpleNamespace(disks=disks, tmpfs=tmpfs)
+    labels = {value: label for label, value in places(found, "/data/near")}
+    assert list(labels) == ["auto", "tmpfs", "disk"]
+    assert labels["tmpfs"] == "tmpfs: 5.0 GiB free"
+    assert labels["disk"] == "disk: 3.0 GiB free"
+    none = SimpleNamespace(disks=(), tmpfs=())
+    assert [label for label, _ in places(none, "/data/near")][1:] == ["tmpfs: none found", "disk: none found"]

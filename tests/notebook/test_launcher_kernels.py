@@ -1,0 +1,191 @@
+"""The launcher in real kernels, clicked as a front end clicks: with the newest packages, and with Colab's."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty
+from typing import Any
+
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+from kernels import KINDS, kernel_of
+from trees import make_tree
+
+OPEN = """
+%load_ext colabkit
+import threading, colabkit
+from ipywidgets.widgets import widget
+
+def widgets():
+    found = getattr(widget, "_instances", None)
+    return len(widget.Widget.widgets if found is None else found)
+
+stage, staged, threads = colabkit.stage, [], []
+
+def counted(**arguments):
+    staged.append(arguments["source"])
+    threads.append(threading.current_thread() is threading.main_thread())
+    if arguments["source"] == "endless":
+        threading.Event().wait()
+    return stage(**arguments)
+
+colabkit.stage = counted
+panel = colabkit.open_launcher()
+view = panel.view
+view.fields["source"].value, view.fields["to"].value = "tree", "disk"
+view.fields["epochs"].value = 1
+"""
+STATE = "import json; print(json.dumps([view.said, staged, threads, list(panel.results)]))"
+LIMIT_S = 120
+
+
+@dataclass
+class Kernel:
+    """A kernel and its client, with all that it published."""
+
+    manager: KernelManager
+    client: BlockingKernelClient
+    published: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, code: str) -> str:
+        """Run a cell and return what it printed; an error in it is one here."""
+        return self.read(self.client.execute(code))
+
+    def read(self, parent: str) -> str:
+        """Return what was printed until the request of this id was served."""
+        deadline, printed = time.monotonic() + LIMIT_S, ""
+        while time.monotonic() < deadline:
+            message = self.next()
+            is_mine = message["parent_header"].get("msg_id") == parent
+            assert not (is_mine and message["msg_type"] == "error"), message["content"]
+            if is_mine and message["msg_type"] == "stream":
+                printed += message["content"]["text"]
+            if is_mine and message["content"].get("execution_state") == "idle":
+                return printed
+        raise TimeoutError("the kernel did not answer")
+
+    def next(self) -> dict[str, Any]:
+        """Return the next message that the kernel publishes."""
+        message = self.client.get_iopub_msg(timeout=LIMIT_S)
+        self.published.append(message)
+        return message
+
+    def state(self) -> tuple[str, list[str], list[bool], list[str]]:
+        """Return what the panel says, what was staged, whether in the main thread, and the results."""
+        return tuple(json.loads(self.run(STATE)))
+
+    def clicks(self, action: str, times: int = 1) -> list[str]:
+        """Click a button as a front end does, some times in a row, and return the ids of the messages."""
+        model = self.run(f"print(view.buttons[{action!r}].model_id)").strip()
+        data = {"method": "custom", "content": {"event": "click"}}
+        sent = [self.client.session.msg("comm_msg", {"comm_id": model, "data": data}) for _ in range(times)]
+        for message in sent:
+            self.client.shell_channel.send(message)
+        return [message["header"]["msg_id"] for message in sent]
+
+    def click(self, action: str) -> tuple[str, list[str], list[bool], list[str]]:
+        """Click a button and return the state after its work."""
+        for parent in self.clicks(action):
+            self.read(parent)
+        return self.state()
+
+    def wait_for(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for a message that is as asked for."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds(self.next()):
+            assert time.monotonic() < deadline
+
+    def interrupt_until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Interrupt the kernel until a message is as asked for.
+
+        What a signal raises is lost now and then, where Python or a library ignores what destructors and callbacks
+        raise; it comes here right after a message was sent, where there are some.
+        """
+        for _ in range(5):
+            self.manager.interrupt_kernel()
+            with suppress(Empty):
+                while True:
+                    message = self.client.get_iopub_msg(timeout=10)
+                    self.published.append(message)
+                    if holds(message):
+                        return
+        raise TimeoutError("the kernel was not interrupted")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """Return a kernel in which the launcher is open."""
+    folder = tmp_path_factory.mktemp("kernel")
+    make_tree(folder / "tree", 8)
+    with kernel_of(request.param, folder) as name:
+        manager = KernelManager(kernel_name=name)
+        manager.start_kernel(cwd=str(folder))
+    client = manager.blocking_client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=LIMIT_S)
+        kernel = Kernel(manager, client)
+        kernel.run(OPEN)
+        yield kernel
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_two_clicks_in_a_row_do_the_work_once_and_in_the_main_thread(kernel: Kernel) -> None:
+    before = kernel.state()
+    for parent in kernel.clicks("stage", 3):
+        kernel.read(parent)
+    said, staged, threads, results = kernel.state()
+    assert said.startswith("Done in ")
+    assert staged == [*before[1], "tree"]
+    assert all(threads)
+    assert results == ["staged"]
+
+
+def test_an_interrupt_is_told_inside_and_the_next_click_works(kernel: Kernel) -> None:
+    kernel.run("view.fields['source'].value = 'endless'")
+    kernel.clicks("stage")
+    kernel.wait_for(lambda message: "Staging" in str(message["content"]))
+    kernel.interrupt_until(lambda message: "Stopped" in str(message["content"]))
+    assert kernel.state()[0] == "Stopped. A click goes on where it was."
+    kernel.run("view.fields['source'].value = 'tree'")
+    assert kernel.click("stage")[0].startswith("Done in ")
+
+
+def test_stage_and_train_paints_the_live_panel_while_it_works(kernel: Kernel) -> None:
+    published = len(kernel.published)
+    said, _, _, results = kernel.click("train")
+    assert said.startswith("Done in ")
+    assert results == ["staged", "packed", "report"]
+    updates = [str(message["content"]) for message in kernel.published[published:] if message["msg_type"] == "comm_msg"]
+    assert sum("Training panel" in update for update in updates) >= 2
+
+
+def test_an_error_is_told_inside(kernel: Kernel) -> None:
+    kernel.run("view.fields['source'].value = 'nowhere'")
+    assert kernel.click("pack")[0].startswith("Cannot read 'nowhere': no such file or folder")
+    kernel.run("view.fields['source'].value = 'tree'")
+
+
+def test_nothing_but_the_panel_was_shown(kernel: Kernel) -> None:
+    kinds = {message["msg_type"] for message in kernel.published}
+    assert "error" not in kinds
+    texts = [message["content"] for message in kernel.published if message["msg_type"] == "stream"]
+    assert all(text["name"] == "stdout" for text in texts), texts
+    shown = [message["content"]["data"] for message in kernel.published if message["msg_type"] == "display_data"]
+    view = "application/vnd.jupyter.widget-view+json"
+    assert [sorted(data) for data in shown] == [[view, "text/plain"], ["text/html", "text/plain"]]
+
+
+def test_unloading_leaves_no_widget_and_no_thread(kernel: Kernel) -> None:
+    code = "%unload_ext colabkit\nprint(widgets(), [t.name for t in threading.enumerate() if 'colabkit' in t.name])"
+    assert kernel.run(code).strip() == "0 []"
+    *kept, closed = [one["content"]["data"] for one in kernel.published if one["msg_type"] == "update_display_data"]
+    assert "Training panel" in "".join(data["text/html"] for data in kept)
+    assert closed == {"text/html": "", "text/plain": ""}

@@ -1,0 +1,199 @@
+"""Magics in a real IPython shell: one public call each, its report returned, nothing expanded, one line of error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from IPython.core.interactiveshell import InteractiveShell
+
+import colabkit
+from colabkit.errors import BadSource, InvalidOption, SourceMissing
+from colabkit.foundation import meters
+from colabkit.notebook.magics.words import split_line
+from colabkit.notebook.options.verbs import VERBS
+
+MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabkit"]
+CELLS = ["train", "dashboard"]
+
+
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
+    shell = InteractiveShell.instance()
+    shell.extension_manager.load_extension("colabkit")
+    yield shell
+    shell.extension_manager.unload_extension("colabkit")
+    InteractiveShell.clear_instance()
+
+
+def test_loading_prints_nothing_and_makes_the_magics_known(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(MAGICS) <= set(shell.magics_manager.magics["line"])
+    assert set(CELLS) <= set(shell.magics_manager.magics["cell"])
+    assert capsys.readouterr().out == ""
+
+
+def test_loading_twice_and_unloading_leaves_nothing(shell: InteractiveShell) -> None:
+    colabkit.load_ipython_extension(shell)
+    assert meters.is_heard()
+    colabkit.unload_ipython_extension(shell)
+    assert not set(MAGICS) & set(shell.magics_manager.magics["line"])
+    assert not set(CELLS) & set(shell.magics_manager.magics["cell"])
+    assert not meters.is_heard()
+    colabkit.load_ipython_extension(shell)
+
+
+def test_a_taken_name_is_left_to_its_owner(capsys: pytest.CaptureFixture[str]) -> None:
+    shell = InteractiveShell.instance()
+    try:
+        shell.magics_manager.register_function(lambda line: "theirs", "line", "stage")
+        colabkit.load_ipython_extension(shell)
+        assert shell.run_line_magic("stage", "") == "theirs"
+        assert "%stage" in capsys.readouterr().out
+        colabkit.unload_ipython_extension(shell)
+        assert shell.run_line_magic("stage", "") == "theirs"
+    finally:
+        InteractiveShell.clear_instance()
+
+
+def test_the_magics_go_the_whole_way_and_return_reports(shell: InteractiveShell, tmp_path: Path) -> None:
+    shell.user_ns["folder"] = tmp_path
+    result = shell.run_cell(f"staged = %stage samples:digits --to '{tmp_path}/a folder/near' --no-progress")
+    result.raise_error()
+    staged = shell.user_ns["staged"]
+    assert isinstance(staged, colabkit.StageReport)
+    packed = shell.run_line_magic("pack", "{staged.path} $folder/x.h5 --no-progress --splits train=0.5,test=0.5")
+    assert not (tmp_path / "x.h5").exists(), "only a whole word is a variable"
+    assert isinstance(packed, colabkit.PackReport)
+    assert packed.path == Path("$folder/x.h5")
+    packed.path.unlink()
+    packed.path.parent.rmdir()
+
+
+def test_training_runs_beside_a_panel_whose_last_frame_stays(
+    shell: InteractiveShell, image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack = colabkit.open_pack(colabkit.pack(image_tree, tmp_path / "p.h5", progress=False).path)
+    seen = []
+    shell.user_ns |= {"step": seen.append, "loader": colabkit.Loader(pack["train"], 5)}
+    report = shell.run_line_magic("train", "step loader --epochs 2")
+    assert isinstance(report, colabkit.TrainReport)
+    assert len(seen) == 10
+    assert "epoch 2/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_help_is_printed_and_is_the_docstring(
+    shell: InteractiveShell, magic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shell.run_line_magic(magic, "--help") is None
+    text = capsys.readouterr().out
+    assert f"usage: %{magic}" in text
+    assert ("within a longer word these stay as they are written" in text) == (magic not in ("colabkit", "runtime"))
+    assert shell.find_line_magic(magic).__doc__.split() == text.split()
+
+
+def test_colabkit_opens_the_launcher(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colabkit, "open_launcher", lambda: "opened", raising=False)
+    assert shell.run_line_magic("colabkit", " ") == "opened"
+
+
+def test_colabkit_and_a_verb_is_the_magic(
+    shell: InteractiveShell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["folder"] = tmp_path / "a folder"
+    plan = shell.run_line_magic("colabkit", "stage samples:digits --to $folder --dry-run")
+    assert isinstance(plan, colabkit.StageReport)
+    assert plan.path == tmp_path / "a folder"
+    shell.run_line_magic("colabkit", "stage --help")
+    assert "usage: %stage" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_one_line_with_a_near_one(shell: InteractiveShell) -> None:
+    with pytest.raises(
+        InvalidOption, match=r"Cannot run %colabkit stge: no such verb, there are .*\. Did you mean stage\."
+    ):
+        shell.run_line_magic("colabkit", "stge birds")
+    with pytest.raises(InvalidOption, match=r"See %colabkit --help\."):
+        shell.run_line_magic("colabkit", "xyzzy")
+
+
+def test_the_doctor_judges_what_is_named_or_was_last(shell: InteractiveShell, tmp_path: Path) -> None:
+    loader = colabkit.Loader((np.zeros((600, 2), np.float32), np.zeros(600, np.int64)), 4)
+    shell.user_ns |= {"step": lambda batch: 0.5, "loader": loader}
+    report = shell.run_line_magic("train", "step loader")
+    last = shell.run_line_magic("doctor", "")
+    assert isinstance(last, colabkit.Diagnosis)
+    shell.user_ns["report"] = report
+    assert shell.run_line_magic("doctor", "report") == last
+    report.save(tmp_path / "run.json")
+    assert shell.run_line_magic("doctor", f"'{tmp_path}/run.json'").verdict == last.verdict
+
+
+@pytest.mark.parametrize("line", ["DataLoader(data)", "DataLoader(data, batch_size=4) --seconds 1", "loaders['train']"])
+def test_the_doctor_asks_for_a_name_where_an_expression_is_given(shell: InteractiveShell, line: str) -> None:
+    with pytest.raises(InvalidOption, match=r"is an expression, and %doctor takes the name of a variable\. Assign it"):
+        shell.run_line_magic("doctor", line)
+
+
+def test_a_saved_report_may_be_called_like_an_expression(
+    shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run(1).json").write_text("{}")
+    with pytest.raises(BadSource, match=r"TrainReport\.save"):
+        shell.run_line_magic("doctor", "run(1).json")
+
+
+def test_an_error_is_one_line_without_a_traceback(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    result = shell.run_cell("%stage /no/such/place")
+    assert isinstance(result.error_in_exec, SourceMissing)
+    shown = capsys.readouterr()
+    assert len((shown.out + shown.err).strip().splitlines()) == 1
+    assert "Cannot read '/no/such/place': no such file or folder" in shown.out + shown.err
+
+
+def test_a_wrong_option_is_one_line_and_leaves_the_kernel_alone(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = shell.run_cell("%stage somewhere --treads 4")
+    assert isinstance(result.error_in_exec, InvalidOption)
+    shown = capsys.readouterr().out.strip()
+    assert shown.startswith("InvalidOption: Cannot run %stage: there is no option --treads (did you mean --threads?)")
+    assert len(shown.splitlines()) == 1
+
+
+def test_variables_stand_for_values_that_are_not_parsed_again() -> None:
+    namespace = {"folder": "a b; --to x $HOME 'q", "report": type("R", (), {"path": Path("p q")})()}
+    assert split_line("{folder} $folder {report.path}", namespace) == [*[namespace["folder"]] * 2, "p q"]
+    assert split_line("{unknown} '$folder' \"{folder}\" a{folder}", namespace) == [
+        "{unknown}", "$folder", "{folder}", "a{folder}",
+    ]  # fmt: skip
+
+
+def test_an_open_quote_is_named() -> None:
+    with pytest.raises(InvalidOption, match="no closing quotation"):
+        split_line("stage 'half", {})
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1), st.booleans())
+def test_any_quoted_word_survives_unchanged(word: str, is_double: bool) -> None:
+    if is_double:
+        quoted = '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    else:
+        quoted = "'" + word.replace("'", "'\"'\"'") + "'"
+    assert split_line(f"before {quoted} after", {"x": 1}) == ["before", word, "after"]
+
+
+def test_nothing_in_a_line_reaches_a_shell(shell: InteractiveShell, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    for text in (f"$(touch {canary})", f"`touch {canary}`", f"; touch {canary}", f"{{open('{canary}','w')}}"):
+        with pytest.raises((SourceMissing, InvalidOption)):
+            shell.run_line_magic("stage", text)
+    assert not canary.exists()

@@ -1,0 +1,224 @@
+"""Completion of a magic's line: options, fixed values, variables and paths, as IPython asks for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from far_mounts import FuseMount, has_fuse
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+from magic_shells import loaded_shell
+from trees import needs
+
+from colabkit.errors import TimedOut
+from colabkit.notebook.magics import completion
+from colabkit.notebook.magics.lines import LINES
+
+AGREED_S, MOST_S = completion._LIST_S, 20.0
+FOUND = (r"bird\ list.csv", r"bird\ songs/", "birds.h5", "birds/")
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "jedi"])
+def shell(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[InteractiveShell]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(completion, "_LIST_S", 60.0)  # a busy machine starts no interpreter in two seconds
+    for name in ("birds", "bird songs", "it's", ".hidden"):
+        (tmp_path / name).mkdir()
+    for name in ("birds.h5", "bird list.csv", "$price", "{birds}"):
+        (tmp_path / name).touch()
+    (tmp_path / "bird songs" / "loud ones").mkdir()
+    with loaded_shell() as shell:
+        shell.Completer.use_jedi = request.param
+        shell.user_ns.update(my_loader=1, my_step=2, _own=3)
+        yield shell
+
+
+def offered(shell: InteractiveShell, line: str) -> list[str]:
+    """Return the whole lines that come of completing a line."""
+    with provisionalcompleter():
+        found = [*shell.Completer.completions(line, len(line))]
+    return [line[: match.start] + match.text + line[match.end :] for match in found]
+
+
+def check(shell: InteractiveShell, line: str, expected: Iterable[str]) -> None:
+    """Check what comes of completing a line; IPython always adds what jedi finds."""
+    found = offered(shell, line)
+    assert set(expected) <= set(found)
+    if not shell.Completer.use_jedi:
+        assert sorted(found) == sorted(expected)
+
+
+def test_options_of_a_magic_are_offered(shell: InteractiveShell) -> None:
+    names = ("extract", "progress", "refresh", "dry-run")
+    check(shell, "%stage birds --no-", {f"%stage birds --no-{name}" for name in names})
+    check(shell, "%%train birds.h5 --batch", ["%%train birds.h5 --batch-size"])
+    check(shell, "%train my_step my_loader --batch", [])
+    check(shell, "%dashboard --o", ["%dashboard --off"])
+    assert "%%dashboard --off" not in offered(shell, "%%dashboard --")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%pack a b --encoding ", {"raw", "source", "jpeg", "auto"}),
+        ("%pack a b --encoding s", {"source"}),
+        ("%pack a b --encoding=s", {"source"}),
+        ("%pack a b --on-bad ", {"raise", "skip", "blank"}),
+        ("%stage birds --to t", {"tmpfs"}),
+        ("%dashboard --screen w", {"widgets"}),
+        ("%%train birds.h5 --on ", {"cuda", "cpu"}),
+        ("found = %publish birds drive: --verify ", {"full", "size"}),
+        ("%train my_step my_loader --mode m", {"min", "max"}),
+    ],
+)
+def test_values_with_a_meaning_are_offered(shell: InteractiveShell, line: str, words: set[str]) -> None:
+    begun = line[: max(line.rfind(" "), line.rfind("=")) + 1]
+    check(shell, line, {begun + word for word in words})
+
+
+def test_verbs_of_colabkit_and_their_options_are_offered(shell: InteractiveShell) -> None:
+    check(shell, "%colabkit ", {f"%colabkit {verb.name}" for verb in LINES})
+    check(shell, "%colabkit st", ["%colabkit stage"])
+    check(shell, "%colabkit pack a b --enc", ["%colabkit pack a b --encoding"])
+    check(shell, "%colabkit nothing --enc", [])
+
+
+def test_variables_are_offered_where_objects_are_meant(shell: InteractiveShell) -> None:
+    check(shell, "%train my_", {"%train my_loader", "%train my_step"})
+    check(
+        shell,
+        "%train my_step my_loader --state my_step my_",
+        {
+            "%train my_step my_loader --state my_step my_loader",
+            "%train my_step my_loader --state my_step my_step",
+        },
+    )
+    check(shell, "%%train my_", {"%%train my_loader", "%%train my_step"})
+    check(shell, "%doctor my_l", {"%doctor my_loader"})
+    check(shell, "%doctor _ow", ["%doctor _ow"])
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("%stage bir", [r"%stage bird\ list.csv", r"%stage bird\ songs/", "%stage birds.h5", "%stage birds/"]),
+        (
+            "%stage ./bir",
+            [r"%stage ./bird\ list.csv", r"%stage ./bird\ songs/", "%stage ./birds.h5", "%stage ./birds/"],
+        ),
+        (r"%stage bird\ songs/", [r"%stage bird\ songs/loud\ ones/"]),
+        ('%stage "bird so', ['%stage "bird songs/']),
+        ("%stage 'bird songs/lo", ["%stage 'bird songs/loud ones/"]),
+        ("%stage it", [r"%stage it\'s/"]),
+        ('%stage "it', ["%stage \"it's/"]),
+        ("%stage .hid", ["%stage .hidden/"]),
+        (r"%stage \$p", [r"%stage \$price"]),
+        ("%stage birds --to bird", [f"%stage birds --to {name}" for name in FOUND]),
+        ("near = %stage birds.", ["near = %stage birds.h5"]),
+        ("%%train birds.", ["%%train birds.h5"]),
+    ],
+)
+def test_paths_are_offered_as_they_have_to_be_typed(shell: InteractiveShell, line: str, lines: list[str]) -> None:
+    check(shell, line, lines)
+
+
+def test_what_is_offered_is_read_as_the_path_again(shell: InteractiveShell, tmp_path: Path) -> None:
+    from colabkit.notebook.magics.words import split_line
+
+    names = ["two words", "one's", 'say "hi"', "back\\slash", "$my_step", "{my_step}", "tab\there"]
+    for name in names:
+        (tmp_path / name).touch()
+    lines = offered(shell, "%verify ./")
+    found = {split_line(line.removeprefix("%verify "), shell.user_ns)[0] for line in lines}
+    assert {f"./{name}" for name in names} <= found
+
+
+def test_drive_paths_are_offered(shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
+    check(shell, "%stage drive:bird", [f"%stage drive:{name}" for name in FOUND])
+    check(shell, '%stage "drive:bird songs/l', ['%stage "drive:bird songs/loud ones/'])
+    check(shell, "%prepare a --save-to drive:birds.", ["%prepare a --save-to drive:birds.h5"])
+
+
+def test_without_drive_nothing_is_offered(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLABKIT_DRIVE", "/no/such/place")
+    check(shell, "%stage drive:bi", ["%stage drive:bi"])
+
+
+def test_a_mount_that_hangs_is_given_up(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "_LIST_S", AGREED_S)
+    asked = []
+
+    def hangs(command: list[str], act: str, timeout: float) -> None:
+        asked.append(timeout)
+        raise TimedOut(act)
+
+    monkeypatch.setattr(completion._processes, "run", hangs)
+    check(shell, "%stage drive_/bir", ["%stage drive_/bir"])
+    assert asked
+    assert max(asked) <= 2.0
+
+
+def test_a_drive_that_hangs_holds_nobody_up(
+    shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("FUSE", has_fuse())
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "birds.h5").touch()
+    with FuseMount(tmp_path / "far", tmp_path / "root", "fuse.drive") as mount:
+        monkeypatch.setenv("COLABKIT_DRIVE", str(mount.point))
+        check(shell, "%verify drive:bi", ["%verify drive:birds.h5"])
+        mount.hang()
+        monkeypatch.setattr(completion, "_LIST_S", AGREED_S)
+        began = time.monotonic()
+        check(shell, "%verify drive:bi", ["%verify drive:bi"])
+        assert time.monotonic() - began < MOST_S
+        mount.go_on()
+
+
+def test_a_listing_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(completion, "_LISTED", "import threading; threading.Event().wait()")
+    monkeypatch.setattr(completion, "_LIST_S", 0.3)
+    began = time.monotonic()
+    assert completion._listed(f"{tmp_path}/a") == []
+    assert time.monotonic() - began < MOST_S
+
+
+def test_long_folders_are_cut(shell: InteractiveShell, tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    for number in range(260):
+        (tmp_path / "many" / f"{number:03}").touch()
+    assert len(completion._listed(f"{tmp_path}/many/")) == 200
+
+
+def test_other_lines_are_left_to_ipython(shell: InteractiveShell) -> None:
+    shell.user_ns["stages"] = ["a"]
+    with provisionalcompleter():
+        assert "stages" in [match.text for match in shell.Completer.completions("stag", 4)]
+    check(shell, "%stagex --no", [])
+
+
+def test_unloading_ends_it(shell: InteractiveShell) -> None:
+    dispatcher = shell.strdispatchers["complete_command"]
+    assert any("stage" in pattern.pattern for pattern in dispatcher.regexs)
+    shell.extension_manager.unload_extension("colabkit")
+    assert not any("stage" in pattern.pattern for pattern in dispatcher.regexs)
+    assert "%stage birds --no-extract" not in offered(shell, "%stage birds --no-")
+    shell.extension_manager.load_extension("colabkit")
+
+
+def test_loading_needs_no_torch() -> None:
+    code = "import colabkit.notebook.magics.completion, sys; print('torch' in sys.modules)"
+    root = str(Path(completion.__file__).parent.parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,182 @@
+"""`%%dashboard` beside one cell, `%dashboard` beside all that follow, and nothing where nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from magic_shells import loaded_shell, run, shown_by
+from torch.utils.data import DataLoader, TensorDataset
+
+import colabkit
+from colabkit.errors import InvalidOption
+from colabkit.foundation import meters
+from colabkit.monitoring.panel.painter import is_any_open
+
+LOOP = "for batch in loader: pass"
+
+
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
+    with loaded_shell() as shell:
+        shell.user_ns["loader"] = colabkit.Loader((np.zeros((24, 2), np.float32), np.zeros(24, np.int64)), 4)
+        yield shell
+    assert not is_any_open()
+    assert not meters.is_heard()
+
+
+def test_a_cell_runs_beside_the_panel_and_its_last_expression_is_displayed(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"%%dashboard\ntotal = 6 * 7\n{LOOP}\ntotal").raise_error()
+    shown = "\n".join(shown_by(capsys))
+    assert shown.count("step 6/6") == 1
+    assert "42" in shown
+    assert shell.user_ns["_"] == 42
+
+
+@pytest.mark.parametrize(
+    ("body", "is_shown"), [("6 * 7", True), ("6 * 7;", False), ("6 * 7; # yes", False), ("a = 5", False)]
+)
+def test_values_are_displayed_as_in_any_cell(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], body: str, is_shown: bool
+) -> None:
+    run(shell, f"%%dashboard\n{body}").raise_error()
+    assert any("42" in line for line in shown_by(capsys)) == is_shown
+
+
+def test_all_values_are_displayed_where_that_is_asked_for(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.ast_node_interactivity = "all"
+    run(shell, "%%dashboard --screen none\n6 * 7\n6 * 8").raise_error()
+    assert [line.split()[-1] for line in shown_by(capsys)] == ["42", "48"]
+
+
+def test_a_cell_whose_loop_is_not_seen_is_told_of_watch(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.push({"foreign": DataLoader(TensorDataset(torch.zeros(8, 2)), 4), "watch": colabkit.watch})
+    run(shell, "%%dashboard\nfor batch in foreign: pass").raise_error()
+    assert [line for line in shown_by(capsys) if "colabkit.watch(loader)" in line]
+    run(shell, "%%dashboard\nfor batch in watch(foreign): pass").raise_error()
+    run(shell, "%%dashboard --screen none\nfor batch in foreign: pass").raise_error()
+    assert not [line for line in shown_by(capsys) if "No panel" in line]
+
+
+def test_a_loop_that_was_never_seen_is_told_of_watch_when_the_panel_is_switched_off(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hints(*cells: str) -> int:
+        for cell in ("%dashboard", *cells, "%dashboard --off", "%dashboard --off"):
+            run(shell, cell).raise_error()
+        return sum("colabkit.watch(loader)" in line for line in shown_by(capsys))
+
+    shell.push({"foreign": DataLoader(TensorDataset(torch.zeros(8, 2)), 4)})
+    assert hints("for batch in foreign: pass", "a = 5") == 1
+    assert hints("for batch in foreign: pass", LOOP, "a = 5") == 0
+    assert hints("%dashboard --screen none", "for batch in foreign: pass") == 0
+    assert hints() == 0, "no cell ran beside it"
+
+
+def test_options_are_those_of_the_function(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, f"%%dashboard --screen none\n{LOOP}").raise_error()
+    assert shown_by(capsys) == []
+    result = run(shell, f"%%dashboard --screen window\n{LOOP}")
+    assert isinstance(result.error_in_exec, InvalidOption)
+
+
+def test_an_error_shows_the_cells_line_and_stops_the_panel(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(shell, "%%dashboard\nfor batch in loader:\n    broken = 1 / 0")
+    assert isinstance(result.error_in_exec, ZeroDivisionError)
+    shown = "\n".join(shown_by(capsys))
+    assert "stopped by ZeroDivisionError" in shown
+    trace = shown[shown.rindex("Traceback") :]
+    assert "3     broken = 1 / 0" in trace
+    assert "colabkit/magics" not in trace
+    assert "run_cell_magic" not in trace
+
+
+def test_bad_syntax_is_one_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, "%%dashboard\nfor batch in loader")
+    (line,) = shown_by(capsys)
+    assert "in line 2, 'for batch in loader'" in line
+
+
+def test_it_is_shown_beside_each_cell_that_loops_until_it_is_switched_off(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "%dashboard").raise_error()
+    assert "%dashboard --off" in shown_by(capsys)[0]
+    run(shell, "a = 5")
+    assert shown_by(capsys) == [], "a cell that loads nothing has no panel"
+    for _ in range(2):
+        run(shell, LOOP).raise_error()
+        assert sum("step 6/6" in line for line in shown_by(capsys)) == 1
+    run(shell, "import colabkit")
+    run(shell, "report = colabkit.train(lambda batch: 0.5, loader)").raise_error()
+    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "one panel beside train(), too"
+    run(shell, "%dashboard --off").raise_error()
+    run(shell, LOOP)
+    assert shown_by(capsys) == []
+    run(shell, "report = colabkit.train(lambda batch: 0.5, loader)").raise_error()
+    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1, "that of train() stays"
+
+
+def test_a_cell_that_fails_beside_it_says_so(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, "%dashboard")
+    run(shell, "for batch in loader:\n    1 / 0")
+    assert "stopped by ZeroDivisionError" in "\n".join(shown_by(capsys))
+
+
+def test_a_panel_of_the_cells_own_is_the_only_one(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, "import colabkit")
+    run(shell, "%dashboard")
+    shown_by(capsys)
+    run(shell, f"with colabkit.dashboard():\n    {LOOP}").raise_error()
+    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1
+    run(shell, f"%%dashboard\n{LOOP}").raise_error()
+    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1
+
+
+def test_cells_that_run_cells_leave_nothing_open(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, "%dashboard")
+    run(shell, f"get_ipython().run_cell({LOOP!r})").raise_error()
+    assert sum("step 6/6" in line for line in shown_by(capsys)) == 1
+    assert not is_any_open()
+
+
+def test_unloading_ends_it(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {event: len(found) for event, found in shell.events.callbacks.items()}
+    run(shell, "%dashboard")
+    run(shell, "%unload_ext colabkit").raise_error()
+    assert {event: len(found) for event, found in shell.events.callbacks.items()} == before
+    shown_by(capsys)
+    run(shell, LOOP)
+    assert shown_by(capsys) == []
+    assert not is_any_open()
+    run(shell, "%load_ext colabkit")
+
+
+def test_a_loop_in_the_cell_that_switches_it_off_is_not_in_vain(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "%dashboard")
+    run(shell, "a = 5")
+    shown_by(capsys)
+    run(shell, f"{LOOP}\n%dashboard --off").raise_error()
+    shown = "\n".join(shown_by(capsys))
+    assert "step 6/6" in shown
+    assert "watch(" not in shown
+
+
+def test_what_cannot_be_meant_switches_nothing_on(shell: InteractiveShell) -> None:
+    assert isinstance(run(shell, "%dashboard --refresh-s 0.1").error_in_exec, InvalidOption)
+    run(shell, LOOP)
+    assert not is_any_open()
+    run(shell, "%dashboard --off").raise_error()

@@ -1,0 +1,327 @@
+"""`%%train`: a cell's body as the step, its namespace left whole, one line for each error, resumed bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from magic_shells import loaded_shell, run, shown_by
+
+import colabkit
+from colabkit.errors import InvalidOption, MissingSplit, SourceMissing
+from colabkit.notebook.magics.training import NAMES
+from colabkit.training.report import TrainingInterrupted
+
+EPOCHS = 3
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
+    monkeypatch.chdir(tmp_path)
+    with loaded_shell() as shell:
+        shell.user_ns.update(seen=[], data=arrays(24))
+        yield shell
+
+
+@pytest.fixture
+def pack(image_tree: Path, tmp_path: Path) -> Path:
+    """Return a pack of 24 images."""
+    return colabkit.pack(image_tree, tmp_path / "p.h5", progress=False).path
+
+
+def arrays(count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(2 * count, dtype=np.float32).reshape(count, 2), np.arange(count) % 3
+
+
+def train(shell: InteractiveShell, line: str, body: str) -> colabkit.TrainReport:
+    run(shell, f"%%train {line}\n{body}").raise_error()
+    report = shell.user_ns["_"]
+    assert isinstance(report, colabkit.TrainReport)
+    return report
+
+
+def test_the_body_runs_once_for_each_batch_with_its_names_in_scope(shell: InteractiveShell) -> None:
+    body = "seen.append((epoch, step, x.shape, y.tolist(), len(batch)))\nloss = x.mean()"
+    report = train(shell, "data --batch-size 10 --epochs 2 --no-shuffle --on cpu", body)
+    seen = shell.user_ns["seen"]
+    assert [entry[:2] for entry in seen] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    assert [tuple(entry[2]) for entry in seen[:3]] == [(10, 2), (10, 2), (4, 2)]
+    assert seen[2][3] == [2, 0, 1, 2]
+    assert {entry[4] for entry in seen} == {2}
+    assert report.epochs[1].values["loss"] == pytest.approx(23.5)
+
+
+def test_a_pack_is_named_by_its_path_a_variable_or_a_report(shell: InteractiveShell, pack: Path) -> None:
+    spaced = pack.with_name("a pack of $mine {x}.h5")
+    pack.rename(spaced)
+    opened = colabkit.open_pack(spaced)
+    report = colabkit.pack(opened["train"], pack.with_name("again.h5"), progress=False)
+    shell.user_ns |= {"opened": opened, "split": opened["train"], "where": spaced, "packed": report}
+    quoted = f"'{spaced}'"
+    for name in (quoted, f'"{spaced.name}"', "opened", "split", "where", "$where", "{where}", "packed"):
+        assert train(shell, f"{name} --on cpu", "loss = x.float().mean()").epochs[0].samples == 24
+
+
+def test_drive_paths_are_packs_as_well(
+    shell: InteractiveShell, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
+    assert train(shell, "drive:p.h5 --batch-size 24", "pass").steps == 1
+
+
+def test_a_loader_is_taken_as_it_is_and_its_options_are_refused(shell: InteractiveShell) -> None:
+    shell.user_ns["loader"] = colabkit.Loader(shell.user_ns["data"], 8)
+    assert train(shell, "loader --epochs 2", "loss = 1.0").steps == 6
+    result = run(shell, "%%train loader --batch-size 64 --no-shuffle\npass")
+    assert isinstance(result.error_in_exec, InvalidOption)
+    assert "--batch-size, --shuffle beside 'loader', which is a Loader" in str(result.error_in_exec)
+
+
+def test_options_of_the_loader_reach_it(shell: InteractiveShell) -> None:
+    shell.user_ns["double"] = lambda images: 2 * images
+    body = "seen.append((x[:, 0] / 4).tolist())"
+    train(shell, "data --batch-size 24 --transform double --seed 3", body)
+    (first,) = shell.user_ns["seen"]
+    loader = colabkit.Loader(shell.user_ns["data"], 24, shuffle=True, seed=3)
+    assert first == next((x[:, 0] / 2).tolist() for x, _ in loader)
+
+
+@pytest.mark.parametrize(
+    ("data", "x", "y"),
+    [
+        (np.zeros((4, 2)), torch.Tensor, type(None)),
+        ({"a": np.zeros((4, 2)), "b": np.ones(4)}, torch.Tensor, torch.Tensor),
+        ({"Y": np.ones(4), "X": np.zeros((4, 2))}, torch.Tensor, torch.Tensor),
+        ((np.zeros((4, 2)), np.ones(4), np.full(4, 7)), torch.Tensor, torch.Tensor),
+    ],
+)
+def test_batches_of_any_structure_have_x_and_y(shell: InteractiveShell, data: object, x: type, y: type) -> None:
+    shell.user_ns["data"] = data
+    train(shell, "data --batch-size 4", "seen.append((type(x), type(y), getattr(x, 'ndim', 0), batch))")
+    ((x_type, y_type, dimensions, batch),) = shell.user_ns["seen"]
+    assert (x_type, y_type, dimensions) == (x, y, 2), "x is the samples, whatever their place"
+    if isinstance(data, tuple):
+        assert batch[2].tolist() == [7] * 4, "further fields are in the batch"
+
+
+def test_names_of_the_body_are_what_they_were_also_after_an_error(shell: InteractiveShell) -> None:
+    shell.user_ns.update(x="mine", epoch=17)
+    for body in ("x = y = 5\nkept = step", "1 / 0", "raise KeyboardInterrupt", "del x, y, step"):
+        run(shell, f"%%train data\n{body}")
+        assert {name: shell.user_ns.get(name) for name in NAMES if name in shell.user_ns} == {"x": "mine", "epoch": 17}
+    assert shell.user_ns["kept"] == 0
+
+
+def test_names_are_whole_between_steps_too(shell: InteractiveShell) -> None:
+    shell.user_ns.update(x="mine")
+    shell.run_cell("def judge():\n    seen.append((x, 'step' in globals()))\n    return {'a': 1}").raise_error()
+    train(shell, "data --batch-size 8 --validate judge --validate-every 1 --on cpu", "pass")
+    assert shell.user_ns["seen"] == [("mine", False)] * 3
+
+
+def test_a_loader_that_was_used_before_begins_at_epoch_0(shell: InteractiveShell) -> None:
+    shell.user_ns["loader"] = colabkit.Loader(shell.user_ns["data"], 12)
+    for _ in range(2):
+        train(shell, "loader --epochs 2", "seen.append((epoch, step))")
+    assert shell.user_ns["seen"] == [(0, 0), (0, 1), (1, 2), (1, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "steps"),
+    [
+        ("loss = 0.5", [0, 1, 2]),
+        ("if step != 1: loss = 0.5", [0, 2]),
+        ("total = loss(x)", []),
+        ("for loss in (1.0, 0.5): pass", [0, 1, 2]),
+        ("def give():\n    global loss\n    loss = 0.5 + step\ngive()", [0, 1, 2]),
+        ("loss = 0.5\ndel loss", []),
+        ("loss = {'loss': 0.5, 'accuracy': 1.0}", [0, 1, 2]),
+    ],
+)
+def test_a_loss_counts_in_the_steps_that_set_it(shell: InteractiveShell, body: str, steps: list[int]) -> None:
+    shell.user_ns["loss"] = lambda scores: scores.mean()
+    report = train(shell, "data --batch-size 8 --on cpu", body)
+    assert [step - 1 for step, _ in report.curve.get("loss", [])] == steps
+    if "accuracy" in body:
+        assert report.epochs[0].values == {"loss": 0.5, "accuracy": 1.0}
+
+
+def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, "%%train data --batch-size 8\nloss = x")
+    (line,) = shown_by(capsys)[-1:]
+    assert line.startswith(
+        "InvalidOption: Cannot train: the cell sets loss to a Tensor of shape [8, 2], a single number"
+    )
+    assert "Use its mean" in line
+    run(shell, "%%train data --batch-size 8\nloss = 'hello'")
+    (line,) = shown_by(capsys)[-1:]
+    assert "sets loss to a str, a single number or a dict of numbers is taken. Use another name" in line
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_is_saved_and_what_would(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["signal"] = signal
+    run(shell, "%%train data --batch-size 8\nif step == 1: signal.raise_signal(signal.SIGINT)")
+    (last,) = shown_by(capsys)[-1:]
+    assert "Training stopped after step 2: nothing is saved. Name a folder by --save-to to keep checkpoints" in last
+
+
+def test_an_error_shows_the_cells_line_and_not_what_runs_it(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.run_cell("def inner(value):\n    return value / 0")
+    capsys.readouterr()
+    result = run(shell, "%%train data --on cpu\n\nscale = 2\nbroken = inner(x.sum().item() and 3)\n")
+    assert isinstance(result.error_in_exec, ZeroDivisionError)
+    shown = shown_by(capsys)
+    text = "\n".join(shown)
+    trace = text[text.rindex("Traceback") :]
+    assert "broken = inner(" in trace
+    assert re.search(r"-+> ?4 broken = inner", trace), "line 4 of the cell"
+    assert "return value / 0" in trace
+    for hidden in ("colabkit/training", "colabkit/magics", "run_cell_magic", "loop.py"):
+        assert hidden not in trace
+    assert len(trace.splitlines()) < 25
+
+
+def test_the_whole_traceback_is_there_for_who_asks(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLABKIT_DEBUG", "1")
+    run(shell, "%%train data --on cpu\n1 / 0")
+    assert "loop.py" in "\n".join(shown_by(capsys))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [("a = 1\nb = = 2", "in line 3, 'b = = 2'"), ("\n\nreturn 5", "in line 4, 'return 5'"), ("if x:", "in line 2")],
+)
+def test_bad_syntax_is_one_line_with_the_cells_own(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], body: str, said: str
+) -> None:
+    result = run(shell, f"%%train data\n{body}")
+    assert isinstance(result.error_in_exec, InvalidOption)
+    (line,) = shown_by(capsys)
+    assert line.startswith("InvalidOption: Cannot run the cell: ")
+    assert said in line
+
+
+def test_magics_and_commands_in_the_body_work(shell: InteractiveShell) -> None:
+    train(shell, "data --batch-size 12", "where = %pwd\nmany = !echo one two\nseen.append((where, many[0]))")
+    assert shell.user_ns["seen"] == [(os.getcwd(), "one two")] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "said"),
+    [
+        ("nowhere.h5", SourceMissing, "nowhere.h5"),
+        ("dta", InvalidOption, "Did you mean data"),
+        ("data --split dev", InvalidOption, "--split beside 'data', which is a tuple"),
+        ("data --batch-size big", InvalidOption, "'big' is not a whole number"),
+        ("data --on tpu", InvalidOption, "tpu"),
+        ("data --transform nothing", InvalidOption, "Cannot use 'nothing'"),
+        ("data --save-to runs", InvalidOption, "Add --state head model"),
+        ("data --state seen", InvalidOption, "state has 'seen', a list"),
+        ("'half", InvalidOption, "no closing quotation"),
+        ("", InvalidOption, "the following arguments are required: pack"),
+        ("data --batch-sze 4", InvalidOption, "there is no option --batch-sze (did you mean --batch-size?)"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], line: str, error: type, said: str
+) -> None:
+    shell.user_ns |= {"model": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)}
+    result = run(shell, f"%%train {line}\nhead(model(x))")
+    assert isinstance(result.error_in_exec, error)
+    (shown,) = shown_by(capsys)
+    assert said in shown
+
+
+def test_a_missing_split_is_named(shell: InteractiveShell, pack: Path) -> None:
+    assert isinstance(run(shell, "%%train p.h5 --split test\npass").error_in_exec, MissingSplit)
+
+
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_one_line(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns |= {"model": torch.nn.Linear(2, 1), "signal": signal}
+    line = "data --batch-size 8 --epochs 2 --state model --save-to runs"
+    result = run(shell, f"%%train {line}\nif step == 3: signal.raise_signal(signal.SIGINT)\nseen.append((epoch, step))")
+    assert isinstance(result.error_in_exec, TrainingInterrupted)
+    assert result.error_in_exec.report.steps == 4
+    assert result.error_in_exec.report.checkpoint is not None
+    assert shell.user_ns["seen"] == [(0, 0), (0, 1), (0, 2), (1, 3)], "the step that ran came to its end"
+    last = shown_by(capsys)[-1]
+    assert last.startswith("TrainingInterrupted: Training stopped after step 4: checkpoint ")
+    assert not set(NAMES) & shell.user_ns.keys()
+    report = train(shell, line, "seen.append((epoch, step))")
+    assert shell.user_ns["seen"][4:] == [(1, 4), (1, 5)], "numbers go on"
+    assert report.resumed_from is not None
+
+
+BODY = """
+scores = model(x + 0.01 * torch.rand_like(x))
+loss = torch.nn.functional.cross_entropy(scores, y) * (1 + 0.1 * step + epoch)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+SETUP = """
+import os, signal, torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+draw = torch.Generator().manual_seed(1)
+data = torch.randn(40, 6, generator=draw), torch.randint(0, 3, (40,), generator=draw)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Do work in a fork of this process and return the signal that ended it, 0 if none did."""
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            work()
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) * -1
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("step", [0, 5, 9])
+def test_killed_and_run_again_it_ends_bit_for_bit_like_an_uninterrupted_run(shell: InteractiveShell, step: int) -> None:
+    line = f"data --batch-size 8 --epochs {EPOCHS} --state model optimizer --save-every 2 --on cpu --save-to"
+    shell.run_cell(SETUP).raise_error()
+    whole = train(shell, f"{line} whole", BODY)
+    expected = [weight.clone() for weight in shell.user_ns["model"].parameters()]
+    kill = f"if step == {step}: os.kill(os.getpid(), signal.SIGKILL)\n"
+    cell = f"%%train {line} killed\n{kill}{BODY}"
+    assert forked(lambda: [shell.run_cell(text) for text in (SETUP, cell)]) == signal.SIGKILL
+    shell.run_cell(SETUP).raise_error()
+    report = train(shell, f"{line} killed", BODY)
+    assert report.resumed_from is not None
+    for mine, theirs in zip(shell.user_ns["model"].parameters(), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert [record.values for record in report.epochs] == [record.values for record in whole.epochs]
+
+
+def test_help_is_for_a_cell_and_for_a_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, "%%train --help\nseen.append(1)").raise_error()
+    help_of_cell = capsys.readouterr().out
+    assert "usage: %%train" in help_of_cell
+    assert "--batch-size" in help_of_cell
+    assert shell.user_ns["seen"] == []
+    run(shell, "%train --help")
+    help_of_line = capsys.readouterr().out
+    assert "usage: %train" in help_of_line
+    assert help_of_cell.strip() in help_of_line
+    assert shell.find_cell_magic("train").__doc__ == help_of_cell.rstrip("\n") + "\n"

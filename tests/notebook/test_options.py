@@ -1,0 +1,204 @@
+"""Magic, command and function agree, because one table makes two of them and this file compares the third."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import colabkit
+from colabkit.errors import InvalidOption
+from colabkit.notebook.options.cells import CELLS, DASHBOARD, LOADING
+from colabkit.notebook.options.parsing import arguments_of, given_in, look_up_in, parser_of
+from colabkit.notebook.options.verb import Option, Verb
+from colabkit.notebook.options.verbs import VERBS
+
+LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
+
+by_name = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+
+
+@by_name
+def test_names_order_and_defaults_are_the_functions(verb: Verb) -> None:
+    parameters = inspect.signature(getattr(colabkit, verb.call)).parameters
+    assert [option.name for option in verb.options] == list(parameters)
+    for option in verb.options:
+        default = parameters[option.name].default
+        assert option.default == (... if default is inspect.Parameter.empty else default)
+
+
+def defaults(function: Callable[..., object]) -> dict[str, object]:
+    """Return the defaults of a function's parameters, ... where there is none."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: ... if one.default is inspect.Parameter.empty else one.default for one in parameters}
+
+
+def test_the_cell_that_trains_takes_what_loader_and_train_take() -> None:
+    own = {option.name: option.default for option in CELLS[0].options}
+    trained, loaded = defaults(colabkit.train), defaults(colabkit.Loader)
+    assert own.pop("pack") is ...
+    assert own.pop("split") == "train"
+    assert own.pop("on") == loaded["device"], "on names the device, as in --on cuda"
+    assert own.pop("batch_size") == 64, "where a Loader has none"
+    assert own.pop("shuffle") is True, "where a Loader keeps the order"
+    for option in LOADING:
+        if option.name in own:
+            assert own.pop(option.name) == loaded[option.name]
+    assert list(own) == [name for name in trained if name not in ("step", "loader", "on_step")]
+    assert own == {name: trained[name] for name in own}
+
+
+def test_the_panels_magics_take_what_dashboard_takes() -> None:
+    own = {option.name: option.default for option in CELLS[1].options}
+    assert own == defaults(colabkit.dashboard)
+    assert {option.name: option.default for option in DASHBOARD.options} == {**own, "off": False}
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *CELLS], ids=lambda verb: verb.name)
+def test_words_that_are_offered_are_those_that_the_function_takes(verb: Verb) -> None:
+    for option in verb.options:
+        function = colabkit.Loader.__init__ if option in LOADING else getattr(colabkit, verb.call)
+        allowed = {str(word) for word in literals(typing.get_type_hints(function).get(option.name))}
+        if allowed and option.kind != "flag":
+            assert set(option.words) == allowed
+
+
+def literals(hint: object) -> set[object]:
+    """Return the values that a type lists, None apart."""
+    if typing.get_origin(hint) is typing.Literal:
+        return set(typing.get_args(hint))
+    return {value for one in typing.get_args(hint) for value in literals(one)}
+
+
+def test_what_a_line_gives_is_told_from_defaults() -> None:
+    def given(*words: str) -> set[str]:
+        return given_in(parser_of(CELLS[0], "%%train"), words)
+
+    assert given("p.h5") == {"pack"}
+    assert given("p.h5", "--batch-size", "64", "--no-shuffle") == {"pack", "batch_size", "shuffle"}
+    assert given("p.h5", "--state", "a", "b") == {"pack", "state"}
+
+
+@by_name
+def test_no_options_means_the_functions_defaults(verb: Verb) -> None:
+    required = [option.name for option in verb.options if option.is_required]
+    parsed = parser_of(verb, verb.name).parse_args(required)
+    values = arguments_of(verb, parsed, lambda name, kind: name)
+    assert values == {option.name: option.name if option.is_required else option.default for option in verb.options}
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *CELLS, DASHBOARD], ids=lambda verb: verb.name)
+def test_every_option_is_explained_in_the_help(verb: Verb) -> None:
+    text = " ".join(parser_of(verb, verb.name).format_help().split())
+    for option in verb.options:
+        assert option.help.split(",")[0] in text
+
+
+def parse(verb_name: str, *words: str, **objects: object) -> dict[str, object]:
+    verb = next(verb for verb in VERBS if verb.name == verb_name)
+    return arguments_of(verb, parser_of(verb, verb_name).parse_args(words), partial(look_up_in, objects))
+
+
+def test_values_get_their_kinds() -> None:
+    values = parse("pack", "a", "b.h5", "--size", "240x320", "--splits", "train=0.9,test=0.1", "--seed", "3")
+    assert (values["size"], values["splits"], values["seed"]) == ((240, 320), {"train": 0.9, "test": 0.1}, 3)
+    assert parse("pack", "a", "b", "--size", "64", "--splits", "")["size"] == 64
+    assert parse("pack", "a", "b", "--splits", "")["splits"] is None
+    assert parse("stage", "a", "--threads", "4", "--no-progress", "--refresh")["threads"] == 4
+    assert parse("stage", "a", "--no-progress")["progress"] is False
+    for text, amount in (("12", 12), ("0.5", 0.5), ("1e-3", 0.001)):
+        given = parse("pack", "a", "b", "--max-bad", text)["max_bad"]
+        assert (type(given), given) == (type(amount), amount)
+
+
+def test_objects_are_looked_up_by_name() -> None:
+    step, model = object(), object()
+    values = parse("train", "step", "loader", "--state", "model", step=step, model=model, loader=1)
+    assert values["step"] is step
+    assert values["state"] == {"model": model}
+
+
+def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
+    report = object()
+    assert parse("doctor", "report", report=report)["of"] is report
+    assert parse("doctor", "runs/run.json")["of"] == "runs/run.json"
+    assert parse("doctor") == {"of": None, "seconds": 5.0, "headspace": None}
+
+
+def test_a_misspelt_object_is_suggested() -> None:
+    said = r"Cannot use 'modle': there is no variable of this name, and one is needed\. Did you mean model\."
+    with pytest.raises(InvalidOption, match=said):
+        parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
+
+
+@pytest.mark.parametrize(
+    ("objects", "step"),
+    [
+        ({}, "Define it first"),
+        ({"loader": LOADER}, "Name a loader, as loader"),
+        ({"nopes": LOADER, "loader": LOADER}, "Did you mean nopes"),
+        ({"_nope": LOADER, "Nope": list[int], "noper": "a text", "node": 3}, "Define it first"),
+    ],
+)
+def test_only_what_could_be_a_loader_is_suggested_to_the_doctor(objects: dict[str, object], step: str) -> None:
+    class Closed:
+        @property
+        def shape(self) -> tuple[int, ...]:
+            raise ValueError("its file is closed")
+
+    with pytest.raises(InvalidOption) as caught:
+        parse("doctor", "nope", np=np, nope_=Closed(), **objects)
+    assert str(caught.value).endswith(f"and one is needed. {step}.")
+
+
+def test_a_module_is_not_suggested_where_an_object_is_meant() -> None:
+    with pytest.raises(InvalidOption, match=r"and one is needed\. Define it first\.$"):
+        parse("train", "npp", "loader", np=np)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["stage"], ["stage", "a", "--treads", "4"], ["stage", "a", "--threads", "x"], ["pack", "a", "b", "--size", "big"]],
+)
+def test_arguments_that_cannot_be_meant_are_one_line(words: list[str]) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse(*words)
+    assert str(caught.value).startswith("Cannot run ")
+    assert "--help" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *CELLS], ids=lambda verb: verb.name)
+def test_an_unknown_option_is_named_first_with_the_one_that_may_be_meant(verb: Verb) -> None:
+    flags = [option.flag for option in verb.options if option.flag]
+    for flag in flags:
+        misspelt = flag[:-2] + flag[-1]
+        with pytest.raises(InvalidOption) as caught:
+            parser_of(verb, "%it").parse_args([misspelt, "1"])
+        assert f"Cannot run %it: there is no option {misspelt} (did you mean {flag}?)" in str(caught.value)
+
+
+def test_words_behind_two_dashes_are_no_options() -> None:
+    assert parse("stage", "--", "--a-folder")["source"] == "--a-folder"
+
+
+def test_no_labels_may_be_written_as_in_python() -> None:
+    assert all(parse("pack", "a", "b", "--labels", word)["labels"] is None for word in ("none", "None"))
+    assert all(parse("prepare", "a", "--save-to", word)["save_to"] is None for word in ("none", "None"))
+    assert parse("pack", "a", "b", "--splits", "none")["splits"] == "none", "a column: leaving it out says None"
+
+
+def test_options_with_a_default_need_not_be_given() -> None:
+    assert Option("x", "help").is_required
+    assert not Option("x", "help", None).is_required
+
+
+def test_a_positional_option_with_a_default_may_be_left_out() -> None:
+    assert parse("mount")["path"] is None
+    assert parse("mount", "/content/gdrive", "--readonly")["path"] == "/content/gdrive"
+    assert parse("fetch", "https://example.org/a.zip", "data")["to"] == "data"

@@ -1,0 +1,225 @@
+"""Packs as torch data sets: right samples, copies, any number of processes, and never another pack's data."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack
+from torch.utils.data import DataLoader
+
+from colabkit.errors import BadSource, Corrupt, InvalidOption, NotSealed, SourceMissing
+from colabkit.packs.dataset.pack import Pack, open_pack
+from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs.format.reading import read_pack
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    return make_pack(tmp_path / "made.h5", (6, 5, 3), train=20, test=7)
+
+
+@pytest.fixture
+def train(packed: Path) -> PackedDataset:
+    return open_pack(packed)["train"]
+
+
+def images(path: Path, split: str) -> torch.Tensor:
+    return torch.from_numpy(np.array(read_pack(path).map(f"X_{split}"))).permute(0, 3, 1, 2)
+
+
+def test_a_pack_is_a_mapping_of_its_splits(packed):
+    opened = open_pack(str(packed))
+    assert isinstance(opened, Pack)
+    assert (list(opened), len(opened)) == (["train", "test"], 2)
+    assert {split: len(data) for split, data in opened.items()} == {"train": 20, "test": 7}
+    assert (opened.path, opened.classes, opened.source) == (packed, ("a", "b", "c"), "made")
+    assert opened["train"] is opened["train"]
+
+
+def test_an_unknown_split_is_a_key_error_that_names_the_splits(packed):
+    opened = open_pack(packed)
+    with pytest.raises(KeyError, match=r"'dev'.*one of train, test"):
+        opened["dev"]
+    assert "dev" not in opened
+    assert opened.get("dev") is None
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_samples_and_labels_are_the_packs(packed, split):
+    data = open_pack(packed)[split]
+    for index, image in enumerate(images(packed, split)):
+        sample, label = data[index]
+        assert torch.equal(sample, image)
+        assert (sample.dtype, tuple(sample.shape)) == (torch.uint8, (3, 6, 5))
+        assert (label, type(label)) == (index % 3, int)
+    assert torch.equal(data.labels, torch.arange(len(data)) % 3)
+    assert torch.equal(data.rows.permute(0, 3, 1, 2), images(packed, split))
+
+
+def test_negative_indices_count_from_the_end(train):
+    for index in range(1, 21):
+        assert torch.equal(train[-index][0], train[20 - index][0])
+
+
+@pytest.mark.parametrize("index", [20, -21, 10**12])
+def test_an_index_out_of_range_is_an_index_error(train, index):
+    with pytest.raises(IndexError, match=f"sample {index} of 20"):
+        train[index]
+
+
+def test_numpy_and_torch_integers_are_indices(train):
+    for index in (np.int64(3), torch.tensor(3)):
+        assert torch.equal(train[index][0], train[3][0])
+
+
+def test_iterating_ends_after_the_last_sample(train):
+    assert sum(1 for _ in train) == 20
+
+
+def test_a_sample_is_a_copy_and_not_a_view(packed, train):
+    before = packed.read_bytes()
+    train[3][0].zero_()
+    train[3][0].fill_(9)
+    assert torch.equal(train[3][0], images(packed, "train")[3])
+    assert packed.read_bytes() == before
+
+
+def test_several_samples_at_once_are_the_same_samples(train):
+    for (image, label), index in zip(train.__getitems__([5, -1, 0]), (5, 19, 0), strict=True):
+        assert torch.equal(image, train[index][0])
+        assert label == train[index][1]
+
+
+def test_data_sets_that_are_gone_hold_no_descriptors(packed):
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("no list of descriptors here")
+    before = len(os.listdir("/proc/self/fd"))
+    held = [open_pack(packed)["train"] for _ in range(5)]
+    assert held[0][0][1] == 0
+    del held
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
+def test_a_data_loader_gives_the_same_samples(packed, train, workers, context):
+    loader = DataLoader(train, batch_size=6, num_workers=workers, multiprocessing_context=context)
+    batches = list(loader)
+    assert [len(labels) for _, labels in batches] == [6, 6, 6, 2]
+    assert torch.equal(torch.cat([images for images, _ in batches]), images(packed, "train"))
+    assert torch.equal(torch.cat([labels for _, labels in batches]), train.labels)
+
+
+def test_a_pickled_data_set_is_small_and_opens_again(packed, train):
+    data = pickle.dumps(train)
+    again = pickle.loads(data)
+    assert len(data) < 1000
+    assert again.fingerprint == train.fingerprint
+    assert torch.equal(again.rows, train.rows)
+    assert torch.equal(again.labels, train.labels)
+
+
+def test_splits_and_packs_have_their_own_fingerprints(tmp_path, packed):
+    other = open_pack(make_pack(tmp_path / "other.h5", (6, 5, 3), train=20, test=8))
+    prints = [data.fingerprint for pack in (open_pack(packed), other) for data in pack.values()]
+    assert len(set(prints)) == 4
+    same = open_pack(shutil.copy(packed, tmp_path / "copy.h5"))
+    assert [data.fingerprint for data in same.values()] == prints[:2]
+
+
+@pytest.fixture
+def replaced(packed: Path) -> Path:
+    """Return a pack of the same layout, length and labels with other samples."""
+    return make_pack(packed.with_name("other.h5"), (6, 5, 3), seed=12, train=20, test=7)
+
+
+def test_a_data_set_keeps_its_samples_when_its_pack_is_replaced(packed, train, replaced):
+    expected = images(packed, "train")
+    os.replace(replaced, packed)
+    assert torch.equal(train.rows.permute(0, 3, 1, 2), expected)
+
+
+def test_another_pack_in_its_place_is_never_taken_for_it(packed, train, replaced):
+    opened, data = open_pack(packed), pickle.dumps(train)
+    os.replace(replaced, packed)
+    for take in (lambda: pickle.loads(data), lambda: opened["train"], lambda: opened["test"]):
+        with pytest.raises(InvalidOption, match="another pack is there now"):
+            take()
+
+
+def test_what_is_no_whole_pack_is_refused(tmp_path, packed):
+    (tmp_path / "text.h5").write_text("text")
+    for path, error in ((tmp_path / "none.h5", SourceMissing), (tmp_path / "text.h5", BadSource)):
+        with pytest.raises(error):
+            open_pack(path)
+    data = packed.read_bytes()
+    packed.write_bytes(data[:-1])
+    with pytest.raises(Corrupt):
+        open_pack(packed)
+    packed.write_bytes(bytes(4096) + data[4096:])
+    with pytest.raises(NotSealed):
+        open_pack(packed)
+
+
+def test_damaged_labels_are_refused_when_the_split_is_taken(packed):
+    field = read_pack(packed).data_sets["Y_test"]
+    with packed.open("r+b") as file:
+        file.seek(field.offset)
+        file.write(b"\1")
+    opened = open_pack(packed)
+    assert len(opened["train"]) == 20
+    with pytest.raises(Corrupt, match="Y_test"):
+        opened["test"]
+
+
+def test_a_path_with_a_tilde_is_the_home_folders(packed, monkeypatch):
+    monkeypatch.setenv("HOME", str(packed.parent))
+    assert open_pack("~/made.h5").path == packed
+
+
+def test_reports_say_what_is_inside_and_escape_it(tmp_path, packed):
+    opened = open_pack(packed)
+    for part in ("train 20", "test 7", "images 6x5x3", "3 classes", str(packed)):
+        assert part in repr(opened)
+    assert "PackedDataset 'train': 20 images 6x5x3, 3 classes" in repr(opened["train"])
+    odd = make_pack(tmp_path / "<b>odd.h5", train=3)
+    assert "<b>" not in open_pack(odd)._repr_html_()
+    assert "&lt;b&gt;" in open_pack(odd)._repr_html_()
+
+
+def test_any_number_of_threads_may_read_one_data_set(packed, train):
+    expected = images(packed, "train")
+    indices = list(itertools.islice(itertools.cycle(range(20)), 400))
+    with ThreadPoolExecutor(4) as pool:
+        for index, (image, label) in zip(indices, pool.map(train.__getitem__, indices), strict=True):
+            assert torch.equal(image, expected[index])
+            assert label == index % 3
+
+
+def test_val_is_another_name_of_dev(tmp_path):
+    pack = open_pack(make_pack(tmp_path / "p.h5", train=4, dev=2))
+    assert len(pack["val"]) == len(pack["dev"]) == 2
+
+
+def test_a_pickled_pack_opens_its_splits_again(packed):
+    again = pickle.loads(pickle.dumps(open_pack(packed)))
+    assert list(again) == ["train", "test"]
+    assert torch.equal(again["test"].rows, open_pack(packed)["test"].rows)
+
+
+def test_a_sample_whose_bytes_changed_is_named(packed):
+    found = read_pack(packed).data_sets["X_train"]
+    data = bytearray(packed.read_bytes())
+    data[found.offset + 90 * 7] ^= 1
+    packed.write_bytes(data)
+    train = open_pack(packed)["train"]
+    with pytest.raises(Corrupt, match=r"Cannot read train\[7\] of .*colabkit\.verify"):
+        train[7]
+    assert train[6][1] == 0

@@ -1,0 +1,434 @@
+"""HDF5 files by others: mapped or read through HDF5, found by name, and never led out of the file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from contract import make_pack, whole_content
+from torch.utils.data import DataLoader
+
+from colabkit.errors import BadSource, ColabkitError, Corrupt, InvalidOption, NotSealed, SourceChanged, SourceMissing
+from colabkit.loading.loader.api import Loader
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.format.reading import read_pack
+
+IMAGES = np.random.default_rng(5).integers(0, 256, (30, 6, 5, 3)).astype("|u1")
+LABELS = np.arange(30) % 4
+STORED = {
+    "contiguous": {},
+    "chunked": {"chunks": (4, 6, 5, 3)},
+    "gzip": {"chunks": (7, 3, 5, 1), "compression": "gzip", "shuffle": True, "fletcher32": True},
+    "lzf": {"chunks": (1, 6, 5, 3), "compression": "lzf"},
+}
+
+
+def write(path: Path, images: np.ndarray = IMAGES, labels: np.ndarray | None = LABELS, **stored: object) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=images, **stored)
+        if labels is not None:
+            file.create_dataset("labels", data=labels)
+    return path
+
+
+@pytest.fixture(params=STORED)
+def theirs(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Return a file of 30 images, stored in one of several ways."""
+    return write(tmp_path / "theirs.h5", **STORED[request.param])
+
+
+def test_a_foreign_file_is_a_data_set_like_any(theirs):
+    pack = open_pack(theirs, x="images", y="labels")
+    data = pack["train"]
+    assert (len(data), data.labels.tolist(), pack.classes) == (30, LABELS.tolist(), ("0", "1", "2", "3"))
+    for number in (0, 17, -1):
+        image, label = data[number]
+        assert torch.equal(image, torch.from_numpy(IMAGES[number]).permute(2, 0, 1))
+        assert label == LABELS[number]
+    assert torch.equal(data[5:9][0], torch.from_numpy(IMAGES[5:9]).permute(0, 3, 1, 2))
+    order = np.random.default_rng(1).integers(0, 30, 50)
+    assert torch.equal(data[order][0], torch.from_numpy(IMAGES[order]).permute(0, 3, 1, 2))
+    assert [label for _, label in data.__getitems__([3, 3, 0])] == [3, 3, 0]
+    assert data.subset([4, 2])[:][1].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
+def test_a_data_loader_reads_it_also_when_this_process_did_before(theirs, workers, context):
+    data = open_pack(theirs)["train"]
+    assert data[29][1] == 1
+    batches = list(DataLoader(data, batch_size=8, num_workers=workers, multiprocessing_context=context))
+    assert torch.equal(torch.cat([images for images, _ in batches]), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
+    assert torch.equal(data[29][0], torch.from_numpy(IMAGES[29]).permute(2, 0, 1))
+
+
+def test_threads_may_read_and_fork_at_the_same_time(tmp_path):
+    data = open_pack(write(tmp_path / "p.h5", **STORED["gzip"]))["train"]
+    stop = threading.Event()
+
+    def read(number: int) -> None:
+        while not stop.is_set():
+            assert torch.equal(data[number][0], torch.from_numpy(IMAGES[number]).permute(2, 0, 1))
+
+    context = multiprocessing.get_context("fork")
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read, number) for number in (3, 21)]
+        children = [context.Process(target=lambda: os._exit(data[7][1])) for _ in range(10)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(60)
+        stop.set()
+        for reader in readers:
+            reader.result(60)
+    assert [child.exitcode for child in children] == [3] * 10
+
+
+@pytest.mark.parametrize("options", [{}, STORED["chunked"], STORED["gzip"]], ids=["mapped", "chunked", "gzip"])
+def test_the_loader_gathers_what_is_mapped_and_reads_the_rest_through_hdf5(tmp_path, options):
+    data = open_pack(write(tmp_path / "m.h5", **options))["train"]
+    images, labels = zip(*Loader(data, 7, shuffle=True), strict=True)
+    order = [int((image.permute(1, 2, 0).numpy() == IMAGES).all((1, 2, 3)).argmax()) for image in torch.cat(images)]
+    assert sorted(order) == list(range(30))
+    assert torch.cat(labels).tolist() == LABELS[order].tolist()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"X_train": "train", "Y_train": "train", "X_test": "test", "Y_test": "test"},
+        {"x_train": "train", "y_train": "train", "x_val": "dev", "y_val": "dev"},
+        {"train_set_x": "train", "train_set_y": "train", "test_set_x": "test", "test_set_y": "test"},
+        {"X": "train", "y": "train"},
+        {"images": "train", "labels": "train"},
+        {"train/images": "train", "train/labels": "train", "valid/images": "dev", "valid/labels": "dev"},
+        {"X_train": "train", "other": None},
+    ],
+    ids=lambda names: next(iter(names)),
+)
+def test_usual_names_are_found(tmp_path, names):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        for name in names:
+            file[name] = IMAGES if "x" in name.lower() or "images" in name else LABELS
+    pack = open_pack(tmp_path / "p.h5")
+    assert list(pack) == sorted({split for split in names.values() if split}, key=["train", "dev", "test"].index)
+    for data in pack.values():
+        assert torch.equal(
+            data[3][0] if data.labels is not None else data[3], torch.from_numpy(IMAGES[3]).permute(2, 0, 1)
+        )
+
+
+def test_nested_names_and_names_of_each_split_are_taken(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        file["a/b/images"], file["a/b/labels"] = IMAGES, LABELS
+        file["test images"], file["test labels"] = IMAGES[:3], LABELS[:3]
+    x = {"train": "a/b/images", "test": "/test images"}
+    pack = open_pack(tmp_path / "p.h5", x=x, y={"train": "/a/b/labels", "test": "test labels"})
+    assert {split: len(data) for split, data in pack.items()} == {"train": 30, "test": 3}
+    assert open_pack(tmp_path / "p.h5", x="a/b/images")["train"].labels is None
+
+
+def test_without_known_names_the_error_lists_what_there_is(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        file["some/samples"], file["targets"] = IMAGES, LABELS
+    for options in ({}, {"x": "samples"}, {"x": "some"}, {"x": "some/samples", "y": "nothing/here"}):
+        with pytest.raises(BadSource, match=r"'some/samples', 'targets'"):
+            open_pack(tmp_path / "p.h5", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"y": "labels"},
+        {"x": ""},
+        {"x": {}},
+        {"x": {"fold 1": "images"}},
+        {"x": {"train": 3}},
+        {"x": ["images"]},
+        {"x": {"train": "images", "training": "labels"}},
+        {"x": {"train": "images"}, "y": {"test": "labels"}},
+    ],
+)
+def test_names_that_cannot_be_meant_are_refused(tmp_path, options):
+    with pytest.raises(InvalidOption, match="Cannot open"):
+        open_pack(write(tmp_path / "p.h5"), **options)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "first"),
+    [
+        (LABELS.astype(">i2"), "class", 1),
+        (LABELS.astype("|u1").reshape(30, 1), "class", 1),
+        (LABELS > 1, "class", 0),
+        (np.array([b"cat", b"dog"] * 15), "class", 1),
+        (np.tile(np.array([[1, 0, 1], [0, 1, 0]], "|u1"), (15, 1)), "multilabel", torch.tensor([0, 1, 0])),
+        (np.linspace(0, 29, 30), "regression", torch.tensor(1.0)),
+        (np.linspace(0, 29, 30).astype(">f4"), "regression", torch.tensor(1.0)),
+        (np.tile(np.array([[2, 3], [4, 5]]), (15, 1)), "regression", torch.tensor([4.0, 5.0])),
+    ],
+)
+def test_labels_are_what_they_look_like(tmp_path, labels, kind, first):
+    pack = open_pack(write(tmp_path / "p.h5", labels=labels))
+    assert pack.info.meta["label_kind"] == kind
+    label = pack["train"][1][1]
+    assert label == first if kind == "class" else torch.equal(label.float(), first.float())
+    if labels.dtype.kind == "S":
+        assert pack.classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("stored", [{}, {"chunks": True, "compression": "gzip"}])
+@pytest.mark.parametrize("dtype", [">f4", ">i2", "<u2", "<f8", "|b1", "<c8"])
+def test_other_dtypes_and_byte_orders_become_native(tmp_path, dtype, stored):
+    arrays = np.random.default_rng(1).normal(size=(9, 4, 2)).astype(dtype)
+    data = open_pack(write(tmp_path / "p.h5", arrays, LABELS[:9], **stored))["train"]
+    expected = torch.from_numpy(arrays.astype(np.dtype(dtype).newbyteorder("=")))
+    assert torch.equal(data[4][0], expected[4])
+    assert torch.equal(data[2:6][0], expected[2:6])
+
+
+def test_grey_images_get_their_channel_and_channels_first_stay(tmp_path):
+    for name, stored in STORED.items():
+        options = {name: value for name, value in stored.items() if name != "chunks"}
+        grey = open_pack(write(tmp_path / name, np.ascontiguousarray(IMAGES[..., 0]), **options))["train"]
+        assert (grey[2][0].shape, grey[2:4][0].shape) == ((1, 6, 5), (2, 1, 6, 5))
+    first = np.ascontiguousarray(IMAGES.transpose(0, 3, 1, 2))
+    assert torch.equal(open_pack(write(tmp_path / "f.h5", first))["train"][1][0], torch.from_numpy(first[1]))
+
+
+def test_a_pickled_one_opens_again_and_another_file_is_refused(theirs):
+    data = open_pack(theirs)["train"]
+    view = pickle.loads(pickle.dumps(data.subset([5, 1])))
+    assert view.labels.tolist() == [1, 1]
+    assert view.fingerprint == data.subset([5, 1]).fingerprint
+    kept, pack = pickle.dumps(data), open_pack(theirs)
+    other = write(theirs.with_name("other.h5"), IMAGES[::-1], LABELS[::-1], chunks=(2, 6, 5, 3))
+    before = open_pack(other)["train"]
+    os.replace(other, theirs)
+    for take in (lambda: pickle.loads(kept), lambda: pack["train"]):
+        with pytest.raises(SourceChanged, match="another file is there now"):
+            take()
+    write(other)
+    with pytest.raises(SourceChanged):
+        before[0]
+
+
+def add_external_link(file: h5py.File, other: Path) -> None:
+    file["e"] = h5py.ExternalLink(str(other), "/")
+
+
+def add_soft_link(file: h5py.File, other: Path) -> None:
+    file["real"] = IMAGES
+    file["e"] = h5py.SoftLink("/")
+
+
+def add_virtual(file: h5py.File, other: Path) -> None:
+    layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
+    layout[:] = h5py.VirtualSource(str(other), "images", IMAGES.shape)
+    file.create_virtual_dataset("e/images", layout)
+
+
+def add_external_storage(file: h5py.File, other: Path) -> None:
+    file.create_dataset("e/images", (10, 2, 2, 1), np.uint8, external=[(str(other), 0, 40)])
+
+
+def add_varying(file: h5py.File, other: Path) -> None:
+    images = file.create_dataset("e/images", (3,), h5py.vlen_dtype(np.uint8))
+    images[0] = np.arange(5, dtype=np.uint8)
+
+
+def add_objects(file: h5py.File, other: Path) -> None:
+    file.create_dataset("e/images", (3,), h5py.ref_dtype)
+
+
+def add_bomb(file: h5py.File, other: Path) -> None:
+    file.create_dataset("e/images", (1 << 30, 32, 32, 3), np.uint8, chunks=(1, 32, 32, 3), compression="gzip")
+
+
+def add_unfilled(file: h5py.File, other: Path) -> None:
+    file.create_dataset("e/images", (1 << 30, 1024), np.uint8)
+
+
+def add_filter(file: h5py.File, other: Path) -> None:
+    """Use a registered number that nobody has installed here; the flag lets HDF5 leave it out."""
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_chunk((1, 6))
+    properties.set_filter(32099, h5py.h5z.FLAG_OPTIONAL, ())
+    space = h5py.h5s.create_simple((4, 6))
+    h5py.h5d.create(file.create_group("e").id, b"images", h5py.h5t.NATIVE_UINT8, space, dcpl=properties)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        add_external_link,
+        add_soft_link,
+        add_virtual,
+        add_external_storage,
+        add_varying,
+        add_objects,
+        add_bomb,
+        add_unfilled,
+        add_filter,
+    ],
+)
+def test_what_leads_out_of_the_file_or_bursts_memory_is_refused_unless_trusted(tmp_path, add):
+    other = write(tmp_path / "other.h5")
+    (tmp_path / "hostile.h5").unlink(missing_ok=True)
+    with h5py.File(tmp_path / "hostile.h5", "w") as file:
+        add(file, other)
+    os.chmod(other, 0)  # it is not even looked at
+    stamp = os.stat(other).st_atime_ns
+    with pytest.raises(BadSource, match=r"trusted=True|Name another data set"):
+        open_pack(tmp_path / "hostile.h5", x="e/images")
+    with pytest.raises(BadSource, match=r"no data set whose name|trusted=True"):
+        open_pack(tmp_path / "hostile.h5")
+    assert os.stat(other).st_atime_ns == stamp
+
+
+def test_what_is_trusted_is_read(tmp_path):
+    other = write(tmp_path / "other.h5")
+    for add, x in ((add_external_link, "e/images"), (add_virtual, "e/images"), (add_soft_link, "e/real")):
+        path = tmp_path / f"{add.__name__}.h5"
+        with h5py.File(path, "w") as file:
+            add(file, other)
+        data = open_pack(path, x=x, trusted=True)["train"]
+        assert torch.equal(data[7], torch.from_numpy(IMAGES[7]).permute(2, 0, 1))
+        assert torch.equal(data[3:5], torch.from_numpy(IMAGES[3:5]).permute(0, 3, 1, 2))
+
+
+def test_trusted_image_files_of_varying_length_are_decoded(tmp_path):
+    from test_dataset_fields import png
+
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        stored = file.create_dataset("images", (4,), h5py.vlen_dtype(np.uint8))
+        for number in range(4):
+            stored[number] = np.frombuffer(png(IMAGES[number]), np.uint8)
+        file.create_dataset("labels", data=["b", "a", "b", "c"], dtype=h5py.string_dtype())
+    pack = open_pack(tmp_path / "p.h5", trusted=True)
+    assert pack.classes == ("a", "b", "c")
+    assert torch.equal(pack["train"][2:4][0], torch.from_numpy(IMAGES[2:4]).permute(0, 3, 1, 2))
+    assert [label for _, label in pack["train"]] == [1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("add", [add_objects, add_filter])
+def test_what_cannot_be_read_is_refused_though_trusted(tmp_path, add):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        add(file, tmp_path)
+    with pytest.raises(BadSource):
+        open_pack(tmp_path / "p.h5", x="e/images", trusted=True)["train"][0]
+
+
+def test_a_trusted_link_to_nothing_is_no_data_set(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        file["images"], file["labels"] = h5py.SoftLink("/nothing"), LABELS
+    with pytest.raises(BadSource, match=r"no data set 'images', one of 'labels'"):
+        open_pack(tmp_path / "p.h5", x="images", trusted=True)
+
+
+@pytest.mark.parametrize("images", [np.uint8(3), np.zeros(3, [("a", "i4")]), np.array([b"a", b"b"]), IMAGES[:29]])
+def test_what_are_no_samples_with_labels_is_refused(tmp_path, images):
+    with pytest.raises(BadSource, match="Cannot open"):
+        open_pack(write(tmp_path / "p.h5", images))
+
+
+def test_a_pack_names_its_own_fields_and_a_broken_one_is_never_taken_for_foreign(tmp_path):
+    path = make_pack(tmp_path / "p.h5", train=4)
+    with pytest.raises(InvalidOption, match="names its own fields"):
+        open_pack(path, x="X_train", y="Y_train")
+    data = path.read_bytes()
+    broken = {
+        "no seal": bytes(4096) + data[4096:],
+        "another mark": b"x" + data[1:],
+        "without its first page": data[4096:],
+    }
+    for name, content in broken.items():
+        path.write_bytes(content)
+        for options in ({}, {"x": "X_train", "y": "Y_train"}, {"x": "X_train", "trusted": True}):
+            with pytest.raises((NotSealed, BadSource, Corrupt)):
+                pytest.fail(f"{name}: {open_pack(path, **options)!r}")
+    with h5py.File(make_pack(tmp_path / "q.h5", train=4)) as pack, h5py.File(tmp_path / "copy.h5", "w") as copy:
+        for name in pack:
+            pack.copy(name, copy)
+        copy.attrs["colabkit_meta"] = pack.attrs["colabkit_meta"]
+    with pytest.raises(NotSealed, match="lost its seal"):
+        open_pack(tmp_path / "copy.h5", x="X_train")
+
+
+def test_no_damage_makes_a_pack_open_as_something_else(tmp_path):
+    path = make_pack(tmp_path / "made.h5", train=6, dev=3)
+    original, data = whole_content(path), path.read_bytes()
+    seeded = random.Random(8)
+    used = [position for position, byte in enumerate(data) if byte]
+    for number in range(600):
+        if number % 3:
+            changed = bytearray(data)
+            for _ in range(seeded.randint(1, 12)):
+                changed[seeded.choice(used if number % 3 == 1 else range(20))] = seeded.randrange(256)
+        else:
+            changed = data[: seeded.randrange(len(data))]
+        path.write_bytes(changed)
+        try:
+            splits = {split: [(x.tolist(), y) for x, y in data_set] for split, data_set in open_pack(path).items()}
+        except ColabkitError:
+            continue
+        assert whole_content(path) == original
+        assert {split: len(samples) for split, samples in splits.items()} == {"train": 6, "dev": 3}
+
+
+def test_a_foreign_file_cut_short_is_an_error_of_the_family(tmp_path):
+    path = write(tmp_path / "p.h5", **STORED["gzip"])
+    data = path.read_bytes()
+    seeded = random.Random(9)
+    for _ in range(60):
+        path.write_bytes(data[: seeded.randrange(len(data))])
+        with pytest.raises(ColabkitError):
+            open_pack(path)["train"][:]
+    with pytest.raises(SourceMissing):
+        open_pack(tmp_path / "none.h5", x="images")
+
+
+def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path):
+    path = write(tmp_path / "p.h5", **STORED["gzip"])
+    with h5py.File(path) as file:
+        chunk = file["images"].id.get_chunk_info(3)
+    with path.open("r+b") as file:
+        file.seek(chunk.byte_offset + chunk.size // 2)
+        file.write(bytes(8))
+    data = open_pack(path)["train"]
+    with pytest.raises(BadSource, match=r"samples .* cannot be read"):
+        data[:]
+
+
+def test_reports_tell_that_there_is_no_seal(tmp_path):
+    pack = open_pack(write(tmp_path / "p.h5"))
+    assert "seal none" in repr(pack)
+    assert "images 6x5x3, 4 classes" in repr(pack)
+    with pytest.raises(NotSealed):
+        read_pack(pack.path)
+
+
+@pytest.mark.parametrize(
+    "labels", [np.full(30, np.inf), np.full(30, 1e300), np.full((30, 2), np.nan), np.full(30, 2**63, np.uint64)]
+)
+def test_labels_that_no_label_can_hold_are_refused(tmp_path, labels):
+    with pytest.raises(
+        BadSource, match=r"a label .*, numbers that (float32|int64) holds\. Name another data set by y="
+    ):
+        open_pack(write(tmp_path / "p.h5", labels=labels))
+
+
+def test_a_split_without_labels_is_not_left_out_without_a_word(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        for name, values in (("X_train", IMAGES), ("y_train", LABELS), ("X_test", IMAGES)):
+            file.create_dataset(name, data=values)
+    with pytest.raises(BadSource, match=r"'X_test' without labels, .*Name what to open, as in x="):
+        open_pack(tmp_path / "p.h5")
+    assert [*open_pack(tmp_path / "p.h5", x={"train": "X_train"}, y={"train": "y_train"})] == ["train"]

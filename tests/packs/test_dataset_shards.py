@@ -1,0 +1,140 @@
+"""Packs of several shards: read as one, opened when needed, and never another shard's samples."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack, make_shards
+from torch.utils.data import DataLoader
+
+from colabkit.errors import Corrupt, FileFailed, NotSealed, SourceMissing
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.format.reading import read_pack
+
+COUNTS = ({"train": 9, "test": 2}, {"train": 4}, {"test": 3}, {"train": 8, "test": 1})
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    return make_shards(tmp_path / "birds.h5", *COUNTS)
+
+
+def shard(index: Path, number: int) -> Path:
+    return index.with_name(f"birds-{number:05d}.h5")
+
+
+def expected(index: Path, split: str) -> torch.Tensor:
+    infos = [read_pack(shard(index, number)) for number, counts in enumerate(COUNTS) if split in counts]
+    return torch.from_numpy(np.concatenate([info.map(f"X_{split}") for info in infos])).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 21), ("test", 6)])
+def test_samples_lie_in_the_shards_in_their_order(index, split, count):
+    data, images = open_pack(index)[split], expected(index, split)
+    assert len(data) == len(images) == count
+    for number in range(count):
+        assert torch.equal(data[number][0], images[number])
+        assert data[number][1] == int(data.labels[number])
+    assert torch.equal(data[:][0], images)
+
+
+@pytest.mark.parametrize("numbers", [[20, 0, 9, 8, 12, 13, 13, 20], [3], [], list(range(21))[::-1]])
+def test_batches_over_several_shards_keep_the_order_asked_for(index, numbers):
+    data, images = open_pack(index)["train"], expected(index, "train")
+    assert torch.equal(data[numbers][0], images[numbers])
+    assert [label for _, label in data.__getitems__(numbers)] == data.labels[numbers].tolist()
+
+
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
+def test_shards_go_through_a_data_loader(index, workers, context):
+    data = open_pack(index)["train"]
+    batches = list(DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context))
+    assert torch.equal(torch.cat([images for images, _ in batches]), expected(index, "train"))
+    assert len(pickle.dumps(data)) < 1000
+
+
+def test_opening_and_taking_a_split_opens_no_shard(index):
+    for number in range(len(COUNTS)):
+        shard(index, number).rename(shard(index, number).with_suffix(".away"))
+    pack = open_pack(index)
+    assert len(pack["train"]) == 21
+    assert pack["train"].labels.tolist()[:4] == [0, 1, 2, 0]
+    assert "4 shards, 4 of them missing" in repr(pack)
+
+
+def test_a_shard_that_is_missing_is_named_when_it_is_needed(index):
+    data = open_pack(index)["train"]
+    shard(index, 1).rename(index.with_name("away.h5"))
+    assert data[8][1] == 2
+    for read in (lambda: data[9], lambda: data[5:12], data.maps):
+        with pytest.raises(SourceMissing, match=r"birds-00001\.h5' is not beside it.*all its shards"):
+            read()
+
+
+def test_another_pack_in_a_shards_place_is_refused(index):
+    make_pack(index.with_name("other.h5"), seed=99, train=4).replace(shard(index, 1))
+    with pytest.raises(Corrupt, match=r"'birds-00001\.h5' beside it is another pack"):
+        open_pack(index)["train"][9]
+
+
+@pytest.mark.parametrize("keep", [slice(-1), slice(4096, None)])
+def test_a_shard_that_is_damaged_is_refused(index, keep):
+    data = shard(index, 1).read_bytes()
+    shard(index, 1).write_bytes(data[keep])
+    with pytest.raises((Corrupt, NotSealed), match=r"birds-00001\.h5"):
+        open_pack(index)["train"][9]
+
+
+def test_a_damaged_sample_is_named_by_its_place_in_the_whole_split(index):
+    found = read_pack(shard(index, 1)).data_sets["X_train"]
+    with shard(index, 1).open("r+b") as file:
+        file.seek(found.offset + 36 * 2)
+        file.write(b"\xff\0\xff\0")
+    data = open_pack(index)["train"]
+    with pytest.raises(Corrupt, match=r"train\[11\] of .*birds-00001\.h5"):
+        data[11]
+    assert torch.equal(data[10][0], expected(index, "train")[10])
+
+
+def test_more_shards_than_files_may_be_open_are_an_error_that_tells_of_the_limit(index):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    data = open_pack(index)["train"]
+    assert data[0][1] == 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(FileFailed) as caught:
+            data[20]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Too many open files" in str(caught.value)
+    assert "ulimit" in str(caught.value)
+    assert data[20][1] == 1
+
+
+@pytest.mark.parametrize("name", ["", "..", "far/birds.h5"])
+def test_a_shard_without_a_files_name_is_refused(tmp_path, name):
+    about = {"name": name, "seal": "0", "splits": {"train": 2}}
+    with pytest.raises(Corrupt, match="no file beside it"):
+        open_pack(make_shards(tmp_path / "birds.h5", {"train": 2}, shards=[about]))
+
+
+def test_a_shard_outside_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "far").mkdir()
+    far = make_pack(tmp_path / "far" / "birds.h5", train=2)
+    about = {"name": "far/birds.h5", "seal": read_pack(far).seal, "splits": {"train": 2}}
+    index = make_shards(tmp_path / "birds.h5", {"train": 2}, shards=[about])
+    with pytest.raises(Corrupt, match="no file beside it"):
+        open_pack(index)["train"][0]
+
+
+@pytest.mark.parametrize("splits", [{"train": 1}, {"train": 3}, {"test": 2}, {}])
+def test_counts_that_do_not_add_up_are_refused(tmp_path, splits):
+    about = {"name": "birds-00000.h5", "seal": "0" * 64, "splits": splits}
+    index = make_shards(tmp_path / "birds.h5", {"train": 2}, shards=[about])
+    with pytest.raises(Corrupt, match=f"shards hold {splits.get('train', 0)} samples of train of 2"):
+        open_pack(index)["train"]

@@ -1,0 +1,206 @@
+"""Views of a split: subsets, shares and folds, without copies, for any splitter of scikit-learn."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack, make_shards, seal_fields
+from torch.utils.data import DataLoader
+
+from colabkit.errors import InvalidOption
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.packed import PackedDataset
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> PackedDataset:
+    """Return 60 samples, 20 of each of three classes, 4 of each of 15 patients."""
+    random = np.random.default_rng(1)
+    fields = {
+        "X": {"train": random.integers(0, 256, (60, 2, 2, 3)).astype("|u1")},
+        "Y": {"train": np.arange(60) % 3},
+        "patient": {"train": np.arange(60) // 4},
+        "ward": {"train": [f"ward {number // 12}".encode() for number in range(60)]},
+    }
+    contents = {"X": "image", "patient": "array", "ward": "text"}
+    return open_pack(seal_fields(tmp_path / "p.h5", fields, contents, "class", tables=("patient",)))["train"]
+
+
+def numbers(view: PackedDataset) -> list[int]:
+    """Return the rows that a view has, told by what it gives."""
+    whole = {sample[0].numpy().tobytes(): number for number, sample in enumerate(PackedDataset(view._opened))}
+    return [whole[sample[0].numpy().tobytes()] for sample in view]
+
+
+@pytest.mark.parametrize(
+    "indices", [[5, 2, 2, -1], range(4), slice(50, None, 4), np.array([7]), torch.tensor([1, 0]), np.arange(60) > 57]
+)
+def test_a_subset_has_the_samples_of_its_indices(data, indices):
+    expected = np.arange(60)[indices if not isinstance(indices, torch.Tensor) else indices.numpy()].tolist()
+    view = data.subset(indices)
+    assert numbers(view) == expected
+    assert view.labels.tolist() == [number % 3 for number in expected]
+    assert (len(view), view.classes, view.fields) == (len(expected), data.classes, data.fields)
+    assert f"{len(expected)} of 60" in repr(view)
+
+
+def test_views_of_views_are_views_of_the_split(data):
+    inner = data.subset(range(10, 40)).subset([0, 5, -1]).subset([2, 1])
+    assert numbers(inner) == [39, 15]
+    assert inner[:][1].tolist() == [0, 0]
+    assert inner.numbers.tolist() == [39, 15]
+    with pytest.raises(IndexError, match="sample 2 of 2"):
+        inner[2]
+    with pytest.raises(IndexError, match="of 2"):
+        inner.subset([0, 2])
+
+
+def test_numbers_beyond_64_signed_bits_are_no_samples(data):
+    for read in (data.subset, data.__getitem__, data.__getitems__):
+        with pytest.raises(IndexError, match=f"sample {2**64 - 1} of 60"):
+            read(np.array([2**64 - 1], np.uint64))
+
+
+def test_an_empty_view_is_empty(data):
+    empty = data.subset([])
+    assert (len(empty), list(empty), empty.labels.tolist()) == (0, [], [])
+
+
+def test_views_have_fingerprints_of_their_own(data):
+    views = [data, data.subset([1, 2]), data.subset([2, 1]), data.subset([1, 2]).subset([0])]
+    assert len({view.fingerprint for view in views}) == 4
+    assert data.subset(range(9)).subset([1, 2]).fingerprint == data.subset([1, 2]).fingerprint
+
+
+def test_a_view_can_be_pickled(data):
+    view = pickle.loads(pickle.dumps(data.subset([7, 3])))
+    assert numbers(view) == [7, 3]
+    assert view.fingerprint == data.subset([7, 3]).fingerprint
+
+
+def test_a_view_goes_through_a_data_loader_with_workers(data):
+    view = data.subset(np.arange(60)[::7])
+    batches = list(DataLoader(view, batch_size=4, num_workers=2, multiprocessing_context="fork"))
+    assert torch.equal(torch.cat([batch[0] for batch in batches]), view[:][0])
+
+
+def test_shares_part_all_samples_and_keep_the_classes(data):
+    first, second, third = data.split((0.5, 0.25, 0.25), seed=4)
+    assert sorted(numbers(first) + numbers(second) + numbers(third)) == list(range(60))
+    assert [view.labels.bincount().tolist() for view in (first, second, third)] == [[10] * 3, [5] * 3, [5] * 3]
+    assert numbers(data.split((0.5, 0.25, 0.25), seed=4)[1]) == numbers(second)
+    assert numbers(data.split((0.5, 0.25, 0.25), seed=5)[1]) != numbers(second)
+
+
+def test_named_shares_are_a_dict_and_the_default_is_four_fifths(data):
+    parts = data.split({"train": 0.9, "dev": 0.1})
+    assert {name: len(view) for name, view in parts.items()} == {"train": 54, "dev": 6}
+    assert [len(view) for view in data.split()] == [48, 12]
+
+
+def test_without_stratify_only_the_sizes_hold(data):
+    ordered = data.subset(np.argsort(data.labels.numpy(), kind="stable"))
+    first, _ = ordered.split((0.5, 0.5), stratify=False)
+    assert len(first) == 30
+    assert first.labels.bincount().tolist() != [10, 10, 10]
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.4), (), 0.8, "x", (0.5, -0.5, 1.0), (0.999, 0.001)])
+def test_shares_that_cannot_be_meant_are_refused(data, shares):
+    with pytest.raises(InvalidOption, match="Cannot split"):
+        data.split(shares, stratify=False)
+
+
+@pytest.mark.parametrize("stratify", [True, False])
+def test_folds_hold_out_every_sample_once(data, stratify):
+    held = []
+    for k in range(4):
+        training, test = data.fold(k, 4, stratify=stratify)
+        assert sorted(numbers(training) + numbers(test)) == list(range(60))
+        assert len(test) == 15
+        if stratify:
+            assert test.labels.bincount().tolist() == [5, 5, 5]
+        held += numbers(test)
+    assert sorted(held) == list(range(60))
+
+
+@pytest.mark.parametrize("groups", ["patient", "ward", np.arange(60) // 4])
+def test_groups_are_never_parted(data, groups):
+    field = {"patient": 2, "ward": 3}.get(groups, 2) if isinstance(groups, str) else 2
+    for k in range(3):
+        training, test = data.fold(k, 3, groups=groups)
+        of_training, of_test = ({str(sample[field]) for sample in view} for view in (training, test))
+        assert of_test
+        assert not of_training & of_test
+
+
+def test_groups_of_a_view_are_the_views(data):
+    view = data.subset(range(20, 60))
+    training, test = view.fold(1, 5, groups="patient")
+    assert sorted(numbers(training) + numbers(test)) == list(range(20, 60))
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "options"),
+    [
+        (3, 3, {}),
+        (-1, 3, {}),
+        (0, 1, {}),
+        (0.5, 3, {}),
+        (0, 61, {}),
+        (0, 10**12, {}),
+        (0, 3, {"groups": "nothing"}),
+        (0, 3, {"groups": [1, 2]}),
+        (0, 3, {"groups": "X"}),
+        (0, 16, {"groups": "patient"}),
+    ],
+)
+def test_folds_that_cannot_be_meant_are_refused(data, k, n, options):
+    with pytest.raises(InvalidOption, match="fold"):
+        data.fold(k, n, **options)
+
+
+def test_other_labels_are_dealt_by_their_own_strata(tmp_path):
+    images = np.zeros((40, 2, 2, 3), "|u1")
+    several = np.tile(np.array([[1, 0], [0, 1]], "|u1"), (20, 1))
+    path = seal_fields(
+        tmp_path / "m.h5", {"X": {"train": images}, "Y": {"train": several}}, {"X": "image"}, "multilabel"
+    )
+    first, second = open_pack(path)["train"].split((0.5, 0.5))
+    assert first.labels.sum(0).tolist() == second.labels.sum(0).tolist() == [10, 10]
+    alone = open_pack(seal_fields(tmp_path / "x.h5", {"X": {"train": images}}, {"X": "image"}, "none"))["train"]
+    assert [len(view) for view in alone.split((0.5, 0.5))] == [20, 20]
+
+
+def test_splitters_of_scikit_learn_take_it_and_their_indices_make_views(data):
+    selection = pytest.importorskip("sklearn.model_selection")
+    folds = list(selection.KFold(4, shuffle=True, random_state=0).split(data))
+    folds += selection.StratifiedKFold(4).split(data, data.labels)
+    folds += selection.GroupKFold(3).split(data, groups=np.arange(60) // 4)
+    for training, test in folds:
+        assert numbers(data.subset(training)) == training.tolist()
+        assert data.subset(test).labels.tolist() == (test % 3).tolist()
+    training, test = selection.train_test_split(np.arange(60), stratify=data.labels, random_state=1)
+    assert len(data.subset(training)) + len(data.subset(test)) == 60
+
+
+def test_views_of_shards_are_views_as_well(tmp_path):
+    whole = open_pack(make_shards(tmp_path / "s.h5", {"train": 9}, {"train": 4}, {"train": 8}))["train"]
+    view = whole.subset([20, 0, 9, 12, 13])
+    for place, number in enumerate([20, 0, 9, 12, 13]):
+        assert torch.equal(view[place][0], whole[number][0])
+        assert torch.equal(view[:][0][place], whole[number][0])
+
+
+@pytest.mark.parametrize("what", ["view", "shards"])
+def test_rows_of_what_is_not_one_file_are_refused_with_what_to_do(tmp_path, what):
+    whole = open_pack(make_pack(tmp_path / "p.h5", train=4))["train"]
+    sharded = make_shards(tmp_path / "s.h5", {"train": 2}, {"train": 2})
+    other = whole.subset([1]) if what == "view" else open_pack(sharded)["train"]
+    assert whole.rows.shape == (4, 4, 3, 3)
+    with pytest.raises(InvalidOption, match=r"dataset\[:100\]"):
+        other.rows  # noqa: B018

@@ -1,0 +1,185 @@
+"""Image files become arrays: every format, mode and orientation as Pillow decodes it."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+import pytest
+from pictures import AGREEMENT, by_pillow, distance, exif, photo, saved
+from PIL import Image, features
+from trees import needs
+
+from colabkit.packs.decode.images import check_image, decode_image, decode_into, image_size
+
+
+def whole(data: bytes, channels: int = 3) -> np.ndarray:
+    """Decode a file in every way there is, which all have to agree, and return the pixels."""
+    found = decode_image(data, channels)
+    assert found.dtype == np.uint8
+    assert found.flags.c_contiguous
+    assert image_size(data) == check_image(data) == found.shape[:2]
+    row = np.full((2, *found.shape), 77, np.uint8)[1]
+    decode_into(data, row)
+    assert (row == found).all()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "GIF", "WEBP"])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_lossless_formats_come_out_as_they_went_in(kind, channels):
+    needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
+    picture = photo() if kind != "GIF" else np.asarray(Image.fromarray(photo()).quantize(200).convert("RGB"))
+    data = saved(picture, kind, **({"lossless": True} if kind == "WEBP" else {}))
+    expected = picture if channels == 3 else np.asarray(Image.fromarray(picture).convert("L"))[:, :, None]
+    assert (whole(data, channels) == expected).all()
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("size", [None, (20, 30)])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_arrays_are_uint8_contiguous_and_of_the_promised_shape(kind, size, channels):
+    found = decode_image(saved(photo(), kind), channels, size)
+    assert found.dtype == np.uint8
+    assert found.flags.c_contiguous
+    assert found.shape == (*(size or (45, 61)), channels)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("channels", [3, 1])
+def test_images_are_turned_upright(orientation, kind, channels):
+    needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
+    data = saved(photo(), kind, exif=exif(orientation))
+    found = whole(data, channels)
+    assert found.shape[:2] == ((61, 45) if orientation >= 5 else (45, 61))
+    assert distance(found, by_pillow(data, channels)) <= AGREEMENT
+    if orientation > 1:
+        assert found.shape[:2] != (45, 61) or distance(found[..., :1], decode_image(saved(photo(), kind), 1)) > 20
+
+
+def test_an_orientation_at_the_end_of_a_png_counts():
+    plain, told = (saved(photo(), "PNG", **options) for options in ({}, {"exif": exif(6)}))
+    start = told.index(b"eXIf") - 4
+    chunk = told[start : start + 12 + int.from_bytes(told[start : start + 4], "big")]
+    data = plain[:-12] + chunk + plain[-12:]
+    assert (whole(data) == by_pillow(data)).all()
+    assert image_size(data) == (61, 45)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of corrupt EXIF
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+def test_an_orientation_that_does_not_exist_counts_as_none(kind, orientation):
+    assert whole(saved(photo(), kind, exif=exif(orientation))).shape == (45, 61, 3)
+
+
+def test_cmyk_and_ycck_are_converted_as_pillow_does():
+    image = Image.fromarray(photo()).convert("CMYK")
+    jpeg = saved(image, "JPEG")  # with Adobe's marker, so with inverted values
+    adobe = jpeg.index(b"Adobe")
+    assert jpeg[adobe + 11] == 0
+    ycck = jpeg[: adobe + 11] + b"\x02" + jpeg[adobe + 12 :]
+    plain = jpeg[: adobe - 4] + jpeg[adobe + 12 :]  # without the marker the values count as inverted, too
+    results = []
+    for data in (jpeg, ycck, plain, saved(image, "TIFF")):
+        for channels in (3, 1):
+            image = Image.open(io.BytesIO(data))
+            assert image.mode == "CMYK"
+            expected = np.asarray(image.convert("RGB" if channels == 3 else "L"))
+            found = whole(data, channels)
+            assert (found == expected.reshape(45, 61, channels)).all()
+        results.append(found)
+    assert distance(results[0], results[3]) <= 12  # the colours survive JPEG
+    assert distance(results[0], results[1]) > 50
+    assert (results[0] == results[2]).all()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_16_bit_values_keep_their_upper_half(kind, channels):
+    values = np.linspace(0, 65535, 12 * 10).astype(np.uint16).reshape(12, 10)
+    found = whole(saved(values, kind), channels)
+    assert (found == np.repeat((values >> 8).astype(np.uint8)[:, :, None], channels, axis=2)).all()
+
+
+def test_32_bit_values_are_taken_as_16_bit_ones():
+    values = np.array([[0, 255, 256, 65535, 65536, 2**31 - 1]], np.int32)
+    assert whole(saved(values, "TIFF"), 1).ravel().tolist() == [0, 0, 1, 255, 255, 255]
+    assert whole(saved(-values, "TIFF"), 1).ravel().tolist() == [0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
+def test_palettes_are_looked_up(kind, channels):
+    image = Image.fromarray(photo()).quantize(16)
+    expected = np.asarray(image.convert("RGB" if channels == 3 else "L")).reshape(45, 61, channels)
+    assert distance(whole(saved(image, kind), channels), expected) <= (channels == 1)
+
+
+def test_a_palette_with_transparency_keeps_its_colours():
+    image = Image.fromarray(photo()).quantize(16)
+    colours = np.asarray(image.convert("RGB"))
+    for kind, transparency in (("PNG", 3), ("GIF", 3), ("PNG", bytes(range(16)))):
+        data = saved(image, kind, transparency=transparency)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # Pillow warns of a palette converted without its transparency
+            assert (whole(data) == colours).all()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_transparency_is_dropped_not_blended(mode, channels):
+    image = Image.fromarray(photo()).convert(mode)
+    image.putalpha(Image.fromarray(np.linspace(0, 255, 45 * 61).astype(np.uint8).reshape(45, 61)))
+    found = whole(saved(image, "PNG"), channels)
+    if mode == "RGBA" and channels == 3:
+        assert (found == photo()).all()
+    else:
+        grey = np.asarray(Image.fromarray(photo()).convert("L"))[:, :, None]
+        assert distance(found, np.repeat(grey, channels, 2)) <= 1
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
+def test_grey_files_are_repeated_to_rgb(kind):
+    grey = Image.fromarray(photo()).convert("L")
+    data = saved(grey, kind)
+    found = whole(data)
+    assert (found == whole(data, 1)).all()
+    assert distance(found[:, :, 0], np.asarray(Image.open(io.BytesIO(data)))) <= AGREEMENT
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "BMP"])
+def test_black_and_white_becomes_0_and_255(kind):
+    image = Image.fromarray(photo()).convert("1")
+    found = whole(saved(image, kind), 1)
+    assert (found[:, :, 0] == np.where(np.asarray(image), 255, 0)).all()
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_the_first_frame_of_an_animation_counts(kind):
+    needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
+    first, second = (Image.fromarray(np.full((9, 8, 3), value, np.uint8)) for value in (40, 200))
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = saved(first, kind, save_all=True, append_images=[second, second], **options)
+    assert (whole(data) == 40).all()
+
+
+def test_the_first_picture_of_a_phones_several_counts():
+    first, second = Image.fromarray(photo()), Image.fromarray(photo(30, 20))
+    data = saved(first, "MPO", save_all=True, append_images=[second])
+    assert distance(whole(data), by_pillow(data)) <= AGREEMENT
+    assert image_size(data) == (45, 61)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "PPM", "JPEG"])
+def test_a_size_is_known_from_a_files_first_bytes(kind):
+    data = saved(photo(400, 300), kind)
+    assert image_size(data[: 1024 if kind in {"GIF", "JPEG"} else 100]) == (400, 300)
+
+
+def test_a_view_of_memory_is_decoded_as_bytes_are():
+    for kind in ("JPEG", "PNG"):
+        data = saved(photo(), kind, exif=exif(6))
+        assert (whole(memoryview(b"before" + data)[6:]) == whole(data)).all()

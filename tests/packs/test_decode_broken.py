@@ -1,0 +1,194 @@
+"""Broken, cut, hostile and foreign files are refused, never shown in part and never decoded beyond the limit."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from pictures import PACKAGES, exif, noise, photo, saved, take
+from PIL import Image, features
+from trees import needs
+
+from colabkit.errors import BadImage, InvalidOption
+from colabkit.packs.decode import back_ends, reasons
+from colabkit.packs.decode.images import check_image, decode_image, decode_into, image_size
+from colabkit.packs.decode.reasons import OtherSize
+
+KINDS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of cut TIFF files
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_cut_short_is_refused_or_still_whole(kind):
+    needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
+    data = saved(photo(), kind)
+    whole = decode_image(data)
+    refused = 0
+    for length in {*range(0, len(data), max(1, len(data) // 60)), len(data) - 1}:
+        part = data[:length]
+        row = np.full(whole.shape, 77, np.uint8)
+        try:
+            found = decode_image(part)
+        except BadImage:
+            refused += 1
+            for refuse in (check_image, lambda part, row=row: decode_into(part, row)):
+                with pytest.raises(BadImage):
+                    refuse(part)
+        else:
+            assert (found == whole).all(), f"a part of the picture passes, of {length} of {len(data)} bytes"
+            assert check_image(part) == whole.shape[:2]
+    assert refused >= 40
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"exif": exif(6)}], ids=["baseline", "progressive", "exif"]
+)
+def test_a_jpeg_cut_at_every_100_bytes_is_refused_by_every_decoder(package, options, monkeypatch):
+    take(package, monkeypatch)
+    data = saved(noise(60, 80), "JPEG", quality=90, **options)
+    assert len(data) > 5000
+    for length in range(0, len(data) - 2, 100):
+        part = data[:length]
+        for refuse in (
+            decode_image,
+            check_image,
+            lambda part: decode_image(part, size=(8, 8)),
+            lambda part: decode_into(part, np.empty((60, 80, 3), np.uint8), fit=True),
+        ):
+            with pytest.raises(BadImage):
+                refuse(part)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_bytes_behind_a_jpeg_are_ignored(package, monkeypatch):
+    take(package, monkeypatch)
+    data = saved(photo(), "JPEG")
+    for behind in (b"\x00", b"garbage" * 100, data, b"\xff\xd8\xff"):
+        assert (decode_image(data + behind) == decode_image(data)).all()
+        assert check_image(data + behind) == (45, 61)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_broken_files_give_a_picture_or_a_bad_image_and_nothing_else(kind):
+    needs("WebP in Pillow", kind != "WEBP" or features.check("webp"))
+    data = bytearray(saved(photo(), kind, **({"exif": exif(6)} if kind in {"JPEG", "PNG"} else {})))
+    random = np.random.default_rng(11)
+    taken = 0
+    for place in random.integers(0, min(len(data), 900), 250):
+        broken = bytearray(data)
+        broken[place] ^= int(random.integers(1, 256))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                size = check_image(bytes(broken))
+            except BadImage:
+                with pytest.raises(BadImage):
+                    decode_image(bytes(broken))
+                continue
+            found = decode_image(bytes(broken))
+            assert image_size(bytes(broken)) == size
+        taken += 1
+        assert found.dtype == np.uint8
+        assert found.shape == (*size, 3)
+    assert taken > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "an empty file"),
+        (b"\n <!DOCTYPE html><html><title>Sign in</title>", "a web page saved under an image's name"),
+        (b"<HTML><body>404</body>", "a web page saved under an image's name"),
+        (b"just some text", "no image; it begins with b'just som'"),
+        (b"\xff\xd8", "no image"),
+        (b"\xff\xd8\xff\xe0", "no image"),
+        (b"\x89PNG\r\n\x1a\n", "no image"),
+        (bytes(1000), "no image"),
+    ],
+)
+def test_what_is_no_image_is_named(data, reason):
+    for refuse in (
+        decode_image,
+        check_image,
+        image_size,
+        lambda data: decode_into(data, np.empty((4, 4, 3), np.uint8)),
+    ):
+        with pytest.raises(BadImage) as caught:
+            refuse(data)
+        assert str(caught.value).startswith(reason)
+
+
+def test_formats_that_run_programs_or_read_other_files_are_no_images():
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n"
+    with pytest.raises(BadImage, match="no image"):
+        decode_image(postscript)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_more_pixels_than_the_limit_are_refused_before_they_are_decoded(kind, package, monkeypatch):
+    take(package, monkeypatch)
+    data = saved(photo(), kind)
+    row = np.empty((45, 61, 3), np.uint8)
+    monkeypatch.setattr(reasons, "MAX_PIXELS", 45 * 61)
+    assert decode_image(data).shape == (45, 61, 3)
+    monkeypatch.setattr(reasons, "MAX_PIXELS", 45 * 61 - 1)
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    if package is not None:
+        never = back_ends.BackEnd("never", *[lambda *_: pytest.fail("decoded")] * 3)
+        monkeypatch.setattr("colabkit.packs.decode.back_ends.back_end", lambda: never)
+    for refuse in (decode_image, image_size, lambda data: decode_image(data, 3, (4, 4)), lambda d: decode_into(d, row)):
+        with pytest.raises(BadImage, match="61x45 pixels, more than 2744"):
+            refuse(data)
+
+
+def test_a_jpeg_that_claims_more_than_the_limit_is_refused_unread():
+    data = bytearray(saved(photo(), "JPEG"))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"
+    for refuse in (decode_image, check_image, image_size):
+        with pytest.raises(BadImage, match="65535x65535 pixels, more than 89478485"):
+            refuse(bytes(data))
+
+
+def test_a_bomb_by_pillows_own_measure_is_a_bad_image(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadImage, match="more pixels than allowed"):
+        decode_image(saved(photo(), "PNG"))
+
+
+def test_floating_point_pixels_have_no_8_bit_meaning():
+    data = saved(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF")
+    for refuse in (decode_image, check_image):
+        with pytest.raises(BadImage, match="floating-point"):
+            refuse(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_an_image_of_another_size_does_not_fill_a_row(kind):
+    for orientation, size in ((1, "61x45"), (6, "45x61")):
+        data = saved(photo(), kind, exif=exif(orientation))
+        for shape in ((45, 60, 3), (61 * 45, 1, 3), (61, 45, 3) if orientation == 1 else (45, 61, 3)):
+            row = np.full(shape, 77, np.uint8)
+            with pytest.raises(OtherSize, match=f"^{size} pixels, where {shape[1]}x{shape[0]} are needed$"):
+                decode_into(data, row)
+            assert (row == 77).all()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.empty((45, 61), np.uint8),
+        np.empty((45, 61, 4), np.uint8),
+        np.empty((45, 61, 3), np.float32),
+        np.empty((45, 61, 6), np.uint8)[:, :, ::2],
+        np.frombuffer(bytes(45 * 61 * 3), np.uint8).reshape(45, 61, 3),
+    ],
+    ids=["two axes", "four channels", "another type", "strided", "read-only"],
+)
+def test_only_a_row_of_bytes_can_be_filled(out):
+    with pytest.raises(InvalidOption, match="C-contiguous uint8"):
+        decode_into(saved(photo(), "JPEG"), out)

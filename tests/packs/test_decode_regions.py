@@ -1,0 +1,244 @@
+"""A box of an image is what it is in the whole picture, decoded with less work, or not at all."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from pictures import exif, photo, saved, take
+from PIL import Image
+
+from colabkit.packs.decode import back_ends, regions
+from colabkit.packs.decode.images import decode_image, image_size
+from colabkit.packs.decode.regions import Region, decode_region
+
+HEIGHT, WIDTH = 301, 211
+SUBSAMPLINGS = ["444", "422", "420", "440", "411"]
+BOXES: list[Region] = [
+    *((0, 0, 1, 1), (0, 0, 30, WIDTH), (0, 17, 31, 33), (1, 5, 31, 40), (15, 0, 17, 16), (16, 16, 16, 16)),
+    *((31, 3, 1, 7), (32, 100, 32, 111), (63, 0, 65, 9), (100, 50, 60, 70), (150, 0, 38, WIDTH)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _a_decoder_that_knows_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    take("simplejpeg", monkeypatch)
+
+
+def sampled(pixels: np.ndarray, subsampling: str, quality: int = 90) -> bytes:
+    """Return a baseline JPEG of a subsampling that Pillow cannot write."""
+    import simplejpeg
+
+    return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling=subsampling)
+
+
+def boxed(data: bytes, region: Region, channels: int = 3, wanted: tuple[int, int] | None = None) -> np.ndarray | None:
+    """Return a box of an image by the short way, None where there is none."""
+    found = decode_region(data, channels, region, wanted or region[2:], image_size(data))
+    if found is None:
+        return None
+    pixels, (top, left, height, width) = found
+    return pixels[top : top + height, left : left + width]
+
+
+def crop(data: bytes, region: Region, channels: int = 3) -> np.ndarray:
+    """Return a box of the whole picture."""
+    top, left, height, width = region
+    return decode_image(data, channels)[top : top + height, left : left + width]
+
+
+def noisy(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+    """Return a photo with grain, so that no two rows of blocks are alike."""
+    grain = np.random.default_rng(3).integers(-40, 40, (height, width, 3))
+    return np.clip(photo(height, width).astype(int) + grain, 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_a_box_equals_that_of_the_whole_picture_bit_for_bit(subsampling, channels):
+    data = sampled(noisy(), subsampling)
+    for region in BOXES:
+        found = boxed(data, region, channels)
+        assert found is not None, region
+        assert np.array_equal(found, crop(data, region, channels)), region
+
+
+@pytest.mark.parametrize("size", [(113, 16), (127, 15), (128, 17), (129, 1), (143, 8), (400, 333)])
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_a_box_of_any_height_and_of_pictures_of_odd_sizes_is_exact(subsampling, size):
+    data = sampled(noisy(*size), subsampling, quality=60)
+    found = [(height, boxed(data, (0, 0, height, size[1]))) for height in range(1, size[0], 3)]
+    assert sum(pixels is not None for _, pixels in found) >= (size[0] - 111) // 3
+    for height, pixels in found:
+        assert pixels is None or np.array_equal(pixels, crop(data, (0, 0, height, size[1]))), height
+
+
+@pytest.mark.parametrize("restart", [{"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+def test_restart_intervals_change_nothing(subsampling, restart):
+    data = saved(noisy(), "JPEG", subsampling=subsampling, **restart)
+    assert b"\xff\xd3" in data
+    for region in BOXES:
+        assert np.array_equal(boxed(data, region), crop(data, region)), region
+
+
+@pytest.mark.parametrize("options", [{"optimize": True}, {"keep_rgb": True}, {"comment": b"\xff\xd9" * 9}])
+def test_other_baseline_files_are_exact_too(options):
+    for picture in (noisy(), np.asarray(Image.fromarray(noisy()).convert("L"))):
+        data = saved(picture, "JPEG", **({} if picture.ndim == 2 and "keep_rgb" in options else options))
+        for channels in (3, 1):
+            found = boxed(data, (40, 9, 60, 100), channels)
+            assert np.array_equal(found, crop(data, (40, 9, 60, 100), channels))
+
+
+def segments(data: bytes) -> dict[int, bytes]:
+    """Return the segments of a small JPEG by marker, the last one of a kind, and under 0 the data of its scan."""
+    at, found, tables = 2, {}, b""
+    while True:
+        marker, length = struct.unpack_from(">HH", data, at)
+        piece = data[at : at + 2 + length]
+        tables += piece if marker in (0xFFDB, 0xFFC4) else b""
+        found[marker] = piece
+        at += 2 + length
+        if marker == 0xFFDA:
+            return {**found, 0: data[at:-2], 1: tables}
+
+
+def test_a_file_with_a_scan_for_each_colour_is_exact():
+    planes = [segments(saved(noisy()[:, :, plane], "JPEG")) for plane in range(3)]
+    height, width = HEIGHT, WIDTH
+    frame = struct.pack(">HHBHHB", 0xFFC0, 17, 8, height, width, 3) + b"".join(
+        bytes((number, 0x11, 0)) for number in (1, 2, 3)
+    )
+    scans = b"".join(
+        struct.pack(">HHBBBBBB", 0xFFDA, 8, 1, number, 0, 0, 63, 0) + plane[0] for number, plane in enumerate(planes, 1)
+    )
+    data = b"\xff\xd8" + planes[0][1] + frame + scans + b"\xff\xd9"
+    assert np.array_equal(
+        crop(data, (0, 0, height, width), 1)[..., 0], decode_image(saved(noisy()[:, :, 0], "JPEG"), 1)[..., 0]
+    )
+    for region in BOXES:
+        found = boxed(data, region)
+        assert found is None or np.array_equal(found, crop(data, region)), region
+
+
+def test_less_is_decoded_than_the_whole():
+    found = decode_region(sampled(noisy(), "420"), 3, (8, 8, 30, 30), (30, 30), (HEIGHT, WIDTH))
+    assert found is not None
+    assert found[0].shape == (96, WIDTH, 3)
+    assert found[1] == (8, 8, 30, 30)
+
+
+def test_a_box_that_reaches_far_down_is_left_to_the_whole_decoder():
+    data = sampled(noisy(), "420")
+    for region in ((0, 0, HEIGHT, WIDTH), (HEIGHT - 1, 0, 1, 1), (HEIGHT - 60, 5, 20, 20)):
+        assert boxed(data, region) is None
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_turned_pictures_are_left_to_the_whole_decoder(orientation):
+    data = saved(noisy(), "JPEG", exif=exif(orientation))
+    assert boxed(data, (0, 0, 20, 20)) is None
+    assert boxed(data, (0, 0, 200, 200), wanted=(20, 20)) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        saved(noisy(), "JPEG", progressive=True),
+        saved(Image.fromarray(noisy()).convert("CMYK"), "JPEG"),
+        saved(noisy(), "PNG"),
+        saved(noisy(), "WEBP"),
+    ],
+    ids=["progressive", "CMYK", "PNG", "WEBP"],
+)
+def test_files_of_other_kinds_are_left_to_the_whole_decoder(data):
+    assert boxed(data, (0, 0, 20, 20)) is None
+
+
+@pytest.mark.parametrize("restart", [{}, {"restart_marker_rows": 1}])
+@pytest.mark.parametrize("wanted", [None, (10, 10)])
+def test_a_file_cut_short_anywhere_is_left_to_the_whole_decoder(wanted, restart):
+    data = saved(noisy(), "JPEG", **restart)
+    begin = data.index(b"\xff\xda")
+    for end in (*range(begin, len(data), 997), len(data) - 20, len(data) - 2, len(data) - 1):
+        for tail in (b"", bytes(7), bytes(5000)):
+            assert boxed(data[:end] + tail, (0, 0, 40, 40), wanted=wanted) is None, (end, len(tail))
+
+
+def test_a_file_cut_short_inside_whose_preview_is_whole_is_left_to_the_whole_decoder():
+    preview = saved(noisy(40, 40), "JPEG")
+    about = exif(1)
+    data = saved(noisy(), "JPEG", exif=b"Exif\0\0" + about.tobytes()[6:] + preview)
+    assert preview in data
+    assert np.array_equal(boxed(data, (5, 5, 40, 40)), crop(data, (5, 5, 40, 40)))
+    for end in (data.index(preview) + len(preview), len(data) // 2):
+        assert decode_region_or_none(data[:end]) is None
+
+
+def decode_region_or_none(data: bytes) -> object:
+    return decode_region(data, 3, (0, 0, 40, 40), (40, 40), (HEIGHT, WIDTH))
+
+
+@pytest.mark.parametrize("restart", [{}, {"restart_marker_rows": 1}])
+@pytest.mark.parametrize("damage", ["a piece is missing", "zeros", "noise", "another end"])
+def test_of_a_damaged_file_a_box_is_what_the_whole_decoder_shows_or_nothing(damage, restart):
+    data = saved(noisy(), "JPEG", **restart)
+    begin, random = data.index(b"\xff\xda") + 14, np.random.default_rng(5)
+    for at in range(begin, len(data) - 2100, 1999):
+        broken = {
+            "a piece is missing": data[:at] + data[at + 2000 :],
+            "zeros": data[:at] + bytes(2000) + data[at + 2000 :],
+            "noise": data[:at] + random.bytes(2000) + data[at + 2000 :],
+            "another end": data[:at] + b"\xff\xd9" + data[at + 2000 :],
+        }[damage]
+        try:
+            found = boxed(broken, (0, 0, 150, WIDTH))
+        except Exception as error:
+            pytest.fail(f"{at}: {error!r}")
+        if found is not None:
+            assert np.array_equal(found, crop(broken, (0, 0, 150, WIDTH))), at
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_large_box_is_divided_while_it_is_decoded_and_lies_where_it_was(factor, progressive):
+    data = saved(photo(1211, 1403), "JPEG", quality=95, progressive=progressive)
+    region = (101, 203, 800, 960)
+    found = decode_region(data, 3, region, (800 // factor, 960 // factor), (1211, 1403))
+    assert found is not None
+    pixels, (top, left, height, width) = found
+    assert pixels.shape == (-(-1211 // factor), -(-1403 // factor), 3)
+    assert (height, width) == (800 // factor, 960 // factor)
+    assert abs(top - 101 / factor) < 1
+    assert abs(left - 203 / factor) < 1
+    whole = Image.fromarray(decode_image(data))
+    box = (left * factor, top * factor, (left + width) * factor, (top + height) * factor)
+    expected = np.asarray(whole.resize((width, height), Image.Resampling.BOX, box=box))
+    difference = np.abs(pixels[top : top + height, left : left + width].astype(int) - expected)
+    assert difference.mean() < 0.6
+    assert difference.max() <= 6
+
+
+def test_a_divided_box_is_never_empty_and_never_beyond_the_picture():
+    random = np.random.default_rng(1)
+    for _ in range(2000):
+        rows, columns = random.integers(1, 200, 2).tolist()
+        height, width = random.integers(1, rows + 1), random.integers(1, columns + 1)
+        top, left = random.integers(0, rows - height + 1), random.integers(0, columns - width + 1)
+        factor = random.choice([2, 4, 8]).item()
+        least = -(-rows // factor), -(-columns // factor)
+        box = regions._divided((int(top), int(left), int(height), int(width)), factor, least)
+        assert min(box[2:]) >= 1
+        assert min(box[:2]) >= 0
+        assert box[0] + box[2] <= least[0]
+        assert box[1] + box[3] <= least[1]
+
+
+@pytest.mark.parametrize("package", ["torchcodec", "torchvision", None])
+def test_decoders_that_cannot_do_less_say_so(package, monkeypatch):
+    take(package, monkeypatch)
+    chosen = None if package is None else back_ends.PROBES[package]()
+    monkeypatch.setattr(regions, "back_end", lambda: chosen)
+    assert boxed(saved(noisy(), "JPEG"), (0, 0, 20, 20)) is None

@@ -1,0 +1,124 @@
+"""A size gives what `ImageOps.fit` gives; large JPEG files are scaled while they are decoded, within a bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pictures import AGREEMENT, PACKAGES, by_pillow, distance, exif, fitted_by_pillow, photo, saved, take
+from PIL import Image
+
+import colabkit.packs.decode.images
+from colabkit.packs.decode import fitting
+from colabkit.packs.decode.images import decode_image, decode_into
+
+
+@pytest.mark.parametrize("size", [(10, 10), (45, 61), (90, 30), (1, 1), (64, 200), (61, 45)])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_a_size_gives_what_pillows_fit_gives(size, channels):
+    data = saved(photo(), "PNG")
+    expected = fitted_by_pillow(data, size, channels)
+    assert (decode_image(data, channels, size) == expected).all()
+    row = np.empty((*size, channels), np.uint8)
+    decode_into(data, row, fit=True)
+    assert (row == expected).all()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_image_is_fitted_as_if_it_were_turned_first(orientation, kind):
+    data = saved(photo(), kind, exif=exif(orientation))
+    for size in ((30, 20), (20, 30), (45, 61), (61, 45)):
+        expected = fitted_by_pillow(data, size)
+        found = decode_image(data, 3, size)
+        row = np.empty((*size, 3), np.uint8)
+        decode_into(data, row, fit=True)
+        assert distance(found, expected) <= (1 if kind != "JPEG" else 1 + AGREEMENT)
+        assert (row == found).all()
+
+
+def grained(height: int, width: int) -> np.ndarray:
+    """Return a picture with the detail of a photo: blurred noise of several scales."""
+    random = np.random.default_rng(1)
+    total = np.full((height, width, 3), 128.0)
+    for step in (1, 2, 4, 16, 64):
+        coarse = random.normal(0, 4 * step**0.5, (height // step + 2, width // step + 2, 3)).clip(-127, 127) + 128
+        scaled = Image.fromarray(coarse.astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+        total += np.asarray(scaled).astype(float) - 128
+    return total.clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("shape", "size"), [((401, 603), (100, 100)), ((803, 1001), (96, 64)), ((1603, 805), (64, 50))]
+)
+def test_a_large_jpeg_fits_nearly_as_if_it_were_decoded_in_full(shape, size, package, monkeypatch):
+    take(package, monkeypatch)
+    for options in ({}, {"exif": exif(6)}, {"progressive": True}):
+        data = saved(grained(*shape), "JPEG", quality=90, **options)
+        expected = fitted_by_pillow(data, size).astype(int)
+        found = decode_image(data, 3, size)
+        error = np.abs(found - expected)
+        assert error.mean() <= 1.4
+        assert np.quantile(error, 0.999) <= 8
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "orientation", "factor"),
+    [
+        ((400, 600), (100, 100), 1, 2),
+        ((399, 600), (100, 100), 1, 1),
+        ((400, 600), (100, 150), 1, 2),
+        ((400, 600), (100, 151), 1, 1),
+        ((400, 600), (150, 100), 1, 1),
+        ((400, 600), (150, 100), 6, 2),
+        ((3000, 4000), (224, 224), 1, 4),
+        ((4000, 6000), (224, 224), 8, 8),
+        ((40000, 60000), (224, 224), 1, 8),
+        ((400, 600), None, 1, 1),
+    ],
+)
+def test_twice_the_wanted_size_is_kept_while_decoding(stored, wanted, orientation, factor):
+    assert fitting.scale_factor(stored, orientation, wanted) == factor
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("shape", [(64, 64), (65, 63), (71, 129), (97, 33), (9, 11)])
+def test_decoders_scale_by_exactly_the_factor_that_was_chosen(shape, channels, monkeypatch):
+    data = saved(photo(*shape), "JPEG", quality=95)
+    for factor in fitting.FACTORS:
+        monkeypatch.setattr(colabkit.packs.decode.images, "scale_factor", lambda *a, factor=factor: factor)
+        monkeypatch.setattr(colabkit.packs.decode.pillow_images, "scale_factor", lambda *a, factor=factor: factor)
+        scaled = []
+        for package in ("simplejpeg", None):
+            take(package, monkeypatch)
+            pixels, stored, _ = colabkit.packs.decode.images._decode(data, channels, (1, 1))
+            assert stored == shape
+            assert pixels.shape == (*fitting.scaled(shape, factor), channels)
+            scaled.append(pixels)
+        assert distance(*scaled) <= AGREEMENT
+
+
+def test_the_smallest_pictures_that_are_scaled_fit_too():
+    for side in range(1, 40):
+        data = saved(photo(side, 200), "JPEG", quality=100, subsampling=0)
+        error = np.abs(decode_image(data, 3, (1, 3)) - fitted_by_pillow(data, (1, 3)).astype(int))
+        assert error.max() <= 16  # edges weigh much here
+
+
+def test_cmyk_files_are_scaled_while_they_are_decoded_too(monkeypatch):
+    data = saved(Image.fromarray(photo(400, 600)).convert("CMYK"), "JPEG", quality=90)
+    expected = fitted_by_pillow(data, (50, 50)).astype(int)
+    assert np.abs(decode_image(data, 3, (50, 50)) - expected).mean() <= 1.4
+    assert colabkit.packs.decode.images._decode(data, 3, (50, 50))[0].shape == (100, 150, 3)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("channels", [3, 1])
+def test_turning_is_that_of_pillow_bit_for_bit(orientation, channels):
+    pixels = np.random.default_rng(2).integers(0, 256, (7, 5, channels), dtype=np.uint8)
+    image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
+    data = saved(image, "PNG", exif=exif(orientation))
+    found = fitting.turned(pixels, orientation)
+    assert found.flags.c_contiguous
+    assert (found == by_pillow(data, channels)).all()
+    assert (fitting.turned(np.repeat(pixels, 2, 1)[:, ::2], orientation) == found).all()

@@ -1,0 +1,262 @@
+"""Splits and classes from folders: which files are samples, which folder is a class, which a split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from colabkit.errors import BadSource, InvalidOption
+from colabkit.packs.labels.folders import ClassTree, class_tree
+from colabkit.packs.labels.labelling import Labelling, label_samples
+from colabkit.storage.sources.items import Item, Listing
+
+
+def listing_of(*paths: str) -> Listing:
+    """Return the listing of a folder with these files."""
+    return Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
+
+
+def tree_of(*paths: str) -> ClassTree:
+    """Return the tree of a listing with these paths."""
+    return class_tree(listing_of(*paths), "source")
+
+
+def labelled(tree: ClassTree) -> dict[str, dict[str, str]]:
+    """Return path -> class name for each split."""
+    return {
+        split: {item.path: tree.classes[label] for item, label in samples} for split, samples in tree.splits.items()
+    }
+
+
+def test_each_folder_is_a_class_and_labels_follow_the_sorted_names():
+    tree = tree_of("cats/1.jpg", "ants/1.png", "ants/deep/er/2.PNG", "Bees/x.jpeg")
+    assert tree.classes == ("Bees", "ants", "cats")
+    assert labelled(tree) == {
+        "train": {"Bees/x.jpeg": "Bees", "ants/1.png": "ants", "ants/deep/er/2.PNG": "ants", "cats/1.jpg": "cats"}
+    }
+    assert [label for _, label in tree.splits["train"]] == [0, 1, 1, 2]
+    assert tree.left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("folder", "split"),
+    [
+        ("train", "train"),
+        ("Training", "train"),
+        ("dev", "dev"),
+        ("val", "dev"),
+        ("VALID", "dev"),
+        ("validation", "dev"),
+        ("test", "test"),
+        ("testing", "test"),
+    ],
+)
+def test_split_folders_are_known_by_their_usual_names(folder, split):
+    tree = tree_of(f"{folder}/cats/1.jpg", f"{folder}/ants/1.jpg")
+    assert labelled(tree) == {split: {f"{folder}/ants/1.jpg": "ants", f"{folder}/cats/1.jpg": "cats"}}
+
+
+def test_splits_come_in_their_order_with_the_classes_of_all():
+    tree = tree_of("test/cats/1.jpg", "val/ants/1.jpg", "train/bees/1.jpg")
+    assert list(tree.splits) == ["train", "dev", "test"]
+    assert tree.classes == ("ants", "bees", "cats")
+
+
+def test_a_split_folder_beside_a_class_folder_is_a_class():
+    tree = tree_of("test/1.jpg", "train/1.jpg", "cats/1.jpg")
+    assert tree.classes == ("cats", "test", "train")
+    assert list(tree.splits) == ["train"]
+
+
+@pytest.mark.parametrize("wrap", ["data/", "a/b/c/", "my dataset/"])
+def test_folders_that_wrap_the_whole_tree_are_looked_through(wrap):
+    assert tree_of(f"{wrap}cats/1.jpg", f"{wrap}ants/1.jpg").classes == ("ants", "cats")
+    tree = tree_of(f"{wrap}train/cats/1.jpg", f"{wrap}test/cats/2.jpg")
+    assert labelled(tree) == {"train": {f"{wrap}train/cats/1.jpg": "cats"}, "test": {f"{wrap}test/cats/2.jpg": "cats"}}
+
+
+def test_a_single_class_is_no_wrapping():
+    assert tree_of("cats/1.jpg", "cats/2.jpg").classes == ("cats",)
+    assert tree_of("cats/1.jpg", "cats/deep/2.jpg").classes == ("cats",)
+
+
+def test_a_lone_split_folder_is_no_wrapping():
+    assert labelled(tree_of("test/cats/1.jpg", "test/ants/1.jpg")) == {
+        "test": {"test/ants/1.jpg": "ants", "test/cats/1.jpg": "cats"}
+    }
+
+
+def test_hidden_files_and_files_that_are_no_images_are_left_out_and_named():
+    tree = tree_of(
+        "cats/1.jpg",
+        "cats/.hidden.jpg",
+        ".git/x.png",
+        "__MACOSX/cats/._1.jpg",
+        "cats/Thumbs.db",
+        "README",
+        "cats/jpg",
+        "png",
+        "cats/1.jpg.txt",
+        "cats/x.",
+    )
+    assert labelled(tree) == {"train": {"cats/1.jpg": "cats"}}
+    assert sorted(tree.left_out) == [
+        (".git/x.png", "hidden"),
+        ("README", "no image by its name"),
+        ("__MACOSX/cats/._1.jpg", "hidden"),
+        ("cats/.hidden.jpg", "hidden"),
+        ("cats/1.jpg.txt", "no image by its name"),
+        ("cats/Thumbs.db", "no image by its name"),
+        ("cats/jpg", "no image by its name"),
+        ("cats/x.", "no image by its name"),
+        ("png", "no image by its name"),
+    ]
+
+
+def test_what_the_source_passed_over_is_left_out_too():
+    listing = Listing((Item("cats/1.jpg", 1),), (("cats/link.jpg", "link"),))
+    assert class_tree(listing, "source").left_out == (("cats/link.jpg", "link"),)
+
+
+@pytest.mark.parametrize("suffix", ["bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp", "JPG"])
+def test_images_are_known_by_their_endings(suffix):
+    assert len(tree_of(f"cats/a.b.{suffix}").splits["train"]) == 1
+
+
+def test_an_image_outside_of_class_folders_is_refused_and_named():
+    with pytest.raises(BadSource, match=r"'1\.jpg' lies in no class folder"):
+        tree_of("1.jpg", "cats/1.jpg")
+    with pytest.raises(BadSource, match=r"'train/1\.jpg' lies in no class folder"):
+        tree_of("train/1.jpg", "test/cats/1.jpg")
+
+
+def test_no_image_and_no_file_are_told_apart():
+    with pytest.raises(BadSource, match="no image among 2 files"):
+        tree_of("a/1.txt", "b/2.csv")
+    with pytest.raises(BadSource, match=r"Cannot label 'source': no files at all"):
+        tree_of()
+
+
+def test_any_name_of_a_class_is_kept():
+    names = ["<img src=x>", "猫", "a b", "caf\udce9"]
+    assert set(tree_of(*(f"{name}/1.jpg" for name in names)).classes) == set(names)
+
+
+def by_split(labelled: Labelling) -> dict[str, list[str]]:
+    """Return the paths of each split, in the pack's order."""
+    return {split: [labelled.items[n].path for n in numbers] for split, numbers in labelled.splits.items()}
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ("cats/1.jpg", "ants/2.png", "ants/deep/1.png", "ants/1.png", "README"),
+        ("train/b/1.jpg", "train/a/2.jpg", "test/b/3.jpg", "val/a/4.jpg", "valid/a/3.jpg", "Val/a/5.jpg"),
+        ("data/x/train/cats/1.jpg", "data/x/dev/cats/1.jpg", ".git/x.jpg"),
+    ],
+)
+def test_samples_of_class_folders_are_those_of_the_class_tree(paths):
+    tree, labelled = tree_of(*paths), label_samples(listing_of(*paths), "source")
+    assert labelled.kind == "class"
+    assert (labelled.classes, labelled.left_out) == (tree.classes, tree.left_out)
+    assert labelled.values.dtype == labelled.rows.dtype == np.int64
+    found = {
+        split: tuple((labelled.items[n], labelled.values[n]) for n in numbers)
+        for split, numbers in labelled.splits.items()
+    }
+    assert found == tree.splits
+    assert list(labelled.splits) == list(tree.splits)
+
+
+def test_rows_say_where_each_sample_stands_in_the_listing():
+    listing = listing_of("a/sub/1.jpg", "a/z.jpg", "B/1.jpg", "a/note.txt")
+    labelled = label_samples(listing, "source")
+    assert tuple(listing.items[row] for row in labelled.rows) == labelled.items
+    assert [item.path for item in labelled.items] == ["B/1.jpg", "a/z.jpg", "a/sub/1.jpg"]
+
+
+def test_a_list_of_paths_is_sorted_by_class_too_and_keeps_repeated_files():
+    items = tuple(Item(path, 1) for path in ("b/1.jpg", "a/2.jpg", "a/1.jpg", "b/1.jpg"))
+    labelled = label_samples(Listing(items, ()), "source")
+    assert [item.path for item in labelled.items] == ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/1.jpg"]
+    assert labelled.rows.tolist()[:2] == [2, 1]
+
+
+def test_without_labels_files_keep_the_listings_order_and_folders_may_be_flat():
+    labelled = label_samples(listing_of("b/1.jpg", "2.jpg", "a/1.jpg", "x.txt"), "source", labels=None)
+    assert [item.path for item in labelled.items] == ["2.jpg", "a/1.jpg", "b/1.jpg"]
+    assert (labelled.kind, labelled.classes, labelled.values) == ("none", (), None)
+    assert list(labelled.splits) == ["train"]
+    assert labelled.left_out == (("x.txt", "no image by its name"),)
+
+
+def test_split_folders_without_classes_are_known_without_labels():
+    labelled = label_samples(listing_of("data/train/1.jpg", "data/test/1.jpg"), "source", labels=None)
+    assert by_split(labelled) == {"train": ["data/train/1.jpg"], "test": ["data/test/1.jpg"]}
+
+
+def test_arrays_are_samples_where_no_file_is_an_image():
+    labelled = label_samples(listing_of("a/1.npy", "b/2.NPY", "README"), "source")
+    assert [item.path for item in labelled.items] == ["a/1.npy", "b/2.NPY"]
+    assert labelled.left_out == (("README", "no image by its name"),)
+    mixed = label_samples(listing_of("a/1.npy", "b/2.jpg"), "source")
+    assert mixed.left_out == (("a/1.npy", "no image by its name"),)
+
+
+def test_items_whose_names_have_no_endings_are_all_samples():
+    labelled = label_samples(listing_of("00001", "00002"), "source", labels=None)
+    assert [item.path for item in labelled.items] == ["00001", "00002"]
+    with pytest.raises(BadSource, match=r"'00001' lies in no class folder.+labels=None"):
+        label_samples(listing_of("00001", "00002"), "source")
+
+
+def test_shards_of_records_are_never_taken_for_classes():
+    listing = listing_of("part-0/00001", "part-1/00001")
+    for call in (label_samples, class_tree):
+        with pytest.raises(BadSource, match=r"'part-0/00001' is not named like a file.+labels=None"):
+            call(listing, "source")
+    assert len(label_samples(listing, "source", labels=lambda path: path[5]).classes) == 2
+
+
+def test_a_function_labels_files_by_their_paths():
+    listing = listing_of("cat_1.jpg", "dog_1.jpg", "cat_2.jpg")
+    labelled = label_samples(listing, "source", labels=lambda path: path.partition("_")[0])
+    assert [labelled.classes[value] for value in labelled.values] == ["cat", "cat", "dog"]
+    with pytest.raises(BadSource, match=r"labels= returned is empty for 'dog_1\.jpg', and for 1 of 3"):
+        label_samples(listing, "source", labels=lambda path: None if path.startswith("dog") else 1)
+
+
+def test_a_function_splits_files_by_their_paths():
+    listing = listing_of("a/1.jpg", "a/2.jpg", "b/1.jpg")
+    labelled = label_samples(listing, "source", splits=lambda path: "Val" if "1" in path else "training")
+    assert by_split(labelled) == {"train": ["a/2.jpg"], "dev": ["a/1.jpg", "b/1.jpg"]}
+    with pytest.raises(BadSource, match=r"splits= returned holds 'holdout', None, first for 'a/1\.jpg'"):
+        label_samples(listing, "source", splits=lambda path: "holdout" if path.startswith("a") else None)
+
+
+def test_a_column_of_files_that_have_none_is_refused():
+    for options in ({"labels": "label"}, {"labels": ["a", "b"]}, {"splits": "fold"}):
+        with pytest.raises(InvalidOption, match=r"no column .+files alone have no columns"):
+            label_samples(listing_of("a/1.jpg"), "source", **options)
+
+
+@pytest.mark.parametrize("labels", [5, [], ["a", 1], {"a"}, b"label"])
+def test_labels_that_cannot_be_meant_are_refused(labels):
+    with pytest.raises(InvalidOption, match="labels="):
+        label_samples(listing_of("a/1.jpg"), "source", labels=labels)
+
+
+def test_shares_of_a_tree_with_splits_of_its_own_are_refused():
+    with pytest.raises(InvalidOption, match="already has the splits train, test"):
+        label_samples(listing_of("train/a/1.jpg", "test/a/2.jpg"), "source", splits={"train": 0.5, "test": 0.5})
+    lone = listing_of(*(f"train/a/{n}.jpg" for n in range(4)))
+    assert list(label_samples(lone, "source", splits={"train": 0.5, "test": 0.5}).splits) == ["train", "test"]
+
+
+def test_a_folder_of_classes_beside_splits_that_is_no_split_is_refused():
+    paths = ["train/cat/1.jpg", "train/dog/1.jpg", "holdout/cat/1.jpg", "holdout/dog/1.jpg"]
+    listing = Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
+    with pytest.raises(BadSource, match="'holdout', which is no split, beside 'train'"):
+        label_samples(listing, "source")
+    named = label_samples(listing, "source", splits=lambda path: "test" if path.startswith("holdout") else "train")
+    assert {split: len(numbers) for split, numbers in named.splits.items()} == {"train": 2, "test": 2}

@@ -1,0 +1,291 @@
+"""Seeded shares and folds lose no sample, keep every class's share, part no group, and are the same everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trees import needs
+
+from colabkit.errors import InvalidOption
+from colabkit.packs.labels.labelling import label_samples
+from colabkit.packs.labels.splitting import fold_numbers, shares_of, split_shares, strata_of
+from colabkit.storage.sources.items import Item, Listing
+
+SHARES = st.sampled_from(
+    [
+        {"train": 0.8, "test": 0.2},
+        {"train": 0.7, "dev": 0.2, "test": 0.1},
+        {"test": 0.5, "train": 0.5},
+        {"train": 1 / 3, "dev": 1 / 3, "test": 1 / 3},
+        {"dev": 1.0},
+    ]
+)
+COUNTS = st.dictionaries(st.integers(0, 5), st.integers(10, 60), min_size=1)
+SEEDS = st.integers(0, 2**40)
+
+
+def strata_with(counts: dict[int, int], seed: int = 0) -> np.ndarray:
+    """Return strata with so many samples each, in a mixed order."""
+    cells = [stratum for stratum, count in counts.items() for _ in range(count)]
+    random.Random(seed).shuffle(cells)
+    return np.array(cells)
+
+
+@given(counts=COUNTS, shares=SHARES, seed=SEEDS)
+@settings(max_examples=60)
+def test_every_sample_is_dealt_once_and_each_stratum_keeps_its_shares(counts, shares, seed):
+    strata = strata_with(counts, seed)
+    parts = split_shares(strata, len(strata), shares, seed)
+    assert list(parts) == list(shares)
+    assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(len(strata)))
+    for name, numbers in parts.items():
+        assert numbers.dtype == np.int64
+        assert (np.diff(numbers) > 0).all()
+        for stratum, count in counts.items():
+            assert abs((strata[numbers] == stratum).sum() - shares[name] * count) <= 1
+
+
+@given(counts=COUNTS, shares=SHARES, seed=SEEDS)
+@settings(max_examples=30)
+def test_classes_are_shuffled_by_seed_and_number_and_cut_at_rounded_shares(counts, shares, seed):
+    """Packs are compared with what would be packed again, so that this rule must stay as it is."""
+    paths = [f"{stratum}/{number:03}.jpg" for stratum, count in sorted(counts.items()) for number in range(count)]
+    shares = {name: shares[name] for name in ("train", "dev", "test") if name in shares}
+    dealt: dict[str, list[str]] = {name: [] for name in shares}
+    for label, stratum in enumerate(sorted(counts)):
+        members = [path for path in paths if path.startswith(f"{stratum}/")]
+        random.Random(f"{seed}/{label}").shuffle(members)
+        start, share = 0, 0.0
+        for name in shares:
+            share += shares[name] / sum(shares.values())
+            stop = round(share * len(members))
+            dealt[name] += members[start:stop]
+            start = stop
+    found = label_samples(Listing(tuple(Item(path, 1) for path in paths), ()), "source", splits=shares, seed=seed)
+    assert {split: [found.items[n].path for n in numbers] for split, numbers in found.splits.items()} == {
+        name: sorted(members) for name, members in dealt.items()
+    }
+
+
+@given(counts=COUNTS, seed=SEEDS)
+@settings(max_examples=30)
+def test_the_order_in_which_shares_are_given_changes_nothing(counts, seed):
+    listing = Listing(
+        tuple(Item(f"{stratum}/{number}.jpg", 1) for stratum in counts for number in range(counts[stratum])), ()
+    )
+    one = label_samples(listing, "source", splits={"train": 0.6, "dev": 0.2, "test": 0.2}, seed=seed)
+    other = label_samples(listing, "source", splits={"test": 0.2, "train": 0.6, "val": 0.2}, seed=seed)
+    assert {split: numbers.tolist() for split, numbers in one.splits.items()} == {
+        split: numbers.tolist() for split, numbers in other.splits.items()
+    }
+
+
+def test_another_seed_and_another_stratum_give_another_order():
+    strata = np.repeat([0, 1], 40)
+    tests = [split_shares(strata, 80, {"a": 0.5, "b": 0.5}, seed)["b"].tolist() for seed in range(10)]
+    assert len(set(map(tuple, tests))) == 10
+    for numbers in tests:
+        assert [number for number in numbers if number < 40] != [number - 40 for number in numbers if number >= 40]
+
+
+def test_a_stratum_more_does_not_move_the_samples_of_the_others():
+    strata = np.repeat([0, 1, 2], 30)
+    few = split_shares(strata[:60], 60, {"a": 0.5, "b": 0.5}, 1)["b"]
+    more = split_shares(strata, 90, {"a": 0.5, "b": 0.5}, 1)["b"]
+    assert few.tolist() == more[more < 60].tolist()
+
+
+def test_shares_that_add_up_to_a_hair_less_than_one_lose_no_sample():
+    parts = split_shares(None, 600_000, {"a": 0.5, "b": 0.5 - 9e-7}, 0)
+    assert sum(map(len, parts.values())) == 600_000
+
+
+@pytest.mark.parametrize(
+    ("shares", "found"),
+    [
+        ({}, "add up to 0"),
+        ({"train": 0.8}, "add up to 0.8"),
+        ({"train": 0.8, "test": 0.3}, "add up to 1.1"),
+        ({"train": 1.2, "test": -0.2}, "positive shares"),
+        ({"train": 1.0, "test": 0.0}, "positive shares"),
+        ({"train": math.nan}, "positive shares"),
+        ({"train": math.inf}, "positive shares"),
+        ({"train": "all"}, "the share 'all'"),
+        ({"train": True}, "the share True"),
+    ],
+)
+def test_shares_that_cannot_be_meant_are_refused(shares, found):
+    with pytest.raises(InvalidOption, match=found):
+        split_shares(None, 10, shares, 0)
+    with pytest.raises(InvalidOption, match=found):
+        shares_of("split", shares)
+
+
+@pytest.mark.parametrize(
+    ("shares", "found"),
+    [
+        ({"train": 0.5, "holdout": 0.5}, "'holdout' is no split, names among train, dev, test"),
+        ({"train": 0.5, 3: 0.5}, "3 is no split"),
+        ({"train": 0.5, "val": 0.25, "dev": 0.25}, "several shares of one split"),
+        ([0.5, 0.5], r"splits=\[0.5, 0.5\], shares by split"),
+        (0.5, r"splits=0.5"),
+    ],
+)
+def test_shares_of_unknown_splits_are_refused(shares, found):
+    with pytest.raises(InvalidOption, match=found):
+        shares_of("split", shares)
+
+
+def test_shares_are_known_by_the_usual_names_and_come_in_the_packs_order():
+    shares = shares_of("split", {"Testing": 0.2, "validation": 0.1, "TRAIN": 0.7})
+    assert list(shares.items()) == [("train", 0.7), ("dev", 0.1), ("test", 0.2)]
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_a_part_that_would_stay_empty_is_refused(n):
+    with pytest.raises(InvalidOption, match=f"among {n}, at least one"):
+        split_shares(np.zeros(n, np.int64), n, {"train": 0.9, "test": 0.1}, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)), min_size=40, max_size=200), SHARES)
+@settings(max_examples=40)
+def test_combinations_of_labels_keep_their_shares_where_they_are_frequent_enough(rows, shares):
+    values = np.array(rows, np.uint8)
+    parts = split_shares(strata_of("multilabel", values, shares), len(rows), shares, 0)
+    fewest = math.ceil(1 / min(shares.values()))
+    for combination, count in Counter(rows).items():
+        for name, numbers in parts.items():
+            if count >= fewest:
+                found = sum(rows[number] == combination for number in numbers)
+                assert abs(found - shares[name] * count) <= 1
+
+
+def test_samples_that_share_their_labels_with_none_are_dealt_together():
+    values = np.eye(50, dtype=np.uint8)
+    shares = {"train": 0.8, "test": 0.2}
+    parts = split_shares(strata_of("multilabel", values, shares), 50, shares, 0)
+    assert {name: len(numbers) for name, numbers in parts.items()} == {"train": 40, "test": 10}
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=30, max_size=300), SEEDS)
+@settings(max_examples=40)
+def test_ranges_of_a_single_target_keep_their_shares(cells, seed):
+    shares = {"train": 0.8, "test": 0.2}
+    listing = Listing(tuple(Item(str(row), 1) for row in range(len(cells))), (), 0, {"y": tuple(cells)})
+    test = label_samples(listing, "source", splits=shares, seed=seed).splits["test"]
+    ranks = np.argsort(np.argsort(np.array(cells, np.float32), kind="stable"))
+    bins = min(10, len(cells) // 5)
+    for number in range(bins):
+        members = np.flatnonzero(ranks * bins // len(cells) == number)
+        assert abs(np.isin(members, test).sum() - 0.2 * len(members)) <= 1
+
+
+def test_several_targets_and_no_labels_are_dealt_as_one():
+    shares = {"train": 0.5, "test": 0.5}
+    assert strata_of("regression", np.zeros((4, 2), np.float32), shares) is None
+    assert strata_of("none", None, shares) is None
+    assert strata_of("class", np.array([1, 0]), shares).tolist() == [1, 0]
+    assert strata_of("regression", np.zeros(1, np.float32), shares).tolist() == [0]
+    assert strata_of("multilabel", np.zeros((3, 0), np.uint8), shares).tolist() == [0, 0, 0]
+
+
+@given(n=st.integers(2, 200), k=st.integers(2, 12), seed=SEEDS)
+def test_folds_are_never_empty_and_differ_by_one_sample_at_most(n, k, seed):
+    if n < k:
+        with pytest.raises(InvalidOption, match=f"{n} samples, at least one for each fold"):
+            fold_numbers(n, k, seed=seed)
+        return
+    sizes = np.bincount(fold_numbers(n, k, seed=seed), minlength=k)
+    assert len(sizes) == k
+    assert sizes.min() >= 1
+    assert sizes.max() - sizes.min() <= 1
+
+
+@given(strata=st.lists(st.sampled_from("abcd"), min_size=12, max_size=150), k=st.integers(2, 12), seed=SEEDS)
+def test_stratified_folds_differ_by_one_sample_of_each_class_at_most(strata, k, seed):
+    folds = fold_numbers(len(strata), k, strata=strata, seed=seed)
+    sizes = np.bincount(folds, minlength=k)
+    assert sizes.max() - sizes.min() <= 1
+    for stratum in set(strata):
+        counts = np.bincount(folds[np.array(strata) == stratum], minlength=k)
+        assert counts.max() - counts.min() <= 1
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc")), min_size=2, max_size=200),
+    k=st.integers(2, 8),
+    has_strata=st.booleans(),
+    seed=SEEDS,
+)
+def test_no_group_is_in_two_folds_and_no_fold_is_empty(samples, k, has_strata, seed):
+    groups, strata = [list(column) for column in zip(*samples, strict=True)]
+    options = {"groups": groups, "strata": strata if has_strata else None, "seed": seed}
+    if len(set(groups)) < k:
+        least = min(len(groups), len(set(groups)))
+        with pytest.raises(InvalidOption, match=rf"{least} groups|{len(groups)} samples"):
+            fold_numbers(len(samples), k, **options)
+        return
+    folds = fold_numbers(len(samples), k, **options)
+    assert set(folds.tolist()) == set(range(k))
+    assert len(set(zip(groups, folds.tolist(), strict=True))) == len(set(groups))
+
+
+def unevenness(folds: np.ndarray, strata: np.ndarray) -> float:
+    """Return the mean over strata of the standard deviation of the folds' shares of a stratum."""
+    counts = np.array([np.bincount(folds[strata == stratum], minlength=5) for stratum in np.unique(strata)])
+    return float((counts / counts.sum(1, keepdims=True)).std(1).mean())
+
+
+@pytest.mark.parametrize("has_strata", [False, True])
+def test_folds_of_groups_are_as_even_as_those_of_scikit_learn(has_strata):
+    needs("scikit-learn", importlib.util.find_spec("sklearn") is not None)
+    selection = importlib.import_module("sklearn.model_selection")
+    ours, theirs = [], []
+    for seed in range(20):
+        some = np.random.RandomState(seed)
+        groups = np.repeat(np.arange(60), some.geometric(0.05, 60))
+        strata = (
+            (some.rand(60)[groups] * 3 + some.rand(len(groups))).astype(int) if has_strata else np.zeros_like(groups)
+        )
+        ours.append(unevenness(fold_numbers(len(groups), 5, strata=strata, groups=groups, seed=seed), strata))
+        name = "StratifiedGroupKFold" if has_strata else "GroupKFold"
+        folds = np.empty(len(groups), int)
+        for number, (_, held_out) in enumerate(getattr(selection, name)(5).split(groups, strata, groups)):
+            folds[held_out] = number
+        theirs.append(unevenness(folds, strata))
+    assert np.mean(ours) <= 1.1 * np.mean(theirs)
+
+
+def test_folds_are_the_same_on_every_machine_and_others_with_another_seed():
+    strata, groups = [0, 0, 0, 1, 1, 1, 0, 1], list("aabbccdd")
+    assert fold_numbers(8, 3, seed=1).tolist() == [1, 2, 0, 0, 0, 1, 2, 1]
+    assert fold_numbers(8, 2, strata=strata, seed=1).tolist() == [0, 1, 0, 1, 0, 1, 1, 0]
+    assert fold_numbers(8, 2, groups=groups, seed=1).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert len({tuple(fold_numbers(50, 5, seed=seed).tolist()) for seed in range(10)}) == 10
+    many = np.repeat(np.arange(50), 2)
+    assert len({tuple(fold_numbers(100, 5, groups=many, seed=seed).tolist()) for seed in range(10)}) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"k": 1}, "k=1, a whole number of 2 or more"),
+        ({"k": 2.0}, "k=2.0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"strata": [0, 1]}, r"strata of shape \(2,\), one value for each of 6 samples"),
+        ({"strata": np.zeros((6, 2))}, r"strata of shape \(6, 2\)"),
+        ({"groups": [0] * 5}, r"groups of shape \(5,\)"),
+        ({"groups": [0] * 6}, "1 groups, at least one for each fold"),
+        ({"groups": np.array([0, "a", None, 1, 2, 3], object)}, "groups of NoneType, int, str, values of one kind"),
+    ],
+)
+def test_folds_that_cannot_be_meant_are_refused(options, found):
+    with pytest.raises(InvalidOption, match=found):
+        fold_numbers(**({"n": 6, "k": 2} | options))

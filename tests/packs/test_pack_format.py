@@ -1,0 +1,364 @@
+"""Packs as files: plain HDF5, sealed last, and no damage that opens unseen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from zlib import crc32
+
+import h5py
+import numpy as np
+import pytest
+from contract import make_pack, whole_content
+
+from colabkit.errors import BadSource, ColabkitError, Corrupt, NotSealed, SourceMissing
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.format.layout import DataSet
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.sealing import create_pack, seal_pack
+from colabkit.packs.packing.verifying import verify
+
+META = {
+    "source": "made",
+    "encoding": "raw",
+    "fields": {"X": ["image", False], "Y": ["labels", False]},
+    "classes": ["a"],
+    "label_kind": "class",
+    "splits": {"train": 2},
+    "sample_shape": [2, 2, 3],
+    "channels": 3,
+}
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    return make_pack(tmp_path / "made.h5", train=6, dev=3)
+
+
+def outcome(path: Path, original: tuple[object, ...]) -> str:
+    """Return how a changed pack is found out, or "silent" where it passes for the original without being it."""
+    try:
+        found = whole_content(path)
+        damaged = verify(path, progress=False).damaged
+    except (BadSource, NotSealed, Corrupt):
+        return "refused"
+    if found == original:
+        assert not damaged
+        return "meaningless"
+    return "named" if damaged else "silent"
+
+
+def layouts(count: int = 2) -> tuple[DataSet, ...]:
+    return (
+        DataSet("X_train", (count, 2, 2, 3), "|u1"),
+        DataSet("Y_train", (count,), "<i8"),
+        DataSet("crc_train", (count,), "<u4"),
+    )
+
+
+def test_a_pack_is_plain_contiguous_hdf5(packed):
+    info = read_pack(packed)
+    with h5py.File(packed) as file:
+        assert set(file) == {f"{field}_{split}" for field in ("X", "Y", "crc") for split in ("train", "dev")}
+        for name, dataset in file.items():
+            assert dataset.chunks is None
+            assert dataset.compression is None
+            assert dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS
+            assert dataset.id.get_offset() == info.data_sets[name].offset
+            assert np.array_equal(dataset[()], info.map(name))
+        assert file["X_train"].shape == (6, 4, 3, 3)
+        assert file["X_train"].dtype == np.uint8
+        assert file["Y_train"].dtype == np.int64
+        assert file["crc_train"].dtype == np.uint32
+
+
+def test_large_fields_begin_on_a_page_and_all_are_aligned_to_their_type(tmp_path):
+    info = read_pack(make_pack(tmp_path / "large.h5", (32, 32, 3), train=50, dev=9, test=2))
+    large = [field for field in info.data_sets.values() if field.size_bytes >= 4096]
+    assert {field.name for field in large} == {"X_train", "X_dev", "X_test"}
+    assert all(field.offset % 4096 == 0 for field in large)
+    assert all(field.offset >= 0 for field in info.data_sets.values())
+    assert [field.name for field in info.data_sets.values() if field.offset % np.dtype(field.dtype).itemsize] == []
+
+
+def test_fields_do_not_overlap(packed):
+    fields = sorted(read_pack(packed).data_sets.values(), key=lambda field: field.offset)
+    for field, following in itertools.pairwise(fields):
+        assert field.offset + field.size_bytes <= following.offset
+    assert fields[-1].offset + fields[-1].size_bytes <= packed.stat().st_size
+
+
+def test_splits_come_in_their_order_whatever_order_they_were_written_in(tmp_path):
+    assert read_pack(make_pack(tmp_path / "p.h5", test=1, dev=1, train=1)).splits == ("train", "dev", "test")
+
+
+def test_maps_are_read_only(packed):
+    samples = read_pack(packed).map("X_train")
+    with pytest.raises(ValueError, match="read-only"):
+        samples[0] = 0
+
+
+def test_reading_holds_no_handle_open(packed):
+    info = read_pack(packed)
+    info.map("X_train")
+    with h5py.File(packed, "r+"):  # HDF5 refuses to write what it still has open for reading
+        pass
+
+
+def test_an_empty_field_can_be_mapped(tmp_path):
+    path = make_pack(tmp_path / "empty.h5", train=3, dev=0)
+    assert read_pack(path).map("X_dev").shape == (0, 4, 3, 3)
+    assert read_pack(path).table("Y_dev").shape == (0,)
+
+
+def test_meta_of_any_size_and_script_comes_back(tmp_path):
+    meta = {**META, "left_out": [[f"ordner/größe-{number}.txt", "kein Bild ✗"] for number in range(3000)]}
+    path = tmp_path / "p.h5"
+    placed, crcs = create_pack(path, layouts(), meta)
+    seal_pack(path, placed.values(), {"Y_train": 0, "crc_train": 0, **crcs})
+    assert read_pack(path).meta == meta
+
+
+def test_sealing_keeps_the_length_that_was_reserved(tmp_path):
+    path = tmp_path / "p.h5"
+    placed, _ = create_pack(path, layouts(), META)
+    reserved = path.stat()
+    assert reserved.st_blocks * 512 >= reserved.st_size
+    seal = seal_pack(path, placed.values(), {"Y_train": 0xFFFFFFFF, "crc_train": 0})
+    assert path.stat().st_size == reserved.st_size
+    assert read_pack(path).seal == seal
+
+
+def test_an_unsealed_pack_is_not_sealed(tmp_path):
+    create_pack(tmp_path / "p.h5", layouts(), META)
+    with pytest.raises(NotSealed, match="never finished"):
+        read_pack(tmp_path / "p.h5")
+
+
+def test_equal_packs_have_equal_seals_and_other_content_another(tmp_path):
+    seals = [read_pack(make_pack(tmp_path / f"{n}.h5", train=train)).seal for n, train in enumerate((6, 6, 7))]
+    assert seals[0] == seals[1] != seals[2]
+
+
+def test_another_format_version_is_refused(packed):
+    packed.write_bytes(packed.read_bytes().replace(b"colabkit pack 2\n", b"colabkit pack 3\n", 1))
+    with pytest.raises(NotSealed, match="pack format 3"):
+        read_pack(packed)
+
+
+def test_any_change_of_what_the_pack_says_of_itself_is_corrupt(packed):
+    with h5py.File(packed, "r+") as file:
+        file.attrs.modify("colabkit_meta", "{}")
+    with pytest.raises(Corrupt):
+        read_pack(packed)
+
+
+@pytest.mark.parametrize(
+    ("said", "changed"),
+    [
+        *(({name: None}, ()) for name in META if name not in ("sample_shape", "channels")),
+        ({"splits": {}}, ()),
+        ({"splits": {"train": "two"}}, ()),
+        ({"fields": {"Y": ["labels", False]}}, ()),
+        ({"sample_shape": [2, "2", 3]}, ()),
+        ({"fields": {"X": ["image", True], "Y": ["labels", False]}}, (DataSet("X_train_index", (2,), "<i8"),)),
+        ({"fields": {"X": ["image", True], "Y": ["labels", False]}}, (DataSet("X_train_index", (2, 2), "<f8"),)),
+        ({}, (DataSet("X_train", (), "|u1"),)),
+        ({}, (DataSet("Y_train", (2,), "|S4"),)),
+        ({}, (DataSet("crc_train", (2,), "|S4"),)),
+        ({}, (DataSet("crc_train", (2, 1), "<u4"),)),
+    ],
+)
+def test_a_pack_sealed_by_somebody_else_that_makes_no_sense_is_corrupt(tmp_path, said, changed):
+    meta = {name: value for name, value in {**META, **said}.items() if value is not None}
+    data_sets = {one.name: one for one in (*layouts(), *changed)}
+    placed, crcs = create_pack(tmp_path / "p.h5", data_sets.values(), meta)
+    tables = {name: crc32(bytes(one.size_bytes)) for name, one in placed.items() if name != "X_train"}
+    seal_pack(tmp_path / "p.h5", placed.values(), {**crcs, **tables})
+    with pytest.raises(Corrupt):
+        open_pack(tmp_path / "p.h5")
+
+
+def test_labels_and_crcs_have_to_be_sealed(tmp_path):
+    for sealed in ("Y_train", "crc_train"):
+        path = tmp_path / f"{sealed}.h5"
+        placed, _ = create_pack(path, layouts(), META)
+        seal_pack(path, placed.values(), {sealed: 0})
+        with pytest.raises(Corrupt, match="no such table"):
+            read_pack(path)
+
+
+def test_what_lies_outside_of_the_data_sets_takes_no_memory_whatever_its_size(tmp_path):
+    path = tmp_path / "p.h5"
+    placed, _ = create_pack(path, (*layouts(), DataSet("Z_train", (1 << 26,), "|u1")), META)
+    kept = [one for one in placed.values() if one.name != "Z_train"]
+    tracemalloc.start()
+    seal_pack(path, kept, {"Y_train": 0, "crc_train": 0})
+    read_pack(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_nothing_there_is_source_missing(tmp_path):
+    for path in (tmp_path, tmp_path / "none.h5", tmp_path / "none" / "none.h5"):
+        with pytest.raises(SourceMissing, match=r"no such file|a folder"):
+            read_pack(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"PK\x03\x04" * 100, b"\x89HDF", b"\0" * 5000])
+def test_what_is_no_hdf5_is_bad_source(tmp_path, data):
+    (tmp_path / "p.h5").write_bytes(data)
+    with pytest.raises(BadSource, match="an empty file" if not data else "no readable HDF5"):
+        read_pack(tmp_path / "p.h5")
+
+
+def test_foreign_hdf5_is_not_sealed(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        file["X_train"] = np.zeros((3, 2, 2, 3), np.uint8)
+    with pytest.raises(NotSealed, match="without colabkit's seal"):
+        read_pack(tmp_path / "p.h5")
+
+
+def add_external_link(file: h5py.File, other: Path) -> None:
+    file["Z_train"] = h5py.ExternalLink(str(other), "X_train")
+
+
+def add_soft_link(file: h5py.File, other: Path) -> None:
+    file["Z_train"] = h5py.SoftLink("/X_train")
+
+
+def add_virtual(file: h5py.File, other: Path) -> None:
+    layout = h5py.VirtualLayout((2, 2, 2, 3), np.uint8)
+    layout[:] = h5py.VirtualSource(str(other), "X_train", (2, 2, 2, 3))
+    file.create_virtual_dataset("Z_train", layout)
+
+
+def add_external_storage(file: h5py.File, other: Path) -> None:
+    file.create_dataset("Z_train", (4,), np.uint8, external=[(str(other), 0, 4)])
+
+
+def add_chunked(file: h5py.File, other: Path) -> None:
+    file.create_dataset("Z_train", data=np.zeros(100, np.uint8), chunks=(10,), compression="gzip")
+
+
+def add_text(file: h5py.File, other: Path) -> None:
+    file["Z_train"] = ["text"]
+
+
+def add_group(file: h5py.File, other: Path) -> None:
+    file.create_group("Z_train")
+
+
+@pytest.mark.parametrize(
+    "add", [add_external_link, add_soft_link, add_virtual, add_external_storage, add_chunked, add_text, add_group]
+)
+def test_what_leads_out_of_the_file_or_is_not_contiguous_is_never_sealed_nor_read(
+    tmp_path, packed, add: Callable[[h5py.File, Path], None]
+):
+    other = make_pack(tmp_path / "other.h5", (2, 2, 3), train=2)
+    path = tmp_path / "p.h5"
+    placed, _ = create_pack(path, layouts(), META)
+    for target in (path, packed):
+        with h5py.File(target, "r+") as file:
+            add(file, other)
+    seal_pack(path, placed.values(), {"Y_train": 0, "crc_train": 0})
+    with pytest.raises(Corrupt, match="'Z_train' is no"):
+        read_pack(path)
+    with pytest.raises(Corrupt):
+        read_pack(packed)
+
+
+def test_a_pack_cut_short_anywhere_is_refused(tmp_path, packed):
+    data = packed.read_bytes()
+    for length in {*range(0, len(data), 97), *range(4), len(data) - 1, len(data) - 4096}:
+        (tmp_path / "cut.h5").write_bytes(data[:length])
+        with pytest.raises((BadSource, NotSealed, Corrupt)):
+            read_pack(tmp_path / "cut.h5")
+
+
+def test_a_pack_with_bytes_after_its_end_is_refused(packed):
+    with packed.open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(Corrupt):
+        read_pack(packed)
+
+
+def test_a_lost_block_is_refused_or_named_unless_it_was_empty(tmp_path, packed):
+    original, data = whole_content(packed), packed.read_bytes()
+    path = tmp_path / "q.h5"
+    for start in range(0, len(data), 512):
+        path.write_bytes(data[:start] + bytes(512) + data[start + 512 :])
+        found = outcome(path, original)
+        assert found in ("refused", "named") or (found == "meaningless" and not any(data[start : start + 512])), start
+
+
+def test_random_damage_is_always_refused_or_named(tmp_path, packed):
+    original, data = whole_content(packed), packed.read_bytes()
+    seeded = random.Random(5)
+    used = [position for position, byte in enumerate(data) if byte]
+    path = tmp_path / "q.h5"
+    seen = set()
+    for _ in range(300):
+        changed = bytearray(data)
+        for _ in range(seeded.randint(1, 20)):
+            changed[seeded.choice(used)] = seeded.randrange(256)
+        path.write_bytes(changed)
+        seen.add(outcome(path, original))
+    assert seen >= {"refused", "named"}
+    assert "silent" not in seen
+
+
+def test_no_single_bit_flip_is_silent(tmp_path, packed):
+    """Each flip is refused, names its sample, or lies where nothing that the pack means is changed by it."""
+    original, data = whole_content(packed), packed.read_bytes()
+    seeded = random.Random(6)
+    used = [position for position, byte in enumerate(data) if byte]
+    positions = {*seeded.sample(used, 400), *seeded.sample(range(len(data)), 100)}
+    path = tmp_path / "q.h5"
+    for position in sorted(positions):
+        changed = bytearray(data)
+        changed[position] ^= 1 << seeded.randrange(8)
+        path.write_bytes(changed)
+        assert outcome(path, original) != "silent", position
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_every_flip_inside_a_field_is_found_and_samples_are_named(packed, split):
+    info = read_pack(packed)
+    data = packed.read_bytes()
+    seeded = random.Random(7)
+    for name in (f"X_{split}", f"Y_{split}", f"crc_{split}"):
+        field = info.data_sets[name]
+        for inside in seeded.sample(range(field.size_bytes), 12):
+            changed = bytearray(data)
+            changed[field.offset + inside] ^= 1 << seeded.randrange(8)
+            packed.write_bytes(changed)
+            if name.startswith("X_"):
+                index = inside // (field.size_bytes // field.shape[0])
+                assert verify(packed, progress=False).damaged == ((split, index),)
+            else:
+                with pytest.raises(Corrupt, match=f"the table {name} is not the sealed one"):
+                    verify(packed, progress=False)
+
+
+def test_reading_a_pack_imports_no_torch(packed):
+    code = "import sys; from pathlib import Path; from colabkit.packs.format import read_pack; "
+    code += "read_pack(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(packed)], check=False).returncode == 0
+
+
+def test_every_error_is_of_the_family_and_ends_with_a_next_step(tmp_path, packed):
+    packed.write_bytes(packed.read_bytes()[:-1])
+    (tmp_path / "text.h5").write_text("text")
+    create_pack(tmp_path / "open.h5", layouts(), META)
+    for path in (packed, tmp_path / "text.h5", tmp_path / "open.h5", tmp_path / "none.h5"):
+        with pytest.raises(ColabkitError) as caught:
+            read_pack(path)
+        assert str(caught.value).startswith(f"Cannot open {str(path)!r}: ")
+        assert str(caught.value).endswith(".")

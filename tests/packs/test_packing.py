@@ -1,0 +1,464 @@
+"""`pack()` and `verify()`: the right samples in the right order, and nothing half-done whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contract import AtChange, fill_disk, kills, whole_content
+from PIL import Image
+from trees import leftovers, make_tree
+
+from colabkit.errors import (
+    BadImage,
+    BadSource,
+    ColabkitError,
+    InvalidOption,
+    NotEnoughSpace,
+    SourceMissing,
+    TargetExists,
+)
+from colabkit.foundation import file_changes
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.verifying import verify
+from colabkit.storage.staging.api import stage
+
+
+@pytest.fixture
+def small_tree(tmp_path: Path) -> Path:
+    """Return a folder of 6 images, so that few operations pack it."""
+    return make_tree(tmp_path / "small", 2)
+
+
+def packed(source: Path, out: Path, **options) -> Path:
+    return pack(source, out, progress=False, **options).path
+
+
+def samples(path: Path, split: str = "train") -> tuple[np.ndarray, list[int]]:
+    info = read_pack(path)
+    return np.array(info.map(f"X_{split}")), info.table(f"Y_{split}").tolist()
+
+
+def decoded(folder: Path, pattern: str = "*/*.png") -> np.ndarray:
+    return np.stack([np.asarray(Image.open(path)) for path in sorted(folder.glob(pattern))])
+
+
+def zipped(folder: Path, out: Path, inside: str = "") -> Path:
+    with zipfile.ZipFile(out, "w") as archive:
+        for path in sorted(folder.rglob("*.png"), reverse=True):
+            archive.write(path, inside + str(path.relative_to(folder)))
+    return out
+
+
+def test_the_pack_holds_the_decoded_images_sorted_by_class(tmp_path, image_tree):
+    report = pack(image_tree, tmp_path / "p.h5", progress=False)
+    images, labels = samples(report.path)
+    assert np.array_equal(images, decoded(image_tree))
+    assert labels == [0] * 8 + [1] * 8 + [2] * 8
+    assert (report.classes, report.splits) == (("ants", "bees", "cats"), {"train": 24})
+    assert (report.sample_shape, report.retries, report.left_out, report.reused) == ((6, 5, 3), 0, (), False)
+    assert report.pack_bytes == report.path.stat().st_size
+    assert verify(report.path, progress=False).damaged == ()
+
+
+def test_folder_and_zip_give_the_same_samples(tmp_path, image_tree):
+    folder = packed(image_tree, tmp_path / "folder.h5")
+    for inside in ("", "wrapped/twice/"):
+        archive = packed(zipped(image_tree, tmp_path / "tree.zip", inside), tmp_path / "zip.h5", overwrite=True)
+        assert np.array_equal(samples(folder)[0], samples(archive)[0])
+        assert samples(folder)[1] == samples(archive)[1]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, "auto"])
+def test_any_number_of_threads_gives_the_same_file(tmp_path, image_tree, threads):
+    reference = packed(image_tree, tmp_path / "reference.h5", threads=1)
+    path = packed(image_tree, tmp_path / "p.h5", threads=threads)
+    assert path.read_bytes() == reference.read_bytes()
+
+
+def image_folder(root: Path) -> tuple[list[Path], list[int], list[str]]:
+    """Return files, labels and classes by the rule of torchvision's `ImageFolder` (`find_classes`, `make_dataset`)."""
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    files, labels = [], []
+    for label, name in enumerate(classes):
+        for folder, _, names in sorted(os.walk(root / name)):
+            files += [Path(folder) / file for file in sorted(names)]
+            labels += [label] * len(names)
+    return files, labels, classes
+
+
+def test_order_and_labels_are_those_of_image_folder(tmp_path, image_tree):
+    pixels = iter(np.random.default_rng(3).integers(0, 256, (40, 6, 5, 3), dtype=np.uint8))
+    names = ("z.png", "deep/a.png", "deep/b/c.png", "deep-er/a.png", "A.PNG", "10.png", "9.png", "ä.png")
+    for group in ("ants-2", "ants 1", "Ants", "deep"):
+        for name in names:
+            path = image_tree / group / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(next(pixels)).save(path)
+    files, labels, classes = image_folder(image_tree)
+    images, found = samples(packed(image_tree, tmp_path / "p.h5"))
+    assert read_pack(tmp_path / "p.h5").meta["classes"] == classes
+    assert found == labels
+    assert np.array_equal(images, np.stack([np.asarray(Image.open(file)) for file in files]))
+
+
+def test_split_folders_become_splits(tmp_path):
+    tree = tmp_path / "tree"
+    for number, split in enumerate(("train", "val", "test"), 1):
+        make_tree(tree, number, prefix=split)
+    report = pack(tree, tmp_path / "p.h5", progress=False)
+    assert report.splits == {"train": 3, "dev": 6, "test": 9}
+    for split, folder in (("train", "train"), ("dev", "val"), ("test", "test")):
+        images, labels = samples(report.path, split)
+        assert np.array_equal(images, decoded(tree / folder))
+        assert labels == sorted(labels)
+
+
+def test_fractions_deal_each_class_to_the_splits(tmp_path, image_tree):
+    paths = [
+        packed(image_tree, tmp_path / f"{number}.h5", splits={"train": 0.5, "dev": 0.25, "test": 0.25}, seed=seed)
+        for number, seed in enumerate((3, 3, 4))
+    ]
+    whole = {image.tobytes() for image in decoded(image_tree)}
+    found = [{split: samples(path, split) for split in ("train", "dev", "test")} for path in paths]
+    for splits in found:
+        assert [labels for _, labels in splits.values()] == [
+            [0] * share + [1] * share + [2] * share for share in (4, 2, 2)
+        ]
+        assert {image.tobytes() for images, _ in splits.values() for image in images} == whole
+    assert np.array_equal(found[0]["dev"][0], found[1]["dev"][0])
+    assert not np.array_equal(found[0]["dev"][0], found[2]["dev"][0])
+
+
+@pytest.mark.parametrize("splits", [{"train": 0.5}, {"train": 1.2, "dev": -0.2}, {"train": 0.5, "eval": 0.5}])
+def test_fractions_that_cannot_be_meant_are_refused(tmp_path, image_tree, splits):
+    with pytest.raises(InvalidOption, match="Cannot split"):
+        packed(image_tree, tmp_path / "p.h5", splits=splits)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+def test_size_brings_all_images_to_one_shape(tmp_path, image_tree):
+    Image.new("RGB", (40, 20), (200, 10, 30)).save(image_tree / "bees" / "wide.png")
+    for size, shape in ((4, (4, 4, 3)), ((3, 7), (3, 7, 3))):
+        images, labels = samples(packed(image_tree, tmp_path / "p.h5", size=size, overwrite=True))
+        assert images.shape == (25, *shape)
+        assert images[labels.index(2) - 1].reshape(-1, 3).tolist() == [[200, 10, 30]] * (shape[0] * shape[1])
+
+
+def test_images_of_another_size_are_named_and_nothing_is_left(tmp_path, image_tree):
+    Image.new("RGB", (40, 20)).save(image_tree / "bees" / "wide.png")
+    with pytest.raises(BadImage, match=r"'bees/wide.png' .*20x40x3.*6x5x3.*size=") as caught:
+        packed(image_tree, tmp_path / "p.h5", encoding="raw")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+def test_one_channel_is_luminance(tmp_path, image_tree):
+    images, _ = samples(packed(image_tree, tmp_path / "p.h5", channels=1))
+    grey = [np.asarray(Image.open(path).convert("L")) for path in sorted(image_tree.glob("*/*.png"))]
+    assert images.shape == (24, 6, 5, 1)
+    assert np.array_equal(images[..., 0], np.stack(grey))
+
+
+@pytest.mark.parametrize("options", [{"channels": 2}, {"threads": 0}, {"size": 0}, {"size": (4, -1)}])
+def test_options_that_cannot_be_meant_are_refused(tmp_path, image_tree, options):
+    with pytest.raises(InvalidOption, match="Cannot pack"):
+        packed(image_tree, tmp_path / "p.h5", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize("name", ["ants/000.png", "bees/005.png", "cats/007.png"])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_file_that_is_no_image_is_named_and_nothing_is_left(tmp_path, image_tree, name, threads):
+    (image_tree / name).write_text("no image")
+    with pytest.raises(BadImage, match=f"Cannot pack '{name}' of"):
+        packed(image_tree, tmp_path / "p.h5", threads=threads)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+def test_files_that_are_no_images_by_name_are_left_out_and_said(tmp_path, image_tree):
+    (image_tree / "ants" / "notes.txt").write_text("x")
+    (image_tree / ".hidden").mkdir()
+    (image_tree / ".hidden" / "a.png").write_text("x")
+    report = pack(image_tree, tmp_path / "p.h5", progress=False)
+    assert set(report.left_out) == {("ants/notes.txt", "no image by its name"), (".hidden/a.png", "hidden")}
+    assert report.splits == {"train": 24}
+    assert "2 other files left out" in repr(report)
+
+
+@pytest.mark.parametrize(("make", "error"), [(lambda path: None, SourceMissing), (Path.mkdir, BadSource)])
+def test_a_missing_or_empty_source_is_refused(tmp_path, make, error):
+    make(tmp_path / "source")
+    with pytest.raises(error):
+        packed(tmp_path / "source", tmp_path / "p.h5")
+    assert not (tmp_path / "p.h5").exists()
+
+
+def test_too_little_space_is_refused_before_anything_is_written(tmp_path, image_tree, file_hook, monkeypatch):
+    changes = AtChange(0, fill_disk)
+    file_hook(changes)
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 100)
+    with pytest.raises(NotEnoughSpace, match="100 B free"):
+        packed(image_tree, tmp_path / "p.h5")
+    assert changes.count == 0
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_disk_that_fills_up_at_any_operation_leaves_nothing(tmp_path, small_tree, file_hook, lasting, threads):
+    out = tmp_path / "made" / "p.h5"
+    number = 1
+    while True:
+        shutil.rmtree(out.parent, ignore_errors=True)
+        hook = AtChange(number, fill_disk, lasting)
+        file_hook(hook)
+        try:
+            packed(small_tree, out, threads=threads)
+        except NotEnoughSpace:
+            assert hook.was_reached
+            assert not out.exists()
+            assert leftovers(tmp_path) == []
+            file_hook(None)
+            packed(small_tree, out)
+        else:
+            assert not hook.was_reached
+            break
+        number += 1
+    assert number > 10
+    assert np.array_equal(samples(out)[0], decoded(small_tree))
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_disk_that_fills_up_while_overwriting_keeps_the_old_pack(
+    tmp_path, small_tree, image_tree, file_hook, lasting
+):
+    out = packed(image_tree, tmp_path / "p.h5")
+    old = out.read_bytes()
+    number = 1
+    while True:
+        hook = AtChange(number, fill_disk, lasting)
+        file_hook(hook)
+        try:
+            packed(small_tree, out, threads=1, overwrite=True)
+        except NotEnoughSpace:
+            assert out.read_bytes() == old
+            assert leftovers(tmp_path) == []
+        else:
+            break
+        number += 1
+    assert number > 10
+    assert np.array_equal(samples(out)[0], decoded(small_tree))
+
+
+def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_succeeds(tmp_path, small_tree, killed_at):
+    out = tmp_path / "made" / "p.h5"
+    expected = whole_content(packed(small_tree, tmp_path / "reference.h5"))
+    for number in kills(killed_at, partial(pack, small_tree, out, progress=False, threads=1)):
+        assert not out.exists()
+        for path in map(Path, leftovers(tmp_path)):
+            try:
+                found = whole_content(path)
+            except ColabkitError:
+                continue
+            assert found == expected  # killed between seal and rename
+        if number % 3 == 0:
+            packed(small_tree, out)
+            assert leftovers(tmp_path) == []
+            assert whole_content(out) == expected
+            out.unlink()
+    assert whole_content(out) == expected
+    assert leftovers(tmp_path) == []
+
+
+def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, small_tree, image_tree, killed_at):
+    out = packed(image_tree, tmp_path / "p.h5")
+    old = out.read_bytes()
+    work = partial(pack, small_tree, out, progress=False, threads=1, overwrite=True)
+    for _ in kills(killed_at, work):
+        assert out.read_bytes() == old
+    assert np.array_equal(samples(out)[0], decoded(small_tree))
+    assert leftovers(tmp_path) == []
+
+
+def test_ctrl_c_leaves_nothing(tmp_path, small_tree, file_hook):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for number in (2, 5, 12):
+        file_hook(AtChange(number, interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            packed(small_tree, tmp_path / "p.h5", threads=2)
+        assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_the_same_pack_is_reused_untouched(tmp_path, image_tree, file_hook):
+    path = packed(image_tree, tmp_path / "p.h5", size=4)
+    before = path.stat()
+    changes = AtChange(0, fill_disk)
+    file_hook(changes)
+    report = pack(image_tree, path, size=4, progress=False)
+    assert report.reused
+    assert "Already packed" in repr(report)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns, changes.count) == (before.st_ino, before.st_mtime_ns, 0)
+
+
+def test_a_near_copy_at_another_place_is_the_same_source(tmp_path, image_tree):
+    one = stage(image_tree, to=tmp_path / "one", progress=False).path
+    path = packed(one, tmp_path / "p.h5", size=4)
+    other = stage(image_tree, to=tmp_path / "other", progress=False).path
+    assert pack(other, path, size=4, progress=False).reused
+    (other / "ants" / "one-more.png").write_bytes((other / "ants" / "000.png").read_bytes())
+    with pytest.raises(TargetExists):
+        pack(other, path, size=4, progress=False)
+
+
+def swap_classes(tree: Path) -> None:
+    os.rename(tree / "ants" / "000.png", tree / "x")
+    os.rename(tree / "bees" / "000.png", tree / "ants" / "zzz.png")
+    os.rename(tree / "x", tree / "bees" / "zzz.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (lambda tree: None, {"channels": 1}),
+        (lambda tree: None, {"size": 4}),
+        (lambda tree: None, {"splits": {"train": 0.5, "dev": 0.5}}),
+        (lambda tree: os.remove(tree / "ants" / "000.png"), {}),
+        (lambda tree: os.rename(tree / "ants" / "000.png", tree / "bees" / "x.png"), {}),
+        (swap_classes, {}),
+    ],
+)
+def test_a_pack_of_other_files_or_options_is_left_alone_unless_overwritten(tmp_path, image_tree, change, options):
+    path = packed(image_tree, tmp_path / "p.h5")
+    old = path.read_bytes()
+    change(image_tree)
+    with pytest.raises(TargetExists, match="overwrite=True"):
+        packed(image_tree, path, **options)
+    assert path.read_bytes() == old
+    assert not pack(image_tree, path, overwrite=True, progress=False, **options).reused
+    assert path.read_bytes() != old
+
+
+@pytest.mark.parametrize("content", [b"", b"somebody's work", b"\x89HDF\r\n\x1a\n"])
+def test_only_packs_are_overwritten(tmp_path, small_tree, content):
+    path = tmp_path / "p.h5"
+    path.write_bytes(content)
+    with pytest.raises(TargetExists, match="something else"):
+        packed(small_tree, path)
+    with pytest.raises(TargetExists, match="is no pack"):
+        packed(small_tree, path, overwrite=True)
+    assert path.read_bytes() == content
+    path.unlink()
+    packed(small_tree, path)
+    path.write_bytes(path.read_bytes()[:5000])  # a damaged pack is still a pack
+    packed(small_tree, path, overwrite=True)
+    assert samples(path)[1] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_folder_at_the_target_is_left_alone(tmp_path, small_tree):
+    (tmp_path / "p.h5").mkdir()
+    (tmp_path / "p.h5" / "kept").write_text("x")
+    with pytest.raises(TargetExists):
+        packed(small_tree, tmp_path / "p.h5")
+    assert (tmp_path / "p.h5" / "kept").read_text() == "x"
+
+
+def test_verify_names_exactly_the_changed_samples(tmp_path):
+    tree = tmp_path / "tree"
+    for split in ("train", "val"):
+        make_tree(tree, 4, prefix=split)
+    path = packed(tree, tmp_path / "p.h5")
+    info = read_pack(path)
+    changed = [("train", 0), ("train", 7), ("dev", 11)]
+    with path.open("r+b") as file:
+        for split, index in changed:
+            position = info.data_sets[f"X_{split}"].offset + index * 90 + 13 * (index % 5)
+            file.seek(position)
+            byte = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([byte ^ 1]))
+    report = verify(path, progress=False)
+    assert report.damaged == tuple(changed)
+    assert report.samples == 24
+    assert "3 of 24 samples" in repr(report)
+    assert "train[0], train[7], dev[11]" in repr(report)
+
+
+def test_reports_say_what_was_made(tmp_path, image_tree):
+    report = pack(image_tree, tmp_path / "p.h5", progress=False)
+    assert repr(report).startswith("Packed 24 images 6x5x3, ")
+    assert str(report.path) in repr(report)
+    assert "<table" in report._repr_html_()
+    whole = verify(report.path, progress=False)
+    assert repr(whole).endswith("is whole: 24 samples, each as it was sealed")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_is_never_replaced_by_a_pack(image_tree, tmp_path, overwrite):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "mine.txt").write_text("mine")
+    with pytest.raises(TargetExists, match="is a folder"):
+        pack(image_tree, tmp_path / "photos", overwrite=overwrite, progress=False)
+    assert (tmp_path / "photos" / "mine.txt").read_text() == "mine"
+
+
+def test_a_pack_is_never_written_into_or_over_its_source(image_tree, tmp_path):
+    before = sorted(image_tree.rglob("*"))
+    for target in (image_tree / "p.h5", image_tree / "ants" / "p.h5"):
+        with pytest.raises(BadSource, match="lies inside the source"):
+            pack(image_tree, target, overwrite=True, progress=False)
+    assert sorted(image_tree.rglob("*")) == before
+    archive = tmp_path / "tree.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in image_tree.rglob("*.png"):
+            file.write(path, path.relative_to(image_tree))
+    data = archive.read_bytes()
+    with pytest.raises(BadSource):
+        pack(archive, archive, overwrite=True, progress=False)
+    assert archive.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": "224"},
+        {"size": (1, 2, 3)},
+        {"size": 22.5},
+        {"size": 0},
+        {"threads": "4"},
+        {"threads": 0},
+        {"seed": 1.5},
+    ],
+)
+def test_options_of_the_wrong_kind_are_one_line(image_tree, tmp_path, options):
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        pack(image_tree, tmp_path / "p.h5", progress=False, **options)
+    assert not (tmp_path / "p.h5").exists()
+
+
+@pytest.mark.parametrize("source", [None, 3, "", b"a"])
+def test_what_is_no_source_is_one_line(tmp_path, source):
+    with pytest.raises(InvalidOption, match="Cannot read"):
+        pack(source, tmp_path / "p.h5", progress=False)
+
+
+def test_a_seed_without_splits_changes_nothing(image_tree, tmp_path):
+    pack(image_tree, tmp_path / "p.h5", seed=1, progress=False)
+    assert pack(image_tree, tmp_path / "p.h5", seed=2, progress=False).reused
+
+
+def test_paths_that_cannot_be_asked_for_are_one_line(small_tree, tmp_path):
+    for path in (tmp_path / ("x" * 300), tmp_path / "file" / "p.h5"):
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(ColabkitError, match=r"^Cannot (open|pack) .*: .*, .*\. .*\.$"):
+            pack(small_tree, path, progress=False)
+        with pytest.raises(ColabkitError, match=r"^Cannot open .*: .*, .*\. .*\.$"):
+            open_pack(path)

@@ -1,0 +1,371 @@
+"""`pack()` of arrays: every value arrives, whatever its dtype, and no array is copied whole."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from trees import leftovers
+
+from colabkit.errors import BadSource, InvalidOption, TargetExists
+from colabkit.packs.dataset.pack import Pack, open_pack
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.verifying import verify
+
+RANDOM = np.random.default_rng(11)
+IMAGES = RANDOM.integers(0, 256, (30, 6, 5, 3), dtype=np.uint8)
+CLASSES = RANDOM.permutation(np.arange(30) % 3)
+
+
+def packed(source: Any, out: Path, **options: Any) -> Pack:
+    """Pack arrays, check every sample against its CRC, and open the pack."""
+    report = pack(source, out, progress=False, **options)
+    assert verify(report.path, progress=False).damaged == ()
+    return open_pack(report.path)
+
+
+def samples_of(found: Pack, split: str = "train") -> list[Any]:
+    """Return all samples of a split, read one by one, which checks them."""
+    return [found[split][number] for number in range(len(found[split]))]
+
+
+def test_images_and_labels_come_back_as_they_were(tmp_path):
+    found = packed({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5")
+    assert (found.splits, found.classes, found.source, found.encoding) == (
+        {"train": 30},
+        ("0", "1", "2"),
+        "arrays",
+        "raw",
+    )
+    images, labels = found["train"][:]
+    assert np.array_equal(images.permute(0, 2, 3, 1), IMAGES)
+    assert labels.tolist() == CLASSES.tolist()
+    assert [label for _, label in samples_of(found)] == CLASSES.tolist()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"train": {"X": IMAGES[:20], "Y": CLASSES[:20]}, "val": {"X": IMAGES[20:], "Y": CLASSES[20:]}},
+        {"Training": {"x": IMAGES[:20], "y": CLASSES[:20]}, "dev": {"x": IMAGES[20:], "y": CLASSES[20:]}},
+        {"X_dev": IMAGES[20:], "Y_dev": CLASSES[20:], "X_train": IMAGES[:20], "Y_train": CLASSES[:20]},
+        {"x_train": IMAGES[:20], "y_train": CLASSES[:20, None], "x_valid": IMAGES[20:], "y_valid": CLASSES[20:, None]},
+    ],
+)
+def test_splits_are_given_as_mappings_or_by_names(tmp_path, source):
+    found = packed(source, tmp_path / "p.h5")
+    assert found.splits == {"train": 20, "dev": 10}
+    for split, part in (("train", slice(0, 20)), ("dev", slice(20, 30))):
+        images, labels = found[split][:]
+        assert np.array_equal(images.permute(0, 2, 3, 1), IMAGES[part])
+        assert labels.tolist() == CLASSES[part].tolist()
+
+
+@pytest.mark.parametrize("source", [IMAGES, {"X": IMAGES}, torch.from_numpy(IMAGES), {"X": torch.from_numpy(IMAGES)}])
+def test_samples_alone_have_no_labels(tmp_path, source):
+    found = packed(source, tmp_path / "p.h5")
+    assert found["train"].labels is None
+    assert np.array_equal(found["train"][7].permute(1, 2, 0), IMAGES[7])
+    assert np.array_equal(found["train"][:].permute(0, 2, 3, 1), IMAGES)
+
+
+DTYPES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128", ">i2", ">f4", ">f8", ">u4", ">c8"),
+]
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (1, 2, 3, 2), (0, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_dtype_and_shape_arrives(tmp_path, dtype, shape):
+    values = RANDOM.integers(0, 2 if dtype == "bool" else 100, (5, *shape)).astype(dtype)
+    found = packed({"X": values, "Y": np.arange(5), "Z": values[::-1]}, tmp_path / "p.h5")
+    given, other = found["train"][:][0], found["train"][:][2]
+    native = values.astype(values.dtype.newbyteorder("="))
+    assert given.numpy().dtype == native.dtype
+    assert np.array_equal(given.numpy(), native)
+    assert np.array_equal(other.numpy(), native[::-1])
+    x, y, z = found["train"][1]
+    assert (y, np.array_equal(x, values[1]), np.array_equal(z, values[-2])) == (1, True, True)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        IMAGES.transpose(0, 3, 1, 2),
+        IMAGES[::-1, ::2],
+        np.asfortranarray(IMAGES),
+        np.broadcast_to(IMAGES[:1], IMAGES.shape),
+        torch.from_numpy(IMAGES).permute(0, 3, 2, 1),
+        torch.from_numpy(IMAGES).float().requires_grad_(),
+        IMAGES.tolist(),
+    ],
+)
+def test_views_of_other_memory_arrive(tmp_path, view):
+    found = packed({"X": view}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
+    whole = view.detach().numpy() if isinstance(view, torch.Tensor) else np.asarray(view)
+    is_image = found.info.fields["X"].content == "image"
+    given = [
+        (sample.permute(1, 2, 0) if is_image else sample).numpy().tobytes()
+        for split in ("train", "test")
+        for sample in samples_of(found, split)
+    ]
+    assert sorted(given) == sorted(np.ascontiguousarray(sample).tobytes() for sample in whole)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "classes", "stored"),
+    [
+        ([3, 1, 3, 0], "class", ("0", "1", "2", "3"), [3, 1, 3, 0]),
+        (np.array([[2], [0], [1], [2]], np.uint8), "class", ("0", "1", "2"), [2, 0, 1, 2]),
+        ([-1, 1, 1, -1], "class", (), [-1, 1, 1, -1]),
+        (["owl", "elk", "owl", "ärmel"], "class", ("elk", "owl", "ärmel"), [1, 0, 1, 2]),
+        (np.array([b"owl", b"elk", b"owl", b"owl"]), "class", ("elk", "owl"), [1, 0, 1, 1]),
+        (pd.Series(["b", "a", "b", "b"]), "class", ("a", "b"), [1, 0, 1, 1]),
+        (pd.Series(["b", "a", "b", "b"]).astype("category"), "class", ("a", "b"), [1, 0, 1, 1]),
+        ([True, False, True, True], "class", ("False", "True"), [1, 0, 1, 1]),
+        ([0.5, 1.0, 2.0, -3.0], "regression", (), [0.5, 1.0, 2.0, -3.0]),
+        ([[0.5, 1.0]] * 4, "regression", (), [[0.5, 1.0]] * 4),
+        ([[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]], "multilabel", ("0", "1", "2"), None),
+        (torch.tensor([[True, False]] * 4), "multilabel", ("0", "1"), [[1, 0]] * 4),
+    ],
+)
+def test_labels_of_every_kind(tmp_path, labels, kind, classes, stored):
+    found = packed({"X": IMAGES[:4], "Y": labels}, tmp_path / "p.h5")
+    assert (found.info.meta["label_kind"], found.classes) == (kind, classes)
+    assert found["train"].labels.tolist() == (labels if stored is None else stored)
+    assert found["train"][2][1] == found["train"].labels[2].tolist() or len(found["train"].labels.shape) > 1
+
+
+def test_texts_and_bytes_are_fields_and_samples(tmp_path):
+    words = ["", "ä word", "a\0b", "x" * 1000]
+    blobs = np.array([b"1\0", b"", b"\xff", b"2"], object)
+    source = {"X": words, "Y": [0, 1, 0, 1], "caption": np.array(words, object), "blob": blobs}
+    found = packed(source, tmp_path / "p.h5")
+    assert samples_of(found) == [(words[n], n % 2, words[n], blobs[n]) for n in range(4)]
+    assert found["train"][[3, 0]][2] == [words[3], words[0]]
+    vectors = packed({"X": np.eye(4), "caption": words}, tmp_path / "q.h5", splits={"train": 0.5, "dev": 0.5})
+    for split in ("train", "dev"):
+        for vector, word in samples_of(vectors, split):
+            assert word == words[int(vector.argmax())]
+
+
+def test_fractions_keep_the_share_of_each_class_and_follow_the_seed(tmp_path):
+    shares = {"train": 0.6, "val": 0.2, "test": 0.2}
+    runs = []
+    for number, seed in enumerate((1, 1, 2)):
+        found = packed({"X": IMAGES, "Y": CLASSES}, tmp_path / f"{number}.h5", splits=shares, seed=seed)
+        runs.append({split: found[split][:] for split in found})
+        whole = np.concatenate([images.permute(0, 2, 3, 1) for images, _ in runs[-1].values()])
+        assert sorted(map(bytes, whole)) == sorted(map(bytes, IMAGES))
+        for images, labels in runs[-1].values():
+            expected = {image.tobytes(): label for image, label in zip(IMAGES, CLASSES.tolist(), strict=True)}
+            assert [expected[bytes(image.permute(1, 2, 0).numpy())] for image in images] == labels.tolist()
+            assert len(set(np.bincount(labels))) == 1
+    assert torch.equal(runs[0]["dev"][0], runs[1]["dev"][0])
+    assert not torch.equal(runs[0]["dev"][0], runs[2]["dev"][0])
+
+
+def test_combinations_of_labels_and_ranges_of_targets_are_dealt_alike(tmp_path):
+    several = np.repeat([[0, 1], [1, 1], [1, 0]], 20, axis=0)
+    found = packed({"X": np.arange(60), "Y": several}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
+    assert [found[split].labels.sum(0).tolist() for split in found] == [[20, 20]] * 2
+    targets = RANDOM.random(100).astype("f4")
+    found = packed({"X": np.arange(100), "Y": targets}, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
+    assert abs(float(found["train"].labels.mean() - found["test"].labels.mean())) < 0.05
+
+
+def test_the_same_arrays_are_packed_once_and_others_are_not_overwritten(tmp_path):
+    out = tmp_path / "p.h5"
+    assert not pack({"X": IMAGES, "Y": CLASSES}, out, progress=False).reused
+    before = out.stat()
+    assert pack({"X": IMAGES.copy(), "Y": CLASSES.tolist()}, out, progress=False).reused
+    assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    other = IMAGES.copy()
+    other[29, 5, 4, 2] ^= 1
+    changed = [
+        {"X": other, "Y": CLASSES},
+        {"X": IMAGES, "Y": CLASSES[::-1]},
+        {"X": IMAGES, "Y": CLASSES, "Z": CLASSES},
+        {"X": IMAGES.view(np.int8), "Y": CLASSES},
+        {"test": {"X": IMAGES, "Y": CLASSES}},
+    ]
+    for source in changed:
+        with pytest.raises(TargetExists, match="overwrite=True"):
+            pack(source, out, progress=False)
+    assert not pack(changed[0], out, progress=False, overwrite=True).reused
+
+
+@pytest.mark.parametrize("kind", ["memmap", "h5py", "chunked h5py"])
+@pytest.mark.parametrize("splits", [None, {"train": 0.75, "test": 0.25}])
+def test_arrays_in_files_are_never_in_memory_whole(tmp_path, kind, splits):
+    shape = (4000, 64, 64, 3)
+    if kind == "memmap":
+        array = np.memmap(tmp_path / "raw", np.uint8, "w+", shape=shape)
+    else:
+        file = h5py.File(tmp_path / "theirs.h5", "w")
+        array = file.create_dataset("x", shape, np.uint8, chunks=(10, 64, 64, 3) if kind == "chunked h5py" else None)
+    for start in range(0, 4000, 500):
+        array[start : start + 500] = np.repeat(np.arange(start, start + 500) % 251, 64 * 64 * 3).reshape(
+            500, *shape[1:]
+        )
+    tracemalloc.start()
+    report = pack({"X": array, "Y": np.arange(4000) % 251}, tmp_path / "p.h5", progress=False, splits=splits)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 << 20  # of 49 MB that there are; torch is imported elsewhere
+    for data in open_pack(report.path).values():
+        images, labels = data[:]
+        assert torch.equal(images[:, 0, 0, 0], labels.byte())
+    if kind != "memmap":
+        file.close()
+
+
+def test_an_open_hdf5_file_and_an_npz_are_mappings_of_arrays(tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=IMAGES, y_train=CLASSES, x_test=IMAGES[:3], y_test=CLASSES[:3])
+    found = packed(np.load(tmp_path / "a.npz"), tmp_path / "p.h5")
+    assert found.splits == {"train": 30, "test": 3}
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file["train/X"], file["train/Y"], file["train/name"] = IMAGES, CLASSES, ["a"] * 30
+    with h5py.File(tmp_path / "theirs.h5") as file:
+        found = packed(file, tmp_path / "q.h5")
+    assert found["train"][4][1:] == (CLASSES[4], b"a")
+    assert np.array_equal(found["train"][4][0].permute(1, 2, 0), IMAGES[4])
+
+
+def test_shards_hold_the_same_samples_here_and_by_an_executor(tmp_path):
+    source = {"X": IMAGES, "Y": CLASSES, "word": [f"w{n}" for n in range(30)]}
+    options = {"splits": {"train": 0.5, "test": 0.5}, "shard_bytes": 600}
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file["X"] = IMAGES
+        lazy = {**source, "X": file["X"]}
+        whole = packed(source, tmp_path / "whole.h5", splits=options["splits"])
+        here = packed(lazy, tmp_path / "here.h5", **options)
+        with concurrent.futures.ProcessPoolExecutor(2) as executor:
+            there = packed(lazy, tmp_path / "there.h5", executor=executor, **options)
+    assert len(here.info.shards) == len(there.info.shards) > 3
+    for split in whole:
+        for found in (here, there):
+            for one, other in zip(samples_of(found, split), samples_of(whole, split), strict=True):
+                assert torch.equal(one[0], other[0])
+                assert one[1:] == other[1:]
+
+
+WRONG = {
+    "other lengths": ({"X": IMAGES, "Y": CLASSES[:29]}, InvalidOption, "Y of 'train' has 29 samples and X 30"),
+    "a single number": ({"X": IMAGES, "Y": 5}, InvalidOption, "Y of 'train' has no samples"),
+    "no samples": ({"X": IMAGES[:0], "Y": CLASSES[:0]}, BadSource, "no samples in 'train'"),
+    "an empty split": ({"train": {"X": IMAGES}, "test": {"X": IMAGES[:0]}}, BadSource, "no samples in 'test'"),
+    "objects": ({"X": np.array([{}, []], object)}, InvalidOption, "X holds Python objects, a dict among them"),
+    "ragged lists": ({"X": [[1], [1, 2]]}, InvalidOption, "X is a list that is no array"),
+    "dates": ({"X": np.array(["2024-01-01"], "M8[D]")}, InvalidOption, r"X has the dtype datetime64\[D\]"),
+    "long doubles": ({"X": np.zeros(3, np.longdouble)}, InvalidOption, "X has the dtype"),
+    "half of brains": ({"X": torch.zeros(3).bfloat16()}, InvalidOption, "X is a Tensor that is no array"),
+    "texts in a table": ({"X": IMAGES[:2], "Z": np.array([["a", "b"]] * 2)}, InvalidOption, r"text of shape \[2, 2\]"),
+    "unknown splits": ({"train": {"X": IMAGES}, "eval": {"X": IMAGES}}, InvalidOption, "the splits 'train', 'eval'"),
+    "a split twice": ({"val": {"X": IMAGES}, "dev": {"X": IMAGES}}, InvalidOption, "each once"),
+    "flat and not": ({"X_train": IMAGES, "extra": CLASSES}, InvalidOption, "'extra' beside 'X_train'"),
+    "arrays and splits": ({"train": {"X": IMAGES}, "X": IMAGES}, InvalidOption, "arrays beside mappings"),
+    "no X": ({"images": IMAGES}, InvalidOption, "an array named X"),
+    "nothing": ({}, InvalidOption, "the fields nothing in 'train'"),
+    "labels in one split": ({"X_train": IMAGES, "Y_train": CLASSES, "X_dev": IMAGES}, InvalidOption, "'Y' in some"),
+    "other shapes": ({"X_train": IMAGES, "X_dev": IMAGES[:, :5]}, InvalidOption, r"\[6, 5, 3\] .* \[5, 5, 3\]"),
+    "a bad name": ({"X": IMAGES, "a/b": CLASSES}, InvalidOption, "a field named 'a/b'"),
+    "the name of the CRCs": ({"X": IMAGES, "crc": CLASSES}, InvalidOption, "a field named 'crc'"),
+    "boxes as labels": ({"X": IMAGES, "Y": np.zeros((30, 4), int) + 7}, InvalidOption, r"Y of int64 \[30, 4\]"),
+    "labels that are NaN": ({"X": IMAGES, "Y": np.full(30, np.nan)}, BadSource, "NaN"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arrays_that_do_not_fit_are_one_clear_error(tmp_path, case):
+    source, error, match = WRONG[case]
+    with pytest.raises(error, match=f"^Cannot pack 'arrays': .*{match}") as caught:
+        pack(source, tmp_path / "made" / "p.h5", progress=False)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": 8},
+        {"fields": ["a"]},
+        {"labels": "a"},
+        {"encoding": "jpeg"},
+        {"on_bad": "skip"},
+        {"splits": "a"},
+        {"splits": {"train": 0.5}},
+    ],
+)
+def test_options_that_mean_files_are_refused(tmp_path, options):
+    with pytest.raises(InvalidOption, match=r"^Cannot (pack|split)"):
+        pack({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5", progress=False, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_labels_none_leaves_labels_out(tmp_path):
+    assert packed({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5", labels=None)["train"].labels is None
+    assert leftovers(tmp_path) == []
+
+
+def test_zeros_at_the_end_of_bytes_and_text_are_kept(tmp_path):
+    blobs, words = [b"ab\0\0", b"\0", b"c"], ["a\0", "a", "b"]
+    found = packed({"X": blobs, "Z": words, "Y": words}, tmp_path / "p.h5")
+    assert found.classes == ("a", "a\0", "b")
+    with h5py.File(tmp_path / "p.h5") as file:
+        assert file["X_train"][:].tobytes() == b"".join(blobs)
+        assert file["Z_train"][:].tobytes() == "".join(words).encode()
+        assert file["Y_train"][:].tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"X": IMAGES[:2], "Y": np.array([2**63 + 5, 1], np.uint64)},
+        {"X": IMAGES[:2], "Y": np.array([1e300, 1.0])},
+        {"X": np.ma.masked_array(np.arange(4.0), [0, 1, 0, 0])},
+    ],
+)
+def test_values_that_a_pack_would_change_are_refused(tmp_path, arrays):
+    with pytest.raises((InvalidOption, BadSource)):
+        pack(arrays, tmp_path / "p.h5", progress=False)
+    assert not (tmp_path / "p.h5").exists()
+
+
+def test_what_cannot_become_an_array_and_does_not_say_why_is_refused(tmp_path):
+    class Silent:
+        shape, dtype = (3,), np.dtype(object)
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise NotImplementedError
+
+    with pytest.raises(InvalidOption, match="Silent that is no array"):
+        pack({"X": Silent()}, tmp_path / "p.h5", progress=False)
+
+
+def test_options_may_be_numbers_of_numpy(tmp_path):
+    options = {"quality": np.int64(80), "seed": np.int64(3), "splits": {"train": 0.5, "test": 0.5}}
+    packed({"X": IMAGES}, tmp_path / "p.h5", **options)
+    assert pack({"X": IMAGES}, tmp_path / "p.h5", progress=False, **{**options, "quality": 80, "seed": 3}).reused
+
+
+def test_text_and_bytes_are_told_apart(tmp_path):
+    def source(words: list[Any]) -> dict[str, Any]:
+        return {"X": np.eye(2), "words": np.array(words, object)}
+
+    pack(source(["a", "b"]), tmp_path / "p.h5", progress=False)
+    with pytest.raises(TargetExists):
+        pack(source([b"a", b"b"]), tmp_path / "p.h5", progress=False)
+    with pytest.raises(InvalidOption, match="'words' of text in one split and of bytes in another, the same kind"):
+        pack({"train": source(["a", "b"]), "test": source([b"a", b"b"])}, tmp_path / "q.h5", progress=False)

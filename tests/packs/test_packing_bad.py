@@ -1,0 +1,330 @@
+"""Files that cannot be packed: an error that names them, left out, or black; all else stays aligned."""
+
+from __future__ import annotations
+
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from packed_files import WAYS, files_of, fork, labels_of, packed, photos, stored
+from pictures import photo, saved
+from trees import leftovers
+
+from colabkit.errors import BadArchive, BadImage, BadSource
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.packing import planning
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.reports import PackReport
+from colabkit.packs.packing.verifying import verify
+from colabkit.storage.sources.tar_archive import TarSource
+from colabkit.storage.sources.zip_archive import ZipSource
+
+ENCODINGS: list[dict[str, Any]] = [{"encoding": "raw"}, {"encoding": "source"}, {"encoding": "jpeg"}]
+HTML = b"<!DOCTYPE html><html><body>404</body></html>"
+FILES = 12
+
+
+def bomb(width: int) -> bytes:
+    """Return a small PNG file that says it is so wide, and 9000 pixels high."""
+    header = struct.pack(">IIBBBBB", width, 9000, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    body = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
+
+
+BROKEN = {
+    "empty": (lambda whole: b"", "an empty file"),
+    "web page": (lambda whole: HTML, "a web page saved under an image's name"),
+    "zeros": (lambda whole: bytes(len(whole)), "no image"),
+    "half": (lambda whole: whole[: len(whole) // 2], ""),
+    "bomb": (lambda whole: bomb(10_000), "10000x9000 pixels, more than"),
+    "larger bomb": (lambda whole: bomb(100_000), "more pixels than allowed"),
+    "array": (lambda whole: b"\x93NUMPY" + bytes(90), "no image"),
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return twelve photos of one size in three classes."""
+    return photos(tmp_path / "tree")
+
+
+def spoil(tree: Path, *numbers: int, how: Callable[[bytes], bytes] = BROKEN["half"][0]) -> list[str]:
+    """Break some files, counted from 0, and return their paths in the tree."""
+    files = files_of(tree)
+    for number in numbers:
+        files[number].write_bytes(how(files[number].read_bytes()))
+    return [str(files[number].relative_to(tree)) for number in numbers]
+
+
+def check(path: Path, whole: Path, bad: dict[str, list[int]], on_bad: str, report: PackReport | None = None) -> None:
+    """Check a pack against one of the same files made before some of them, by split and number, were spoiled."""
+    reference, info = read_pack(whole), read_pack(path)
+    listed = []
+    for split in reference.splits:
+        gone = bad.get(split, [])
+        kept = [number for number in range(reference.count(split)) if on_bad == "blank" or number not in gone]
+        listed += [(split, number if on_bad == "blank" else None) for number in gone]
+        if not kept:
+            assert split not in info.splits
+            continue
+        before, labels = stored(whole, split), labels_of(whole, split)
+        now = stored(path, split)
+        assert labels_of(path, split) == [labels[number] for number in kept]
+        for number, value in zip(kept, now, strict=True):
+            if number in gone:
+                assert not np.any(value) if isinstance(value, np.ndarray) else value == b""
+                assert not open_pack(path)[split][number][0].any()
+            else:
+                assert np.array_equal(value, before[number])
+    assert [(split, index) for split, index, _, _ in info.meta["bad"]] == listed
+    assert verify(path, progress=False).is_good
+    assert leftovers(path.parent) == []
+    if report is not None:
+        assert report.bad == tuple((name, why) for _, _, name, why in info.meta["bad"])
+        assert report.splits == {split: info.count(split) for split in info.splits}
+
+
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+@pytest.mark.parametrize("number", [0, 5, FILES - 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_file_is_named_and_nothing_is_left(tmp_path, tree, monkeypatch, options, number, way):
+    fork(monkeypatch)
+    (name,) = spoil(tree, number)
+    with pytest.raises(BadImage, match=f"Cannot pack '{name}' of .*an image file.*on_bad='skip'") as caught:
+        pack(tree, tmp_path / "p.h5", progress=False, **options, **WAYS[way])
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "blank"])
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+@pytest.mark.parametrize("numbers", [[0], [FILES - 1], [0, 1, 4, 7, 11], [4, 5, 6, 7]], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_bad_files_are_listed_and_the_others_stay_aligned(tmp_path, tree, monkeypatch, on_bad, options, numbers, way):
+    whole = packed(tree, tmp_path / "whole.h5", **options)
+    names = spoil(tree, *numbers)
+    fork(monkeypatch)
+    report = pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options, **WAYS[way])
+    check(report.path, whole, {"train": numbers}, on_bad, report)
+    assert [name for name, _ in report.bad] == names
+    assert f"{len(names)} bad file{'s' * (len(names) > 1)}, first '{names[0]}' (" in repr(report)
+    assert pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options).bad == report.bad
+
+
+def split_tree(folder: Path) -> Path:
+    """Write 6 training photos, 3 of `val` and 6 of `test`, and return the folder."""
+    for split, per_class in (("train", 2), ("val", 1), ("test", 2)):
+        photos(folder / split, per_class)
+    return folder
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "blank"])
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+def test_bad_files_of_several_splits_are_listed_in_their_order(tmp_path, monkeypatch, on_bad, options):
+    tree = split_tree(tmp_path / "tree")
+    whole = packed(tree, tmp_path / "whole.h5", **options)
+    names = spoil(tree, 6, 8, 0, 5, 9, 10, 11)  # train, in the order of names, comes between test and val
+    fork(monkeypatch)
+    for way, threads in WAYS.items():
+        report = pack(tree, tmp_path / f"{way}.h5", on_bad=on_bad, max_bad=9, progress=False, **options, **threads)
+        bad = {"train": [0, 2, 3, 4, 5], "test": [0, 5]}
+        check(report.path, whole, bad, on_bad, report)
+        assert [name for name, _ in report.bad] == sorted(names, key=lambda name: (not name.startswith("train"), name))
+    assert len({path.read_bytes() for path in tmp_path.glob("*.h5") if path != whole}) == 1
+
+
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+def test_a_split_without_a_good_file_is_left_out_or_black(tmp_path, options):
+    tree = split_tree(tmp_path / "tree")
+    whole = packed(tree, tmp_path / "whole.h5", **options)
+    spoil(tree, 12, 13, 14)
+    for on_bad in ("skip", "blank"):
+        report = pack(tree, tmp_path / f"{on_bad}.h5", on_bad=on_bad, max_bad=3, progress=False, **options)
+        check(report.path, whole, {"dev": [0, 1, 2]}, on_bad, report)
+    assert list(open_pack(tmp_path / "skip.h5")) == ["train", "test"]
+    assert list(open_pack(tmp_path / "blank.h5")) == ["train", "dev", "test"]
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "blank"])
+@pytest.mark.parametrize("options", [*ENCODINGS, {"encoding": "raw", "size": 8}, {}], ids=str)
+@pytest.mark.parametrize("max_bad", [0.3, 0.99, 500])
+def test_a_source_without_a_good_file_is_an_error(tmp_path, tree, on_bad, options, max_bad):
+    spoil(tree, *range(FILES))
+    with pytest.raises((BadImage, BadSource), match=r"Cannot pack '.*tree'") as caught:
+        pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=max_bad, progress=False, **options)
+    if max_bad == 500:
+        assert str(caught.value).endswith("Check the source."), "to allow more does not help"
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+@pytest.mark.parametrize(
+    ("max_bad", "allowed"), [(0, 0), (0.1, 1), (0.25, 3), (0.2501, 3), (1, 1), (2, 2), (2.0, 2), (0.01, 1)]
+)
+def test_more_bad_files_than_allowed_are_an_error_that_counts_them(tmp_path, tree, options, max_bad, allowed):
+    names = spoil(tree, *range(1, 1 + allowed))
+    if allowed:
+        report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=max_bad, threads=1, progress=False, **options)
+        assert [name for name, _ in report.bad] == names
+        (tmp_path / "p.h5").unlink()
+    names += spoil(tree, 1 + allowed)
+    with pytest.raises(BadImage, match=rf"Cannot pack '.*tree': {allowed + 1} bad file.* first '{names[0]}'") as caught:
+        pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=max_bad, threads=1, progress=False, **options)
+    assert ("1 bad file or more" in str(caught.value)) == (allowed == 0)
+    assert f"at most {allowed}" in str(caught.value)
+    assert "max_bad" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("options", [*ENCODINGS, {"encoding": "raw", "size": 20}], ids=str)
+def test_every_kind_of_broken_file_is_told_apart(tmp_path, tree, kind, options):
+    how, why = BROKEN[kind]
+    (name,) = spoil(tree, 6, how=how)
+    report = pack(tree, tmp_path / "p.h5", on_bad="skip", progress=False, **options)
+    assert report.splits == {"train": FILES - 1}
+    assert report.bad[0][0] == name
+    assert why in report.bad[0][1]
+    assert "\n" not in report.bad[0][1]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("options", [*ENCODINGS, {"encoding": "raw", "size": 20}], ids=str)
+def test_files_cut_anywhere_are_bad_or_black_nowhere_else(tmp_path, kind, options):
+    tree = tmp_path / "tree"
+    data = saved(photo(40, 60), kind)
+    step = max(100, len(data) // 25)
+    for cut in [*range(0, len(data), step), len(data)]:
+        file = tree / "a" / f"{cut:06d}.{kind.lower()}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data[:cut])
+    count = len(files_of(tree))
+    report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=0.999, progress=False, **options)
+    assert verify(report.path, progress=False).is_good
+    assert report.splits["train"] + len(report.bad) == count
+    assert report.splits["train"] <= 2  # a GIF or BMP that lacks a byte at its end is whole
+    opened = open_pack(report.path)["train"]
+    whole = open_pack(report.path)["train"][len(opened) - 1][0]
+    assert all((opened[number][0] == whole).all() for number in range(len(opened)))
+
+
+def zipped(tree: Path, out: Path, broken: int | None = None) -> Path:
+    """Write a zip archive of the files; one of them does not match its CRC."""
+    with zipfile.ZipFile(out, "w") as archive:
+        for file in files_of(tree):
+            archive.write(file, file.relative_to(tree))
+        infos = archive.infolist()
+    if broken is not None:
+        with out.open("r+b") as file:
+            file.seek(infos[broken].header_offset + 30 + len(infos[broken].filename) + 200)
+            file.write(b"\xff" if archive else b"")
+            file.write(b"\x00\x01\x02")
+    return out
+
+
+@pytest.mark.parametrize("options", [*ENCODINGS, {}], ids=str)
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("number", [0, 6])
+def test_a_broken_member_of_an_archive_is_a_bad_file(tmp_path, tree, options, is_far, number):
+    whole = packed(zipped(tree, tmp_path / "tree.zip"), tmp_path / "whole.h5", **options)
+    source = ZipSource(zipped(tree, tmp_path / "broken.zip", number))
+    source.can_hang = is_far
+    with pytest.raises(BadArchive, match=r"Cannot read .*broken.zip'.*do not match its CRC"):
+        pack(source, tmp_path / "p.h5", progress=False, **options)
+    for on_bad in ("skip", "blank"):
+        report = pack(source, tmp_path / f"{on_bad}.h5", on_bad=on_bad, progress=False, **options)
+        check(report.path, whole, {"train": [number]}, on_bad, report)
+        name = str(files_of(tree)[number].relative_to(tree))
+        assert report.bad == ((name, "its bytes do not match its CRC"),)
+
+
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+def test_bad_files_of_a_far_source_are_left_out_too(tmp_path, tree, options):
+    whole = packed(tree, tmp_path / "whole.h5", **options)
+    spoil(tree, 0, 3, 11)
+    source = ZipSource(zipped(tree, tmp_path / "tree.zip"))
+    source.can_hang = True
+    for on_bad in ("skip", "blank"):
+        report = pack(source, tmp_path / f"{on_bad}.h5", on_bad=on_bad, max_bad=3, progress=False, **options)
+        assert report.made_by == "as files came"
+        check(report.path, whole, {"train": [0, 3, 11]}, on_bad, report)
+
+
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+def test_an_archive_that_is_read_from_its_front_skips_bad_files_but_is_no_use_broken(tmp_path, tree, options):
+    whole = packed(tree, tmp_path / "whole.h5", **options)
+    spoil(tree, 2, 8)
+    with tarfile.open(tmp_path / "tree.tar.gz", "w:gz") as archive:
+        for file in reversed(files_of(tree)):
+            archive.add(file, file.relative_to(tree))
+    report = pack(tmp_path / "tree.tar.gz", tmp_path / "p.h5", on_bad="skip", max_bad=2, progress=False, **options)
+    check(report.path, whole, {"train": [2, 8]}, "skip", report)
+    listing = TarSource(tmp_path / "tree.tar.gz").list()
+    data = bytearray((tmp_path / "tree.tar.gz").read_bytes())
+    (tmp_path / "cut.tar.gz").write_bytes(data[: len(data) // 2])
+    assert len(listing.items) == FILES
+    with pytest.raises(BadArchive):
+        pack(tmp_path / "cut.tar.gz", tmp_path / "cut.h5", on_bad="skip", max_bad=500, progress=False, **options)
+    assert not (tmp_path / "cut.h5").exists()
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "blank"])
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
+@pytest.mark.parametrize("way", WAYS)
+def test_further_fields_stay_with_their_samples(tmp_path, tree, monkeypatch, on_bad, options, way):
+    spoil(tree, 0, 6, 7)
+    fork(monkeypatch)
+    fields = {"name": lambda path: path, "length": lambda path: len(path) * 1.5, "file": "path"}
+    path = packed(tree, tmp_path / "p.h5", fields=fields, on_bad=on_bad, max_bad=3, **options, **WAYS[way])
+    kept = [number for number in range(FILES) if on_bad == "blank" or number not in (0, 6, 7)]
+    names = [str(files_of(tree)[number].relative_to(tree)) for number in kept]
+    assert stored(path, field="name") == stored(path, field="file") == [name.encode() for name in names]
+    assert np.array(stored(path, field="length")).tolist() == [len(name) * 1.5 for name in names]
+
+
+@pytest.mark.parametrize("probed", [1, 2, 16])
+def test_auto_looks_on_until_it_finds_a_good_image(tmp_path, tree, monkeypatch, probed):
+    monkeypatch.setattr(planning, "_PROBED", probed)
+    spoil(tree, *range(10), 11)
+    report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=11, progress=False)
+    assert (report.encoding, report.sample_shape, report.splits) == ("raw", (24, 32, 3), {"train": 1})
+
+
+def test_an_image_of_another_size_is_no_bad_file(tmp_path, tree):
+    (tree / "bees" / "001.jpg").write_bytes(saved(photo(9, 9), "JPEG"))
+    for on_bad in ("skip", "blank"):
+        with pytest.raises(BadImage, match=r"'bees/001.jpg' .*9x9x3, not 24x32x3 like the first.*size="):
+            pack(tree, tmp_path / "p.h5", encoding="raw", on_bad=on_bad, progress=False)
+
+
+def test_bad_npy_arrays_are_left_out(tmp_path):
+    tree = tmp_path / "tree" / "a"
+    tree.mkdir(parents=True)
+    for number in range(10):
+        np.save(tree / f"{number}.npy", np.full((3, 2), number))
+    (tree / "4.npy").write_bytes((tree / "4.npy").read_bytes()[:-1])
+    (tree / "0.npy").write_bytes(b"")
+    report = pack(tree.parent, tmp_path / "p.h5", on_bad="skip", max_bad=2, progress=False)
+    assert [name for name, _ in report.bad] == ["a/0.npy", "a/4.npy"]
+    assert [row[0, 0] for row in stored(report.path)] == [1, 2, 3, 5, 6, 7, 8, 9]
+
+
+def test_many_bad_files_are_all_in_the_pack_and_few_in_the_report(tmp_path):
+    tree = photos(tmp_path / "tree", per_class=150, size=(8, 8))
+    spoil(tree, *range(0, 450, 2))
+    report = pack(tree, tmp_path / "p.h5", on_bad="blank", max_bad=0.6, progress=False)
+    assert len(report.bad) == len(read_pack(report.path).meta["bad"]) == 225
+    assert [index for _, index, _, _ in read_pack(report.path).meta["bad"]] == list(range(0, 450, 2))
+    assert len(report._repr_html_()) < 5000
+    assert verify(report.path, progress=False).is_good

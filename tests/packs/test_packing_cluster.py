@@ -1,0 +1,99 @@
+"""A real cluster packs: Dask's workers do the tasks, and one that is killed is replaced."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from packing_tasks import die_once, process_of
+from test_packing_shards import ROW, assert_same, identity, shards_beside
+from trees import leftovers, make_tree
+
+from colabkit.errors import BadImage
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.packing.api import pack
+
+
+def packed(source: Path, out: Path, executor: Any, **options: Any) -> Any:
+    return pack(source, out, **{"shard_bytes": 2 * ROW, "executor": executor, "progress": False, **options})
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    """Return a client of two worker processes; afterwards nothing of them is left."""
+    distributed = pytest.importorskip("distributed")
+    threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
+    ports = listening()
+    quiet = {"silence_logs": logging.CRITICAL, "dashboard_address": None}
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, **quiet) as cluster:
+        with distributed.Client(cluster) as found:
+            yield found
+        own = set(psutil.Process().children(recursive=True)) - children
+    _, alive = psutil.wait_procs([one for one in own if not is_tracker(one)], timeout=10)
+    assert alive == []
+    assert listening() == ports
+    for thread in set(threading.enumerate()) - threads:
+        if not thread.daemon:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Return whether it is the process that Python itself starts with the first spawned one, and keeps."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def listening() -> set[int]:
+    return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a folder of 24 images."""
+    return make_tree(tmp_path / "tree", 8)
+
+
+def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(tmp_path, tree, client):
+    before = set(client.run(os.getpid).values())
+    flag = tmp_path / "died"
+    fields = {"Z": partial(die_once, flag), "made_by": process_of}
+    report = packed(tree, tmp_path / "p.h5", client.get_executor(), fields=fields)
+    assert int(flag.read_text()) in before
+    assert (report.shards, report.made_by) == (len(shards_beside(report.path)), "tasks of an executor")
+    data = open_pack(report.path)["train"]
+    makers = {int(sample[-1]) for sample in data}
+    assert os.getpid() not in makers
+    assert makers & before
+    fields.pop("made_by")
+    packed(tree, tmp_path / "q.h5", client.get_executor(), fields=fields)
+    assert_same(tmp_path / "q.h5", packed(tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert leftovers(tmp_path) == []
+
+
+def test_an_error_cancels_the_tasks_and_the_next_call_goes_on(tmp_path, tree, client):
+    good = (tree / "cats" / "003.png").read_bytes()
+    (tree / "cats" / "003.png").write_bytes(b"no image" * (len(good) // 8) + b"x" * (len(good) % 8))
+    times = (tree / "cats" / "002.png").stat()
+    os.utime(tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(BadImage, match=r"Cannot pack 'cats/003.png' of"):
+        packed(tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
+    assert not (tmp_path / "p.h5").exists()
+    (tree / "cats" / "003.png").write_bytes(good)
+    os.utime(tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
+    kept = {path.name: identity(path) for path in tmp_path.glob(".colabkit-*/data/p-*.h5")}
+    assert kept
+    packed(tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
+    assert {name: identity(tmp_path / name) for name in kept} == kept
+    whole = packed(tree, tmp_path / "whole.h5", None, encoding="raw", shard_bytes=None)
+    assert_same(tmp_path / "p.h5", whole.path)
+    assert leftovers(tmp_path) == []

@@ -1,0 +1,363 @@
+"""`pack()` of map-style data sets: what torch, torchvision and the like give, sample by sample, arrives as it was."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from pictures import photo, saved
+from PIL import Image
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
+from trees import leftovers, make_tree
+
+from colabkit.errors import BadImage, BadSource, InvalidOption
+from colabkit.packs.dataset.pack import Pack, open_pack
+from colabkit.packs.decode.images import decode_image
+from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.filling import Chunk, Filling
+from colabkit.packs.packing.verifying import verify
+
+RANDOM = np.random.default_rng(5)
+PIXELS = RANDOM.integers(0, 256, (12, 8, 6, 3), dtype=np.uint8)
+TENSORS = torch.from_numpy(PIXELS).permute(0, 3, 1, 2)
+LABELS = torch.arange(12) % 3
+
+
+class Samples(Dataset):
+    """A data set of these samples, with further attributes."""
+
+    def __init__(self, samples: list[Any], count: int | None = None, **attributes: Any) -> None:
+        self._samples = samples
+        self._count = len(samples) if count is None else count
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._samples[index]
+        if isinstance(sample, Exception):
+            raise sample
+        return sample
+
+
+def packed(source: Any, out: Path, **options: Any) -> Pack:
+    """Pack a data set, check every sample against its CRC, and open the pack."""
+    report = pack(source, out, progress=False, **options)
+    assert verify(report.path, progress=False).damaged == ()
+    return open_pack(report.path)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two samples are equal in all values."""
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(np.array_equal(np.asarray(one), np.asarray(other)))
+
+
+def images() -> list[Image.Image]:
+    return [Image.fromarray(pixels) for pixels in PIXELS]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(TENSORS),
+        TensorDataset(TENSORS, LABELS),
+        TensorDataset(TENSORS, LABELS, torch.rand(12, 3), torch.rand(12)),
+        TensorDataset(torch.rand(12, 3, 4), torch.rand(12)),
+        TensorDataset(torch.rand(12, 5), torch.rand(12, 2)),
+        TensorDataset(torch.rand(12, 5), (torch.rand(12, 4) > 0.5).int()),
+        TensorDataset(torch.rand(12, 5), torch.randint(0, 9, (12, 4, 4))),
+        Samples([(torch.rand(2), number % 2, f"word {number}", b"\0" * number) for number in range(12)]),
+        Samples([(TENSORS[number], [0.5, float(number)], np.float64(number)) for number in range(12)]),
+        Samples([np.full((2, 2), number, ">i4") for number in range(12)]),
+    ],
+)
+def test_samples_come_back_as_the_data_set_gives_them(tmp_path, dataset):
+    found = packed(dataset, tmp_path / "p.h5")
+    assert found.splits == {"train": 12}
+    for number in range(12):
+        given = dataset[number]
+        expected = given[0] if isinstance(given, tuple) and len(given) == 1 else given
+        assert same(found["train"][number], expected)
+
+
+def test_image_folder_and_its_folder_give_the_same_pack(tmp_path):
+    tree = make_tree(tmp_path / "tree", 4)
+    dataset = torchvision.datasets.ImageFolder(str(tree))
+    found = packed(dataset, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
+    expected = packed(tree, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
+    assert (found.classes, found.source, found.encoding) == (("ants", "bees", "cats"), "ImageFolder", "raw")
+    for split in ("train", "test"):
+        assert torch.equal(found[split].rows, expected[split].rows)
+        assert torch.equal(found[split].labels, expected[split].labels)
+        assert torch.bincount(found[split].labels).tolist() == [2, 2, 2]
+
+
+def test_fake_data_arrives_and_has_no_class_names(tmp_path):
+    dataset = torchvision.datasets.FakeData(10, (3, 9, 7), 4)
+    found = packed(dataset, tmp_path / "p.h5")
+    for number in range(10):
+        image, label = dataset[number]
+        assert np.array_equal(found["train"][number][0].permute(1, 2, 0), np.asarray(image))
+        assert found["train"][number][1] == int(label)
+    assert found.classes == ()
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "CMYK", "1", "I;16", "YCbCr"])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [None, (5, 4)])
+def test_an_image_of_any_mode_becomes_what_its_file_becomes(tmp_path, mode, channels, size):
+    if mode == "I;16":
+        image = Image.fromarray(RANDOM.integers(0, 65536, (8, 6), dtype=np.uint16))
+    else:
+        image = Image.fromarray(PIXELS[0]).convert(mode)
+    file = io.BytesIO()
+    image.save(file, "TIFF")
+    found = packed(Samples([image]), tmp_path / "p.h5", channels=channels, size=size)
+    expected = decode_image(file.getvalue(), channels, size)
+    assert np.array_equal(found["train"][0].permute(1, 2, 0), expected)
+
+
+def test_an_image_that_its_file_turns_is_turned(tmp_path):
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(PIXELS[0]).save(file, "PNG", exif=exif)
+    opened = Image.open(file)
+    found = packed(Samples([opened, opened.convert("RGB")]), tmp_path / "p.h5")
+    for number in range(2):
+        assert np.array_equal(found["train"][number].permute(1, 2, 0), np.rot90(PIXELS[0], -1))
+
+
+@pytest.mark.parametrize("kind", ["image", "tensor", "array"])
+def test_size_and_jpeg_hold_for_images_of_every_kind(tmp_path, kind):
+    large = [photo(64, 48 + 6 * number) for number in range(3)]
+    make = {"image": Image.fromarray, "tensor": lambda p: torch.from_numpy(p).permute(2, 0, 1), "array": np.asarray}
+    dataset = Samples([(make[kind](pixels), number) for number, pixels in enumerate(large)])
+    with pytest.raises(BadImage, match=r"'sample 1' of 'Samples': its shape is 64x54x3, not 64x48x3.*size="):
+        pack(dataset, tmp_path / "p.h5", progress=False)
+    assert list(tmp_path.iterdir()) == []
+    sized = packed(dataset, tmp_path / "p.h5", size=16)
+    as_jpeg = packed(dataset, tmp_path / "q.h5", encoding="jpeg", quality=95)
+    small = packed(dataset, tmp_path / "r.h5", encoding="jpeg", size=16, quality=95)
+    assert (sized.encoding, as_jpeg.encoding) == ("raw", "jpeg")
+    for number, pixels in enumerate(large):
+        expected = Image.fromarray(pixels)
+        assert sized["train"][number][0].shape == small["train"][number][0].shape == (3, 16, 16)
+        image = as_jpeg["train"][number][0].permute(1, 2, 0).numpy()
+        assert image.shape == np.asarray(expected).shape
+        assert np.abs(image.astype(int) - pixels).mean() < 4
+        raw = np.ascontiguousarray(sized["train"][number][0].permute(1, 2, 0))
+        assert np.array_equal(small["train"][number][0].permute(1, 2, 0), decode_image(encode_jpeg(raw, 95)))
+
+
+def test_grey_tensors_stay_grey_and_colours_become_luminance_where_asked(tmp_path):
+    grey = packed(TensorDataset(TENSORS[:, :1]), tmp_path / "p.h5")
+    assert torch.equal(grey["train"][:], TENSORS[:, :1])
+    one = packed(TensorDataset(TENSORS), tmp_path / "q.h5", channels=1)
+    assert np.array_equal(one["train"][3][0], np.asarray(Image.fromarray(PIXELS[3]).convert("L")))
+
+
+def test_mappings_are_told_by_their_keys(tmp_path):
+    rows = [{"id": f"r{n}", "image": image, "label": n % 3, "box": [n, 0.5]} for n, image in enumerate(images())]
+    found = packed(Samples(rows), tmp_path / "p.h5")
+    assert found["train"].fields == ("X", "Y", "id", "box")
+    image, label, name, box = found["train"][5]
+    assert np.array_equal(image.permute(1, 2, 0), PIXELS[5])
+    assert (label, name, box.tolist()) == (2, "r5", [5, 0.5])
+    other = packed(Samples(rows), tmp_path / "q.h5", labels=None)
+    assert (other["train"].labels, other["train"].fields) == (None, ("X", "id", "box"))
+    fine = [{"img": row["image"], "fine": row["label"], "coarse": 7} for row in rows]
+    named = packed(Samples(fine), tmp_path / "r.h5", labels="fine")
+    assert (named["train"].fields, named["train"].labels.tolist()) == (("X", "Y", "coarse"), LABELS.tolist())
+
+
+def test_targets_that_are_mappings_and_masks_become_fields(tmp_path):
+    boxes = [(TENSORS[n], {"boxes": torch.full((2, 4), n), "label": n, "area": 1.5}) for n in range(4)]
+    found = packed(Samples(boxes), tmp_path / "p.h5")
+    assert found["train"].fields == ("X", "Y", "boxes", "area")
+    assert same(found["train"][2][1:], (2, np.full((2, 4), 2), 1.5))
+    masks = [Image.fromarray(PIXELS[n, :, :, 0]).convert("P") for n in range(4)]
+    found = packed(Samples([(TENSORS[n], masks[n], 5) for n in range(4)]), tmp_path / "q.h5")
+    assert found["train"].fields == ("X", "Z", "Z2")
+    assert same(found["train"][3], (TENSORS[3], np.asarray(masks[3]), 5))
+
+
+def test_class_names_come_from_the_data_set(tmp_path):
+    names = ["owl", "elk", "ant"]
+    words = Samples([(TENSORS[n], names[n % 3]) for n in range(12)], classes=names)
+    numbers = Samples([(TENSORS[n], n % 3) for n in range(12)], classes=names, targets=LABELS.tolist())
+    features = {"image": None, "label": SimpleNamespace(names=names)}
+    rows = Samples([{"image": TENSORS[n], "label": n % 3} for n in range(12)], features=features)
+    for number, dataset in enumerate((words, numbers, rows, Subset(numbers, range(12)), ConcatDataset([numbers]))):
+        found = packed(dataset, tmp_path / f"{number}.h5")
+        assert found.classes == ("owl", "elk", "ant")
+        assert found["train"].labels.tolist() == LABELS.tolist()
+    assert packed(Samples([(1.5, n > 2) for n in range(4)]), tmp_path / "b.h5").classes == ("False", "True")
+    assert packed(Samples([(1.5, n) for n in (0, 2)], targets=[0, 2]), tmp_path / "n.h5").classes == ("0", "1", "2")
+
+
+def test_views_of_torch_are_packed_and_dealt_by_class(tmp_path):
+    whole = Samples([(TENSORS[n], n % 3) for n in range(12)], targets=LABELS)
+    first, second = random_split(whole, [9, 3], torch.Generator().manual_seed(1))
+    found = packed({"train": first, "val": second}, tmp_path / "p.h5")
+    assert found.splits == {"train": 9, "dev": 3}
+    for split, view in (("train", first), ("dev", second)):
+        assert all(same(found[split][n], view[n]) for n in range(len(view)))
+    joined = ConcatDataset([Subset(whole, [0, 3, 6, 9, 1, 4]), Subset(whole, [7, 10])])
+    dealt = packed(joined, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
+    for split in ("train", "test"):
+        assert torch.bincount(dealt[split].labels).tolist() == [2, 2]
+
+
+def test_a_packed_data_set_is_packed_again_with_its_fields(tmp_path):
+    source = {"X": PIXELS, "Y": LABELS.numpy(), "word": [f"w{n}" for n in range(12)], "box": np.eye(12)}
+    first = packed(source, tmp_path / "p.h5", splits={"train": 0.75, "test": 0.25})
+    for again in (packed(first, tmp_path / "q.h5"), packed(dict(first), tmp_path / "r.h5")):
+        assert (again.splits, again.classes, again["train"].fields) == (
+            first.splits,
+            first.classes,
+            first["train"].fields,
+        )
+        assert all(same(again[split][n], first[split][n]) for split in first for n in range(len(first[split])))
+    view = first["train"].subset([5, 1])
+    assert [label for _, label, _, _ in packed(view, tmp_path / "s.h5")["train"]] == [view[0][1], view[1][1]]
+
+
+def test_shards_of_a_data_set_hold_all_samples_in_order(tmp_path):
+    dataset = Samples([(TENSORS[n], n % 3, f"w{n}") for n in range(12)])
+    found = packed({"train": dataset, "test": dataset}, tmp_path / "p.h5", shard_bytes=500)
+    assert len(found.info.shards) > 3
+    for split in ("train", "test"):
+        assert all(same(found[split][n], dataset[n]) for n in range(12))
+
+
+BOOM = ValueError("of your own\nin two lines")
+GOOD = [(torch.zeros(2), n) for n in range(9)]
+WRONG = {
+    "raises": (
+        Samples([*GOOD, BOOM]),
+        BadImage,
+        r"'sample 9' of 'Samples': the data set raised ValueError: of your own in",
+    ),
+    "raises at once": (Samples([BOOM, *GOOD]), BadImage, "sample 0: the data set raised ValueError"),
+    "stops": (Samples([*GOOD, StopIteration()]), BadImage, "'sample 9' .* raised StopIteration"),
+    "is shorter than its length": (Samples(GOOD, count=12), BadImage, "'sample 9' .* raised IndexError"),
+    "is empty": (Samples([]), BadSource, "no samples in 'train'"),
+    "has an empty part": ({"train": Samples(GOOD), "test": Samples([])}, BadSource, "no samples in 'test'"),
+    "changes its shape": (
+        Samples([*GOOD, (torch.zeros(3), 1)]),
+        BadImage,
+        "its shape is 3, not 2.*fields, of one shape",
+    ),
+    "changes its dtype": (Samples([*GOOD, (torch.zeros(2), 0.5)]), BadImage, "dtype of 'Y' is float32, not int64"),
+    "changes its kind": (Samples([*GOOD, ("word", 1)]), BadImage, "'X' is of another kind"),
+    "loses a field": (Samples([*GOOD, (torch.zeros(2),)]), BadImage, "it has no 'Y'"),
+    "has an image among arrays": (Samples([*GOOD, (TENSORS[0], 1)]), BadImage, "'X' is a Tensor of torch.uint8"),
+    "has labels in words": (Samples([(1.0, "owl")]), BadSource, "the label 'owl', where .*classes. are none"),
+    "has odd labels": (Samples([(1.0, [3, 4])]), BadSource, r"a label of int64 \[2\]"),
+    "has a label that is NaN": (Samples([(1.0, 2.0), (1.0, np.nan)]), BadImage, "'sample 1' .* a label that is NaN"),
+    "has objects": (Samples([(1.0, 2, object())]), BadSource, "'Z' is an object, in sample 0"),
+    "has empty tuples": (Samples([()]), BadSource, "an empty tuple"),
+    "has no key of samples": (Samples([{"a": 1, "b": 2}]), BadSource, "samples of a, b"),
+    "has a bad key": (Samples([{"x": 1, "a/b": 2}]), InvalidOption, "a field named 'a/b'"),
+    "has other classes in a split": (
+        {"train": Samples(GOOD, classes=["a", "b"]), "test": Samples(GOOD, classes=["b", "a"])},
+        BadSource,
+        "other classes in train than in test",
+    ),
+    "has unknown splits": ({"train": Samples(GOOD), "extra": Samples(GOOD)}, InvalidOption, "'train', 'extra'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_data_set_that_cannot_be_packed_is_one_clear_error(tmp_path, case):
+    source, error, match = WRONG[case]
+    with pytest.raises(error, match=f"^Cannot pack .*{match}") as caught:
+        pack(source, tmp_path / "p.h5", progress=False)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_samples_are_skipped_and_listed(tmp_path):
+    def dataset() -> Samples:
+        broken = Image.open(io.BytesIO(saved(PIXELS[0], "PNG")[:-40] + bytes(40)))
+        return Samples([BOOM, (TENSORS[0], 7), (broken, 8), (TENSORS[1], 9)])
+
+    report = pack(dataset(), tmp_path / "p.h5", progress=False, on_bad="skip", max_bad=3)
+    assert [name for name, _ in report.bad] == ["sample 0", "sample 2"]
+    assert report.bad[0][1].startswith("the data set raised ValueError")
+    assert open_pack(report.path)["train"].labels.tolist() == [7, 9]
+    with pytest.raises(BadImage, match="2 bad files or more"):
+        pack(dataset(), tmp_path / "q.h5", progress=False, on_bad="skip", max_bad=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"encoding": "source"},
+        {"on_bad": "blank"},
+        {"fields": ["a"]},
+        {"labels": "a"},
+        {"labels": len},
+        {"splits": "split"},
+        {"size": 8},
+        {"encoding": "jpeg"},
+    ],
+)
+def test_options_that_do_not_suit_are_refused(tmp_path, options):
+    with pytest.raises(InvalidOption, match=r"^Cannot pack 'Samples'"):
+        pack(Samples(GOOD), tmp_path / "p.h5", progress=False, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_the_middle_leaves_nothing(tmp_path):
+    with pytest.raises(BadImage) as caught:
+        pack(Samples([*GOOD * 300, BOOM]), tmp_path / "p.h5", progress=False)
+    assert "of your own" in repr(caught.value.__cause__.__cause__)
+    assert leftovers(tmp_path) == []
+
+
+def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
+    sizes: list[int] = []
+    written = Filling._written
+
+    def counted(filling: Filling, chunk: Chunk, columns: Any, bad: Any) -> Any:
+        sizes.append(chunk.stop - chunk.start)
+        return written(filling, chunk, columns, bad)
+
+    monkeypatch.setattr(Filling, "_written", counted)
+    found = packed(Samples([bytes([number]) * number for number in range(100)]), tmp_path / "p.h5")
+    assert len(found["train"]) == sum(sizes) == 100
+    assert max(sizes) <= 16
+
+
+@pytest.mark.parametrize("label", [np.uint64(2**63 + 5), 1e300])
+def test_labels_that_a_pack_would_change_are_refused(tmp_path, label):
+    with pytest.raises(BadSource):
+        packed(Samples([(np.zeros(3), label)]), tmp_path / "p.h5")
+
+
+def test_a_data_set_may_fill_the_same_memory_for_each_sample(tmp_path):
+    class Again(Samples):
+        def __init__(self, memory: Any) -> None:
+            super().__init__([])
+            self._count, self._memory = 6, memory
+
+        def __getitem__(self, index: int) -> Any:
+            self._memory[...] = index
+            return self._memory, index
+
+    for number, memory in enumerate(
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), np.zeros((4, 4, 3), np.uint8), torch.zeros(5), np.zeros(5))
+    ):
+        data = packed(Again(memory), tmp_path / f"{number}.h5")["train"]
+        assert [int(x.flatten()[-1]) for x, _ in data] == data.labels.tolist() == [*range(6)]

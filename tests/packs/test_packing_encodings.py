@@ -1,0 +1,322 @@
+"""What `pack()` stores of image files: pixels, the files themselves or new files, the same bytes however it is made."""
+
+from __future__ import annotations
+
+import weakref
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from contract import AtChange, fill_disk
+from packed_files import WAYS, files_of, fork, labels_of, packed, photos, stored
+from pictures import AGREEMENT, by_pillow, distance, exif, photo, saved
+from PIL import Image
+from trees import leftovers
+
+from colabkit.errors import BadImage, BadSource, InvalidOption, TargetExists
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.decode.images import decode_image
+from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.packing import planning
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.verifying import verify
+
+ENCODINGS: list[dict[str, Any]] = [
+    {"encoding": "raw"},
+    {"encoding": "raw", "size": (9, 7)},
+    {"encoding": "source"},
+    {"encoding": "jpeg"},
+    {"encoding": "jpeg", "size": 16, "quality": 71, "channels": 1},
+]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return twelve photos of one size in three classes."""
+    return photos(tmp_path / "tree")
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Return photos of several sizes, formats and orientations."""
+    folder = photos(tmp_path / "mixed")
+    for kind, name in (("PNG", "png"), ("WEBP", "webp"), ("BMP", "bmp"), ("GIF", "gif")):
+        (folder / "bees" / f"other.{name}").write_bytes(saved(photo(21, 30, seed=len(name)), kind))
+    (folder / "cats" / "turned.jpg").write_bytes(saved(photo(30, 44), "JPEG", exif=exif(6)))
+    return folder
+
+
+def opened(path: Path, split: str = "train") -> list[np.ndarray]:
+    """Return the images of a pack as `[H, W, C]`, read one by one, which checks them."""
+    data = open_pack(path)[split]
+    return [data[number][0].permute(1, 2, 0).numpy() for number in range(len(data))]
+
+
+def alone(folder: Path) -> list[str]:
+    """Return what is in a folder, hidden or not."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [None, 12, (40, 20)])
+def test_raw_rows_are_the_decoded_images(tmp_path, tree, size, channels):
+    report = pack(tree, tmp_path / "p.h5", encoding="raw", size=size, channels=channels, progress=False)
+    wanted = None if size is None else (size, size) if isinstance(size, int) else size
+    expected = [decode_image(path.read_bytes(), channels, wanted) for path in files_of(tree)]
+    assert (report.encoding, report.sample_shape) == ("raw", expected[0].shape)
+    assert np.array_equal(np.stack(stored(report.path)), np.stack(expected))
+    assert np.array_equal(np.stack(opened(report.path)), np.stack(expected))
+    assert labels_of(report.path) == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_raw_with_a_size_takes_images_of_all_kinds(tmp_path, mixed):
+    path = packed(mixed, tmp_path / "p.h5", encoding="raw", size=(20, 30))
+    expected = [decode_image(file.read_bytes(), 3, (20, 30)) for file in files_of(mixed)]
+    assert np.array_equal(np.stack(stored(path)), np.stack(expected))
+
+
+def test_source_keeps_every_byte_of_the_files_and_the_pack_decodes_them(tmp_path, mixed):
+    report = pack(mixed, tmp_path / "p.h5", encoding="source", progress=False)
+    files = files_of(mixed)
+    assert (report.encoding, report.sample_shape) == ("source", ())
+    assert stored(report.path) == [file.read_bytes() for file in files]
+    index = read_pack(report.path).table("X_train_index")
+    assert index[:, 1].tolist() == [file.stat().st_size for file in files]
+    assert index[:, 0].tolist() == [0, *np.cumsum(index[:, 1]).tolist()[:-1]]
+    for image, file in zip(opened(report.path), files, strict=True):
+        assert distance(image, by_pillow(file.read_bytes())) <= AGREEMENT
+
+
+def test_luminance_of_a_source_pack_is_taken_when_it_is_read(tmp_path, tree):
+    path = packed(tree, tmp_path / "p.h5", encoding="source", channels=1)
+    assert stored(path) == [file.read_bytes() for file in files_of(tree)]
+    assert {image.shape for image in opened(path)} == {(24, 32, 1)}
+
+
+@pytest.mark.parametrize(("size", "channels", "quality"), [(None, 3, 90), (16, 3, 55), ((20, 12), 1, 100)])
+def test_jpeg_encodes_the_decoded_image_anew(tmp_path, mixed, size, channels, quality):
+    path = packed(mixed, tmp_path / "p.h5", encoding="jpeg", size=size, channels=channels, quality=quality)
+    wanted = (size, size) if isinstance(size, int) else size
+    expected = [encode_jpeg(decode_image(file.read_bytes(), channels, wanted), quality) for file in files_of(mixed)]
+    assert stored(path) == expected
+    assert [image.shape for image in opened(path)] == [decode_image(data, channels).shape for data in expected]
+    options = read_pack(path).meta["options"]
+    assert (options["quality"], read_pack(path).meta["encoding"]) == (quality, "jpeg")
+
+
+def test_a_lower_quality_takes_less_room(tmp_path, tree):
+    sizes = [packed(tree, tmp_path / f"{quality}.h5", encoding="jpeg", quality=quality) for quality in (10, 50, 95)]
+    lengths = [sum(map(len, stored(path))) for path in sizes]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[2]
+
+
+@pytest.mark.parametrize("options", ENCODINGS, ids=lambda options: "-".join(map(str, options.values())))
+def test_the_same_bytes_come_of_every_way_to_make_them(tmp_path, tree, monkeypatch, options):
+    with zipfile.ZipFile(tmp_path / "tree.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in reversed(files_of(tree)):
+            archive.write(file, file.relative_to(tree))
+    made_by = {}
+    fork(monkeypatch)
+    for source in (tree, tmp_path / "tree.zip"):
+        whole = set()
+        for way, threads in WAYS.items():
+            out = tmp_path / f"{source.name}-{way}.h5"
+            made_by[way] = pack(source, out, progress=False, **threads, **options).made_by
+            whole.add(out.read_bytes())
+        assert len(whole) == 1
+    assert made_by == {"inline": "one thread", "threads": "3 threads", "processes": "2 processes"}
+
+
+def test_auto_is_raw_for_images_of_one_size(tmp_path, tree):
+    report = pack(tree, tmp_path / "p.h5", progress=False)
+    assert (report.encoding, report.sample_shape, report.note) == ("raw", (24, 32, 3), "")
+
+
+def test_auto_with_a_size_is_raw_of_that_size(tmp_path, mixed):
+    report = pack(mixed, tmp_path / "p.h5", size=10, progress=False)
+    assert (report.encoding, report.sample_shape) == ("raw", (10, 10, 3))
+
+
+def test_auto_keeps_files_of_several_sizes_and_says_what_raw_would_gain(tmp_path, mixed):
+    report = pack(mixed, tmp_path / "p.h5", progress=False)
+    assert report.encoding == "source"
+    assert stored(report.path) == [file.read_bytes() for file in files_of(mixed)]
+    assert "several sizes" in report.note
+    assert "raw at 256 (size=256) would take 3.2 MiB" in report.note
+    assert "in every epoch" in report.note
+    assert report.note in repr(report)
+    assert pack(mixed, tmp_path / "p.h5", progress=False).note == report.note
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_auto_falls_back_to_source_where_one_odd_size_is_found_late(tmp_path, tree, monkeypatch, way):
+    monkeypatch.setattr(planning, "_PROBED", 2)
+    odd = tree / "bees" / "001.jpg"
+    odd.write_bytes(saved(photo(10, 11), "JPEG"))
+    fork(monkeypatch)
+    report = pack(tree, tmp_path / "p.h5", progress=False, **WAYS[way])
+    assert (report.encoding, report.bad) == ("source", ())
+    assert "several sizes" in report.note
+    assert stored(report.path) == [file.read_bytes() for file in files_of(tree)]
+    assert leftovers(tmp_path) == []
+    assert pack(tree, tmp_path / "p.h5", progress=False, **WAYS[way]).reused
+
+
+@pytest.mark.parametrize("short_of", ["disk", "memory"])
+def test_auto_stores_no_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, short_of):
+    fitting = 12 * 24 * 32 * 3 - 1
+    if short_of == "memory":
+        monkeypatch.setattr(planning, "memory_limits", lambda read: SimpleNamespace(available_bytes=fitting))
+    else:
+        monkeypatch.setattr(planning._files, "free_bytes", lambda path: fitting)
+    report = pack(tree, tmp_path / "whole.h5", progress=False)
+    assert report.encoding == "source"
+    assert "more than fits in disk and RAM, so files as they are" in report.note
+    monkeypatch.setattr(planning, "memory_limits", lambda read: SimpleNamespace(available_bytes=20_000))
+    report = pack(tree, tmp_path / "sized.h5", size=24, quality=60, progress=False)
+    assert (report.encoding, report.sample_shape) == ("jpeg", (24, 24, 3))
+    assert "more than fits in disk and RAM" in report.note
+    assert stored(report.path) == [
+        encode_jpeg(decode_image(file.read_bytes(), 3, (24, 24)), 60) for file in files_of(tree)
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
+def test_the_same_pack_is_used_again_and_nothing_is_touched(tmp_path, tree, file_hook, encoding):
+    path = packed(tree, tmp_path / "p.h5", encoding=encoding)
+    before, listed = path.stat(), alone(tmp_path)
+    changes = AtChange(0, fill_disk)
+    file_hook(changes)
+    report = pack(tree, path, encoding=encoding, progress=False)
+    after = path.stat()
+    assert (report.reused, changes.count, alone(tmp_path)) == (True, 0, listed)
+    assert (after.st_ino, after.st_mtime_ns, after.st_atime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+        after.st_atime_ns,
+    )
+    assert pack(tree, path, encoding=encoding, seed=9, max_bad=7, threads=2, progress=False).reused
+
+
+@pytest.mark.parametrize(
+    "options", [{"encoding": "source"}, {"encoding": "jpeg"}, {"quality": 80}, {"on_bad": "skip"}, {"fields": ["path"]}]
+)
+def test_another_encoding_or_quality_is_another_pack(tmp_path, tree, options):
+    path = packed(tree, tmp_path / "p.h5", encoding="raw")
+    before = path.read_bytes()
+    with pytest.raises(TargetExists, match="other samples or options"):
+        pack(tree, path, progress=False, **{"encoding": "raw", **options})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"encoding": "source", "size": 8}, "size= with encoding='source'"),
+        ({"encoding": "png"}, "encoding='png'"),
+        ({"encoding": None}, "encoding=None"),
+        ({"quality": 0}, "quality"),
+        ({"quality": 101}, "quality"),
+        ({"quality": 90.5}, "quality"),
+        ({"channels": 4}, "channels=4"),
+        ({"on_bad": "ignore"}, "on_bad='ignore'"),
+        ({"max_bad": -1}, "max_bad=-1"),
+        ({"max_bad": float("nan")}, "max_bad=nan"),
+        ({"max_bad": float("inf")}, "max_bad=inf"),
+        ({"max_bad": True}, "max_bad=True"),
+        ({"fields": {"X": "path"}}, "a field named 'X'"),
+        ({"fields": {"a/b": "path"}}, "a field named 'a/b'"),
+        ({"fields": {"Z": 3}}, "3 as field 'Z'"),
+        ({"fields": ["age"]}, "no column 'age'"),
+        ({"size": True}, "size=True"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_path, tree, options, said):
+    with pytest.raises(InvalidOption, match="Cannot pack") as caught:
+        pack(tree, tmp_path / "p.h5", progress=False, **options)
+    assert said in str(caught.value)
+    assert alone(tmp_path) == ["tree"]
+
+
+def test_an_image_that_no_jpeg_can_hold_is_a_bad_file(tmp_path, tree):
+    Image.new("L", (65_501, 1)).save(tree / "bees" / "long.png")
+    with pytest.raises(BadImage, match=r"Cannot pack 'bees/long.png' .*65501x1 pixels, which no JPEG"):
+        pack(tree, tmp_path / "p.h5", encoding="jpeg", progress=False)
+    assert alone(tmp_path) == ["tree"]
+
+
+# .npy files.
+
+
+def arrays(folder: Path, values: list[np.ndarray]) -> Path:
+    """Write arrays as `.npy` files of two classes and return the folder."""
+    for number, value in enumerate(values):
+        path = folder / ("even", "odd")[number % 2] / f"{number:03d}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, value)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f8", "|u1", "<i2", "|b1", "<c8", "<f2"])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4, 2), (2, 0)])
+def test_npy_arrays_are_stored_as_they_are(tmp_path, dtype, shape):
+    values = [np.random.default_rng(number).integers(0, 200, shape).astype(dtype) for number in range(6)]
+    source = arrays(tmp_path / "tree", values)
+    report = pack(source, tmp_path / "p.h5", progress=False)
+    found = read_pack(report.path).map("X_train")
+    assert (found.dtype, found.shape) == (np.dtype(dtype), (6, *shape))
+    assert np.array_equal(found, np.stack([values[number] for number in (0, 2, 4, 1, 3, 5)]))
+    assert verify(report.path, progress=False).is_good
+    assert labels_of(report.path) == [0, 0, 0, 1, 1, 1]
+
+
+def test_npy_arrays_in_fortran_order_are_turned(tmp_path):
+    values = [np.asfortranarray(np.arange(12).reshape(3, 4) + number) for number in range(2)]
+    path = packed(arrays(tmp_path / "tree", values), tmp_path / "p.h5")
+    assert np.array_equal(np.stack(stored(path)), np.stack(values))
+
+
+@pytest.mark.parametrize("odd", [np.zeros((3, 5), "<f4"), np.zeros((3, 4), "<f8")], ids=["shape", "dtype"])
+def test_npy_arrays_that_differ_are_named_and_no_images_option_is_advised(tmp_path, odd):
+    values = [np.zeros((3, 4), "<f4"), np.ones((3, 4), "<f4"), odd]
+    with pytest.raises(BadImage, match=r"Cannot pack 'even/002.npy' of .* like the first.*arrays") as caught:
+        pack(arrays(tmp_path / "tree", values), tmp_path / "p.h5", progress=False)
+    assert "size=" not in str(caught.value)
+    assert alone(tmp_path) == ["tree"]
+
+
+@pytest.mark.parametrize("options", [{"encoding": "source"}, {"encoding": "jpeg"}, {"size": 4}])
+def test_options_of_images_are_refused_for_npy_arrays(tmp_path, options):
+    with pytest.raises(InvalidOption, match=r"all samples are \.npy arrays"):
+        pack(arrays(tmp_path / "tree", [np.zeros(3)] * 2), tmp_path / "p.h5", progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    "value", [np.array(["a"]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "i4"), ("b", "f4")])], ids=lambda one: one.dtype
+)
+def test_npy_arrays_of_no_numbers_are_refused(tmp_path, value):
+    with pytest.raises(BadSource, match=r"Cannot pack .* arrays of .*, numbers"):
+        pack(arrays(tmp_path / "tree", [value] * 2), tmp_path / "p.h5", progress=False)
+    assert alone(tmp_path) == ["tree"]
+
+
+def test_looking_at_images_keeps_none_of_them(tmp_path, tree, monkeypatch):
+    images: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def decoded(data: bytes, channels: Any) -> np.ndarray:
+        nonlocal most
+        image = decode_image(data, channels)
+        images.append(weakref.ref(image))
+        most = max(most, sum(one() is not None for one in images))
+        return image
+
+    monkeypatch.setattr(planning, "decode_image", decoded)
+    packed(tree, tmp_path / "p.h5")
+    assert len(images) == 12
+    assert most <= 2

@@ -1,0 +1,402 @@
+"""Shards as tasks of executors: the same pack as without, whatever dies, and nothing is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from packing_tasks import Squares, die_once, fail, hold
+from record_files import example, framed, image, lmdb_of, shards_of, tar_of
+from test_packing_shards import ROW, assert_same, content, identity, shards_beside
+from trees import leftovers, make_tree
+
+from colabkit.errors import BadImage, InvalidOption, PackingFailed
+from colabkit.packs.format.layout import Field
+from colabkit.packs.packing import executors, filling, shards
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.executors import Task
+from colabkit.packs.packing.makers import FileSamples
+from colabkit.packs.packing.plan import Plan, Table
+from colabkit.packs.packing.reports import PackReport
+from colabkit.storage.sources.api import SlowSource
+from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.items import Item
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a folder of 24 images."""
+    return make_tree(tmp_path / "tree", 8)
+
+
+def packed(source: Any, out: Path, executor: Executor | None, **options: Any) -> PackReport:
+    return pack(source, out, **{"shard_bytes": 4 * ROW, "executor": executor, "progress": False, **options})
+
+
+def processes(kind: str = "fork", count: int = 2, folder: str | None = None) -> ProcessPoolExecutor:
+    """Return an executor of processes; those of `folder` work there."""
+    context = multiprocessing.get_context(kind)
+    return ProcessPoolExecutor(count, context, os.chdir if folder else None, (folder,) if folder else ())
+
+
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """Return an executor of a process that shares nothing with this one, its working folder neither."""
+    with processes("spawn", 1, os.fspath(tmp_path_factory.mktemp("elsewhere"))) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("make", [partial(ThreadPoolExecutor, 3), processes])
+@pytest.mark.parametrize("options", [{}, {"encoding": "jpeg"}, {"encoding": "source", "fields": ["path"]}])
+def test_any_executor_gives_the_same_pack(tmp_path, tree, make, options):
+    with make() as executor:
+        report = packed(tree, tmp_path / "p.h5", executor, **options)
+        assert packed(tree, tmp_path / "p.h5", executor, **options).reused
+    assert (report.made_by, report.splits) == ("tasks of an executor", {"train": 24})
+    assert report.shards > 3
+    assert_same(report.path, packed(tree, tmp_path / "whole.h5", None, shard_bytes=None, **options).path)
+    assert leftovers(tmp_path) == []
+
+
+def images(count: int = 12) -> dict[str, bytes]:
+    return {f"{'ab'[number % 2]}/{number:02d}.png": image(number) for number in range(count)}
+
+
+def lmdb_source(folder: Path) -> Path:
+    return lmdb_of(folder / "base", {name.encode(): data for name, data in images().items()})
+
+
+def webdataset_source(folder: Path) -> str:
+    (folder / "wds").mkdir()
+    samples = [{"__key__": f"{n:04d}", "png": image(n), "cls": n % 3} for n in range(12)]
+    shards_of(str(folder / "wds" / "s-%04d.tar"), samples, 5)
+    return f"{folder / 'wds'}/s-{{0000..0002}}.tar"
+
+
+def tfrecord_source(folder: Path) -> Path:
+    records = [example(image__encoded=[image(n)], image__class__label=[n % 3]) for n in range(12)]
+    (folder / "a.tfrecord").write_bytes(framed(*records))
+    return folder / "a.tfrecord"
+
+
+def tree_source(folder: Path) -> Path:
+    for name, data in images().items():
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "tree" / name).write_bytes(data)
+    return folder / "tree"
+
+
+def zip_source(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
+        for name, data in images().items():
+            archive.writestr(name, data)
+    return folder / "a.zip"
+
+
+def tgz_source(folder: Path) -> Path:
+    import tarfile
+
+    with tarfile.open(folder / "a.tgz", "w:gz") as archive:
+        archive.add(tree_source(folder), "tree")
+    return folder / "a.tgz"
+
+
+def table_of(folder: Path, root: str = "") -> pd.DataFrame:
+    paths = sorted(tree_source(folder).glob("*/*.png"))
+    names = [f"{root}{path.relative_to(folder)}" for path in paths]
+    return pd.DataFrame({"path": names, "label": [path.parent.name for path in paths]})
+
+
+def csv_source(folder: Path) -> Path:
+    table_of(folder).to_csv(folder / "t.csv")
+    return folder / "t.csv"
+
+
+def memmap_source(folder: Path) -> dict[str, Any]:
+    np.save(folder / "x.npy", np.random.default_rng(1).integers(0, 256, (40, 6, 5, 3), dtype=np.uint8))
+    return {"X": np.load(folder / "x.npy", mmap_mode="r"), "Y": np.arange(40), "name": [f"ä{n}" for n in range(40)]}
+
+
+def hdf5_source(folder: Path) -> dict[str, Any]:
+    file = h5py.File(folder / "x.h5", "w")
+    return {"X": file.create_dataset("x", data=np.random.default_rng(1).normal(size=(40, 6, 5)))}
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "folder": tree_source,
+    "relative": lambda folder: os.path.relpath(tree_source(folder)),
+    "drive": lambda folder: tree_source(folder) and "drive:tree",
+    "zip": zip_source,
+    "relative zip": lambda folder: os.path.relpath(zip_source(folder)),
+    "tar": lambda folder: tar_of(folder / "a.tar", *[(f"t/{name}", data) for name, data in images().items()]),
+    "tgz": tgz_source,
+    "DataFrame": lambda folder: table_of(folder, f"{os.path.relpath(folder)}/"),
+    "list": lambda folder: table_of(folder, f"{folder}/")["path"].tolist(),
+    "csv": csv_source,
+    "source": lambda folder: FolderSource(Path(os.path.relpath(tree_source(folder)))),
+    "slow": lambda folder: SlowSource(FolderSource(tree_source(folder)), 0.001),
+    "LMDB": lmdb_source,
+    "WebDataset": lambda folder: os.path.relpath(webdataset_source(folder)),
+    "TFRecord": lambda folder: os.path.relpath(tfrecord_source(folder)),
+    "samples": lambda folder: "samples:digits",
+    "arrays": lambda folder: {"X": np.arange(400).reshape(40, 10), "Y": np.arange(40.0)},
+    "text": lambda folder: {"X": [f"text {number}" * number for number in range(40)]},
+    "memmap": memmap_source,
+    "HDF5": hdf5_source,
+    "data set": lambda folder: Squares(),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_worker_that_works_elsewhere_reads_every_kind_of_source(tmp_path, spawned, monkeypatch, kind):
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))  # which the worker does not have
+    source = SOURCES[kind](tmp_path)
+    options = {"encoding": "jpeg", "size": 6} if kind in ("WebDataset", "TFRecord", "LMDB", "folder", "drive") else {}
+    whole = packed(source, tmp_path / "whole.h5", None, shard_bytes=None, **options)
+    sizes = {"samples": 20_000, "text": 3000, "folder": 800, "drive": 800}
+    size = sizes.get(kind, (whole.pack_bytes - 12_000) // 4 if whole.pack_bytes > 20_000 else 400)
+    report = packed(source, Path(os.path.relpath(tmp_path / "p.h5")), spawned, shard_bytes=size, **options)
+    assert report.shards > 1
+    assert_same(report.path, whole.path)
+
+
+def test_threads_share_what_can_be_shared(tmp_path):
+    with ThreadPoolExecutor(4) as executor:
+        report = packed(Squares(), tmp_path / "p.h5", executor, shard_bytes=300)
+    assert_same(report.path, packed(Squares(), tmp_path / "whole.h5", None, shard_bytes=None).path)
+
+
+def test_tasks_fork_nothing_of_their_own(tmp_path, tree, monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise OSError("forked")
+
+    monkeypatch.setattr(filling, "_FORKING_S", 0)
+    monkeypatch.setattr(filling, "_TINY_S", 100.0)
+    monkeypatch.setattr(filling, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(filling, "_MEASURED_S", 1e-9)
+    monkeypatch.setattr(filling.ForkedWorkers, "__enter__", refuse)
+    with pytest.raises(Exception, match="forked"):
+        packed(tree, tmp_path / "p.h5", None)
+    with ThreadPoolExecutor(2) as executor:
+        assert packed(tree, tmp_path / "p.h5", executor).shards > 3
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
+def test_a_worker_that_dies_is_told_in_one_line_and_whole_shards_are_kept(tmp_path, tree, kind):
+    fields = {"Z": partial(die_once, tmp_path / "died")}
+    out = tmp_path / "p.h5"
+    with processes(kind, 1) as executor:
+        with pytest.raises(PackingFailed, match=r"BrokenProcessPool.*whole shards are kept") as caught:
+            packed(tree, out, executor, fields=fields)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(PackingFailed, match="BrokenProcessPool"):
+            packed(tree, out, executor, fields=fields)
+    assert not out.exists()
+    assert shards_beside(out) == []
+    kept = {path.name: identity(path) for path in tmp_path.glob(".colabkit-*/data/p-*.h5")}
+    assert len(kept) >= 2
+    with processes() as executor:
+        report = packed(tree, out, executor, fields=fields)
+    assert {name: identity(tmp_path / name) for name in kept} == kept
+    assert_same(out, packed(tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert report.shards == len(shards_beside(out))
+    assert leftovers(tmp_path) == []
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, tree):
+    out, fields = tmp_path / "p.h5", {"Z": partial(hold, tmp_path)}
+    child = os.fork()
+    if child == 0:
+        packed(tree, out, processes(count=1), fields=fields)
+        os._exit(1)
+    workers: list[psutil.Process] = []
+    try:
+        wait_for((tmp_path / "held").exists)
+        workers = psutil.Process(child).children(recursive=True)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        kept = {path.name: identity(path) for path in tmp_path.glob(".colabkit-*/data/p-*.h5")}
+        packed(tree, out, None, fields=fields)
+        assert len(kept) >= 2
+        assert {name: identity(tmp_path / name) for name in kept} == kept
+        assert any(worker.is_running() for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert_same(out, packed(tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert leftovers(tmp_path) == []
+
+
+class Counting(ThreadPoolExecutor):
+    """Counts the tasks that were given to it, and those that have not ended at most at once."""
+
+    given = most = 0
+
+    def submit(self, *arguments: Any, **named: Any) -> Any:
+        self.given += 1
+        future = super().submit(*arguments, **named)
+        self.futures = [one for one in getattr(self, "futures", []) if not one.done()] + [future]
+        self.most = max(self.most, len(self.futures))
+        return future
+
+
+def test_an_error_in_a_task_stops_the_others_and_comes_as_it_is(tmp_path, tree):
+    (tree / "ants" / "005.png").write_text("no image")
+    with Counting(1) as executor:
+        with pytest.raises(BadImage, match=r"Cannot pack 'ants/005.png' of .*on_bad='skip'"):
+            packed(tree, tmp_path / "p.h5", executor, encoding="raw", shard_bytes=ROW)
+        assert executor.given == 24
+        kept = sorted(path.name for path in tmp_path.glob(".colabkit-*/data/p-*.h5"))
+        assert kept[:5] == [f"p-0000{number}.h5" for number in range(5)]
+        assert "p-00005.h5" not in kept
+        assert len(kept) < 20
+        assert not (tmp_path / "p.h5").exists()
+        report = packed(tree, tmp_path / "p.h5", executor, on_bad="skip", encoding="raw")
+    assert [path for path, _ in report.bad] == ["ants/005.png"]
+    assert leftovers(tmp_path) == []
+
+
+def test_an_error_of_the_users_code_comes_with_its_trace(tmp_path, tree):
+    with processes() as executor, pytest.raises(RuntimeError, match=r"ZeroDivisionError.*of mine[^$]*in fail"):
+        packed(tree, tmp_path / "p.h5", executor, fields={"Z": fail})
+    assert not (tmp_path / "p.h5").exists()
+
+
+def test_ctrl_c_cancels_what_has_not_begun_and_leaves_the_executor_alone(tmp_path, tree):
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def interrupted(path: str) -> int:
+        if path == "ants/005.png":
+            has_begun.set()
+            assert may_go_on.wait(30)
+        return len(path)
+
+    def interrupt() -> None:
+        assert has_begun.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+        may_go_on.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with Counting(1) as executor:
+        with pytest.raises(KeyboardInterrupt):
+            packed(tree, tmp_path / "p.h5", executor, fields={"Z": interrupted})
+        thread.join()
+        assert not (tmp_path / "p.h5").exists()
+        assert len(list(tmp_path.glob(".colabkit-*/data/p-*.h5"))) < 3
+        packed(tree, tmp_path / "p.h5", executor, fields={"Z": interrupted})
+    assert len(content(tmp_path / "p.h5")["train"]) == 24
+    assert leftovers(tmp_path) == []
+
+
+def test_what_is_no_executor_or_cannot_be_sent_is_told_in_one_line(tmp_path, tree):
+    for wrong in (4, "threads", ThreadPoolExecutor, multiprocessing):
+        with pytest.raises(InvalidOption, match=r"executor=.*client.get_executor\(\)"):
+            packed(tree, tmp_path / "p.h5", wrong)  # type: ignore[arg-type]
+    with processes() as executor, pytest.raises(InvalidOption, match=r"cannot be sent .*at the top of a module"):
+        packed(tree, tmp_path / "p.h5", executor, fields={"Z": lambda path: 3})
+    with pytest.raises(PackingFailed, match="new executor"):
+        packed(tree, tmp_path / "p.h5", executor)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
+
+
+def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, tree):
+    plans: list[Task] = []
+
+    class Keeping(ThreadPoolExecutor):
+        def submit(self, function: Any, *arguments: Any) -> Any:
+            plans.append(function.__self__)
+            return super().submit(function, *arguments)
+
+    with Keeping(1) as executor:
+        packed(tree, tmp_path / "p.h5", executor)
+    (tmp_path / "p.h5").unlink()
+    for shard in shards_beside(tmp_path / "p.h5"):
+        shard.unlink()
+    with pytest.raises(PackingFailed, match="a folder that all workers share"):
+        plans[0].run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
+
+
+def test_few_arrays_travel_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(executors, "_SENT_BYTES", 3 * 800)
+    with Counting(8) as executor:
+        packed({"X": np.arange(4000).reshape(400, 10)}, tmp_path / "p.h5", executor, shard_bytes=800)
+    assert executor.given == 40
+    assert executor.most <= 3
+
+
+def test_no_more_arrays_are_sent_while_tasks_take_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(executors, "_SENT_BYTES", 3 * 800)
+    monkeypatch.setattr(executors, "_TICK_S", 0.001)
+    waits = itertools.count()
+    may_go_on = threading.Event()
+    look = executors._WatchingBar.look
+
+    def held(bar: Any) -> None:
+        assert may_go_on.wait(30)
+        look(bar)
+
+    def waited(_: object) -> None:
+        if next(waits) == 20:
+            may_go_on.set()
+
+    monkeypatch.setattr(executors._WatchingBar, "look", held)
+    monkeypatch.setattr(shards._Shards, "_wait", waited)
+    with Counting(8) as executor:
+        packed({"X": np.arange(400).reshape(40, 10)}, tmp_path / "p.h5", executor, shard_bytes=160)
+    assert next(waits) > 20
+    assert executor.most <= 15
+
+
+def large_plan(count: int) -> Plan:
+    """Return a plan of many files in two splits, with labels and a column of text."""
+    items = [Item(f"class{number % 10}/{number:07d}.jpg", 1000 + number % 7, number) for number in range(count)]
+    maker = FileSamples(FolderSource(Path("/x")), items, "source", channels=3, size=None)
+    numbers = np.random.default_rng(1).permutation(count)
+    tables = (
+        Table(Field("Y", "labels"), np.arange(count) % 10),
+        Table(Field("note", "text", is_ragged=True), (b"some words",) * count),
+    )
+    about = {"plan": "x", "classes": (), "source_bytes": 1, "left_out": [["a", "b"]] * 1000, "encoding": "source"}
+    splits = {"train": numbers[: count // 2], "test": numbers[count // 2 :]}
+    return Plan("x", maker, splits, tables, about, "raise", 0)
+
+
+def test_a_million_samples_are_planned_in_seconds_and_each_task_carries_its_own(tmp_path):
+    plan, count = large_plan(1_000_000), 100
+    started = time.perf_counter()
+    sizes = shards._sample_bytes(plan)
+    ranges = shards._ranges(sizes, int(sizes.sum()) // count)
+    shards._digest(plan, ranges)
+    parts = [plan.part(start, stop) for start, stop in ranges]
+    assert time.perf_counter() - started < 15
+    assert len(parts) == count
+    assert sum(part.samples for part in parts) == plan.samples
+    sent = [len(pickle.dumps(part)) for part in parts[::10]]
+    assert max(sent) < 1.2 * min(sent)
+    few = [len(pickle.dumps(plan.part(start, start + 5000))) for start in (0, 900_000)]
+    assert max(few) < 0.6 * min(sent)

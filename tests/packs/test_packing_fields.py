@@ -1,0 +1,198 @@
+"""Further fields of samples: columns of a table, and what functions make of paths, each beside its own sample."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from packed_files import WAYS, files_of, fork, labels_of, packed, photos, stored
+from trees import leftovers
+
+from colabkit.errors import BadSource, InvalidOption, TargetExists
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.packing.api import pack
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return twelve photos of one size in three classes."""
+    return photos(tmp_path / "tree")
+
+
+def alone(folder: Path) -> list[str]:
+    """Return what is in a folder, hidden or not."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def table(tree: Path) -> pd.DataFrame:
+    """Return a table of the photos, in no order, with columns of many kinds."""
+    files = files_of(tree)
+    order = np.random.default_rng(2).permutation(len(files)).tolist()
+    return pd.DataFrame(
+        {
+            "path": [str(files[number]) for number in order],
+            "label": [files[number].parent.name for number in order],
+            "age": order,
+            "weight": [number / 7 for number in order],
+            "box": [[number, 2 * number, 5] for number in order],
+            "says": [f"Größe {number}" * (number % 3) for number in order],
+            "old": [number > 5 for number in order],
+        }
+    )
+
+
+@pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
+def test_columns_of_a_table_become_fields(tmp_path, table, encoding):
+    names = ["age", "weight", "box", "says", "old", "path"]
+    path = packed(table, tmp_path / "p.h5", encoding=encoding, fields=names, splits={"train": 0.5, "test": 0.5})
+    seen = []
+    for split in ("train", "test"):
+        info = read_pack(path)
+        ages = info.table(f"age_{split}").tolist()
+        seen += ages
+        assert info.table(f"weight_{split}").tolist() == [age / 7 for age in ages]
+        assert info.table(f"box_{split}").tolist() == [[age, 2 * age, 5] for age in ages]
+        assert info.table(f"old_{split}").tolist() == [age > 5 for age in ages]
+        assert [text.decode() for text in stored(path, split, "says")] == [f"Größe {age}" * (age % 3) for age in ages]
+        files = [text.decode() for text in stored(path, split, "path")]
+        assert [int(Path(file).stem) for file in files] == [age % 4 for age in ages]
+        assert labels_of(path, split) == [age // 4 for age in ages]
+    assert sorted(seen) == list(range(12))
+    assert open_pack(path)["train"].fields[0] == "X"
+
+
+def test_other_values_of_a_column_are_another_pack(tmp_path, table):
+    path = packed(table, tmp_path / "p.h5", fields=["age"])
+    assert pack(table, path, fields=["age"], progress=False).reused
+    with pytest.raises(TargetExists, match="other samples or options"):
+        pack(table.assign(age=table["age"] + 1), path, fields=["age"], progress=False)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
+@pytest.mark.parametrize("way", WAYS)
+def test_functions_of_the_path_become_fields(tmp_path, tree, monkeypatch, encoding, way):
+    fork(monkeypatch)
+    fields = {
+        "number": lambda path: int(path[-7:-4]),
+        "square": lambda path: np.full((2, 3), int(path[-7:-4]), "<f4"),
+        "name": lambda path: f"Größe {path}",
+        "mark": lambda path: path.encode() * int(path[-7:-4]),
+        "where": "path",
+    }
+    path = packed(tree, tmp_path / "p.h5", encoding=encoding, fields=fields, **WAYS[way])
+    paths = [str(file.relative_to(tree)) for file in files_of(tree)]
+    numbers = [int(one[-7:-4]) for one in paths]
+    if encoding == "source":
+        assert stored(path) == [file.read_bytes() for file in files_of(tree)]
+    assert np.array(stored(path, field="number")).tolist() == numbers
+    assert np.array(stored(path, field="square"))[:, 1, 2].tolist() == numbers
+    assert stored(path, field="name") == [f"Größe {one}".encode() for one in paths]
+    assert stored(path, field="mark") == [one.encode() * number for one, number in zip(paths, numbers, strict=True)]
+    assert stored(path, field="where") == [one.encode() for one in paths]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 2.5),
+        (1, 2**40 + 0.5),
+        (True, 2),
+        (np.uint8(1), 300),
+        (0.5, "a"),
+        ("a", 3),
+        (b"a", "a"),
+        ("a", None),
+        (1, [1, 2]),
+    ],
+)
+def test_a_function_that_changes_its_kind_is_refused_and_nothing_is_rounded(tmp_path, tree, values):
+    with pytest.raises(BadSource, match=r"Cannot pack the field 'z' of 'ants/001.jpg': .* like the first"):
+        pack(tree, tmp_path / "p.h5", fields={"z": lambda path: values["000" not in path]}, progress=False)
+    assert alone(tmp_path) == ["tree"]
+
+
+def test_numbers_that_fit_the_first_ones_kind_are_taken(tmp_path, tree):
+    path = packed(tree, tmp_path / "p.h5", fields={"z": lambda path: 0.5 if "000" in path else 3})
+    assert sorted({value.item() for value in stored(path, field="z")}) == [0.5, 3.0]
+
+
+def test_an_error_of_a_users_function_comes_as_it_is(tmp_path, tree):
+    def fail(path: str) -> int:
+        return 1 // (path != "bees/002.jpg")
+
+    with pytest.raises(ZeroDivisionError):
+        pack(tree, tmp_path / "p.h5", fields={"z": fail}, threads=1, progress=False)
+    assert alone(tmp_path) == ["tree"]
+
+
+def test_more_fields_than_a_seal_names_are_one_clear_error(tmp_path, tree):
+    fields = {f"a further field {number}": "path" for number in range(100)}
+    with pytest.raises(InvalidOption, match=r"Cannot pack into one file: 204 data sets.*Leave out fields"):
+        pack(tree, tmp_path / "p.h5", fields=fields, progress=False)
+    assert alone(tmp_path) == ["tree"]
+    few = dict(list(fields.items())[:10])
+    assert len(read_pack(packed(tree, tmp_path / "p.h5", fields=few)).fields) == 12
+
+
+@pytest.mark.parametrize("name", ["..", "rows", "spool-0", "ä b", "X_train", "_", "n" * 300])
+def test_a_field_may_have_any_name(tmp_path, tree, name):
+    path = packed(tree, tmp_path / "p.h5", fields={name: lambda path: path})
+    assert stored(path, field=name)[0] == b"ants/000.jpg"
+    assert leftovers(tmp_path) == []
+
+
+def test_tables_of_files_in_other_folders_are_not_taken_for_each_other(tmp_path):
+    """Their names, sizes and times are equal, as those of raw images often are."""
+    for number, folder in enumerate(("one", "two")):
+        (tmp_path / folder / "a").mkdir(parents=True)
+        np.save(tmp_path / folder / "a" / "0.npy", np.full((2, 2), number))
+        os.utime(tmp_path / folder / "a" / "0.npy", (1, 1))
+    for make in (lambda path: [path], lambda path: pd.DataFrame({"path": [path]})):
+        target = tmp_path / "p.h5"
+        pack(make(str(tmp_path / "one" / "a" / "0.npy")), target, labels=None, progress=False)
+        assert pack(make(str(tmp_path / "one" / "a" / "0.npy")), target, labels=None, progress=False).reused
+        with pytest.raises(TargetExists):
+            pack(make(str(tmp_path / "two" / "a" / "0.npy")), target, labels=None, progress=False)
+        target.unlink()
+
+
+def test_text_in_bytes_that_are_no_utf8_comes_back_as_it_was(tmp_path, tree):
+    files = files_of(tree)
+    (tmp_path / "table.csv").write_bytes(
+        b"path,caption\n" + b"\n".join(os.fsencode(file) + b",caf\xe9 %d" % n for n, file in enumerate(files))
+    )
+    pack(tmp_path / "table.csv", tmp_path / "p.h5", fields=["caption"], labels=None, progress=False)
+    data = open_pack(tmp_path / "p.h5")["train"]
+    assert [os.fsencode(caption) for *_, caption in data] == [b"caf\xe9 %d" % n for n in range(len(files))]
+    assert data[:2][-1] == [data[0][-1], data[1][-1]]
+
+
+def test_a_function_may_fill_the_same_array_for_each_sample(tmp_path, tree):
+    again = np.zeros(2, np.int64)
+
+    def filled(path: str) -> np.ndarray:
+        again[:] = len(path), int(Path(path).stem)
+        return again
+
+    pack(tree, tmp_path / "p.h5", fields={"made": filled}, progress=False)
+    found = open_pack(tmp_path / "p.h5")["train"]
+    assert [made[1].item() for *_, made in found] == [int(file.stem) for file in files_of(tree)]
+
+
+@pytest.mark.parametrize("value", [np.longdouble(1), [[1], [2, 3]]], ids=["longdouble", "uneven"])
+def test_a_function_that_makes_what_a_pack_cannot_hold_is_refused(tmp_path, tree, value):
+    with pytest.raises(InvalidOption, match=r"the function of the field 'made' returned .*Convert it in the function"):
+        pack(tree, tmp_path / "p.h5", fields={"made": lambda path: value}, progress=False)
+    first = files_of(tree)[0].name
+    with pytest.raises((BadSource, InvalidOption), match="Cannot pack the field 'made' of"):
+        pack(
+            tree,
+            tmp_path / "p.h5",
+            fields={"made": lambda path: [[1, 2], [3, 4]] if path.endswith(first) else [[1], [2, 3]]},
+            progress=False,
+        )

@@ -1,0 +1,398 @@
+"""Forked workers: they really work, may die, hang or fail, and leave nothing behind, whoever is killed."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract import fill_disk
+from packed_files import files_of, fork, packed, photos, stored
+from trees import leftovers
+
+from colabkit.errors import BadSource, NotEnoughSpace, PackingFailed, TimedOut
+from colabkit.packs.packing import compaction, filling
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.processes import ForkedWorkers
+from colabkit.packs.packing.verifying import verify
+
+ENCODINGS = ["raw", "source", "jpeg"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return 24 photos of one size in three classes."""
+    return photos(tmp_path / "tree", per_class=8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Check that no process, zombies too, no descriptor and no thread is left after the test."""
+    before = descriptors(), set(children()), threading.active_count()
+    yield
+    assert (descriptors(), set(children()), threading.active_count()) == before
+
+
+def children(pid: int | None = None) -> list[int]:
+    """Return the processes that a process has started and not waited for."""
+    found = []
+    for entry in os.scandir("/proc"):
+        try:
+            stat = (Path(entry.path) / "stat").read_text() if entry.name.isdigit() else ""
+        except OSError:
+            continue
+        if stat and int(stat.rpartition(")")[2].split()[1]) == (pid or os.getpid()):
+            found.append(int(entry.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_until(is_so: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Poll until something is so."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.01)
+
+
+def at_chunk(monkeypatch: pytest.MonkeyPatch, start: int, act: Callable[[], None], after: bool = False) -> None:
+    """Call `act` in whatever makes the chunk that begins at a sample, before or after it is made."""
+    fill = filling.Filling.fill
+
+    def filled(self: Any, chunk: Any) -> Any:
+        if chunk.start == start and not after:
+            act()
+        done = fill(self, chunk)
+        if chunk.start == start and after:
+            act()
+        return done
+
+    monkeypatch.setattr(filling.Filling, "fill", filled)
+
+
+def once(marker: Path, act: Callable[[], None]) -> Callable[[], None]:
+    """Return what acts the first time only, in whatever process that is."""
+
+    def acted() -> None:
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        act()
+
+    return acted
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def stop_me() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stalls_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(filling, "ForkedWorkers", functools.partial(ForkedWorkers, stalled_s=seconds))
+
+
+def alone(tree: Path) -> bool:
+    """Return whether nothing but the tree is in its folder."""
+    return [path.name for path in tree.parent.iterdir()] == [tree.name]
+
+
+@pytest.mark.parametrize("cpus", [2, 3])
+def test_samples_are_made_by_as_many_processes_as_there_are_cpus(tmp_path, tree, monkeypatch, cpus):
+    fork(monkeypatch, chunk_samples=1, cpus=cpus)
+    fields = {"pid": lambda path: os.getpid(), "parent": lambda path: os.getppid()}
+    report = pack(tree, tmp_path / "p.h5", fields=fields, progress=False)
+    pids = {value.item() for value in stored(report.path, field="pid")}
+    assert {value.item() for value in stored(report.path, field="parent")} == {os.getpid()}
+    assert os.getpid() not in pids
+    assert 1 <= len(pids) <= cpus
+    assert report.made_by == f"{cpus} processes"
+
+
+def test_samples_that_are_slow_or_few_are_made_without_processes(tmp_path, tree, monkeypatch):
+    monkeypatch.setattr(filling, "usable_cpus", lambda: 2.0)
+    assert pack(tree, tmp_path / "few.h5", progress=False).made_by == "one thread"
+    monkeypatch.setattr(filling, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(filling, "_TINY_S", 0.0)
+    assert pack(tree, tmp_path / "slow.h5", progress=False).made_by == "2 threads"
+    fork(monkeypatch, cpus=1)
+    assert pack(tree, tmp_path / "one.h5", progress=False).made_by == "one thread"
+    fork(monkeypatch)
+    assert pack(tree, tmp_path / "asked.h5", threads=2, progress=False).made_by == "2 threads"
+
+
+def test_samples_are_measured_before_processes_are_started(tmp_path, tree, monkeypatch):
+    fork(monkeypatch, chunk_samples=100)
+    monkeypatch.setattr(filling, "_MEASURED_S", 1e-9)
+    pids = packed(tree, tmp_path / "p.h5", fields={"pid": lambda path: os.getpid()})
+    mine = [value.item() == os.getpid() for value in stored(pids, field="pid")]
+    assert mine == [True] * 2 + [False] * 22
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("start", [0, 10, 22])
+def test_a_worker_that_is_killed_once_is_replaced(tmp_path, tree, monkeypatch, encoding, after, start):
+    whole = packed(tree, tmp_path / "whole.h5", encoding=encoding, threads=1).read_bytes()
+    fork(monkeypatch)
+    at_chunk(monkeypatch, start, once(tmp_path / "killed", kill_me), after)
+    path = packed(tree, tmp_path / "p.h5", encoding=encoding)
+    assert (tmp_path / "killed").exists()
+    assert path.read_bytes() == whole
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    ("act", "how"), [(kill_me, "SIGKILL"), (lambda: os._exit(3), "exit code 3")], ids=["kill", "exit"]
+)
+def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypatch, encoding, act, how):
+    fork(monkeypatch)
+    at_chunk(monkeypatch, 10, act)
+    with pytest.raises(PackingFailed, match=rf"died twice at 'bees/002.jpg' to 'bees/003.jpg' \({how}\)"):
+        pack(tree, tmp_path / "p.h5", encoding=encoding, progress=False)
+    assert alone(tree)
+
+
+def test_every_worker_may_die_once(tmp_path, tree, monkeypatch):
+    whole = packed(tree, tmp_path / "whole.h5", threads=1).read_bytes()
+    fork(monkeypatch)
+    fill = filling.Filling.fill
+
+    def filled(self: Any, chunk: Any) -> Any:
+        once(tmp_path / f"killed-{chunk.start}", kill_me)()
+        return fill(self, chunk)
+
+    monkeypatch.setattr(filling.Filling, "fill", filled)
+    assert packed(tree, tmp_path / "p.h5").read_bytes() == whole
+    assert len(list(tmp_path.glob("killed-*"))) == 12
+
+
+@pytest.mark.parametrize("act", [hang, stop_me], ids=["hangs", "is stopped"])
+def test_a_worker_that_hangs_is_replaced_and_twice_is_an_error(tmp_path, tree, monkeypatch, act):
+    whole = packed(tree, tmp_path / "whole.h5", threads=1).read_bytes()
+    fork(monkeypatch)
+    stalls_after(monkeypatch, 0.4)
+    with monkeypatch.context() as patch:
+        at_chunk(patch, 10, once(tmp_path / "hung", act))
+        assert packed(tree, tmp_path / "p.h5").read_bytes() == whole
+        assert (tmp_path / "hung").exists()
+    at_chunk(monkeypatch, 10, act)
+    with pytest.raises(TimedOut, match=r"hung twice at 'bees/002.jpg' to 'bees/003.jpg', an answer in 0.4 s"):
+        pack(tree, tmp_path / "hangs.h5", progress=False)
+    assert not (tmp_path / "hangs.h5").exists()
+    assert leftovers(tmp_path) == []
+
+
+def test_a_worker_that_is_slower_than_its_parent_waits_is_no_hung_one(monkeypatch):
+    begun = time.monotonic()
+    with ForkedWorkers("count", lambda task: time.sleep(0.1) or task, 2, str, stalled_s=0.35) as workers:
+        assert sorted(workers.results(range(12))) == list(range(12))
+    assert time.monotonic() - begun > 0.35
+
+
+class _Odd(Exception):
+    """An error that pickles, but cannot be made again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"odd {one} {two}")
+
+
+class _Sticky(Exception):
+    """An error that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("sticky")
+        self.held = lambda: None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ZeroDivisionError("no"), ZeroDivisionError, "no"),
+        (KeyError("a"), KeyError, "'a'"),
+        (MemoryError("much"), MemoryError, "much"),
+        (_Odd(1, 2), (RuntimeError, _Odd), "odd 1 2"),  # other packages teach pickle to make it again
+        (_Sticky(), RuntimeError, "_Sticky in a worker process: sticky"),
+        (OSError(errno.ENOSPC, "full"), NotEnoughSpace, "Cannot pack .*full"),
+        (PermissionError(errno.EACCES, "closed", "a"), Exception, "Cannot pack .*closed"),
+        (BadSource("Cannot pack"), BadSource, "Cannot pack"),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
+)
+def test_an_error_of_a_worker_comes_as_it_is_where_it_can(tmp_path, tree, monkeypatch, error, kind, said):
+    fork(monkeypatch)
+
+    def fail() -> None:
+        raise error
+
+    at_chunk(monkeypatch, 10, fail)
+    with pytest.raises(kind, match=said) as caught:
+        pack(tree, tmp_path / "p.h5", progress=False)
+    cause = caught.value.__cause__ or caught.value
+    assert isinstance(cause, BadSource) or "in fail" in str(cause) + "".join(getattr(cause, "__notes__", []))
+    assert alone(tree)
+
+
+def test_a_disk_that_is_full_for_a_worker_leaves_nothing(tmp_path, tree, monkeypatch, file_hook):
+    fork(monkeypatch)
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and multiprocessing.parent_process() is not None:
+            fill_disk()
+
+    file_hook(full)
+    with pytest.raises(NotEnoughSpace, match="No space left"):
+        pack(tree, tmp_path / "p.h5", encoding="raw", progress=False)
+    assert alone(tree)
+
+
+def test_a_process_that_cannot_be_started_is_one_clear_error(tmp_path, tree, monkeypatch):
+    fork(monkeypatch)
+    start, started = multiprocessing.context.ForkProcess._Popen, []
+
+    def few(process: Any) -> Any:
+        if started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(process)
+        return start(process)
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(few))
+    with pytest.raises(PackingFailed, match=r"no further process.*threads=1"):
+        pack(tree, tmp_path / "p.h5", progress=False)
+    assert alone(tree)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("number", [1, 4, 12])
+def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path, tree, monkeypatch, encoding, number):
+    fork(monkeypatch)
+    add, calls = compaction.Compaction.add, []
+
+    def added(self: Any, done: Any) -> None:
+        calls.append(done)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        add(self, done)
+
+    monkeypatch.setattr(compaction.Compaction, "add", added)
+    with pytest.raises(KeyboardInterrupt):
+        pack(tree, tmp_path / "p.h5", encoding=encoding, progress=False)
+    assert alone(tree)
+
+
+class Packing:
+    """A process that packs, in a group of its own, whose workers wait in the middle until they may go on."""
+
+    def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+        folder = tree.parent
+        with monkeypatch.context() as patch:
+            fork(patch)
+            at_chunk(patch, 10, lambda: (folder / "reached").touch() or act())
+            self.errors = folder / "errors"
+            self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    os.setsid()
+                    os.dup2(os.open(self.errors, os.O_WRONLY | os.O_CREAT), 2)
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    pack(tree, folder / "p.h5", progress=False)
+                except KeyboardInterrupt:
+                    os._exit(7)
+                finally:
+                    os._exit(1)
+        wait_until((folder / "reached").exists)
+        self.workers = children(self.pid)
+
+    def ended(self) -> int:
+        """Wait for the process and return its exit code, negative after a signal."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_ctrl_c_of_the_whole_group_ends_all_and_prints_nothing(tmp_path, tree, monkeypatch):
+    packing = Packing(tree, monkeypatch, hang)
+    assert len(packing.workers) == 2
+    os.killpg(packing.pid, signal.SIGINT)
+    assert packing.ended() == 7
+    assert not any(map(is_running, packing.workers))
+    assert packing.errors.read_text() == ""
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "p.h5").exists()
+
+
+@pytest.mark.parametrize("with_group", [False, True])
+def test_workers_end_with_a_parent_that_is_killed_and_the_next_call_cleans_up(tmp_path, tree, monkeypatch, with_group):
+    packing = Packing(tree, monkeypatch, hang)
+    assert len(packing.workers) == 2
+    (os.killpg if with_group else os.kill)(packing.pid, signal.SIGKILL)
+    assert packing.ended() == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_running, packing.workers)), 5.0)
+    assert not (tmp_path / "p.h5").exists()
+    assert leftovers(tmp_path) != []
+    packed(tree, tmp_path / "p.h5")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_process_that_may_have_no_children_packs_without(tmp_path, tree, monkeypatch):
+    fork(monkeypatch)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as pool:
+        made_by = pool.apply(_made_by, (tree, tmp_path / "p.h5"))
+        pool.close()
+        pool.join()
+    assert made_by in ("one thread", "2 threads")
+    assert verify(tmp_path / "p.h5", progress=False).is_good
+
+
+def _made_by(tree: Path, out: Path) -> str:
+    return pack(tree, out, progress=False).made_by
+
+
+def test_no_task_is_larger_than_its_bound_but_for_single_files(tmp_path, tree, monkeypatch):
+    sizes = [file.stat().st_size for file in files_of(tree)]
+    seen: list[tuple[int, int]] = []
+    fill = filling.Filling.fill
+
+    def filled(self: Any, chunk: Any) -> Any:
+        seen.append((chunk.start, chunk.stop))
+        return fill(self, chunk)
+
+    monkeypatch.setattr(filling.Filling, "fill", filled)
+    monkeypatch.setattr(filling, "_MEASURED_S", 0.0)
+    for bound in (1, 2 * max(sizes) + 1, 10**9):
+        for encoding in ENCODINGS:
+            seen.clear()
+            monkeypatch.setattr(filling, "_CHUNK_BYTES", bound)
+            packed(tree, tmp_path / f"{bound}-{encoding}.h5", encoding=encoding, threads=1)
+            assert [start for start, _ in seen] == [0, *(stop for _, stop in seen[:-1])]
+            assert seen[-1][1] == len(sizes)
+            row = 24 * 32 * 3 if encoding == "raw" else 0
+            for start, stop in seen:
+                assert stop == start + 1 or max(sum(sizes[start:stop]), row * (stop - start)) <= bound
+    assert len({path.read_bytes() for path in tmp_path.glob("*-raw.h5")}) == 1

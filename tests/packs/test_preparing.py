@@ -1,0 +1,317 @@
+"""`prepare()`: the shortest way to a near pack, told truly, and right after whatever went wrong before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from far_mounts import FuseMount, has_fuse
+from http_servers import served
+from near_copies import zipped
+from test_staging_faults import reader_threads
+from trees import leftovers, make_tree, needs
+
+from colabkit.errors import InvalidOption, SourceMissing
+from colabkit.notebook.command_line import main
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.packing.verifying import verify
+from colabkit.packs.preparing.api import prepare
+from colabkit.packs.preparing.report import PreparedPack
+from colabkit.storage.staging import targets
+
+
+@pytest.fixture(autouse=True)
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder that `drive:` stands for."""
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    monkeypatch.setenv("COLABKIT_DRIVE", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, near_storage: Path) -> Iterator[None]:
+    """Look after each test for threads and half-done files that stayed."""
+    yield
+    assert left_near(near_storage) + leftovers(tmp_path) == []
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Callable[..., FuseMount]:
+    """Return a function that mounts a folder at `tmp_path/far`."""
+    needs("FUSE", has_fuse())
+    return lambda root, **options: FuseMount(tmp_path / "far", root, **options)
+
+
+def left_near(near_storage: Path) -> list[str]:
+    """Return the threads that still run, and what is half done."""
+    return [*reader_threads(), *leftovers(near_storage), *map(str, near_storage.rglob("*.staged"))]
+
+
+def begin_anew(near_storage: Path) -> None:
+    """Begin a new session, in which nothing is near."""
+    for path in near_storage.iterdir():
+        shutil.rmtree(path)
+
+
+def ready(source: object, **options: Any) -> PreparedPack:
+    """Prepare without progress bars, and check that what the report says is there."""
+    prepared = prepare(source, progress=False, **options)
+    report = prepared.report
+    assert verify(report.path, progress=False).is_good
+    assert report.path == prepared.path
+    assert report.pack_bytes == report.path.stat().st_size
+    assert (report.saved_path is None) == bool(report.unsaved)
+    if report.saved_path is not None:
+        assert report.saved_path.read_bytes() == report.path.read_bytes()
+    return prepared
+
+
+def samples(prepared: PreparedPack) -> int:
+    """Return how many samples a pack has."""
+    return sum(len(prepared[split]) for split in prepared)
+
+
+def archives(tree: Path) -> None:
+    """Write a tree once more beside it, as zip and as tar archive."""
+    zipped(tree, tree.with_suffix(".zip"))
+    with tarfile.open(tree.with_suffix(".tar.gz"), "w:gz") as archive:
+        archive.add(tree, "tree")
+
+
+def add_image(tree: Path, name: str = "dogs") -> None:
+    """Put one more class with one image into a tree."""
+    (tree / name).mkdir()
+    shutil.copy(tree / "ants" / "000.png", tree / name / "000.png")
+
+
+def test_the_first_time_the_source_is_packed_and_saved_and_the_second_time_the_near_pack_is_used(image_tree, drive):
+    first = ready(image_tree)
+    assert samples(first) == 24
+    assert first.report.way == "packed"
+    assert [first.report.saved_path] == list(drive.glob("colabkit/*.h5"))
+    again = ready(image_tree)
+    assert again.report.way == "near"
+    assert again.path == first.path
+    assert again.report.packed_s == first.report.packed_s
+    assert again.report.saved_path == first.report.saved_path
+
+
+@pytest.mark.parametrize("form", ["folder", "zip"])
+def test_a_near_pack_is_used_when_the_source_is_gone(image_tree, form):
+    source = image_tree if form == "folder" else zipped(image_tree, image_tree.with_suffix(".zip"))
+    ready(source)
+    shutil.rmtree(image_tree)
+    if form == "zip":
+        source.unlink()
+    assert ready(source).report.way == "near"
+
+
+def test_a_near_pack_is_used_without_touching_a_mount(image_tree, mounted, tmp_path):
+    with mounted(image_tree.parent) as mount:
+        ready(mount.point / "tree", save_to=tmp_path / "kept")
+        mount.hang()
+        assert ready(mount.point / "tree", save_to=tmp_path / "kept").report.way == "near"
+        mount.go_on()
+
+
+@pytest.mark.parametrize("name", ["tree", "tree.zip"])
+def test_a_saved_pack_is_staged_and_no_file_of_the_source_is_opened(tmp_path, mounted, near_storage, name):
+    make_tree(tmp_path / "root" / "tree", 2)
+    zipped(tmp_path / "root" / "tree", tmp_path / "root" / "tree.zip")
+    with mounted(tmp_path / "root") as mount:
+        first = ready(mount.point / name, save_to=mount.point / "packs").report
+        begin_anew(near_storage)
+        before = len(mount.opened_paths)
+        prepared = prepare(mount.point / name, save_to=mount.point / "packs", progress=False)
+        assert set(mount.opened_paths[before:]) == {f"/packs/{first.saved_path.name}"}
+        report = prepared.report
+        assert (report.way, report.saved_path, report.packed_s) == ("saved", first.saved_path, None)
+        assert report.saved_s > 0
+        assert samples(prepared) == 6
+        mount.hang()
+        assert prepare(mount.point / name, save_to=mount.point / "packs", progress=False).report.way == "near"
+        mount.go_on()
+
+
+def test_the_report_says_the_way_and_the_seconds_that_are_known(image_tree, near_storage, capsys):
+    packed = ready(image_tree)
+    assert repr(packed).startswith("Packed from the source to ")
+    assert "; saved at '" in repr(packed)
+    assert "a near pack " in repr(packed)
+    assert "packing from the source " in repr(packed)
+    assert "a saved pack" not in repr(packed)
+    begin_anew(near_storage)
+    saved = ready(image_tree)
+    assert repr(saved).startswith("Staged the pack that was saved at ")
+    assert "a saved pack " in repr(saved)
+    assert "packing from the source" not in repr(saved)
+    assert repr(ready(image_tree)).startswith("Used the near pack ")
+    assert repr(saved).endswith(repr(open_pack(saved.path)))
+    assert "not known" in saved._repr_html_()
+    assert main(["prepare", str(image_tree), "--json"]) == 0
+    assert '"way": "near"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"size": 4},
+        {"channels": 1},
+        {"splits": {"train": 0.5, "test": 0.5}},
+        {"splits": {"train": 0.5, "test": 0.5}, "seed": 1},
+    ],
+)
+def test_other_options_make_another_pack(image_tree, drive, other):
+    first = ready(image_tree, splits={"train": 0.75, "test": 0.25})
+    second = ready(image_tree, **other)
+    assert second.report.way == "packed"
+    assert second.path != first.path
+    assert len(list(drive.glob("colabkit/*.h5"))) == 2
+    assert ready(image_tree, **other).report.way == "near"
+    assert ready(image_tree, splits={"train": 0.75, "test": 0.25}).report.way == "near"
+
+
+def test_a_function_that_was_changed_makes_another_pack(image_tree):
+    first, second, third = (ready(image_tree, labels=lambda path, text=text: text) for text in ("old", "new", "old"))
+    assert [pack.classes for pack in (first, second, third)] == [("old",), ("new",), ("old",)]
+    assert first.path == third.path != second.path
+
+
+def test_the_same_options_in_other_words_make_no_other_pack(image_tree, monkeypatch):
+    ready(image_tree, size=4)
+    assert ready(image_tree, size=(4, 4)).report.way == "near"
+    assert ready(image_tree, size=4, seed=5).report.way == "near"  # without splits there is nothing to deal
+    monkeypatch.chdir(image_tree.parent)
+    assert ready("tree", size=4).report.way == "near"
+
+
+@pytest.mark.parametrize("form", ["folder", "zip"])
+@pytest.mark.parametrize("is_new_session", [False, True])
+def test_a_source_that_changed_is_packed_anew(image_tree, near_storage, form, is_new_session):
+    archive = image_tree.with_suffix(".zip")
+    source = image_tree if form == "folder" else zipped(image_tree, archive)
+    assert samples(ready(source)) == 24
+    add_image(image_tree)
+    if form == "zip":
+        archive.unlink()
+        zipped(image_tree, archive)
+    if is_new_session:
+        begin_anew(near_storage)
+    changed = ready(source)
+    assert changed.report.way == "packed"
+    assert samples(changed) == 25
+    assert [path.name for path in changed.path.parent.glob("*.h5")] == [changed.path.name]
+    begin_anew(near_storage)
+    assert samples(ready(source)) == 25
+
+
+def test_one_more_image_in_a_class_folder_is_seen_by_the_folder_s_time(image_tree):
+    ready(image_tree)
+    shutil.copy(image_tree / "ants" / "000.png", image_tree / "ants" / "more.png")
+    assert samples(ready(image_tree)) == 25
+
+
+@pytest.mark.parametrize("name", ["tree", "tree.zip", "tree.tar.gz"])
+def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(
+    tmp_path, mounted, near_storage, monkeypatch, name
+):
+    monkeypatch.setattr(targets, "TMPFS", tmp_path)
+    tree = make_tree(tmp_path / "root" / "tree", 2)
+    archives(tree)
+    with mounted(tmp_path / "root") as mount:
+        ready(mount.point / name)
+        add_image(tree)
+        archives(tree)
+        assert ready(mount.point / name).report.way == "near"
+        begin_anew(near_storage)
+        assert samples(ready(mount.point / name)) == 7
+
+
+def test_what_changes_deep_inside_is_seen_with_refresh_which_replaces_the_saved_pack(image_tree, near_storage):
+    first = ready(image_tree).report
+    old = first.saved_path.read_bytes()
+    shutil.copy(image_tree / "cats" / "002.png", image_tree / "bees" / "000.png")
+    assert ready(image_tree).report.way == "near"
+    fresh = ready(image_tree, refresh=True).report
+    assert (fresh.way, fresh.saved_path) == ("packed", first.saved_path)
+    assert fresh.saved_path.read_bytes() != old
+    begin_anew(near_storage)
+    assert ready(image_tree).report.way == "saved"
+    assert ready(image_tree, refresh=True).report.way == "packed"
+
+
+def test_nothing_is_saved_when_that_is_asked_for_and_later_it_is(image_tree, drive):
+    report = ready(image_tree, save_to=None).report
+    assert (report.way, report.unsaved) == ("packed", "save_to=None")
+    assert "not saved: save_to=None" in repr(report)
+    assert list(drive.iterdir()) == []
+    assert ready(image_tree).report.saved_path is not None
+    assert ready(image_tree).report.way == "near"
+
+
+def test_without_drive_the_source_is_packed_and_the_report_says_that_it_is_not_saved(image_tree, drive, monkeypatch):
+    monkeypatch.delenv("COLABKIT_DRIVE")
+    monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
+    report = ready(image_tree).report
+    assert report.way == "packed"
+    assert "not saved: Cannot save packs in 'drive:colabkit': no single Drive mount" in repr(report)
+    assert "colabkit.mount()" in report.unsaved
+    assert "or use save_to=None to save nothing" in repr(report)
+    monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
+    assert ready(image_tree).report.saved_path is not None, "mounted since, and still not saved"
+
+
+def test_packs_are_never_saved_inside_their_source(image_tree):
+    before = sorted(image_tree.rglob("*"))
+    report = ready(image_tree, save_to=image_tree / "packs").report
+    assert "lies in the source" in report.unsaved
+    assert sorted(image_tree.rglob("*")) == before
+
+
+def test_what_cannot_be_prepared_is_one_typed_line_and_leaves_nothing(image_tree, near_storage, drive):
+    with pytest.raises(SourceMissing, match="no such file or folder"):
+        ready(image_tree / "gone")
+    with pytest.raises(InvalidOption, match="save packs"):
+        ready(image_tree, save_to=7)
+    with pytest.raises(InvalidOption, match="size="):
+        ready(image_tree, size=2.5)
+    assert [*near_storage.iterdir(), *drive.iterdir()] == []
+    with pytest.raises(InvalidOption, match="channels"):
+        ready(image_tree, channels=2)
+    with pytest.raises(InvalidOption, match="splits"):
+        ready(image_tree, splits=0.8)
+
+
+def test_an_address_is_fetched_once_and_a_refresh_fetches_it_anew(image_tree, tmp_path, near_storage, monkeypatch):
+    monkeypatch.setattr(targets, "TMPFS", tmp_path)
+    content = zipped(image_tree, tmp_path / "birds.zip").read_bytes()
+    with served(content) as server:
+        address = server.url.replace("file.bin", "birds.zip?token=secret")
+        first = ready(address)
+        assert (first.report.way, samples(first)) == ("packed", 24)
+        assert "secret" not in repr(first)
+        asked = len(server.requests)
+        assert ready(address).report.way == "near"
+        begin_anew(near_storage)
+        assert ready(address).report.way == "saved"
+        assert len(server.requests) == asked
+        add_image(image_tree)
+        server.content = zipped(image_tree, tmp_path / "more.zip").read_bytes()
+        server.headers["ETag"] = '"v2"'
+        assert samples(ready(address, refresh=True)) == 25
+        assert len(server.requests) > asked
+
+
+def test_a_prepared_pack_keeps_its_report_when_it_is_copied_or_pickled(image_tree):
+    prepared = ready(image_tree)
+    for other in (copy.copy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert isinstance(other, PreparedPack)
+        assert other.report == prepared.report
+        assert samples(other) == samples(prepared)

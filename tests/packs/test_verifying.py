@@ -1,0 +1,118 @@
+"""`verify()`: no changed bit of a pack goes unseen, and the samples that changed are named, no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from packed_files import files_of, packed, photos
+from pictures import photo, saved
+
+from colabkit.errors import ColabkitError, Corrupt
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.format.layout import PackInfo
+from colabkit.packs.format.reading import read_pack
+from colabkit.packs.packing.verifying import verify
+
+FLIPS = 300
+FIELDS = {"name": lambda path: path, "wide": lambda path: np.full((3,), len(path)), "where": "path"}
+PACKS: dict[str, dict[str, Any]] = {
+    "raw": {"encoding": "raw"},
+    "source": {"encoding": "source"},
+    "jpeg": {"encoding": "jpeg", "on_bad": "blank", "max_bad": 2},
+    "raw with fields": {"encoding": "raw", "fields": FIELDS},
+    "jpeg with fields": {"encoding": "jpeg", "on_bad": "skip", "max_bad": 2, "fields": FIELDS},
+}
+
+
+@pytest.fixture
+def made(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Return a pack of eight photos for training and four for testing."""
+    tree = tmp_path / "tree"
+    for split, count in (("train", 4), ("test", 2)):
+        for label in ("ants", "bees"):
+            (tree / split / label).mkdir(parents=True)
+            for number in range(count):
+                data = saved(photo(20, 30, seed=number), "JPEG")
+                (tree / split / label / f"{number}.jpg").write_bytes(data)
+    options = PACKS[request.param]
+    if "on_bad" in options:
+        for number in (0, 7):
+            files_of(tree)[number].write_bytes(b"no image")
+    return packed(tree, tmp_path / "p.h5", **options)
+
+
+every = pytest.mark.parametrize("made", PACKS, indirect=True)
+
+
+def owner(info: PackInfo, at: int) -> tuple[str, int] | None:
+    """Return the sample that holds a byte of the file."""
+    for split in info.splits:
+        for field in info.sample_fields():
+            data = info.data_sets[field.data_set(split)]
+            place = at - data.offset
+            if not 0 <= place < data.size_bytes:
+                continue
+            if not field.is_ragged:
+                return split, place * info.count(split) // data.size_bytes
+            ends = info.table(field.index(split)).sum(axis=1)
+            return split, int(np.searchsorted(ends, place, "right"))
+    return None
+
+
+@every
+def test_every_changed_bit_is_found_and_only_its_sample_is_named(made):
+    info, data = read_pack(made), bytearray(made.read_bytes())
+    random = np.random.default_rng(4)
+    named = 0
+    for at, bit in zip(
+        random.integers(0, len(data), FLIPS).tolist(), random.integers(0, 8, FLIPS).tolist(), strict=True
+    ):
+        with made.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([data[at] ^ 1 << bit]))
+        sample = owner(info, at)
+        if sample is None:
+            with pytest.raises(ColabkitError):
+                verify(made, progress=False)
+        else:
+            report = verify(made, progress=False)
+            assert (report.damaged, report.is_good) == ((sample,), False)
+            with pytest.raises(Corrupt, match=rf"{sample[0]}\[{sample[1]}\]"):
+                open_pack(made)[sample[0]][sample[1]]
+            named += 1
+        with made.open("r+b") as file:
+            file.seek(at)
+            file.write(data[at : at + 1])
+    assert named > 20
+    assert verify(made, progress=False).is_good
+
+
+@every
+def test_all_damaged_samples_are_named_at_once(made):
+    info = read_pack(made)
+    wanted = set()
+    with made.open("r+b") as file:
+        for split in info.splits:
+            for field in info.sample_fields():
+                one = info.data_sets[field.data_set(split)]
+                for at in range(one.offset, one.offset + one.size_bytes, max(1, one.size_bytes // 3)):
+                    file.seek(at)
+                    byte = file.read(1)[0]
+                    file.seek(at)
+                    file.write(bytes([byte ^ 255]))
+                    wanted.add(owner(info, at))
+    report = verify(made, progress=False)
+    assert set(report.damaged) == wanted
+    assert list(report.damaged) == sorted(report.damaged, key=lambda one: (info.splits.index(one[0]), one[1]))
+    assert f"{len(wanted)} of {sum(map(info.count, info.splits))} samples" in repr(report)
+
+
+@pytest.mark.parametrize("kind", ["raw", "source", "jpeg"])
+def test_the_report_of_a_whole_pack_says_so(tmp_path, kind):
+    path = packed(photos(tmp_path / "tree"), tmp_path / "p.h5", encoding=kind)
+    report = verify(str(path), progress=False)
+    assert (report.path, report.samples, report.damaged, report.is_good) == (path, 12, (), True)
+    assert repr(report) == f"{str(path)!r} is whole: 12 samples, each as it was sealed"

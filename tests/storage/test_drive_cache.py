@@ -1,0 +1,448 @@
+"""`clear_cache()`, `flush()` and `unmount()` by type: DriveFS, google-drive-ocamlfuse, a real rclone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone, mounted_at, wait_for
+from far_side import Colab, Ocamlfuse, hosted_colab
+from trees import needs
+
+import colabkit
+from colabkit.errors import MountFailed, NotMounted, TimedOut, UnsentWrites
+from colabkit.foundation.mount_table import DRIVEFS_FOLDER, Mount
+from colabkit.storage.drive import drivefs
+from colabkit.storage.drive.mountpoints import Daemon, daemons, serving
+from colabkit.storage.drive.ocamlfuse import folders
+from colabkit.storage.drive.rclone import Control, control_of
+
+pytestmark = pytest.mark.usefixtures("fuse")
+
+
+@pytest.fixture
+def fuse() -> None:
+    needs("FUSE", has_fuse())
+
+
+@pytest.fixture
+def rclone() -> None:
+    needs("rclone", has_rclone())
+
+
+@pytest.fixture
+def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Colab]:
+    with hosted_colab(tmp_path, monkeypatch) as colab:
+        folder = colab.home / DRIVEFS_FOLDER
+        for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(bytes(100_000))
+        yield colab
+
+
+@pytest.fixture
+def ocamlfuse(tmp_path: Path) -> Iterator[Ocamlfuse]:
+    with Ocamlfuse(tmp_path / "gd") as mounted:
+        for name in ("remote_id_1", "remote_id_2"):
+            (mounted.cache / name).write_bytes(bytes(50_000))
+        yield mounted
+
+
+# DriveFS
+
+
+def test_drivefs_is_flushed_its_cache_removed_and_mounted_again(colab):
+    colabkit.mount()
+    report = colabkit.clear_cache()
+    folder = colab.home / DRIVEFS_FOLDER
+    assert [path.name for path in folder.iterdir()] == ["Logs"]
+    assert report.freed_bytes >= 200_000
+    assert (report.loss, report.unsent, report.kind) == ("", None, "DriveFS")
+    events = [event.split()[0] for event in colab.events()]
+    assert events == ["mount", "consent", "flush_and_unmount", "mount", "consent"]
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+def test_a_dry_run_of_drivefs_changes_nothing(colab):
+    colabkit.mount()
+    before = sorted(colab.home.rglob("*"))
+    report = colabkit.clear_cache(dry_run=True)
+    assert sorted(colab.home.rglob("*")) == before
+    assert (report.freed_bytes, report.dry_run) == (report.cached_bytes, True)
+    assert "Would clear" in repr(report)
+    assert "Would lose: nothing" in repr(report)
+    assert "what cannot be sent" in repr(colabkit.clear_cache(dry_run=True, force=True))
+    assert colab.count("flush_and_unmount") == 0
+
+
+@pytest.mark.parametrize("push", ["fails", "hangs"])
+def test_drivefs_keeps_its_cache_where_writes_are_not_sent_unless_told(colab, push, monkeypatch):
+    monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
+    colabkit.mount()
+    colab.plan(push=push)
+    with pytest.raises((UnsentWrites, TimedOut)):
+        colabkit.clear_cache(timeout=1.5)
+    assert (colab.home / DRIVEFS_FOLDER / "123").is_dir()
+    report = colabkit.clear_cache(timeout=1.5, force=True)
+    assert report.loss == "what DriveFS had not sent"
+    assert not (colab.home / DRIVEFS_FOLDER / "123").exists()
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+def test_drivefs_is_not_cleared_where_it_could_not_be_mounted_again(colab, monkeypatch):
+    colabkit.mount()
+    errors: list[MountFailed] = []
+
+    def call() -> None:
+        with pytest.raises(MountFailed) as caught:
+            colabkit.clear_cache()
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert errors[0].cause == "thread"
+    assert (colab.home / DRIVEFS_FOLDER / "123").is_dir()
+    assert colab.count("flush_and_unmount") == 0
+
+
+def test_drivefs_is_mounted_again_as_it_was(colab):
+    colabkit.mount(readonly=True, timeout=300)
+    colabkit.flush(timeout=20)
+    colabkit.clear_cache(timeout=20)
+    mounted = [event for event in colab.events() if event.startswith("mount ")]
+    assert len(mounted) == 3
+    assert all("timeout_ms=300000 readonly=True" in event for event in mounted)
+
+
+def test_a_failed_mounting_again_says_what_is_done_already(colab):
+    colabkit.mount()
+    colab.plan(mount="fails")
+    with pytest.raises(MountFailed, match=r"all writes were sent, but Drive could not be mounted again"):
+        colabkit.flush()
+    assert colab.count("mount") == 3
+
+
+def test_flush_of_drivefs_says_that_it_mounted_again_and_what_cannot_be_known(colab):
+    colabkit.mount()
+    report = colabkit.flush()
+    assert report.remounted
+    assert "cannot be seen from here" in repr(report)
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+
+
+# google-drive-ocamlfuse
+
+
+def test_ocamlfuse_is_unmounted_cleared_and_mounted_again_as_it_was(tmp_path):
+    with Ocamlfuse(tmp_path / "gd", "work", ("-headless",)) as mounted:
+        (mounted.cache / "remote_id_1").write_bytes(bytes(50_000))
+        (mounted.root / "birds.txt").write_text("birds")
+        (first,) = mounted.pids()
+        report = colabkit.clear_cache(mounted.point / "birds.txt")
+        start, clear, again = mounted.calls()
+        assert clear == "-cc -headless -label work"
+        assert again == start
+        assert mounted.pids() != [first]
+        assert (mounted.point / "birds.txt").read_text() == "birds"
+        assert [path.name for path in mounted.cache.iterdir()] == ["cache.db"]
+        assert report.freed_bytes >= 50_000
+        assert (report.loss, report.unsent, report.folder) == ("", 0, mounted.cache)
+
+
+def test_a_dry_run_of_ocamlfuse_lists_bytes_and_what_is_unsent(ocamlfuse):
+    ocamlfuse.queue("ToUpload", "Uploading", "ToUpload")
+    report = colabkit.clear_cache(ocamlfuse.point, dry_run=True)
+    assert report.unsent == 3
+    assert "3 files to send first" in repr(report)
+    assert "Would lose: nothing" in repr(report)
+    assert "those of 3 files" in colabkit.clear_cache(ocamlfuse.point, dry_run=True, force=True).loss
+    assert report.freed_bytes >= 100_000
+    assert len(ocamlfuse.calls()) == 1
+    assert (ocamlfuse.cache / "remote_id_1").exists()
+
+
+def test_ocamlfuse_waits_for_uploads_before_it_clears(ocamlfuse, monkeypatch):
+    ocamlfuse.queue("ToUpload")
+    asked = threading.Event()
+    real = colabkit.storage.drive.ocamlfuse.Ocamlfuse.unsent
+
+    def unsent(self):
+        asked.set()
+        return real(self)
+
+    monkeypatch.setattr("colabkit.storage.drive.ocamlfuse.Ocamlfuse.unsent", unsent)
+
+    before: list[int] = []
+
+    def upload() -> None:
+        asked.wait(30)
+        before.append(len(ocamlfuse.calls()))
+        ocamlfuse.queue()
+
+    uploading = threading.Thread(target=upload)
+    uploading.start()
+    assert colabkit.clear_cache(ocamlfuse.point).loss == ""
+    uploading.join()
+    assert before == [1]
+    assert len(ocamlfuse.calls()) == 3
+
+
+def test_ocamlfuse_keeps_everything_where_uploads_are_not_done_in_time(ocamlfuse):
+    ocamlfuse.queue("ToUpload", "Uploading")
+    with pytest.raises(TimedOut, match="2 files not uploaded"):
+        colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
+    assert len(ocamlfuse.calls()) == 1
+    assert mounted_at(ocamlfuse.point) == ["fuse.google-drive-ocamlfuse"]
+    report = colabkit.clear_cache(ocamlfuse.point, timeout=5, force=True)
+    assert report.loss == "2 files not uploaded"
+
+
+def test_uploads_that_show_only_after_unmounting_are_kept_too(tmp_path):
+    mounted = Ocamlfuse(tmp_path / "gd")
+    mounted.environ["OCAMLFUSE_UNSENT"] = "2"
+    with mounted:
+        (mounted.cache / "remote_id_1").write_bytes(b"unsent")
+        with pytest.raises(UnsentWrites, match="2 files not uploaded"):
+            colabkit.clear_cache(mounted.point)
+        assert [call for call in mounted.calls() if "-cc" in call] == []
+        assert mounted_at(mounted.point) == ["fuse.google-drive-ocamlfuse"]
+        assert (mounted.cache / "remote_id_1").read_bytes() == b"unsent"
+
+
+def test_unmount_counts_what_shows_only_afterwards(tmp_path):
+    mounted = Ocamlfuse(tmp_path / "gd")
+    mounted.environ["OCAMLFUSE_UNSENT"] = "2"
+    with mounted:
+        assert "2 files in its queue" in colabkit.unmount(mounted.point).sent
+
+
+def test_a_queue_that_is_not_there_is_not_taken_for_an_empty_one(ocamlfuse):
+    (ocamlfuse.cache / "cache.db").unlink()
+    with pytest.raises(TimedOut, match="unknown number"):
+        colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
+    assert len(ocamlfuse.calls()) == 1
+
+
+def test_no_secret_of_the_programs_arguments_is_shown(tmp_path, monkeypatch):
+    with Ocamlfuse(tmp_path / "gd", options=("-id", "me", "-secret", "TOPSECRET")) as mounted:
+        monkeypatch.setattr(
+            "colabkit.storage.drive.ocamlfuse.liveness", lambda folders, timeout: ("dead", "as planned")
+        )
+        with pytest.raises(
+            MountFailed, match=r"Run it as before: google-drive-ocamlfuse -id \.\.\. -secret \.\.\."
+        ) as caught:
+            colabkit.clear_cache(mounted.point)
+        assert f"'{mounted.point}'" in str(caught.value)
+        assert "TOPSECRET" not in str(caught.value)
+        (daemon,) = daemons("google-drive-ocamlfuse")
+        assert "TOPSECRET" in daemon.arguments
+        assert "TOPSECRET" not in repr(daemon)
+
+
+def test_a_damaged_queue_is_not_taken_for_an_empty_one(ocamlfuse):
+    (ocamlfuse.cache / "cache.db").write_bytes(b"no database at all" * 100)
+    report = colabkit.clear_cache(ocamlfuse.point, dry_run=True)
+    assert report.unsent is None
+    with pytest.raises(TimedOut, match="unknown number"):
+        colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
+    assert len(ocamlfuse.calls()) == 1
+
+
+def test_ocamlfuse_without_stored_consent_is_cleared_all_the_same(ocamlfuse):
+    (ocamlfuse.config.parent / "state").unlink()
+    assert colabkit.clear_cache(ocamlfuse.point).freed_bytes >= 100_000
+    assert mounted_at(ocamlfuse.point) == ["fuse.google-drive-ocamlfuse"]
+
+
+def test_a_mount_in_use_is_not_cleared(ocamlfuse):
+    (ocamlfuse.root / "open.txt").write_text("x")
+    with (ocamlfuse.point / "open.txt").open(), pytest.raises(MountFailed, match="Close the files"):
+        colabkit.clear_cache(ocamlfuse.point)
+    assert len(ocamlfuse.calls()) == 1
+    assert (ocamlfuse.cache / "remote_id_1").exists()
+
+
+def test_flush_and_unmount_of_ocamlfuse_wait_for_uploads(ocamlfuse):
+    assert "in memory cannot be seen" in repr(colabkit.flush(ocamlfuse.point))
+    ocamlfuse.queue("ToUpload")
+    for call in (colabkit.flush, colabkit.unmount):
+        with pytest.raises(TimedOut, match="1 file not uploaded"):
+            call(ocamlfuse.point, timeout=0.5)
+    ocamlfuse.queue()
+    (pid,) = ocamlfuse.pids()
+    colabkit.unmount(ocamlfuse.point)
+    assert mounted_at(ocamlfuse.point) == []
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("call", [colabkit.clear_cache, colabkit.flush, colabkit.unmount])
+def test_a_dead_ocamlfuse_is_named(ocamlfuse, call):
+    ocamlfuse.kill()
+    with pytest.raises(MountFailed, match="the mount is dead"):
+        call(ocamlfuse.point)
+
+
+def test_a_mount_whose_program_is_not_found_is_left_alone(tmp_path):
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse"):
+        with pytest.raises(NotMounted, match="no google-drive-ocamlfuse of this user"):
+            colabkit.clear_cache(tmp_path / "point")
+        assert mounted_at(tmp_path / "point") == ["fuse.google-drive-ocamlfuse"]
+
+
+def daemon(*arguments: str, **environ: str) -> Daemon:
+    return Daemon(1, "program", arguments, {"HOME": "/home/me", **environ})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "config", "cache"),
+    [
+        (("/m",), {}, "/home/me/.gdfuse/default/config", "/home/me/.gdfuse/default/cache"),
+        (("-label", "a", "/m"), {}, "/home/me/.gdfuse/a/config", "/home/me/.gdfuse/a/cache"),
+        (("-xdgbd", "/m"), {}, "/home/me/.config/gdfuse/default/config", "/home/me/.cache/gdfuse/default"),
+        (
+            ("-xdgbd", "-label", "a", "/m"),
+            {"XDG_CONFIG_HOME": "/c", "XDG_CACHE_HOME": "/k"},
+            "/c/gdfuse/a/config",
+            "/k/gdfuse/a",
+        ),
+        (("/m", "-o", "ro,gdfroot=/srv/gd"), {}, "/srv/gd/default/config", "/srv/gd/default/cache"),
+        (("-config", "/etc/gd", "/m"), {}, "/etc/gd", "/home/me/.gdfuse/default/cache"),
+    ],
+)
+def test_the_folders_of_ocamlfuse_follow_its_arguments(arguments, environ, config, cache):
+    assert folders(daemon(*arguments, **environ)) == (Path(config), Path(cache))
+
+
+def test_a_cache_directory_of_the_configuration_comes_before_all(tmp_path):
+    config = tmp_path / "gdfuse" / "default" / "config"
+    config.parent.mkdir(parents=True)
+    config.write_text("max_cache_size_mb=512\ncache_directory=/big/disk\n")
+    assert folders(daemon("/m", XDG_CONFIG_HOME=str(tmp_path))) == (config, Path("/big/disk"))
+    config.write_text("cache_directory=\n")
+    assert folders(daemon("-xdgbd", "/m", XDG_CONFIG_HOME=str(tmp_path), XDG_CACHE_HOME="/k"))[1] == Path(
+        "/k/gdfuse/default"
+    )
+
+
+# rclone
+
+
+@pytest.mark.parametrize("access", [{}, {"user": "me", "password": "secret"}])
+def test_rclone_forgets_by_its_remote_control(tmp_path, rclone, access):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    (root / "old.txt").write_text("old")
+    with RcloneMount(point, root, tmp_path / "cache", rc=True, **access):
+        assert os.listdir(point) == ["old.txt"]
+        (point / "old.txt").read_text()
+        (root / "new.txt").write_text("new")
+        assert os.listdir(point) == ["old.txt"]
+        report = colabkit.clear_cache(point)
+        assert sorted(os.listdir(point)) == ["new.txt", "old.txt"]
+        assert (report.unsent, report.loss, report.freed_bytes) == (0, "", 0)
+        assert str(report.folder).startswith(str(tmp_path / "cache"))
+        assert "secret" not in repr(report) + report._repr_html_()
+
+
+def test_rclone_without_a_remote_control_forgets_on_a_signal(tmp_path, rclone):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    with RcloneMount(point, root, tmp_path / "cache"):
+        assert os.listdir(point) == []
+        (root / "new.txt").write_text("new")
+        assert os.listdir(point) == []
+        assert colabkit.clear_cache(point).unsent is None
+        wait_for(lambda: os.listdir(point) == ["new.txt"], "the new file")
+
+
+def test_another_rclone_that_names_the_folder_is_left_alone(tmp_path, rclone):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    with RcloneMount(point, root, tmp_path / "cache"):
+        command = ["rclone", "rcd", "--rc-no-auth", "--rc-addr", "127.0.0.1:0", "--rc-files", str(point)]
+        other = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: len(list(serving("rclone", str(point)))) == 2, "the other rclone")
+            (root / "new.txt").write_text("new")
+            colabkit.clear_cache(point)
+            wait_for(lambda: os.listdir(point) == ["new.txt"], "the new file")
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
+
+
+def test_flush_of_rclone_waits_until_nothing_is_queued(tmp_path, rclone):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    with RcloneMount(point, root, tmp_path / "cache", rc=True, options=["--vfs-write-back", "2s"]):
+        (point / "written.txt").write_text("written")
+        report = colabkit.flush(point)
+        assert (root / "written.txt").read_text() == "written"
+        assert "nothing waits to be sent" in repr(report)
+        assert not report.remounted
+
+
+def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, rclone):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    with RcloneMount(point, root, tmp_path / "cache", rc=True, options=["--vfs-write-back", "1h"]):
+        (point / "written.txt").write_text("written")
+        assert colabkit.clear_cache(point, dry_run=True).unsent == 1
+        with pytest.raises(TimedOut, match="1 file not uploaded"):
+            colabkit.unmount(point, timeout=0.5)
+        assert mounted_at(point) == ["fuse.rclone"]
+
+
+def test_rclone_that_cannot_be_asked_is_unmounted_only_when_told(tmp_path, rclone):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    with RcloneMount(point, root, tmp_path / "cache"):
+        for call in (colabkit.flush, colabkit.unmount):
+            with pytest.raises(UnsentWrites, match="cannot be asked what it has not sent"):
+                call(point)
+        assert mounted_at(point) == ["fuse.rclone"]
+        assert "may be lost" in repr(colabkit.unmount(point, force=True))
+        assert mounted_at(point) == []
+
+
+def test_a_killed_rclone_is_named_and_taken_away_when_told(tmp_path, rclone):
+    root, point = tmp_path / "root", tmp_path / "point"
+    root.mkdir()
+    with RcloneMount(point, root, tmp_path / "cache", rc=True) as mounted:
+        mounted.kill()
+        with pytest.raises(MountFailed, match="the mount is dead"):
+            colabkit.clear_cache(point)
+        colabkit.unmount(point, force=True)
+        assert mounted_at(point) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (("mount", "r:", "/m"), {}, None),
+        (("mount", "--rc", "r:", "/m"), {}, ("localhost", 5572, "")),
+        (("mount", "--rc", "--rc-addr", "127.0.0.1:99"), {}, ("127.0.0.1", 99, "")),
+        (("mount", "--rc=true", "--rc-addr=:99"), {}, ("localhost", 99, "")),
+        (("mount", "--rc=false", "r:"), {}, None),
+        (("mount",), {"RCLONE_RC": "true", "RCLONE_RC_ADDR": "h:1"}, ("h", 1, "")),
+        (("mount", "--rc", "--rc-user", "u", "--rc-pass", "p"), {}, ("localhost", 5572, "Basic dTpw")),
+        (("mount", "--rc", "--rc-addr", "unix:///tmp/x.sock"), {}, None),
+        (("mount", "--rc", "--rc-cert", "/c.pem"), {}, None),
+        (("mount", "--rc", "--rc-addr", "[::1]:99"), {}, ("::1", 99, "")),
+    ],
+)
+def test_the_remote_control_is_read_from_the_programs_arguments(arguments, environ, expected):
+    assert control_of(daemon(*arguments, **environ)) == (None if expected is None else Control(*expected))
+
+
+def test_a_remote_control_that_is_not_there_is_not_used():
+    mount = Mount("/m", "fuse.rclone", "r:", ("rw",))
+    assert not Control("127.0.0.1", 1, "").answers(mount)
+    with pytest.raises(MountFailed, match="no answer"):
+        Control("127.0.0.1", 1, "").ask("vfs/list", {})

@@ -1,0 +1,327 @@
+"""`fetch()` from web servers: what arrives is the file, whole and of one version, whatever the server does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import http_servers as servers
+import pytest
+from http_servers import Plan, WebServer, cut_after, served, until
+from trees import leftovers
+
+from colabkit.errors import Corrupt, FetchFailed, InvalidOption, NotEnoughSpace, TimedOut
+from colabkit.foundation import file_changes
+from colabkit.foundation.progress import ProgressBar
+from colabkit.storage.fetching import transfer
+from colabkit.storage.fetching.api import FetchReport, fetch
+
+CONTENT = random.Random(1).randbytes(700_001)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_stay() -> Iterator[None]:
+    yield
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
+
+
+def get(server: WebServer, to: Path, **options: object) -> FetchReport:
+    return fetch(server.url, to, progress=False, **options)
+
+
+def test_a_file_comes_whole_under_its_own_name(tmp_path):
+    with served(CONTENT) as server:
+        report = get(server, tmp_path)
+    assert report.path == tmp_path / "file.bin"
+    assert report.path.read_bytes() == CONTENT
+    assert (report.sha256, report.files, report.via, report.reused) == (SHA256, 1, "http", False)
+    assert (report.fetched_bytes, report.resumed_bytes, report.retries) == (len(CONTENT), 0, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["file.bin"]
+    assert server.requests[0]["Accept-Encoding"] == "identity"
+    assert repr(report).startswith(f"Fetched {str(report.path)!r}: 684 KiB in ")
+    json.dumps(report.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("to", "expected"),
+    [("there", "there/file.bin"), ("new/", "new/file.bin"), ("new/a.zip", "new/a.zip"), ("a.zip", "a.zip")],
+)
+def test_the_target_is_a_folder_or_the_path_of_the_file(tmp_path, to, expected):
+    (tmp_path / "there").mkdir()
+    with served(CONTENT) as server:
+        report = fetch(server.url, f"{tmp_path}/{to}", progress=False)
+    assert report.path == tmp_path / expected
+    assert report.path.read_bytes() == CONTENT
+
+
+def test_an_empty_file_is_a_file(tmp_path):
+    with served(b"") as server:
+        assert get(server, tmp_path).path.read_bytes() == b""
+
+
+def test_a_body_in_chunks_without_a_length_comes_whole(tmp_path):
+    with served(CONTENT, servers.chunked) as server:
+        assert get(server, tmp_path).sha256 == SHA256
+
+
+CUT_THEN = [
+    ("good", servers.serve, 1),
+    ("ignores ranges", servers.without_ranges, 1),
+    ("another start", servers.ranged(lambda start, total: {"Content-Range": f"bytes 0-{total - 1}/{total}"}), 2),
+    ("no Content-Range", servers.ranged(lambda start, total: {}), 2),
+    (
+        "the whole as the rest",
+        servers.ranged(lambda start, total: {"Content-Range": f"bytes {start}-{total - 1}/{total}"}, is_whole=True),
+        2,
+    ),
+    (
+        "another total",
+        servers.ranged(lambda start, total: {"Content-Range": f"bytes {start}-{total}/{total + 1}"}),
+        2,
+    ),
+    (
+        "another version",
+        servers.ranged(lambda start, total: {"ETag": '"v2"', "Content-Range": f"bytes {start}-{total - 1}/{total}"}),
+        2,
+    ),
+    ("not satisfiable", servers.status(416, Content_Range="bytes */5"), 2),
+    ("no answer", servers.slammed, 2),
+    ("busy", servers.status(503), 2),
+    ("busy for a moment", servers.status(429, Retry_After=0), 2),
+]
+
+
+@pytest.mark.parametrize(("second", "retries"), [case[1:] for case in CUT_THEN], ids=[case[0] for case in CUT_THEN])
+def test_after_a_cut_connection_the_file_is_whole_whatever_the_next_reply_is(tmp_path, second: Plan, retries):
+    with served(CONTENT, cut_after(300_000), second, servers.serve) as server:
+        report = get(server, tmp_path)
+    assert report.path.read_bytes() == CONTENT
+    assert report.retries == retries
+    assert report.resumed_bytes == 0
+    assert server.ranges()[:2] == [None, "bytes=300000-"]
+    assert server.requests[1]["If-Range"] == '"v1"'
+    assert leftovers(tmp_path) == []
+
+
+def test_a_server_that_ignores_ranges_is_read_again_from_the_start(tmp_path):
+    with served(CONTENT, cut_after(300_000, False), cut_after(400_000, False), servers.without_ranges) as server:
+        report = get(server, tmp_path)
+    assert report.path.read_bytes() == CONTENT
+    assert server.ranges() == [None, "bytes=300000-", None]
+    assert report.fetched_bytes == 300_000 + 400_000 + len(CONTENT)
+
+
+def test_a_file_that_changes_between_two_tries_is_never_spliced(tmp_path):
+    other = random.Random(2).randbytes(len(CONTENT))
+
+    def change(handler: servers.Handler) -> None:
+        handler.server.content, handler.server.headers["ETag"] = other, '"v2"'
+        servers.serve(handler)
+
+    with served(CONTENT, cut_after(300_000), change) as server:
+        assert get(server, tmp_path).path.read_bytes() == other
+
+
+@pytest.mark.parametrize("headers", [{}, {"ETag": 'W/"weak"'}])
+def test_without_a_strong_validator_nothing_is_resumed(tmp_path, headers):
+    with served(CONTENT, cut_after(300_000), servers.serve) as server:
+        server.headers = headers
+        assert get(server, tmp_path).sha256 == SHA256
+    assert server.ranges() == [None, None]
+
+
+def test_the_time_of_the_last_change_serves_where_there_is_no_tag(tmp_path):
+    date = "Wed, 21 Oct 2015 07:28:00 GMT"
+    with served(CONTENT, cut_after(300_000), servers.serve) as server:
+        server.headers = {"Last-Modified": date, "ETag": 'W/"weak"'}
+        assert get(server, tmp_path).sha256 == SHA256
+    assert server.requests[1]["If-Range"] == date
+    assert server.ranges()[1] == "bytes=300000-"
+
+
+def test_tries_that_get_ahead_do_not_count_against_it(tmp_path):
+    with served(CONTENT, cut_after(60_000)) as server:
+        report = get(server, tmp_path)
+    assert report.sha256 == SHA256
+    assert report.retries == len(CONTENT) // 60_000
+
+
+def test_tries_that_bring_nothing_new_end_it_and_keep_what_came(tmp_path):
+    with served(CONTENT, cut_after(300_000), cut_after(0)) as server:
+        with pytest.raises(
+            FetchFailed, match=r"the connection ended 391 KiB too early in the last try, one try in 5 .*: it goes on"
+        ):
+            get(server, tmp_path)
+        server.plans = [servers.serve]
+        report = get(server, tmp_path)
+    assert report.sha256 == SHA256
+    assert report.resumed_bytes == 300_000
+    assert leftovers(tmp_path) == []
+
+
+def test_a_server_that_always_cuts_and_knows_no_ranges_is_not_asked_for_ever(tmp_path):
+    with served(CONTENT, cut_after(300_000, False)) as server, pytest.raises(FetchFailed, match="one try in 5"):
+        get(server, tmp_path)
+    assert len(server.requests) < 12
+
+
+HANGS = {
+    "before the headers": [servers.silent],
+    "in the headers": [servers.drip_headers],
+    "in the body": [servers.hang_after(1000)],
+    "dripping": [servers.drip],
+    "dripping on": [cut_after(100_000), servers.drip],
+}
+
+
+@pytest.mark.parametrize("plans", HANGS.values(), ids=HANGS)
+def test_a_server_that_hangs_or_drips_is_left_after_two_time_outs(tmp_path, plans):
+    began = time.monotonic()
+    with (
+        served(CONTENT, *plans) as server,
+        pytest.raises(TimedOut, match=r"too little came in the last try, at least 4\.0 KiB in 300 ms"),
+    ):
+        get(server, tmp_path, timeout=0.3)
+    assert 0.5 < time.monotonic() - began < 3
+    assert len(server.requests) == len(plans) + 1
+
+
+def test_a_server_that_hangs_once_is_asked_again(tmp_path):
+    with served(CONTENT, servers.hang_after(100_000), servers.serve) as server:
+        report = get(server, tmp_path, timeout=0.3)
+    assert (report.sha256, report.retries) == (SHA256, 1)
+    assert server.ranges() == [None, "bytes=100000-"]
+    assert "/s, 1 retry)" in repr(report)
+
+
+def test_the_bar_is_named_by_the_verb(tmp_path, monkeypatch):
+    named = []
+
+    class Bar(ProgressBar):
+        def __init__(self, action: str, *arguments: Any) -> None:
+            named.append(action)
+            super().__init__(action, *arguments)
+
+    monkeypatch.setattr(transfer, "ProgressBar", Bar)
+    with served(CONTENT) as server:
+        get(server, tmp_path)
+    assert named == ["fetch"]
+
+
+def test_a_server_that_asks_to_wait_longer_than_the_time_out_is_not_waited_for(tmp_path):
+    plan = servers.status(429, Retry_After=3600)
+    with served(CONTENT, plan) as server, pytest.raises(FetchFailed, match=r"answered 429 and asks to wait 1 h 00 min"):
+        get(server, tmp_path)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"), [(401, "needs a login"), (403, "does not allow"), (404, "nothing is at this"), (418, "418")]
+)
+def test_a_refusal_ends_it_at_once_with_its_cause(tmp_path, code, cause):
+    with served(CONTENT, servers.status(code)) as server, pytest.raises(FetchFailed, match=cause):
+        get(server, tmp_path)
+    assert len(server.requests) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_listening_is_a_failure_of_the_network(tmp_path):
+    with served(CONTENT) as server:
+        url = server.url
+    with pytest.raises(FetchFailed, match=r"the network failed \(Connection refused\) in the last try"):
+        fetch(url, tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        servers.body(b"<html><head><title>Log\nin &amp; <b>pay</b></title>", Content_Type="text/html; charset=utf-8"),
+        servers.body(b"\xef\xbb\xbf  <!-- x -->\n<!DOCTYPE html><title>Log in &amp; <b>pay</b></title>" + b" " * 9000),
+    ],
+)
+def test_a_page_in_place_of_a_file_is_refused_with_its_title(tmp_path, plan):
+    with served(CONTENT, plan) as server:
+        with pytest.raises(FetchFailed, match=r"a web page titled 'Log in & <b>pay</b>', a file\. Open"):
+            get(server, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        page = fetch(server.url, tmp_path / "page.html", progress=False)
+    assert b"<title>" in page.path.read_bytes()
+
+
+def test_bytes_that_a_server_calls_a_page_but_are_none_are_taken(tmp_path):
+    with served(CONTENT, servers.body(CONTENT, Content_Type="text/html")) as server:
+        assert get(server, tmp_path).sha256 == SHA256
+
+
+def test_a_body_packed_for_the_way_is_refused_unless_the_name_says_so(tmp_path):
+    plan = servers.body(b"\x1f\x8b\x00", Content_Encoding="gzip")
+    with served(CONTENT, plan) as server:
+        with pytest.raises(FetchFailed, match="packs it for the way"):
+            get(server, tmp_path)
+        assert fetch(server.url.replace("bin", "tar.gz"), tmp_path, progress=False).path.name == "file.tar.gz"
+
+
+def test_bytes_that_do_not_fit_are_refused_before_they_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 1000)
+    with served(CONTENT) as server, pytest.raises(NotEnoughSpace, match=r"1000 B free .* 684 KiB needed"):
+        get(server, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_keeps_what_came(tmp_path, file_hook):
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and path.name == "data" and path.stat().st_size >= 262_144:
+            raise OSError(28, "No space left on device")
+
+    with served(CONTENT) as server:
+        file_hook(full)
+        with pytest.raises(NotEnoughSpace):
+            get(server, tmp_path)
+        file_hook(None)
+        assert not (tmp_path / "file.bin").exists()
+        report = get(server, tmp_path)
+    assert report.sha256 == SHA256
+    assert report.resumed_bytes >= 262_144
+
+
+@pytest.mark.parametrize("kind", ["sha256", "md5", "sha1", "sha512"])
+def test_a_digest_is_checked(tmp_path, kind):
+    right = hashlib.new(kind, CONTENT).hexdigest()
+    wrong = ("0" if right[0] != "0" else "1") + right[1:]
+    with served(CONTENT) as server:
+        with pytest.raises(Corrupt, match=rf"its {kind} is {right}, {wrong}, as asked for"):
+            get(server, tmp_path, digest=f"{kind}:{wrong}")
+        assert list(tmp_path.iterdir()) == []
+        assert get(server, tmp_path, digest=f"{kind}:{right.upper()}").sha256 == SHA256
+
+
+def test_a_digest_holds_for_what_was_resumed_too(tmp_path):
+    with served(CONTENT, cut_after(300_000), cut_after(0)) as server:
+        with pytest.raises(FetchFailed):
+            get(server, tmp_path)
+        (data,) = tmp_path.glob(".colabkit-*/data")
+        data.write_bytes(b"x" + data.read_bytes()[1:])
+        server.plans = [servers.serve]
+        with pytest.raises(Corrupt):
+            get(server, tmp_path, digest=f"sha256:{SHA256}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("digest", ["", "sha256", "sha256:12", f"sha3:{SHA256}", f"sha256:{'g' * 64}", 7])
+def test_what_is_no_digest_is_refused(tmp_path, digest):
+    with pytest.raises(InvalidOption, match="digest="):
+        fetch("https://example.org/x", tmp_path, digest=digest)

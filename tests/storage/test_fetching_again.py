@@ -1,0 +1,348 @@
+"""`fetch()` run again: after a kill, after Ctrl-C, beside another, over what is there; and what it may say."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import http_servers as servers
+import pytest
+import trustme
+from http_servers import cut_after, served, until
+from test_fetching import CONTENT, get, no_threads_stay, short_pauses
+from test_files_partials import killed_at
+from trees import leftovers
+
+from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, NotMounted, TargetExists
+from colabkit.foundation import mount_table as mounts
+from colabkit.storage.fetching.api import fetch
+
+__all__ = ["no_threads_stay", "short_pauses"]  # fixtures
+
+OTHER = random.Random(2).randbytes(300_001)
+
+
+def kept_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob(".colabkit-*/data"))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_or_interrupted_fetch_goes_on_in_a_new_process(tmp_path, sent):
+    code = (
+        "import sys; from colabkit.storage.fetching.api import fetch; fetch(sys.argv[1], sys.argv[2], progress=False)"
+    )
+    with served(CONTENT, servers.hang_after(600_000), servers.serve) as server:
+        child = subprocess.Popen([sys.executable, "-c", code, server.url, str(tmp_path)], stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: server.reached.is_set() and kept_bytes(tmp_path) >= 262_144)
+            began = time.monotonic()
+            child.send_signal(sent)
+            child.wait(10)
+        finally:
+            child.kill()
+            child.wait()
+        assert time.monotonic() - began < 5
+        assert not (tmp_path / "file.bin").exists()
+        kept = kept_bytes(tmp_path)
+        report = get(server, tmp_path)
+    assert report.path.read_bytes() == CONTENT
+    assert report.resumed_bytes == kept == (600_000 if sent == signal.SIGINT else kept)
+    assert report.fetched_bytes == len(CONTENT) - kept
+    assert server.ranges() == [None, f"bytes={kept}-"]
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("plan", [servers.silent, servers.hang_after(300_000)])
+def test_ctrl_c_stops_at_once_and_leaves_no_thread(tmp_path, plan):
+    def interrupt() -> None:
+        server.reached.wait(10)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with served(CONTENT, plan) as server:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            get(server, tmp_path)
+        thread.join()
+    assert time.monotonic() - began < 3
+    assert not [one for one in threading.enumerate() if one.name.startswith("colabkit-")]
+
+
+def test_what_was_kept_of_another_version_is_not_used(tmp_path):
+    with served(CONTENT, cut_after(600_000), cut_after(0)) as server:
+        with pytest.raises(FetchFailed):
+            get(server, tmp_path)
+        server.content, server.headers["ETag"], server.plans = OTHER, '"v2"', [servers.serve]
+        assert get(server, tmp_path).path.read_bytes() == OTHER
+
+
+def test_what_is_whole_but_was_not_published_is_compared_with_the_server(tmp_path):
+    with served(CONTENT, cut_after(600_000), cut_after(0)) as server:
+        with pytest.raises(FetchFailed):
+            get(server, tmp_path)
+        (data,) = tmp_path.glob(".colabkit-*/data")
+        data.write_bytes(CONTENT)
+        server.plans = [servers.serve]
+        report = get(server, tmp_path)
+        assert (report.path.read_bytes(), report.fetched_bytes) == (CONTENT, 0)
+        assert server.ranges()[-1] == f"bytes={len(CONTENT)}-"
+
+
+def test_a_kill_at_any_change_of_files_leaves_old_or_new_and_the_next_call_finishes(tmp_path):
+    final = tmp_path / "to" / "file.bin"
+    final.parent.mkdir()
+    with served(CONTENT) as server:
+        number = 0
+        while True:
+            number += 1
+            final.write_bytes(OTHER)
+            is_killed = killed_at(number, lambda: get(server, final.parent, overwrite=True) and None)
+            assert final.read_bytes() in (OTHER, CONTENT)
+            if not is_killed:
+                break
+            assert get(server, final.parent, overwrite=True).path.read_bytes() == CONTENT
+            assert [path.name for path in final.parent.iterdir()] == ["file.bin"]
+    assert number > 10
+
+
+def test_two_fetches_of_the_same_do_not_meet(tmp_path):
+    failed: list[ColabkitError] = []
+
+    def first() -> None:
+        try:
+            get(server, tmp_path, timeout=20)
+        except ColabkitError as error:
+            failed.append(error)
+
+    with served(CONTENT, servers.hang_after(300_000), servers.serve) as server:
+        thread = threading.Thread(target=first)
+        thread.start()
+        until(server.reached.is_set)
+        second = get(server, tmp_path)
+        assert second.path.read_bytes() == CONTENT
+        server.released.set()
+        thread.join()
+    assert [type(error) for error in failed] == [TargetExists]
+    assert second.path.read_bytes() == CONTENT
+
+
+def test_run_again_it_asks_whether_the_file_is_still_the_same(tmp_path):
+    with served(CONTENT) as server:
+        first = get(server, tmp_path)
+        again = get(server, tmp_path)
+        assert again.reused
+        assert (again.path, again.sha256, again.fetched_bytes) == (first.path, first.sha256, 0)
+        assert repr(again).startswith("Already fetched: ")
+        server.content, server.headers["ETag"] = OTHER, '"v2"'
+        with pytest.raises(TargetExists, match="the source has changed"):
+            get(server, tmp_path)
+        assert first.path.read_bytes() == CONTENT
+        assert get(server, tmp_path, overwrite=True).path.read_bytes() == OTHER
+
+
+def test_a_file_that_was_touched_or_has_no_version_is_not_taken_for_the_same(tmp_path):
+    with served(CONTENT) as server:
+        path = get(server, tmp_path).path
+        path.write_bytes(CONTENT[:-1] + b"x")
+        with pytest.raises(TargetExists, match="is there"):
+            get(server, tmp_path)
+        server.headers = {}
+        get(server, tmp_path, overwrite=True)
+        with pytest.raises(TargetExists, match="does not tell"):
+            get(server, tmp_path)
+
+
+def test_a_file_with_the_digest_that_is_asked_for_is_used_without_asking_anybody(tmp_path):
+    with served(CONTENT) as server:
+        report = get(server, tmp_path / "mine.bin")
+        count = len(server.requests)
+        os.utime(report.path, (1, 1))
+        again = get(server, tmp_path / "mine.bin", digest=f"sha256:{report.sha256}")
+        assert (again.reused, again.sha256, len(server.requests)) == (True, report.sha256, count)
+        with pytest.raises(TargetExists, match="with another digest"):
+            get(server, tmp_path / "mine.bin", digest=f"sha256:{'0' * 64}")
+        assert len(server.requests) == count
+
+
+def test_something_else_at_the_target_is_left_alone(tmp_path):
+    (tmp_path / "file.bin").write_text("mine")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file.bin").mkdir()
+    with served(CONTENT) as server:
+        with pytest.raises(TargetExists, match="is there"):
+            get(server, tmp_path)
+        with pytest.raises(TargetExists, match="is there"):
+            get(server, tmp_path / "file.bin")
+        assert len(server.requests) == 1, "an explicit path is looked at before anybody is asked"
+        with pytest.raises(TargetExists, match="is a folder"):
+            get(server, tmp_path / "taken", overwrite=True)
+        assert (tmp_path / "file.bin").read_text() == "mine"
+        assert get(server, tmp_path, overwrite=True).path.read_bytes() == CONTENT
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
+    (tmp_path / "file.bin").write_text("old")
+    with served(CONTENT, cut_after(400_000), cut_after(0)) as server, pytest.raises(FetchFailed):
+        get(server, tmp_path, overwrite=True)
+    assert (tmp_path / "file.bin").read_text() == "old"
+
+
+def test_drive_in_the_target_needs_a_mount(monkeypatch):
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr(mounts, "mounts", list)
+    with pytest.raises(NotMounted):
+        fetch("https://example.org/x", "drive:data")
+
+
+@pytest.mark.parametrize(
+    ("disposition", "name"),
+    [
+        ('attachment; filename="a b.zip"', "a b.zip"),
+        ("attachment; filename=plain.zip; size=3", "plain.zip"),
+        ("attachment; filename=\"old.zip\"; filename*=UTF-8''%e2%82%ac%20new.zip", "€ new.zip"),
+        ("attachment; filename*=iso-8859-1'en'%a3.zip", "£.zip"),
+        ("attachment; filename*=nonsense''x; filename=\"kept.zip\"", "kept.zip"),
+        ('attachment; filename="../../etc/passwd"', "passwd"),
+        ('attachment; filename="..\\\\..\\\\evil.exe"', "evil.exe"),
+        ("attachment; filename*=UTF-8''..%2F..%2F.bashrc", "_bashrc"),
+        ('attachment; filename=".."', "file.bin"),
+        ('attachment; filename="\x01\x7f"', "file.bin"),
+        ('attachment; filename="\xc3\xa9.zip"', "é.zip"),
+        ("inline", "file.bin"),
+        (f'attachment; filename="{"n" * 300}.tar"', "n" * 196 + ".tar"),
+    ],
+)
+def test_the_servers_name_is_one_component_inside_the_target(tmp_path, disposition, name):
+    with served(CONTENT, servers.body(b"data", Content_Disposition=disposition)) as server:
+        assert get(server, tmp_path).path == tmp_path / name
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/a/b%20c.zip?x=/no.zip", "b c.zip"), ("/a/%2e%2e%2fx", "x"), ("/", "download"), ("/a/é.zip", "é.zip")],
+)
+def test_without_a_name_the_path_of_the_address_gives_one(tmp_path, path, name):
+    with served(b"data") as server:
+        report = fetch(server.url.replace("/data/file.bin", path), tmp_path, progress=False)
+    assert report.path == tmp_path / name
+    assert report.source == server.url.replace("/data/file.bin", path.partition("?")[0])
+
+
+def test_redirects_are_followed_with_ranges_and_the_final_name(tmp_path):
+    plans = [servers.redirect("/x/real.zip"), cut_after(300_000), servers.redirect("/x/real.zip", 307), servers.serve]
+    with served(CONTENT, *plans) as server:
+        report = fetch(server.url.replace("file.bin", "12"), tmp_path, progress=False)
+    assert report.path.name == "real.zip"
+    assert report.path.read_bytes() == CONTENT
+    assert server.ranges() == [None, None, "bytes=300000-", "bytes=300000-"]
+
+
+@pytest.mark.parametrize("to", ["/again", "", "file:///etc/passwd", "ftp://127.0.0.1/x"])
+def test_redirects_without_end_or_to_elsewhere_are_refused(tmp_path, to):
+    with served(CONTENT, servers.redirect(to)) as server, pytest.raises(FetchFailed, match="redirects"):
+        get(server, tmp_path)
+    assert len(server.requests) <= 12
+
+
+def test_user_and_password_go_to_their_own_host_alone(tmp_path):
+    with served(CONTENT) as other:
+        to = other.url.replace("127.0.0.1", "localhost")
+        with served(CONTENT, servers.redirect("/on"), servers.redirect(to)) as server:
+            fetch(server.url.replace("://", "://me:p%40ss@"), tmp_path, progress=False)
+    expected = "Basic " + base64.b64encode(b"me:p@ss").decode()
+    assert [request.get("Authorization") for request in server.requests] == [expected, expected]
+    assert other.requests[0].get("Authorization") is None
+
+
+def test_https_is_checked_and_never_left(tmp_path, monkeypatch):
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    with served(CONTENT) as plain, served(CONTENT, servers.serve, servers.redirect(plain.url)) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = server.url.replace("http://", "https://")
+        with pytest.raises(FetchFailed, match="its certificate is not trusted"):
+            fetch(url, tmp_path, progress=False)
+        authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        report = fetch(url, tmp_path, progress=False)
+        assert (report.path.read_bytes(), report.via) == (CONTENT, "https")
+        with pytest.raises(FetchFailed, match="redirects from https to an address without encryption"):
+            fetch(url, tmp_path / "again", progress=False)
+    assert plain.requests == []
+
+
+SECRETS = ("hunter22", "me:hunter22", "X-Amz-Signature", "abcdef0123456789", "sessiontoken", "fragment99")
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [servers.status(403)],
+        [servers.status(500)],
+        [servers.body(b"<html><title>/file.bin?X-Amz-Signature=abcdef0123456789 for hunter22</title>")],
+        [cut_after(10)],
+        [servers.redirect("/again?X-Amz-Signature=abcdef0123456789")],
+        [servers.serve],
+    ],
+)
+def test_no_secret_of_the_address_reaches_messages_reports_or_files(tmp_path, plans, monkeypatch, capfd):
+    monkeypatch.setenv("COLABKIT_DEBUG", "1")
+    query = "?X-Amz-Signature=abcdef0123456789&X-Amz-Security-Token=sessiontoken#fragment99"
+    with served(CONTENT, *plans) as server:
+        url = server.url.replace("://", "://me:hunter22@") + query
+        try:
+            report = fetch(url, tmp_path)
+            said = repr(report) + report._repr_html_() + str(report.to_dict())
+        except ColabkitError as error:
+            said = "\n".join(error._render_traceback_()) + repr(error)
+    said += "".join(capfd.readouterr())
+    for folder in (tmp_path, Path(os.environ["COLABKIT_NEAR"])):
+        for path in folder.rglob("*"):
+            said += str(path) + (path.read_bytes().decode("latin-1") if path.is_file() else "")
+    assert not [secret for secret in SECRETS if secret in said]
+
+
+def test_a_name_that_no_resolver_knows_is_told_at_once(tmp_path):
+    with pytest.raises(FetchFailed, match=r"'nowhere\.invalid' has no address"):
+        fetch("https://nowhere.invalid/x", tmp_path, progress=False)
+    to_nowhere = servers.redirect("http://nowhere.invalid/x")
+    with served(CONTENT, to_nowhere) as server, pytest.raises(FetchFailed, match=r"'nowhere\.invalid' has no address"):
+        get(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["/content/file.zip", "file.zip", "~/x", "drive:x.zip", "file:///etc/passwd", "local://x", "a/b"]
+)
+def test_paths_of_this_machine_are_for_stage(source, tmp_path):
+    with pytest.raises(InvalidOption, match=r"a path of this machine, .* stage\(\)"):
+        fetch(source, tmp_path)
+
+
+@pytest.mark.parametrize("source", ["", "  ", None, 7, "https://", "http://:80/x", "https://host:port/x"])
+def test_what_is_no_address_is_refused(source, tmp_path):
+    with pytest.raises(InvalidOption):
+        fetch(source, tmp_path)
+
+
+@pytest.mark.parametrize("source", ["me:hunter22@host/x?sig=hunter22", b"https://me:hunter22@host/x"])
+def test_what_is_no_address_may_hold_secrets_too(source, tmp_path):
+    with pytest.raises(InvalidOption) as caught:
+        fetch(source, tmp_path)
+    assert "hunter22" not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "60", float("inf")])
+def test_a_time_out_has_to_be_seconds(timeout, tmp_path):
+    with pytest.raises(InvalidOption, match="timeout="):
+        fetch("https://example.org/x", tmp_path, timeout=timeout)

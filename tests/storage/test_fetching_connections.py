@@ -1,0 +1,203 @@
+"""Connections of `fetch()` and what headers mean: nothing hangs past its time-out, and each form is read as meant."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from email.message import Message
+
+import http_servers as servers
+import pytest
+from http_servers import served, until
+
+from colabkit.errors import FetchFailed, TimedOut
+from colabkit.storage.fetching import connections, headers, transfer
+from colabkit.storage.fetching.addresses import address_of, safe_name
+from colabkit.storage.fetching.api import fetch
+
+
+@pytest.fixture(autouse=True)
+def plain_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(transfer, "TRIES", 1)
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    yield
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
+
+
+@pytest.fixture
+def deaf() -> Iterator[int]:
+    """Return the port of a server that accepts connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def message(**named: str) -> Message:
+    made = Message()
+    for name, value in named.items():
+        made[name.replace("_", "-")] = value
+    return made
+
+
+def test_a_server_that_never_answers_the_tls_greeting_is_left_after_the_time_out(deaf, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(TimedOut):
+        fetch(f"https://127.0.0.1:{deaf}/x", tmp_path, timeout=0.3, progress=False)
+    assert 0.25 < time.monotonic() - began < 3
+
+
+def test_a_proxy_that_never_answers_is_left_after_the_time_out(deaf, tmp_path, monkeypatch):
+    began = time.monotonic()
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{deaf}")
+    with pytest.raises(TimedOut):
+        fetch("https://example.org/x", tmp_path, timeout=0.3, progress=False)
+    assert 0.25 < time.monotonic() - began < 3
+
+
+def test_a_proxy_of_the_environment_is_used(tmp_path, monkeypatch):
+    with served(b"data") as server:
+        monkeypatch.setenv("http_proxy", server.url.rpartition("/data")[0].replace("://", "://me:hunter22@"))
+        report = fetch("http://nowhere.invalid/file.bin", tmp_path, progress=False)
+        assert report.path.read_bytes() == b"data"
+        assert server.paths == ["http://nowhere.invalid/file.bin"]
+        server.plans = [servers.status(407)]
+        with pytest.raises(FetchFailed, match="the proxy needs a login") as caught:
+            fetch("http://nowhere.invalid/other.bin", tmp_path, progress=False)
+    assert "hunter22" not in str(caught.value)
+
+
+def test_a_name_that_takes_too_long_to_look_up_is_left_after_the_time_out(tmp_path, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(connections.socket, "getaddrinfo", lambda *_, **__: released.wait(30) and [])
+    began = time.monotonic()
+    try:
+        with pytest.raises(TimedOut):
+            fetch("https://example.org/x", tmp_path, timeout=0.3, progress=False)
+        assert time.monotonic() - began < 3
+    finally:
+        released.set()
+
+
+def test_of_several_addresses_the_one_that_answers_is_used(tmp_path, monkeypatch):
+    with served(b"data") as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        found = [(*kind, closed.getsockname()), (*kind, server.server_address)]
+        monkeypatch.setattr(connections.socket, "getaddrinfo", lambda *_, **__: found)
+        assert fetch("http://example.org/x", tmp_path, progress=False).path.read_bytes() == b"data"
+
+
+def test_time_that_the_disk_takes_is_not_the_servers(tmp_path, file_hook):
+    slow = []
+
+    def wait(operation: str, path: object) -> None:
+        if operation == "write" and len(slow) < 3:
+            slow.append(time.sleep(0.4))
+
+    content = bytes(1_000_000)
+    with served(content) as server:
+        file_hook(wait)
+        assert fetch(server.url, tmp_path, timeout=0.3, progress=False).path.read_bytes() == content
+    assert len(slow) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("bytes 0-9/10", (0, 9, 10)),
+        ("Bytes 5-9/*", (5, 9, None)),
+        ("bytes */10", (None, None, 10)),
+        ("bytes 5-9", None),
+        ("items 0-1/2", None),
+        ("bytes -1-9/10", None),
+        (f"bytes 0-9/{'9' * 5000}", None),
+        ("", None),
+    ],
+)
+def test_content_range(text, meant):
+    assert headers.content_range(message(Content_Range=text)) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("10", 10), ("", None), ("-1", None), ("1e3", None), ("9" * 5000, None)], ids=range(5)
+)
+def test_content_length(text, meant):
+    assert headers.total_bytes(message(Content_Length=text)) == meant
+    assert headers.total_bytes(message(Content_Length=text, Transfer_Encoding="chunked")) is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("7", 7.0), ("", None), ("soon", None), ("-1", None)])
+def test_retry_after(text, seconds):
+    assert headers.retry_after_s(message(Retry_After=text)) == seconds
+
+
+def test_retry_after_as_a_date():
+    assert headers.retry_after_s(message(Retry_After="Wed, 21 Oct 2015 07:28:00 GMT")) == 0
+    future = headers.retry_after_s(message(Retry_After="Wed, 21 Oct 2099 07:28:00 GMT"))
+    assert future is not None
+    assert future > 1e9
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "is_page"),
+    [
+        (b"<!DOCTYPE html>", "x.zip", True),
+        (b" \n<html lang=en>", "x.zip", True),
+        (b"<HTML>", "", True),
+        (b"<!DOCTYPE html>", "x.HTML", False),
+        (b"<?xml version='1.0'?>", "x.xml", False),
+        (b"<svg>", "x.svg", False),
+        (b"<htmlish", "x", False),
+        (b"", "x", False),
+    ],
+)
+def test_a_page_is_known_by_its_first_bytes(head, name, is_page):
+    assert headers.is_html(None, head, name) == is_page
+
+
+def test_a_title_is_one_short_printable_line():
+    assert headers.html_title(b"<title>a\x1b[31m\n  b</title>") == "a\\x1b[31m b"
+    assert len(headers.html_title(b"<title>" + b"x" * 999 + b"</title>")) < 100
+    assert headers.html_title(b"no title") == ""
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "/", "a/..", "\x00", "\u202e", "\ud800"])
+def test_what_is_no_name_is_none(name):
+    assert safe_name(name) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("https://me:secret@host:8080/a/b.zip?key=1#x", "https://host:8080/a/b.zip"),
+        ("https://me:se@cret@host/a", "https://host/a"),
+        ("https://host/a@b/c", "https://host/a@b/c"),
+        ("https://web.archive.org/web/https://x.org/y?z", "https://web.archive.org/web/https://x.org/y"),
+        ("s3://key:secret@bucket/a", "s3://bucket/a"),
+        ("zip://a.csv::https://me:secret@host/b.zip?sig=1", "zip://a.csv::https://host/b.zip"),
+        ("https://host/\x1b[31m", "https://host/\\x1b[31m"),
+    ],
+)
+def test_an_address_is_shown_without_its_secrets(source, shown):
+    assert address_of(source).shown == shown
+    assert "secret" not in repr(address_of(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "s3://key:pass1234@bucket/a",
+        "zip://a.csv::https://me:pass1234@host/b.zip",
+        "zip://a::s3://b/c?sig=pass1234",
+    ],
+)
+def test_what_others_say_of_an_address_is_told_without_its_secrets(source):
+    assert "pass1234" not in address_of(source).scrubbed(f"{source} was refused: pass1234 is wrong")
+
+
+def test_an_address_that_is_none_can_be_told_of_too():
+    assert address_of("s3://[bucket/x").scrubbed("no s3://[bucket/x") == "no s3://[bucket/x"

@@ -1,0 +1,170 @@
+"""`fetch()` of Drive folders: whole or not at all, by real gdown of both lines."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import http_servers as servers
+import pytest
+from fake_drive import DriveFolder, FakeDrive, authority, drive, drive_id, gdown, only_new, only_old
+from http_servers import cut_after
+from trees import leftovers
+
+from colabkit.errors import FetchFailed, InvalidOption, TargetExists, TimedOut
+from colabkit.storage.fetching import transfer
+from colabkit.storage.fetching.api import FetchReport, fetch
+
+__all__ = ["authority", "drive", "gdown"]  # fixtures
+
+CONTENT = random.Random(1).randbytes(1_500_001)
+TREE = {"one.bin": CONTENT, "inner/two.txt": b"2", "inner/three.txt": b"3"}
+
+
+def plant(drive: FakeDrive) -> None:
+    """Make a folder of `TREE`."""
+    for name, content in TREE.items():
+        drive.add(name.rpartition("/")[2], content)
+    inner = [("two.txt", drive_id("two")), ("three.txt", drive_id("three"))]
+    drive.folders[drive_id("inner")] = DriveFolder("inner", inner)
+    drive.folders[drive_id("birds")] = DriveFolder(
+        "Birds", [("one.bin", drive_id("one")), ("inner", drive_id("inner"))]
+    )
+
+
+def get(to: Path | str, **options: object) -> FetchReport:
+    return fetch(f"https://drive.google.com/drive/folders/{drive_id('birds')}", to, progress=False, **options)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_comes_whole_under_its_own_name(drive, tmp_path):
+    plant(drive)
+    report = get(tmp_path)
+    assert report.path == tmp_path / "Birds"
+    assert files_of(report.path) == TREE
+    assert (report.files, report.sha256, report.fetched_bytes) == (3, None, len(CONTENT) + 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["Birds"]
+    count = len(drive.asked)
+    assert get(tmp_path).reused
+    assert len(drive.asked) == count
+    (tmp_path / "Birds" / "mine").touch()
+    with pytest.raises(TargetExists):
+        get(tmp_path)
+    assert (tmp_path / "Birds" / "mine").exists()
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_takes_the_name_that_is_asked_for_and_replaces_the_old_one(drive, tmp_path):
+    plant(drive)
+    assert get(tmp_path / "mine").path == tmp_path / "mine"
+    assert files_of(get(tmp_path / "mine").path) == TREE, "an existing folder gets the source's own name"
+    (tmp_path / "mine" / "Birds" / "stale").touch()
+    report = get(tmp_path / "mine", overwrite=True)
+    assert (report.path, files_of(report.path)) == (tmp_path / "mine" / "Birds", TREE)
+
+
+def test_a_cut_connection_is_resumed_where_it_was(drive, tmp_path):
+    plant(drive)
+    drive.files[drive_id("one")].plans = [cut_after(1_000_000), servers.serve]
+    report = get(tmp_path)
+    assert files_of(report.path) == TREE
+    assert report.retries == 1
+    assert report.fetched_bytes == len(CONTENT) + 2
+    assert len(set(drive.ranges())) == 2
+
+
+def test_an_interrupted_folder_is_resumed_by_the_next_call(drive, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "TRIES", 1)
+    plant(drive)
+    drive.files[drive_id("three")].plans = [servers.silent, servers.serve]
+    with pytest.raises(TimedOut):
+        get(tmp_path, timeout=1.5)
+    assert not (tmp_path / "Birds").exists()
+    report = get(tmp_path)
+    assert files_of(report.path) == TREE
+    assert report.resumed_bytes == len(CONTENT) + 1
+    assert leftovers(tmp_path) == []
+
+
+def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path):
+    plant(drive)
+    file = drive.files[drive_id("one")]
+    other = random.Random(2).randbytes(len(CONTENT))
+
+    def cut_and_change(handler: servers.Handler) -> None:
+        cut_after(1_000_000)(handler)
+        file.content, file.facts["Last-Modified"] = other, "Thu, 22 Oct 2015 07:28:00 GMT"
+
+    file.plans = [cut_and_change, servers.serve]
+    assert files_of(get(tmp_path).path) == {**TREE, "one.bin": other}
+
+
+def test_a_file_that_is_refused_refuses_the_folder_with_its_cause(drive, tmp_path):
+    plant(drive)
+    drive.files[drive_id("two")].page = "quota"
+    with pytest.raises(FetchFailed, match="too many people have downloaded it lately"):
+        get(tmp_path)
+    assert not (tmp_path / "Birds").exists()
+
+
+def test_a_folder_that_is_not_there_is_told(drive, tmp_path):
+    with pytest.raises(FetchFailed, match="has no folder of this id"):
+        get(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_files_of_one_name_are_not_taken_for_one(drive, tmp_path):
+    plant(drive)
+    drive.folders[drive_id("inner")].inside = [("same.txt", drive_id("two")), ("same.txt", drive_id("three"))]
+    with pytest.raises(FetchFailed, match=r"two files of the name 'Birds/inner/same\.txt'"):
+        get(tmp_path)
+    assert leftovers(tmp_path) == []
+
+
+def test_an_empty_folder_is_told(drive, tmp_path):
+    drive.folders[drive_id("birds")] = DriveFolder("Birds", [])
+    with pytest.raises(FetchFailed, match="no files in it"):
+        get(tmp_path)
+
+
+@only_old
+def test_the_limit_of_gdown_5_is_told_with_its_cure(drive, tmp_path):
+    inside = []
+    for number in range(50):
+        drive.add(f"f{number}.txt", b"x")
+        inside.append((f"f{number}.txt", drive_id(f"f{number}")))
+    drive.folders[drive_id("birds")] = DriveFolder("Birds", inside)
+    with pytest.raises(FetchFailed, match=r"stops at 50 files in a folder, .* pip install -U gdown"):
+        get(tmp_path)
+
+
+@only_new
+@pytest.mark.parametrize("name", ["../out", "..", "/etc/x", "a\\b"])
+def test_names_in_a_folder_stay_inside_it(drive, tmp_path, name):
+    drive.add("one.bin", b"1")
+    drive.folders[drive_id("birds")] = DriveFolder(name, [(name, drive_id("one"))])
+    report = get(f"{tmp_path}/to/")
+    assert report.path.parent == tmp_path / "to"
+    assert [path.name for path in tmp_path.iterdir()] == ["to"]
+    assert list(files_of(report.path).values()) == [b"1"]
+
+
+@only_new
+def test_a_listing_that_takes_long_is_progress(drive, tmp_path):
+    """Each page of the listing counts, so that many folders do not look like a Drive that hangs."""
+    drive.add("one.bin", b"1")
+    pages = 8
+    for number in range(pages):
+        inside = (f"d{number + 1}", drive_id(f"d{number + 1}")) if number + 1 < pages else ("one.bin", drive_id("one"))
+        drive.folders[drive_id(f"d{number}")] = DriveFolder(f"d{number}", [inside])
+    drive.folders[drive_id("birds")] = DriveFolder("Birds", [("d0", drive_id("d0"))])
+    drive.listing_s = 0.3
+    assert get(tmp_path, timeout=1.5).files == 1
+
+
+def test_a_digest_is_for_files_alone(tmp_path):
+    with pytest.raises(InvalidOption, match="digest= with a folder"):
+        get(tmp_path, digest=f"md5:{'0' * 32}")

@@ -1,0 +1,361 @@
+"""`fetch()` through fsspec: files and folders, resumed, of one version, and never waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from http_servers import until
+from trees import leftovers
+
+from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
+from colabkit.storage.fetching import transfer
+from colabkit.storage.fetching.api import FetchReport, fetch
+
+CONTENT = random.Random(1).randbytes(3_000_001)
+TREE = {"a/one.bin": CONTENT, "a/b/two.txt": b"2", "three": b""}
+
+
+class Faulty(MemoryFileSystem):
+    """Files in memory; `fault` is called with the path and offset before each block is read."""
+
+    protocol = "faulty"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    fault: Callable[[str, int], None]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("faulty://", "memory://"))
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        opened = super()._open(path, mode, **options)
+        if mode != "rb":
+            return opened
+        return Reader(opened.getvalue(), path)
+
+
+class Reader:
+    def __init__(self, content: bytes, path: str) -> None:
+        self.content, self.path, self.offset = content, path, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def seek(self, offset: int) -> None:
+        self.offset = offset
+
+    def read(self, count: int) -> bytes:
+        Faulty.fault(self.path, self.offset)
+        block = self.content[self.offset : self.offset + count]
+        self.offset += len(block)
+        return block
+
+
+@pytest.fixture(autouse=True)
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """Return the faulty file system, empty and without faults."""
+    monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(Faulty, "fault", staticmethod(lambda path, offset: None), raising=False)
+    fsspec.register_implementation("faulty", Faulty, clobber=True)
+    Faulty.store.clear()
+    yield Faulty(skip_instance_cache=True)
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
+
+
+def faults(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str, int], None]) -> None:
+    monkeypatch.setattr(Faulty, "fault", staticmethod(fault))
+
+
+def fails_once(at: int, error: BaseException) -> Callable[[str, int], None]:
+    """Return a fault that raises the first time an offset is reached."""
+    left = [error]
+
+    def fault(path: str, offset: int) -> None:
+        if offset >= at and left:
+            raise left.pop()
+
+    return fault
+
+
+def get(url: str, to: Path, **options: Any) -> FetchReport:
+    return fetch(url, to, progress=False, **options)
+
+
+def plant(far: Faulty) -> None:
+    for path, content in TREE.items():
+        far.pipe(f"/tree/{path}", content)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_file_of_real_fsspec_comes_whole(tmp_path):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/colabkit-test/x.bin", CONTENT)
+    try:
+        report = get("memory://colabkit-test/x.bin", tmp_path)
+    finally:
+        memory.rm("/colabkit-test", recursive=True)
+    assert report.path == tmp_path / "x.bin"
+    assert report.path.read_bytes() == CONTENT
+    assert report.via == f"fsspec {fsspec.__version__} (memory)"
+    assert report.sha256 == hashlib.sha256(CONTENT).hexdigest()
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_comes_with_all_below_it(tmp_path, far):
+    plant(far)
+    report = get("faulty://tree", tmp_path)
+    assert report.path == tmp_path / "tree"
+    assert files_of(report.path) == TREE
+    assert (report.files, report.fetched_bytes, report.sha256) == (3, len(CONTENT) + 1, None)
+    assert get("faulty://tree/a", tmp_path / "other").path == tmp_path / "other"
+    assert files_of(tmp_path / "other") == {"one.bin": CONTENT, "b/two.txt": b"2"}
+
+
+def test_after_an_error_the_file_is_resumed_where_it_was(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    faults(monkeypatch, fails_once(1 << 20, OSError("reset by peer")))
+    report = get("faulty://x", tmp_path)
+    assert report.path.read_bytes() == CONTENT
+    assert (report.retries, report.fetched_bytes) == (1, len(CONTENT))
+
+
+def test_a_read_that_a_file_system_cancels_is_not_waited_for(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    faults(monkeypatch, fails_once(1 << 20, asyncio.CancelledError()))
+    report = get("faulty://x", tmp_path)
+    assert (report.path.read_bytes(), report.retries) == (CONTENT, 1)
+    assert report.seconds < 10
+
+
+def test_an_interrupted_file_is_resumed_by_the_next_call(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    with pytest.raises(FetchFailed, match=r"it needs a login \(PermissionError: expired\)"):
+        get("faulty://x", tmp_path)
+    report = get("faulty://x", tmp_path)
+    assert report.path.read_bytes() == CONTENT
+    assert report.resumed_bytes == 1 << 20
+    assert leftovers(tmp_path) == []
+
+
+def test_an_interrupted_folder_is_resumed_by_the_next_call(tmp_path, far, monkeypatch):
+    plant(far)
+    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    with pytest.raises(FetchFailed):
+        get("faulty://tree", tmp_path)
+    assert not (tmp_path / "tree").exists()
+    report = get("faulty://tree", tmp_path)
+    assert files_of(report.path) == TREE
+    assert report.resumed_bytes == (1 << 20) + 1
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["faulty://tree/a/one.bin", "faulty://tree"])
+def test_what_changes_meanwhile_is_fetched_anew(tmp_path, far, monkeypatch, url):
+    plant(far)
+    other = random.Random(2).randbytes(len(CONTENT))
+    changed = []
+
+    def change(path: str, offset: int) -> None:
+        if offset and not changed:
+            changed.append(far.pipe("/tree/a/one.bin", other))
+
+    faults(monkeypatch, change)
+    path = get(url, tmp_path).path
+    assert (path if path.is_file() else path / "a/one.bin").read_bytes() == other
+
+
+def test_a_changed_file_is_not_resumed_by_the_next_call(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    with pytest.raises(FetchFailed):
+        get("faulty://x", tmp_path)
+    far.pipe("/x", CONTENT[::-1])
+    report = get("faulty://x", tmp_path)
+    assert (report.path.read_bytes(), report.resumed_bytes) == (CONTENT[::-1], 0)
+
+
+@pytest.mark.parametrize("claimed", [-1, 1])
+def test_a_file_has_to_be_as_long_as_its_file_system_says(tmp_path, far, monkeypatch, claimed):
+    far.pipe("/x", b"12345")
+    honest = Faulty.info
+    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**honest(self, path), "size": 5 + claimed})
+    with pytest.raises(FetchFailed, match="bytes came than the file has"):
+        get("faulty://x", tmp_path)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_file_system_that_hangs_is_left_after_the_time_out(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    released = threading.Event()
+    faults(monkeypatch, lambda path, offset: released.wait(30) and None)
+    began = time.monotonic()
+    try:
+        with pytest.raises(TimedOut, match=r"no answer of faulty:// in 300 ms, .*timeout=, then run it again\.$"):
+            get("faulty://x", tmp_path, timeout=0.3)
+    finally:
+        released.set()
+    assert time.monotonic() - began < 3
+
+
+def test_what_came_before_a_file_system_hangs_is_kept_and_said_to_be(tmp_path, far, monkeypatch):
+    plant(far)
+    for url in ("faulty://tree/a/one.bin", "faulty://tree"):
+        released = threading.Event()
+        faults(monkeypatch, lambda path, offset, released=released: offset >= 1 << 20 and released.wait(30) and None)
+        try:
+            with pytest.raises(TimedOut, match=r"then run it again: it goes on where it stopped\.$"):
+                get(url, tmp_path, timeout=0.3)
+        finally:
+            released.set()
+        assert get(url, tmp_path).resumed_bytes >= 1 << 20
+
+
+def test_a_file_where_a_folder_was_when_an_earlier_call_was_stopped_is_fetched(tmp_path, far, monkeypatch):
+    plant(far)
+    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    with pytest.raises(FetchFailed):
+        get("faulty://tree", tmp_path)
+    far.rm("/tree", recursive=True)
+    far.pipe("/tree", b"now a file")
+    assert get("faulty://tree", tmp_path).path.read_bytes() == b"now a file"
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [0, 1], ids=["a mark of a folder", "a file"])
+def test_an_object_of_the_name_of_a_folder_is_its_mark_or_refused(tmp_path, far, monkeypatch, size):
+    plant(far)
+    honest = Faulty.find
+    both = {"/tree/a": {"name": "/tree/a", "size": size, "type": "file", "created": 1}}
+    monkeypatch.setattr(Faulty, "find", lambda self, path, **options: {**both, **honest(self, path, **options)})
+    if size:
+        with pytest.raises(FetchFailed, match="a file and a folder of the name 'a'"):
+            get("faulty://tree", tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert files_of(get("faulty://tree", tmp_path).path) == TREE
+
+
+@pytest.mark.parametrize("name", ["../out", "a/../../out", "a//b", "a/./b"])
+def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, far, monkeypatch, name):
+    plant(far)
+    found = {f"/tree/{name}": {"name": f"/tree/{name}", "size": 1, "type": "file"}}
+    monkeypatch.setattr(Faulty, "find", lambda self, path, **_: found)
+    with pytest.raises(FetchFailed, match="names inside the folder"):
+        get("faulty://tree", tmp_path / "to")
+    assert not (tmp_path / "out").exists()
+
+
+def test_run_again_it_sees_what_is_unchanged(tmp_path, far):
+    plant(far)
+    for url, name in (("faulty://tree", "tree"), ("faulty://tree/three", "three")):
+        first = get(url, tmp_path)
+        again = get(url, tmp_path)
+        assert (again.reused, again.path, again.fetched_bytes) == (True, tmp_path / name, 0)
+        assert again.files == first.files
+    far.pipe("/tree/a/b/two.txt", b"3")
+    with pytest.raises(TargetExists, match="the source has changed"):
+        get("faulty://tree", tmp_path)
+    get("faulty://tree", tmp_path, overwrite=True)
+    assert files_of(tmp_path / "tree")["a/b/two.txt"] == b"3"
+    (tmp_path / "tree" / "mine").touch()
+    with pytest.raises(TargetExists, match="is there"):
+        get("faulty://tree", tmp_path)
+
+
+def test_a_digest_is_for_files_alone(tmp_path, far, monkeypatch):
+    plant(far)
+    digest = f"md5:{hashlib.md5(b'2').hexdigest()}"
+    assert get("faulty://tree/a/b/two.txt", tmp_path, digest=digest).files == 1
+    with pytest.raises(Corrupt):
+        get("faulty://tree/a/one.bin", tmp_path, digest=digest)
+    get("faulty://tree/a", tmp_path)
+    faults(monkeypatch, lambda path, offset: pytest.fail("it is refused before anything is read"))
+    for url in ("faulty://tree/a/b", "faulty://tree/a"):
+        with pytest.raises(InvalidOption, match="digest= with a folder"):
+            get(url, tmp_path, digest=digest)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "url", "line"),
+    [
+        ("fsspec", "memory://x", "Run pip install fsspec."),
+        ("fsspec", "gs://bucket/x", "Run pip install gcsfs."),
+        ("gcsfs", "gs://bucket/x", "Run pip install gcsfs."),
+        ("s3fs", "s3://bucket/x", "Run pip install s3fs."),
+        ("huggingface_hub", "hf://datasets/a/b", "Run pip install huggingface_hub."),
+        ("adlfs", "abfs://box/x", "Run pip install adlfs."),
+        ("adlfs", "az://box/x", "Run pip install adlfs."),
+        ("paramiko", "sftp://host/x", 'requires "paramiko" to be installed.'),
+    ],
+)
+def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, monkeypatch, module, url, line):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackage) as caught:
+        get(url, tmp_path)
+    assert str(caught.value).endswith(line)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "told"),
+    [
+        ("nope://x/y", InvalidOption, "Protocol not known: nope"),
+        ("faulty://missing", FetchFailed, "nothing is at this address"),
+    ],
+)
+def test_what_cannot_be_fetched_is_told(tmp_path, url, error, told):
+    with pytest.raises(error, match=told):
+        get(url, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_told(tmp_path, far):
+    far.makedirs("/empty")
+    with pytest.raises(FetchFailed, match="no files in it"):
+        get("faulty://empty", tmp_path)
+
+
+SECRETS = ("hunter22", "abcdef0123456789", "token9876", "pass1234", "part99")
+SAID = "GET https://me:{}@host/x?X-Amz-Signature={} said {} and {} of {}".format(*SECRETS)
+SECRET_URL = "faulty://me:{3}@host/x?sig={2}#{4}".format(*SECRETS)
+
+
+def test_errors_of_a_file_system_show_no_secrets(tmp_path, far, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(SAID)
+
+    monkeypatch.setattr(Faulty, "info", fail)
+    with pytest.raises(FetchFailed) as caught:
+        get(SECRET_URL, tmp_path)
+    monkeypatch.setenv("COLABKIT_DEBUG", "1")
+    said = "".join(caught.value._render_traceback_())
+    assert "faulty://host/x" in said
+    assert "OSError: GET https://host/x said ... and ... of ..." in said
+    assert not [secret for secret in SECRETS if secret in said]
+
+
+def test_importing_it_imports_no_heavy_package():
+    code = "import sys, colabkit.storage.fetching.api; print([name for name in sys.argv[1:] if name in sys.modules])"
+    heavy = ["fsspec", "gdown", "requests", "tqdm", "torch", "numpy"]
+    done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

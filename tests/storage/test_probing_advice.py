@@ -1,0 +1,216 @@
+"""What follows from a probe's figures, and how rates come of single operations: pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colabkit.storage.probing.advice import advise, doubt
+from colabkit.storage.probing.child import LARGE_LEVELS, SMALL_LEVELS, Op, portions, rates
+from colabkit.storage.probing.plot import svg, text_bars
+from colabkit.storage.probing.report import ProbeReport, ReadRate, best_rate
+
+MIB = 1 << 20
+
+
+def small(*per_s: float | None, quick: int = 0) -> tuple[ReadRate, ...]:
+    levels = zip(SMALL_LEVELS, per_s, strict=True)
+    return tuple(ReadRate(c, 20, 20_000, v, 1000 * v, quick) if v else ReadRate(c) for c, v in levels)
+
+
+def large(*per_s: float | None) -> tuple[ReadRate, ...]:
+    levels = zip(LARGE_LEVELS, per_s, strict=True)
+    return tuple(ReadRate(c, 8, 8 * MIB, v / MIB, v) if v else ReadRate(c) for c, v in levels)
+
+
+def made(**changes: Any) -> ProbeReport:
+    values: dict[str, Any] = {
+        "path": "drive:birds",
+        "type": "folder",
+        "fstype": "fuse.drive",
+        "mount_source": "drive",
+        "is_remote": True,
+        "open_s": 0.1,
+        "open_p95_s": 0.12,
+        "listed_entries": 20_010,
+        "listing_rate": 5000.0,
+        "is_complete": True,
+        "files": 20_000,
+        "sized_files": 20_000,
+        "sized_bytes": 20_000_000,
+        "small_files": 20_000,
+        "small_bytes": 20_000_000,
+        "largest_bytes": 2000,
+        "small": small(10, 40, 150, 200),
+        "large": large(None, None, None, None),
+        "errors": (),
+        "stalled": False,
+        "stall": "",
+        "seconds": 8.0,
+    }
+    return ProbeReport(**{**values, **changes})
+
+
+def test_the_smallest_concurrency_near_the_best_rate_is_best() -> None:
+    assert best_rate(small(10, 95, 100, 98), of_bytes=False) == small(10, 95, 100, 98)[1]
+    assert best_rate(small(10, 89, 100, 98), of_bytes=False) == small(10, 89, 100, 98)[2]
+    assert best_rate(small(None, None, None, None), of_bytes=False) is None
+    best = best_rate(large(5 * MIB, 9 * MIB, None, None), of_bytes=True)
+    assert best is not None
+    assert best.concurrency == 2
+
+
+def test_files_that_are_waited_for_are_staged_with_the_best_threads_and_the_costs_are_named() -> None:
+    assert advise(made()) == (
+        "1,000 small files take 1 min 40 s one by one and 5.0 s with 32 threads; the 20,000 files here 33 min 20 s and "
+        "1 min 40 s. Stage it with colabkit.stage('drive:birds', threads=32)."
+    )
+
+
+def test_no_tree_is_estimated_that_was_not_listed_to_its_end() -> None:
+    text = advise(made(is_complete=False))
+    assert "files here" not in text
+    assert "1,000 small files take 1 min 40 s" in text
+
+
+def test_a_tree_whose_sizes_are_known_in_part_is_estimated_from_that_part() -> None:
+    part = {"sized_files": 5000, "sized_bytes": 5_000_000, "small_files": 5000, "small_bytes": 5_000_000}
+    assert "33 min 20 s and 1 min 40 s" in advise(made(**part))
+
+
+def test_larger_files_count_in_the_tree_by_their_bytes() -> None:
+    rates_of_large = large(1 * MIB, 2 * MIB, 4 * MIB, 10 * MIB)
+    text = advise(made(sized_bytes=20_000_000 + 1000 * MIB, large=rates_of_large))
+    assert "the 20,000 files here 35 min 00 s and 3 min 20 s" in text
+
+
+def test_a_tree_that_takes_long_even_so_is_kept_as_one_pack() -> None:
+    assert "keep the pack" in advise(made(small=small(1, 4, 15, 20)))
+
+
+def test_threads_that_do_not_help_are_not_advised() -> None:
+    text = advise(made(small=small(100, 101, 99, 100)))
+    assert "more threads do not help" in text
+    assert "threads=1)" in text
+
+
+@pytest.mark.parametrize(("per_s", "is_quick"), [(900, True), (300, False)])
+def test_a_quick_local_folder_is_packed_from_directly(per_s: float, is_quick: bool) -> None:
+    text = advise(made(is_remote=False, fstype="ext4", small=small(per_s, per_s, per_s, per_s)))
+    assert ("Quick enough to pack from directly." in text) is is_quick
+    assert ("colabkit.stage(" in text) is not is_quick
+
+
+def test_one_level_is_too_little_to_choose_threads_by() -> None:
+    text = advise(made(files=6, small=small(10, None, None, None)))
+    assert text == "1,000 small files take 1 min 40 s one by one. Too few files to tell how many threads help."
+
+
+def test_an_archive_is_read_in_the_best_number_of_ranges() -> None:
+    archive = {"type": "file", "files": 1, "largest_bytes": 1000 * MIB, "small": small(None, None, None, None)}
+    text = advise(made(**archive, large=large(10 * MIB, 20 * MIB, 40 * MIB, 41 * MIB)))
+    assert text == "Its 1000 MiB take 25.0 s in 4 ranges at once, 1 min 40 s in one."
+    text = advise(made(**archive, large=large(10 * MIB, 10 * MIB, 10 * MIB, 10 * MIB)))
+    assert text == "Its 1000 MiB take 1 min 40 s, and more ranges do not help."
+    assert advise(made(**archive, large=large(10 * MIB, None, None, None))) == "Its 1000 MiB take 1 min 40 s."
+    archive["path"] = "drive:birds.zip"
+    text = advise(made(**archive, large=large(10 * MIB, None, None, None)))
+    assert text.endswith("Stage it with colabkit.stage('drive:birds.zip'), which reads several ranges at once.")
+
+
+def test_nothing_read_is_explained() -> None:
+    nothing = {"small": small(None, None, None, None)}
+    assert advise(made(**nothing, errors=(("EIO", 30),))) == "Nothing could be read (EIO 30 times): mend that first."
+    assert advise(made(**nothing, files=0)) == "There is no file in it."
+    assert "allow more seconds" in advise(made(**nothing, files=0, is_complete=False))
+    assert advise(made(**nothing, files=1, small_files=1)) == "Too few files to tell."
+    assert advise(made(**nothing)) == "Too little was read in the time to tell: allow more seconds."
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fstype": "fuse.drive"}, "colabkit.mount(force=True)"),
+        ({"fstype": "fuse.rclone"}, "mount it again"),
+        ({"fstype": "ext4", "is_remote": False}, "disk"),
+        ({"stall": "listing '/x' had not ended after 4.0 s"}, "very many files"),
+    ],
+)
+def test_a_stall_is_named_with_its_cure(changes: dict[str, Any], words: str) -> None:
+    report = made(**{"stalled": True, "stall": "opening '/x' had not ended after 4.0 s", **changes})
+    assert report.stall in advise(report)
+    assert words in advise(report)
+
+
+def test_speeds_of_a_cache_are_doubted_where_memory_is_not_the_medium() -> None:
+    quick, fast = small(1500, 1500, 1500, 1500, quick=15), large(900 * MIB, 3000 * MIB, None, None)
+    assert doubt(made()) == ""
+    assert doubt(made(small=small(10, 40, 150, 200, quick=2))) == ""
+    assert "15 of 20 small files" in doubt(made(small=quick))
+    assert doubt(made(small=quick, fstype="nfs4")) == ""
+    assert "speed of memory" in doubt(made(large=fast))
+    assert "speed of memory" in doubt(made(large=fast, fstype="ext4", is_remote=False))
+    assert doubt(made(large=fast, fstype="tmpfs", is_remote=False)) == ""
+
+
+def test_a_rate_is_that_of_all_threads_together() -> None:
+    ops = [Op(n, n + 1, 10) for n in (0, 0, 1, 1, 2, 2)]
+    assert rates(ops, 0, 2) == (pytest.approx(2), pytest.approx(20))
+    assert rates(ops[::2], 0, 1) == (pytest.approx(1), pytest.approx(10))
+    assert rates([], 0, 2) is None
+
+
+def test_waiting_in_a_mounts_queue_is_no_progress() -> None:
+    ops = [Op(0, n, 1) for n in range(1, 33)]  # 32 at once, of which the mount works on one
+    found = rates(ops, 0, 32)
+    assert found is not None
+    assert found[0] == pytest.approx(1)
+
+
+def test_a_straggler_does_not_lower_the_rate() -> None:
+    ops = [Op(n / 10, (n + 1) / 10, 1) for n in range(10)] + [Op(1.0, 30.0, 1)]
+    found = rates(ops, 0, 2)
+    assert found is not None
+    assert found[0] == pytest.approx(10)
+
+
+@given(st.integers(0, 5000))
+def test_portions_never_exceed_what_there_is_and_fill_low_levels_first(count: int) -> None:
+    def least(level: int) -> int:
+        return 2 * level
+
+    given_out = portions(count, SMALL_LEVELS, least, lambda level: 100 * level)
+    assert sum(given_out) <= count
+    for level, own, before in zip(SMALL_LEVELS[1:], given_out[1:], given_out, strict=False):
+        assert own == 0 or (own >= least(level) and before > 0)
+
+
+def test_levels_that_were_not_measured_show_as_such_and_empty_panels_do_not_show() -> None:
+    report = made(small=small(10, 40, None, None))
+    picture, lines = svg(report._panels()), text_bars(report._panels()).splitlines()
+    assert picture.count("<rect") == 2
+    assert picture.count("n/a") == 4  # two labels, and again in the description
+    assert "One large file" not in picture
+    assert [line.split()[-1] for line in lines] == ["██████", "best", "n/a", "n/a"]
+    assert "files/s: 10 with 1 thread, 40 with 4 threads, " in picture
+    assert svg(made(small=small(None, None, None, None))._panels()) == ""
+
+
+def test_the_best_bar_is_explained_since_it_may_not_be_the_longest() -> None:
+    report = made(small=small(10, 95, 100, 98))
+    lines = str(report).splitlines()
+    assert next(line for line in lines if line.endswith(" best")).split()[:3] == ["4", "threads", "95"]
+    assert lines[-1] == "  best: the fewest threads or ranges that reach 90% of the highest rate"
+    assert "the fewest threads or ranges that reach 90% of the highest rate" in report._repr_html_()
+    nothing = made(small=small(None, None, None, None))
+    assert "the fewest" not in str(nothing) + nothing._repr_html_()
+
+
+def test_one_is_said_as_one() -> None:
+    report = made(files=1, listed_entries=1, small=small(10, None, None, None), large=large(MIB, None, None, None))
+    assert "10 files/s with 1 thread, 1.0 MiB/s of one file in 1 range" in repr(report)
+    assert "; 1 entry, the whole tree" in str(report)
+    assert "; 20,010 entries, the whole tree" in str(made())

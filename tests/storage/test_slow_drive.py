@@ -1,0 +1,320 @@
+"""The slow drive is as slow, as narrow and as faulty as it was told to be."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import slow_drive
+from far_mounts import DEADLINE_S, FuseMount, has_fuse, in_child, mounted_at, wait_for
+from trees import needs
+
+READ = "import sys; print(open(sys.argv[1]).read())"
+BIG_BYTES = 2_000_000
+
+Mounted = Callable[..., FuseMount]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    needs("FUSE", has_fuse())
+    folder = tmp_path / "root"
+    (folder / "birds").mkdir(parents=True)
+    for number in range(24):
+        (folder / f"birds/{number:02d}.txt").write_text(f"bird {number:02d}")
+    (folder / "big.bin").write_bytes(os.urandom(BIG_BYTES))
+    return folder
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, root: Path) -> Iterator[Mounted]:
+    with ExitStack() as stack:
+        points = iter(range(9))
+
+        def mount(**options: object) -> FuseMount:
+            return stack.enter_context(FuseMount(tmp_path / f"far{next(points)}", root, **options))  # type: ignore[arg-type]
+
+        yield mount
+
+
+def seconds(act: Callable[[], object]) -> float:
+    start = time.monotonic()
+    act()
+    return time.monotonic() - start
+
+
+def outcome(act: Callable[[], object]) -> object:
+    try:
+        return act()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+
+
+@pytest.mark.parametrize("slow", ["open", "list", "read"])
+def test_opens_listings_and_reads_have_latencies_of_their_own(mounted: Mounted, slow: str) -> None:
+    folder = mounted(latency_s=0.0, **{f"{slow}_s": 0.5}).point / "birds"
+    opened: list[int] = []
+    took_s = {
+        "open": seconds(lambda: opened.append(os.open(folder / "00.txt", os.O_RDONLY))),
+        "read": seconds(lambda: os.pread(opened[0], 9, 0)),
+        "list": seconds(lambda: os.listdir(folder)),
+        "stat": seconds(lambda: os.stat(folder / "01.txt")),
+    }
+    os.close(opened[0])
+    assert [kind for kind, taken in took_s.items() if taken >= 0.5] == [slow]
+
+
+def test_the_latency_of_all_holds_where_none_of_its_own_is_given(mounted: Mounted) -> None:
+    folder = mounted(latency_s=0.3, list_s=0.0).point / "birds"
+    assert seconds((folder / "00.txt").read_text) >= 0.6  # an open and at least a read
+    assert seconds(lambda: os.listdir(folder)) < 0.3
+
+
+def test_all_reads_share_one_bandwidth(mounted: Mounted, root: Path) -> None:
+    mount = mounted(bandwidth=4 * BIG_BYTES)
+    with ThreadPoolExecutor(4) as pool:
+        paths = [mount.point / "big.bin"] * 4
+        start = time.monotonic()
+        read = list(pool.map(Path.read_bytes, paths))
+        took_s = time.monotonic() - start
+    assert set(read) == {(root / "big.bin").read_bytes()}
+    assert mount.read_bytes == 4 * BIG_BYTES
+    assert 0.98 <= took_s < 2
+
+
+def test_an_idle_line_saves_nothing_up(mounted: Mounted) -> None:
+    mount = mounted(bandwidth=4 * BIG_BYTES, read_s=0.15)
+    file = os.open(mount.point / "big.bin", os.O_RDONLY)
+    part = BIG_BYTES // 4
+    times = [seconds(lambda: os.pread(file, part, 0)) for _ in range(3)]
+    os.close(file)
+    assert all(taken >= 0.15 + 1 / 16 for taken in times)
+
+
+@pytest.mark.parametrize("kind", ["open", "read", "list"])
+def test_requests_beyond_the_cap_wait(mounted: Mounted, kind: str) -> None:
+    mount = mounted(**{f"{kind}_s": 0.1}, at_once=3)
+    folder = mount.point / "birds"
+    file = os.open(folder / "00.txt", os.O_RDONLY)
+    acts: dict[str, Callable[[int], object]] = {
+        "open": lambda number: os.close(os.open(folder / f"{number:02d}.txt", os.O_RDONLY)),
+        "read": lambda number: os.pread(file, 1, 0),
+        "list": lambda number: os.listdir(folder),
+    }
+    with ThreadPoolExecutor(12) as pool:
+        took_s = seconds(lambda: list(pool.map(acts[kind], range(12))))
+    os.close(file)
+    assert took_s >= 0.4
+    assert mount.busiest == 3
+
+
+def test_what_waits_for_the_line_keeps_its_place(mounted: Mounted) -> None:
+    mount = mounted(bandwidth=BIG_BYTES, at_once=1)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit((mount.point / "big.bin").read_bytes)
+        wait_for(lambda: mount.read_bytes >= BIG_BYTES // 8, "the first part")
+        assert seconds((mount.point / "birds/01.txt").read_text) > 0.1
+        reading.result()
+
+
+def test_without_faults_every_byte_name_and_time_is_the_roots(mounted: Mounted, root: Path) -> None:
+    for options in ({}, {"direct_io": False, "attr_s": 60.0}, {"plan": {"faults": []}, "bandwidth": 1e9}):
+        point = mounted(**options).point
+        assert (point / "big.bin").read_bytes() == (root / "big.bin").read_bytes()
+        assert sorted(os.listdir(point / "birds")) == sorted(os.listdir(root / "birds"))
+        found, real = (os.stat(folder / "birds/03.txt") for folder in (point, root))
+        for field in ("st_mode", "st_size", "st_uid", "st_gid", "st_nlink", "st_mtime_ns", "st_blocks"):
+            assert getattr(found, field) == getattr(real, field)
+
+
+def test_the_kernel_keeps_attributes_and_contents_only_if_it_may(mounted: Mounted, root: Path) -> None:
+    plan = {"faults": [{"on": "stat", "path": "/birds/00.txt", "do": "error", "first": 2}]}
+    for options, kept in (({}, "EIO"), ({"attr_s": 60.0}, 7)):
+        point = mounted(plan=plan, **options).point
+        outcome((point / "birds/00.txt").stat)
+        assert outcome(lambda at=point: (at / "birds/00.txt").stat().st_size) == kept
+    for direct_io in (True, False):
+        mount = mounted(attr_s=60.0, direct_io=direct_io)
+        file = os.open(mount.point / "big.bin", os.O_RDONLY)
+        for _ in range(4):
+            os.pread(file, 1000, 0)
+        os.close(file)
+        assert (mount.read_bytes == 4000) is direct_io
+
+
+@pytest.mark.parametrize(
+    ("on", "act"),
+    [
+        ("open", lambda path: os.close(os.open(path, os.O_RDONLY))),
+        ("read", Path.read_text),
+        ("stat", Path.stat),
+        ("list", lambda path: os.listdir(path.parent)),
+    ],
+)
+def test_each_kind_of_request_fails_with_the_planned_errno(
+    mounted: Mounted, on: str, act: Callable[[Path], object]
+) -> None:
+    path = "/birds" if on == "list" else "*/03.txt"
+    mount = mounted(plan={"faults": [{"on": on, "path": path, "do": "error", "errno": "ENOBUFS"}]})
+    with pytest.raises(OSError, match="No buffer space") as failed:
+        act(mount.point / "birds/03.txt")
+    assert failed.value.errno == errno.ENOBUFS
+    assert (mount.point / "birds/04.txt").read_text() == "bird 04"
+    assert mount.faults >= 1
+
+
+def test_the_first_and_the_last_request_that_goes_wrong_can_be_told(mounted: Mounted) -> None:
+    fault = {"on": "open", "path": "/birds/*", "first": 2, "count": 2, "do": "error"}
+    mount = mounted(plan={"faults": [fault]})
+    outcomes = [outcome((mount.point / f"birds/{number:02d}.txt").read_text) for number in range(5)]
+    assert outcomes == ["bird 00", "EIO", "EIO", "bird 03", "bird 04"]
+    assert mount.faults == 2
+    mount = mounted(plan={"faults": [{**fault, "each": True}]})
+    file = mount.point / "birds/00.txt"
+    assert [outcome(file.read_text) for _ in range(4)] == ["bird 00", "EIO", "EIO", "bird 00"]
+    assert outcome((mount.point / "birds/01.txt").read_text) == "bird 01"
+
+
+def test_reads_can_go_wrong_from_an_offset_on(mounted: Mounted) -> None:
+    plan = {"faults": [{"on": "read", "path": "*.bin", "offset_from": 1000, "do": "error", "errno": "ESTALE"}]}
+    file = os.open(mounted(plan=plan).point / "big.bin", os.O_RDONLY)
+    offsets = (0, 999, 1000, 5000, 10)
+    outcomes = [outcome(lambda at=offset: len(os.pread(file, 4, at))) for offset in offsets]
+    os.close(file)
+    assert outcomes == [4, 4, "ESTALE", "ESTALE", 4]
+
+
+def test_a_short_read_returns_half_although_there_is_more(mounted: Mounted, root: Path) -> None:
+    mount = mounted(plan={"faults": [{"on": "read", "path": "*.bin", "count": 1, "do": "short"}]})
+    file = os.open(mount.point / "big.bin", os.O_RDONLY)
+    first, second = (os.read(file, 1000) for _ in range(2))
+    os.close(file)
+    assert (len(first), len(second)) == (500, 1000)
+    assert first + second == (root / "big.bin").read_bytes()[:1500]
+
+
+def test_what_vanishes_is_listed_but_not_found_any_more(mounted: Mounted) -> None:
+    plan = {"faults": [{"on": "read", "path": "*/03.txt", "first": 2, "count": 1, "do": "vanish"}]}
+    folder = mounted(plan=plan).point / "birds"
+    file = os.open(folder / "03.txt", os.O_RDONLY)
+    assert os.pread(file, 4, 0) == b"bird"
+    assert outcome(lambda: os.pread(file, 4, 0)) == "ENOENT"
+    os.close(file)
+    assert not (folder / "03.txt").exists()
+    assert outcome((folder / "03.txt").read_text) == "ENOENT"
+    assert "03.txt" in os.listdir(folder)
+
+
+def test_a_listing_can_leave_a_name_out_that_is_there(mounted: Mounted, root: Path) -> None:
+    plan = {"faults": [{"on": "list", "path": "*/03.txt", "first": 2, "count": 1, "do": "hide"}]}
+    folder = mounted(plan=plan).point / "birds"
+    names = set(os.listdir(root / "birds"))
+    assert [names - set(os.listdir(folder)) for _ in range(3)] == [set(), {"03.txt"}, set()]
+    assert (folder / "03.txt").read_text() == "bird 03"
+
+
+def test_a_file_can_change_while_it_is_read(mounted: Mounted, root: Path) -> None:
+    plan = {"faults": [{"on": "read", "path": "*/03.txt", "first": 2, "count": 2, "do": "change"}]}
+    file = mounted(plan=plan).point / "birds/03.txt"
+    before = file.stat()
+    with open(file, "rb", buffering=0) as reading:
+        assert [os.pread(reading.fileno(), 3, 2) for _ in range(3)] == [b"rd ", b"se!", b'tf"']
+    after = file.stat()
+    assert file.read_bytes() == b'dktf"25++'
+    assert (before.st_size, after.st_size) == (7, 9)
+    assert after.st_mtime_ns - before.st_mtime_ns == 120 * 10**9
+    assert (root / "birds/03.txt").read_text() == "bird 03"
+
+
+def test_what_hangs_by_plan_goes_on_when_it_is_told(mounted: Mounted) -> None:
+    mount = mounted(plan={"faults": [{"on": "open", "path": "*/03.txt", "do": "hang"}]})
+    assert in_child(READ, mount.point / "birds/03.txt", seconds=0.5) == "hung"
+    assert in_child(READ, mount.point / "birds/04.txt") == "bird 04"
+    mount.go_on()
+    assert in_child(READ, mount.point / "birds/03.txt") == "bird 03"
+
+
+def test_a_drive_that_dies_leaves_its_mount_dead(mounted: Mounted) -> None:
+    mount = mounted(plan={"faults": [{"on": "read", "path": "*", "first": 2, "do": "die"}]})
+    assert "Errno" in in_child(READ, mount.point / "birds/03.txt")  # whose second read looks for the end
+    assert "Errno 107" in in_child(READ, mount.point / "birds/04.txt")
+    assert mounted_at(mount.point) == ["fuse.drive"]
+
+
+def test_times_are_rounded_down_to_the_grain(mounted: Mounted, root: Path) -> None:
+    os.utime(root / "birds/03.txt", ns=(0, 1_700_000_003_700_000_000))
+    for grain_s, time_ns in ((2.0, 1_700_000_002_000_000_000), (0.5, 1_700_000_003_500_000_000)):
+        file = mounted(plan={"mtime_grain_s": grain_s}).point / "birds/03.txt"
+        assert file.stat().st_mtime_ns == time_ns
+        with open(file) as opened:
+            assert os.fstat(opened.fileno()).st_mtime_ns == time_ns
+
+
+def test_a_plan_replays_also_when_many_read_at_once(mounted: Mounted) -> None:
+    def run(seed: int) -> list[object]:
+        faults = [
+            {"on": "open", "path": "*.txt", "one_in": 3, "each": True, "count": 1, "do": "error", "errno": "EAGAIN"},
+            {"on": "read", "path": "*.txt", "one_in": 3, "each": True, "count": 1, "do": "error"},
+        ]
+        folder = mounted(plan={"seed": seed, "faults": faults}).point / "birds"
+        paths = [folder / f"{number:02d}.txt" for number in range(24)]
+        with ThreadPoolExecutor(8) as pool:
+            return [tuple(pool.map(lambda path: outcome(path.read_text), paths)) for _ in range(3)]
+
+    once = run(1)
+    assert run(1) == once
+    assert run(2) != once
+    assert {"EAGAIN", "EIO"} < set(once[0])
+    assert once[2] == tuple(f"bird {number:02d}" for number in range(24))
+
+
+@pytest.mark.parametrize("wrong", [{"do": "melt"}, {"on": "open", "do": "short"}, {"errno": "EBIRD"}, {"frist": 2}])
+def test_a_plan_that_cannot_be_is_refused(mounted: Mounted, wrong: dict[str, object]) -> None:
+    with pytest.raises(RuntimeError, match=f"cannot be|{next(iter(wrong))}"):
+        mounted(plan={"faults": [{"on": "read", "path": "*", "do": "error", **wrong}]})
+
+
+@pytest.mark.parametrize("end", ["unmounted", "interrupted", "interrupted while it hangs"])
+def test_it_runs_by_hand_until_it_is_unmounted_or_interrupted(tmp_path: Path, root: Path, end: str) -> None:
+    point = tmp_path / "by hand"
+    point.mkdir()
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"faults": [{"on": "open", "path": "*/03.txt", "do": "hang"}]}))
+    options = ["--open-ms", "40", "--list-ms", "40", "--at-once", "16", "--bandwidth", "50M", "--plan", str(plan)]
+    drive = subprocess.Popen(
+        [sys.executable, slow_drive.__file__, str(root), str(point), *options, "--fstype", "fuse.slow"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: mounted_at(point) or drive.poll() is not None, "the mount")
+        assert mounted_at(point) == ["fuse.slow"]
+        assert in_child(READ, point / "birds/04.txt") == "bird 04"
+        assert in_child(READ, point / "birds/03.txt", seconds=0.5) == "hung"
+        if end != "interrupted while it hangs":
+            drive.send_signal(signal.SIGUSR1)
+            assert in_child(READ, point / "birds/03.txt") == "bird 03"
+        if end == "unmounted":
+            subprocess.run(["fusermount3", "-u", str(point)], check=True, timeout=DEADLINE_S)
+        else:
+            drive.send_signal(signal.SIGINT)
+        said, _ = drive.communicate(timeout=DEADLINE_S)
+        assert drive.returncode == 0
+        assert mounted_at(point) == []
+        assert said.count("\n") == 1
+        assert all(part in said for part in ("40 ms an open", "16 requests", "50 MB/s", "1 planned fault"))
+    finally:
+        drive.kill()
+        drive.communicate()
+        slow_drive.detach(point)

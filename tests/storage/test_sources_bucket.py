@@ -1,0 +1,257 @@
+"""Buckets as sources, through fsspec: one listing, few requests, no secrets in what is said."""
+
+from __future__ import annotations
+
+import datetime as dt
+import sys
+import threading
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from colabkit.errors import BadSource, FetchFailed, FileFailed, InvalidOption, MissingPackage, SourceMissing, TimedOut
+from colabkit.storage.sources import api as sources
+from colabkit.storage.sources import bucket
+from colabkit.storage.sources.bucket import BucketSource
+from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.one_file import FileSource
+from colabkit.storage.sources.reads import Retries, read_item
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
+    yield
+    MemoryFileSystem.store.clear()
+
+
+@pytest.fixture
+def birds():
+    fs = fsspec.filesystem("memory")
+    for path, data in {"owls/1.jpg": b"hoot", "owls/2.jpg": b"", "tits.txt": b"tweet" * 9}.items():
+        fs.pipe_file(f"/data/birds/{path}", data)
+    fs.pipe_file("/data/birds2/other", b"not of it")
+    return fs
+
+
+class Scripted:
+    """A file system that lists what a test says, as stores of objects do."""
+
+    def __init__(self, found: Any, cat: Any = None) -> None:
+        self.found = found
+        self.cat = cat or (lambda *_, **__: b"")
+        self.finds = 0
+
+    def invalidate_cache(self) -> None:
+        pass
+
+    def find(self, root: str, detail: bool) -> Any:
+        self.finds += 1
+        return self.found(root) if callable(self.found) else self.found
+
+    def isfile(self, path: str) -> bool:
+        return False
+
+    def info(self, path: str) -> Any:
+        return self.found[path]
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self.cat(path, start, end)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    def make(found: Any, cat: Any = None, address: str = "gs://b/birds") -> tuple[BucketSource, Scripted]:
+        fs = Scripted(found, cat)
+        root = address.partition("://")[2].partition("?")[0].rpartition("@")[2]
+        monkeypatch.setattr(bucket, "file_system_of", lambda address, act: (fs, root, ""))
+        return BucketSource(address), fs
+
+    return make
+
+
+def info(size: int | None = 1, **more: Any) -> dict[str, Any]:
+    return {"size": size, "type": "file", **more}
+
+
+def test_a_folder_of_a_bucket_is_listed_at_once_and_nothing_beside_it(birds, monkeypatch):
+    finds = []
+    find = MemoryFileSystem.find
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *a, **k: finds.append(1) or find(*a, **k))
+    for address in ("memory://data/birds", "memory://data/birds/"):
+        listing = BucketSource(address).list()
+        assert [(item.path, item.size) for item in listing.items] == [
+            ("owls/1.jpg", 4),
+            ("owls/2.jpg", 0),
+            ("tits.txt", 45),
+        ]
+    assert len(finds) == 2
+    assert all(item.mtime_ns > 0 for item in listing.items)
+
+
+def test_one_object_is_a_source_of_one_item(birds):
+    source = BucketSource("memory://data/birds/tits.txt")
+    (item,) = source.list().items
+    assert (item.path, item.size) == ("tits.txt", 45)
+    assert read_item(source, item, Retries()) == b"tweet" * 9
+    assert read_item(BucketSource("memory://data/birds/tits.txt"), item, Retries()) == b"tweet" * 9, "without listing"
+
+
+def test_an_item_of_the_folders_own_name_is_no_object_at_the_address(birds):
+    birds.pipe_file("/data/birds/birds", b"inner")
+    source = BucketSource("memory://data/birds")
+    items = {item.path: item for item in source.list().items}
+    assert read_item(source, items["birds"], Retries()) == b"inner"
+
+
+def test_marks_of_folders_are_no_items(scripted):
+    found = {
+        "b/birds": info(0),
+        "b/birds/": info(0),
+        "b/birds/owls/": info(0),
+        "b/birds/owls/1": info(5),
+        "b/birds/tits": {"size": 0, "type": "directory"},
+        "b/birds/unknown": info(None),
+    }
+    listing = scripted(found)[0].list()
+    assert listing.items == (Item("owls/1", 5, 0),)
+    assert listing.skipped == (("unknown", "its size is not known"),)
+
+
+@pytest.mark.parametrize("name", ["/../x", "/a/../../x", "/a//x", "//x", "/./x", "/a\0", "/a//", "2/x", "/.."])
+def test_names_that_lead_outside_are_refused(scripted, name):
+    with pytest.raises(BadSource, match="names inside the folder"):
+        scripted({f"b/birds{name}": info(), "b/birds/fine": info()})[0].list()
+
+
+def test_an_object_that_is_a_folder_too_is_refused(scripted):
+    with pytest.raises(BadSource, match="'a' is an object and a folder"):
+        scripted({"b/birds/a": info(), "b/birds/a/b/c": info()})[0].list()
+
+
+def test_an_address_without_objects_is_missing(birds, scripted):
+    with pytest.raises(SourceMissing, match="nothing is there"):
+        BucketSource("memory://data/none").list()
+
+    def gone(root: str) -> None:
+        raise FileNotFoundError(root)
+
+    with pytest.raises(SourceMissing, match="nothing is there"):
+        scripted(gone)[0].list()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"mtime": 1.5}, 1_500_000_000),
+        ({"LastModified": dt.datetime(2024, 1, 1, tzinfo=dt.UTC)}, 1704067200 * 10**9),
+        ({"last_modified": "2024-01-01T00:00:00.000001Z"}, 1704067200 * 10**9 + 1000),
+        ({"updated": "2024-01-01T01:00:00+01:00", "created": 5}, 1704067200 * 10**9),
+        ({"updated": "yesterday", "created": 5}, 5 * 10**9),
+        ({"mtime": float("nan")}, 0),
+        ({"mtime": 1e300}, 0),
+        ({"mtime": -1}, 0),
+        ({}, 0),
+    ],
+)
+def test_times_are_taken_as_file_systems_give_them(scripted, fields, expected):
+    (item,) = scripted({"b/birds/x": info(1, **fields)})[0].list().items
+    assert item.mtime_ns == expected
+
+
+def test_a_small_object_is_one_request_and_a_large_one_few(scripted):
+    data = bytes(range(256)) * (9 << 12)  # 9 MiB
+    asked = []
+
+    def cat(path: str, start: int | None, end: int | None) -> bytes:
+        asked.append((path, start, end))
+        return data[: 8 << 20] if path.endswith("small") else data[start:end]
+
+    source, _ = scripted({"b/birds/small": info(8 << 20), "b/birds/large": info(len(data))}, cat)
+    large, small = source.list().items
+    assert read_item(source, small, Retries()) == data[: 8 << 20]
+    assert asked == [("b/birds/small", None, None)]
+    asked.clear()
+    assert read_item(source, large, Retries()) == data
+    assert asked == [("b/birds/large", at << 20, min(9, at + 4) << 20) for at in (0, 4, 8)]
+
+
+def test_errors_that_pass_are_tried_again_and_others_are_not(scripted):
+    left = [ConnectionError("reset"), TimeoutError("slow"), RuntimeError("503")]
+
+    def flaky(*_: Any) -> bytes:
+        if left:
+            raise left.pop()
+        return b"x"
+
+    source, _ = scripted({"b/birds/x": info(1)}, flaky)
+    (item,) = source.list().items
+    retries = Retries()
+    assert read_item(source, item, retries) == b"x"
+    assert retries.count == 3
+
+    def gone(*_: Any) -> bytes:
+        left.append(FileNotFoundError("b/birds/x"))
+        raise left[-1]
+
+    source, _ = scripted({"b/birds/x": info(1)}, gone)
+    with pytest.raises(FetchFailed, match=r"'x' of 'gs://b/birds'.*nothing is at this address"):
+        read_item(source, item, retries)
+    assert len(left) == 1
+
+
+def test_no_secret_is_said(scripted):
+    address = "gs://user:hunter2@b/birds?token=hunter2hunter2"
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"403 for https://x/b?token=hunter2hunter2 and user:hunter2 of {address}")
+
+    source, fs = scripted({"b/birds/x": info(1)}, fail, address)
+    assert source.name == "gs://b/birds"
+    (item,) = source.list().items
+    with pytest.raises(FileFailed) as first:
+        read_item(source, item, Retries())
+    fs.found = fail
+    with pytest.raises(FetchFailed) as second:
+        source.list()
+    assert "hunter2" not in f"{first.value} {second.value} {source.name}"
+    assert second.value.__cause__ is None
+
+
+def test_a_login_that_is_missing_is_named(scripted):
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("anonymous caller")
+
+    with pytest.raises(FetchFailed, match=r"needs a login.*authenticate_user"):
+        scripted(refuse)[0].list()
+
+
+def test_a_bucket_that_never_answers_is_given_up(scripted, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(bucket, "_LISTING_S", 0.05)
+    source, _ = scripted(lambda _: answer.wait(30))
+    assert source.can_hang
+    try:
+        with pytest.raises(TimedOut):
+            source.list()
+    finally:
+        answer.set()
+
+
+def test_packages_and_protocols_that_are_missing_are_named(monkeypatch):
+    with pytest.raises(InvalidOption, match="nonsense"):
+        BucketSource("nonsense://b/x")
+    with pytest.raises(InvalidOption, match="the address of a bucket"):
+        BucketSource("https://example.com/x")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(MissingPackage, match="pip install gcsfs"):
+        BucketSource("gs://b/x")
+
+
+def test_an_archive_in_a_bucket_is_one_object(birds):
+    birds.pipe_file("/data/a.zip", b"PK")
+    source = sources.open_source("memory://data/a.zip")
+    assert not isinstance(source, FileSource)
+    assert [item.path for item in source.list().items] == ["a.zip"]

@@ -1,0 +1,305 @@
+"""Calls made many at once: every result once, a bounded number at once, clean ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from reader_threads import LONG_S, comes_true, no_reader_threads, reader_threads
+
+from colabkit.errors import BadSource
+from colabkit.storage.sources import concurrency
+from colabkit.storage.sources.concurrency import Calls, concurrently, still_moving
+from colabkit.storage.sources.level import Level
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(concurrency, "_TICK_S", 0.005)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
+    yield
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+@pytest.mark.parametrize("threads", [1, 2, 7, "auto"])
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_every_task_gives_its_result_exactly_once(threads, count, stalled_s):
+    results = list(concurrently(lambda task: task * 2, iter(range(count)), threads, stalled_s=stalled_s))
+    assert sorted(results) == [2 * task for task in range(count)]
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+def test_at_most_so_many_calls_run_at_once_and_that_many_do(stalled_s):
+    lock, most, running, together = threading.Lock(), 0, 0, threading.Barrier(4)
+
+    def work(task: int) -> int:
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        together.wait(LONG_S)
+        with lock:
+            running -= 1
+        return task
+
+    assert len(list(concurrently(work, range(16), 4, stalled_s=stalled_s))) == 16
+    assert most == 4
+
+
+def test_few_tasks_are_taken_ahead_though_calls_end_as_fast_as_tasks_come():
+    ended = threading.Semaphore(0)
+    taken = []
+
+    def tasks() -> Iterator[int]:
+        for task in itertools.count():
+            if task:
+                ended.acquire(timeout=LONG_S)
+            taken.append(task)
+            yield task
+
+    def work(task: int) -> int:
+        ended.release()
+        return task
+
+    results = concurrently(work, tasks(), 2)
+    for number in range(1, 20):
+        next(results)
+        assert len(taken) <= 4 * number
+    results.close()
+
+
+def test_tasks_are_taken_in_the_callers_thread():
+    tasks = (threading.current_thread() for _ in range(50))
+    assert set(concurrently(lambda task: task, tasks, 4)) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("threads", [7, "auto"])
+def test_results_that_are_not_taken_are_held_up_to_so_many_bytes(monkeypatch, threads):
+    monkeypatch.setattr(concurrency, "_HELD_BYTES", 10)
+    begun = []
+    tasks = (begun.append(task) or task for task in range(100))
+    results = concurrently(lambda task: task, tasks, threads, stalled_s=LONG_S, size_of=lambda _: 4)
+    for number, _ in enumerate(results):
+        assert len(begun) - number <= 3
+
+
+def test_results_that_are_not_taken_are_held_up_to_so_many(monkeypatch):
+    monkeypatch.setattr(concurrency, "_HELD_CALLS", 5)
+    begun = []
+    tasks = (begun.append(task) or task for task in range(100))
+    for number, _ in enumerate(concurrently(lambda task: task, tasks, 7)):
+        assert len(begun) - number <= 5
+
+
+def test_threads_that_wait_hold_neither_results_nor_tasks():
+    class Large:
+        pass
+
+    with Calls(lambda _: Large(), Level(2, is_fixed=True)) as calls:
+        task = Large()
+        calls.make(task)
+        result = calls.take()
+        held = [weakref.ref(task), weakref.ref(result)]
+        del task, result
+        assert comes_true(lambda: all(one() is None for one in held))
+        assert len(reader_threads()) == 1
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+@pytest.mark.parametrize("threads", [1, 4, "auto"])
+def test_the_first_error_stops_the_rest_and_is_raised(threads, stalled_s):
+    done = []
+
+    def work(task: int) -> int:
+        if task == 20:
+            raise BadSource("twenty")
+        done.append(task)
+        return task
+
+    with pytest.raises(BadSource, match="twenty"):
+        list(concurrently(work, range(100_000), threads, stalled_s=stalled_s))
+    assert len(done) < 10_000
+    assert no_reader_threads()
+
+
+def test_calls_that_wait_their_turn_are_dropped_after_an_error():
+    started, failed = [], threading.Event()
+
+    def work(task: int) -> None:
+        started.append(task)
+        if task == 0:
+            failed.set()
+            raise BadSource("zero")
+        failed.wait(LONG_S)
+
+    with pytest.raises(BadSource):
+        list(concurrently(work, range(100), 2))
+    assert len(started) < 100
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+@pytest.mark.parametrize("threads", [1, 4, "auto"])
+def test_leaving_early_leaves_no_threads(threads, stalled_s):
+    results = concurrently(lambda task: task, range(1000), threads, stalled_s=stalled_s)
+    next(results)
+    results.close()
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+def test_an_interrupt_of_the_consumer_leaves_no_threads(stalled_s):
+    def consume() -> None:
+        for _ in concurrently(lambda task: task, range(1000), 4, stalled_s=stalled_s):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    assert no_reader_threads()
+
+
+@pytest.mark.parametrize("stalled_s", [None, LONG_S])
+def test_ctrl_c_while_calls_are_waited_for_leaves_no_threads(stalled_s):
+    interrupted = threading.Event()
+
+    def work(task: int) -> None:
+        if task == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+            interrupted.set()
+        if task >= 10:
+            interrupted.wait(LONG_S)
+
+    with pytest.raises(KeyboardInterrupt):
+        list(concurrently(work, itertools.count(), 4, stalled_s=stalled_s))
+    assert comes_true(no_reader_threads)
+
+
+def test_an_error_of_the_tasks_themselves_is_raised():
+    def tasks() -> Iterator[int]:
+        yield 1
+        raise BadSource("no more")
+
+    with pytest.raises(BadSource, match="no more"):
+        list(concurrently(lambda task: task, tasks(), 4))
+    assert no_reader_threads()
+
+
+def test_outside_a_call_nothing_moves():
+    still_moving()
+
+
+def test_the_caller_hears_while_nothing_ends():
+    waited = threading.Semaphore(0)
+    results = concurrently(
+        lambda task: [waited.acquire(timeout=LONG_S) for _ in range(3)], [1], 1, stalled_s=60.0, on_wait=waited.release
+    )
+    assert list(results) == [[True] * 3]
+
+
+class Told(Level):
+    """A level that is set after so many calls."""
+
+    def __init__(self, now: int, then: int, after: int) -> None:
+        super().__init__(now)
+        self.then = then
+        self.after = after
+
+    def note(self, time: float, weight: float, cpu_s: float) -> None:
+        self.after -= 1
+        if not self.after:
+            self.now = self.then
+
+
+def test_threads_follow_the_level_up():
+    together = threading.Barrier(8)
+
+    def work(task: int) -> int:
+        if task:
+            together.wait(LONG_S)
+        return task
+
+    results = concurrently(work, range(1 + 8 * 4), "auto", stalled_s=LONG_S, level=Told(1, 8, after=1))
+    assert sorted(results) == list(range(33))
+
+
+def test_threads_follow_the_level_down():
+    lock, running, together = threading.Lock(), [0], []
+
+    def work(task: int) -> None:
+        with lock:
+            running[0] += 1
+            together.append(running[0])
+        comes_true(lambda: task > 20 or max(together) == 8)
+        with lock:
+            running[0] -= 1
+
+    list(concurrently(work, range(100), "auto", stalled_s=LONG_S, level=Told(8, 1, after=20)))
+    assert max(together) == 8
+    assert set(together[40:]) == {1}
+
+
+def test_large_calls_are_fewer_at_once():
+    lock, running, most = threading.Lock(), 0, 0
+
+    def work(_: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        with lock:
+            running -= 1
+
+    large = concurrency.REQUEST_BYTES * 3
+    list(concurrently(work, range(200), "auto", stalled_s=LONG_S, size_of=lambda _: large, level=Told(16, 16, 0)))
+    assert most <= 4
+
+
+def test_tiny_calls_run_in_the_callers_thread(monkeypatch):
+    monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: 1)
+    names = set(concurrently(lambda task: threading.current_thread().name, range(50), "auto"))
+    assert names == {threading.current_thread().name}
+
+
+def test_auto_measures_only_the_first_calls(monkeypatch):
+    measured = []
+    monkeypatch.setattr(concurrency, "_MEASURED_S", LONG_S)
+    monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
+    names = list(concurrently(lambda task: threading.current_thread().name, range(50), "auto"))
+    assert measured == [8]
+    assert names[:8] == [threading.current_thread().name] * 8
+    assert all(name.startswith("colabkit-read") for name in names[8:])
+
+
+def test_fewer_calls_are_measured_where_they_take_long(monkeypatch):
+    measured = []
+    monkeypatch.setattr(concurrency, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
+    assert sorted(concurrently(lambda task: task, range(50), "auto")) == list(range(50))
+    assert measured == [1]
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "cpu_s", "calls", "expected"),
+    [
+        (0.0, 0.0, 0, None),
+        (1.0, 0.1, 10, None),
+        (1.0, 0.49, 10, None),
+        (0.010, 0.010, 100, 1),
+        (0.100, 0.090, 10, 6),
+        (5.0, 5.0, 1, 6),
+    ],
+)
+def test_waiting_gets_many_threads_long_work_one_a_cpu_and_tiny_work_none(monkeypatch, wall_s, cpu_s, calls, expected):
+    monkeypatch.setattr(concurrency, "usable_cpus", lambda: 6.4)
+    assert concurrency._suited_threads(wall_s, cpu_s, calls) == expected
+
+
+def test_a_fraction_of_a_cpu_is_still_one_thread(monkeypatch):
+    monkeypatch.setattr(concurrency, "usable_cpus", lambda: 0.3)
+    assert concurrency._suited_threads(1.0, 1.0, 1) == 1

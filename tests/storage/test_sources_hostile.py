@@ -1,0 +1,338 @@
+"""Hostile and broken archives: each is one typed refusal in bounded time, or is read without what is hostile in it."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import io
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from source_contract import FILES
+from test_sources_tar import packed, tar_bytes
+
+from colabkit.errors import BadArchive, ColabkitError
+from colabkit.storage.sources import members
+from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.tar_archive import TarSource
+from colabkit.storage.sources.zip_archive import ZipSource
+
+pytestmark = pytest.mark.timeout(60)
+
+END = bytes(1024)
+ENDINGS = [".tar", ".tar.gz", ".tar.zst"]
+
+
+def entry(name: str = "x", data: bytes = b"", kind: bytes = tarfile.REGTYPE, **raw: bytes) -> bytes:
+    """Return a member of a tar; `raw` overwrites fields of its header, whose checksum then holds again."""
+    header = tarfile.TarInfo("x")
+    header.name, header.type, header.size = name, kind, len(data)
+    header.linkname = "/etc/passwd" if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
+    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    offsets = {"size": 124, "mtime": 136, "type": 156, "sparse": 482}
+    for field, value in raw.items():
+        at = len(block) - 512 + offsets[field]
+        block[at : at + len(value)] = value
+    return checked(block) + data + bytes(-len(data) % 512)
+
+
+def checked(block: bytearray) -> bytes:
+    """Return headers of which the last has a checksum that holds."""
+    start = len(block) - 512
+    block[start + 148 : start + 156] = b" " * 8
+    block[start + 148 : start + 156] = b"%06o\0 " % sum(block[start:])
+    return bytes(block)
+
+
+def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    """Return an extended header with any records."""
+    return entry("pax", records, kind)
+
+
+def record(key: str, value: str) -> bytes:
+    """Return a record of an extended header, with its own length in front."""
+    body = f" {key}={value}\n".encode()
+    length = len(body) + 1
+    while len(str(length)) + len(body) != length:
+        length += 1
+    return str(length).encode() + body
+
+
+def base256(value: int) -> bytes:
+    """Return a number of 12 bytes as GNU writes large and negative ones."""
+    return (b"\xff" if value < 0 else b"\x80") + value.to_bytes(11, "big", signed=True)
+
+
+REFUSED = {
+    "absolute": entry("/etc/x", b"1"),
+    "parent": entry("../x", b"1"),
+    "parent inside": entry("a/../../x", b"1"),
+    "only parent": entry("..", b"1"),
+    "no name": entry("", b"1"),
+    "dot as file": entry(".", b"1"),
+    "folder outside": entry("../up/", kind=tarfile.DIRTYPE),
+    "link outside": entry("../link", kind=tarfile.SYMTYPE),
+    "long name outside": entry("long", b"../" * 60 + b"x\0", tarfile.GNUTYPE_LONGNAME) + entry("fine", b"1"),
+    "pax path outside": pax(record("path", "/etc/x")) + entry("fine", b"1"),
+    "pax path with a zero byte": pax(record("path", "a\0b")) + entry("fine", b"1"),
+    "global path outside": pax(record("path", "../x"), tarfile.XGLTYPE) + entry("fine", b"1"),
+    "file and folder": entry("a", b"1") + entry("a/b", b"2"),
+    "file and empty folder": entry("a/b", b"1") + entry("a/b/", kind=tarfile.DIRTYPE),
+    "file and folder of folders": entry("a/b/c/", kind=tarfile.DIRTYPE) + entry("a", b"1"),
+    "negative size": entry("x", size=base256(-512)),
+    "size minus its header": entry("x", size=base256(-1024)),
+    "huge size": entry("x", size=base256(1 << 80)),
+    "size past the end": entry("x", size=b"77777777777\0"),
+    "size of an extended header": entry("x", kind=tarfile.XHDTYPE, size=b"77777777777\0"),
+    "negative extended header": entry("x", kind=tarfile.XGLTYPE, size=base256(-512)),
+    "huge long name": entry("x", kind=tarfile.GNUTYPE_LONGNAME, size=b"00077777777\0") + bytes(17 << 20),
+    "pax size that is no number": pax(record("size", "-512")) + entry("x", b"1"),
+    "pax size past the end": pax(record("size", "99999999999")) + entry("x", b"1"),
+    "pax length zero": pax(b"0 a=b\n") + entry("x", b"1"),
+    "pax length past the end": pax(b"99 a=b\n") + entry("x", b"1"),
+    "pax length of digits": pax(b"1" * 100_000) + entry("x", b"1"),
+    "pax without a sign": pax(b"6 abc\n") + entry("x", b"1"),
+    "extended header of nothing": pax(record("path", "a")),
+    "garbage between": entry("a", b"1") + b"garbage!" * 64 + entry("b", b"1"),
+    "broken checksum": entry("a", b"1") + entry("b", b"1").replace(b"b", b"c", 1),
+}
+PASSED_OVER = {
+    "symbolic link": (entry("s", kind=tarfile.SYMTYPE), "link"),
+    "hard link": (entry("s", kind=tarfile.LNKTYPE), "link"),
+    "hard link with a size": (entry("s", kind=tarfile.LNKTYPE, size=b"00000000077\0"), "link"),
+    "character device": (entry("s", kind=tarfile.CHRTYPE), "special file"),
+    "block device": (entry("s", kind=tarfile.BLKTYPE), "special file"),
+    "pipe": (entry("s", kind=tarfile.FIFOTYPE), "special file"),
+    "sparse": (entry("s", b"data", tarfile.GNUTYPE_SPARSE), "sparse file"),
+    "long sparse map": (
+        entry("s", b"", tarfile.GNUTYPE_SPARSE, sparse=b"\1") + b"\1" * 512 + bytes(512),
+        "sparse file",
+    ),
+    "sparse of pax": (
+        pax(record("GNU.sparse.major", "1") + record("GNU.sparse.realsize", "9" * 15)) + entry("s", b"1\n0\n1\n"),
+        "sparse file",
+    ),
+    "unknown kind": (entry("s", b"data", b"?"), "member of kind b'?'"),
+    "part of a volume": (entry("s", b"data", b"M"), "member of kind b'M'"),
+    "overwritten": (entry("s", b"older") + entry("./s", b""), "a later member has its name"),
+}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Return all bytes that an archive gives, in each way that it gives them."""
+    source = (ZipSource if path.suffix == ".zip" else TarSource)(path)
+    try:
+        found = {item.path: read_item(source, item, Retries()) for item in source.list().items}
+        if isinstance(source, TarSource):
+            assert {item.path: file.read() for item, file in source.walk()} == found
+        return found
+    finally:
+        source.close()
+
+
+def put(folder: Path, ending: str, data: bytes) -> Path:
+    path = folder / f"a{ending}"
+    path.write_bytes(packed(data, ending))
+    return path
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_tar_that_no_honest_program_writes_is_refused(tmp_path, what, ending):
+    archive = put(tmp_path, ending, entry("first", b"1") + REFUSED[what] + END)
+    with pytest.raises(BadArchive, match=r"^Cannot read '.*'"):
+        TarSource(archive).list()
+    with pytest.raises(BadArchive):
+        next(TarSource(archive).walk())
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("what", PASSED_OVER)
+def test_all_but_files_and_folders_is_passed_over_and_named(tmp_path, what, ending):
+    odd, reason = PASSED_OVER[what]
+    archive = put(tmp_path, ending, entry("first", b"1") + odd + entry("last", b"2") + END)
+    assert TarSource(archive).list().skipped == (("s", reason),)
+    found = contents(archive)
+    assert {path: found[path] for path in ("first", "last")} == {"first": b"1", "last": b"2"}
+    assert not found.get("s")
+
+
+def test_a_file_below_a_link_lies_in_a_folder_of_that_name(tmp_path):
+    """A chain of links cannot lead out where no link is ever made."""
+    chain = entry("a", kind=tarfile.SYMTYPE) + entry("a/b", kind=tarfile.SYMTYPE) + entry("a/b/c", b"inside")
+    assert contents(put(tmp_path, ".tar", chain + END)) == {"a/b/c": b"inside"}
+
+
+def test_the_top_folder_and_the_seal_of_a_near_copy_are_no_items(tmp_path):
+    data = entry("./", kind=tarfile.DIRTYPE) + entry("./.colabkit-stage.json", b"{}") + entry("./x", b"1") + END
+    assert contents(put(tmp_path, ".tar", data)) == {"x": b"1"}
+
+
+@pytest.mark.parametrize("ending", [*ENDINGS, ".tar.bz2", ".tar.xz"])
+def test_a_tar_cut_short_anywhere_is_refused(tmp_path, ending):
+    archive = put(tmp_path, ending, tar_bytes({"a": FILES["large.bin"][:9000], "b": b"", "c/d": b"1" * 5000}))
+    data = archive.read_bytes()
+    end = len(data) if ending != ".tar" else len(data.rstrip(b"\0"))
+    for length in {*range(0, end, 1024), *range(0, end, 997), end - 1, 1, 2, 3, 10, 511, 512, 513}:
+        if length < end:
+            archive.write_bytes(data[:length])
+            with pytest.raises(BadArchive):
+                contents(archive)
+
+
+def test_a_plain_tar_without_its_end_mark_is_cut_short(tmp_path):
+    archive = tmp_path / "a.tar"
+    endless_map = entry("s", kind=tarfile.GNUTYPE_SPARSE, sparse=b"\1") + b"\1" * (512 * 40)
+    for data in (entry("x", b"1"), entry("x", b"1") + pax(record("path", "y")), endless_map):
+        archive.write_bytes(data)
+        with pytest.raises(BadArchive, match="cut short"):
+            contents(archive)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x1f\x8b", b"BZh9", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"<html>", b"\xff" * 999]
+)
+@pytest.mark.parametrize("ending", [".tar", ".tgz", ".tar.xz"])
+def test_what_only_has_the_name_of_a_tar_is_refused(tmp_path, data, ending):
+    archive = tmp_path / f"a{ending}"
+    archive.write_bytes(data)
+    with pytest.raises(BadArchive, match="Download it again"):
+        contents(archive)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lambda data: packed(data, ".tar.zst")])
+def test_a_bomb_is_refused_before_it_has_inflated_far(tmp_path, monkeypatch, compress):
+    monkeypatch.setattr(members, "_INFLATION_SLACK_BYTES", 1 << 20)
+    bombs = {
+        "declared": entry("x", size=b"%011o\0" % (1 << 32)) + bytes(1 << 20),
+        "of members": b"".join(entry(str(number), bytes(1 << 20)) for number in range(20)) + END,
+        "behind the end": entry("x", b"1") + END + bytes(20 << 20),
+        "of extended headers": entry("././@LongLink", bytes(500_000), tarfile.GNUTYPE_LONGNAME) * 40,
+    }
+    for what, data in bombs.items():
+        path = tmp_path / "a.tgz"
+        path.write_bytes(compress(data))
+        limit = members.inflation_limit(path.stat().st_size)
+        assert limit < len(data) or what == "declared"
+        with pytest.raises(BadArchive, match="when inflated, at most"):
+            TarSource(path).list()
+
+
+def test_more_members_than_any_data_set_has_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(members, "MOST_MEMBERS", 10)
+    assert len(contents(put(tmp_path, ".tar", b"".join(entry(str(n)) for n in range(10)) + END))) == 10
+    archive = put(tmp_path, ".tar", b"".join(entry("link", kind=tarfile.SYMTYPE) for _ in range(11)) + END)
+    with pytest.raises(BadArchive, match="more than 10 members"):
+        TarSource(archive).list()
+
+
+SEED = tar_bytes({"a.txt": b"one", "dir/b.bin": bytes(range(256)) * 5, "n" * 150: b"long"}, tarfile.GNU_FORMAT)
+SEED_PAX = tar_bytes({"a.txt": b"one", "ü" * 80: b"long"})
+HEADERS = [at for at in range(0, len(SEED), 512) if SEED[at + 257 : at + 262] == b"ustar"]
+PAX_HEADERS = [at for at in range(0, len(SEED_PAX), 512) if SEED_PAX[at + 257 : at + 262] == b"ustar"]
+
+
+@pytest.mark.parametrize(("seed", "headers"), [(SEED, HEADERS), (SEED_PAX, PAX_HEADERS)], ids=["gnu", "pax"])
+@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_headers_of_any_bytes_are_read_or_refused(tmp_path, seed, headers, data):
+    changed = bytearray(seed)
+    for _ in range(data.draw(st.integers(1, 4))):
+        header = data.draw(st.sampled_from(headers))
+        at = data.draw(st.integers(0, 511))
+        new = data.draw(st.binary(min_size=1, max_size=12))
+        changed[header + at : header + at + len(new)] = new
+        if data.draw(st.booleans()):
+            changed[header : header + 512] = checked(bytearray(changed[header : header + 512]))
+    (tmp_path / "a.tar").write_bytes(changed)
+    with contextlib.suppress(BadArchive):
+        contents(tmp_path / "a.tar")
+
+
+@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(junk=st.binary(max_size=3000), start=st.sampled_from([b"", b"\x1f\x8b\x08\0", b"\x28\xb5\x2f\xfd", b"BZh9"]))
+def test_any_bytes_at_all_are_refused_or_an_archive(tmp_path, junk, start):
+    (tmp_path / "a.tar").write_bytes(start + junk)
+    with contextlib.suppress(BadArchive):
+        assert contents(tmp_path / "a.tar") == {} or b"ustar" in junk
+
+
+@given(name=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=60))
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_name_is_kept_or_refused_and_never_leads_outside(tmp_path, name):
+    archive = put(tmp_path, ".tar", tar_bytes({name: b"1"}))
+    try:
+        (path,) = contents(archive) or ("",)
+    except BadArchive:
+        assert name.startswith("/") or ".." in name.split("/") or not name.strip("./")
+    else:
+        inner = "/".join(part for part in name.split("/") if part not in ("", "."))
+        assert path == (inner if not name.endswith("/") else path)
+        assert not path.startswith("/")
+        assert ".." not in path.split("/")
+
+
+def zip_of(*names: str, **fields: int) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(zipfile.ZipInfo(name), b"data")
+    data = bytearray(buffer.getvalue())
+    at = data.index(b"PK\x01\x02")
+    places = {"method": (10, "<H"), "crc": (16, "<I"), "packed": (20, "<I"), "size": (24, "<I"), "offset": (42, "<I")}
+    for field, value in fields.items():
+        struct.pack_into(places[field][1], data, at + places[field][0], value)
+    return bytes(data)
+
+
+BAD_ZIPS = {
+    "absolute": zip_of("/etc/x"),
+    "parent": zip_of("a/../../x"),
+    "folder outside": zip_of("../up/"),
+    "file and folder": zip_of("a", "a/b"),
+    "file and empty folder": zip_of("a", "a/"),
+    "offset past the end": zip_of("a", offset=0xFFFFFFF0),
+    "size that lies high": zip_of("a", size=5),
+    "size that lies low": zip_of("a", size=3),
+    "packed size that lies": zip_of("a", packed=0),
+    "checksum that lies": zip_of("a", crc=1),
+    "directory before its start": zip_of("a")[30:],
+    "only an end": zip_of("a")[-22:],
+}
+
+
+@pytest.mark.parametrize("what", BAD_ZIPS)
+def test_a_zip_that_no_honest_program_writes_is_refused(tmp_path, what):
+    (tmp_path / "a.zip").write_bytes(BAD_ZIPS[what])
+    with pytest.raises(BadArchive):
+        contents(tmp_path / "a.zip")
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "Deflate64"), (93, "Zstandard"), (99, "AES"), (77, "method 77")])
+def test_a_zip_packed_by_what_python_lacks_is_refused_with_the_methods_name(tmp_path, number, name):
+    (tmp_path / "a.zip").write_bytes(zip_of("cats/1.jpg", method=number))
+    with pytest.raises(BadArchive, match=rf"'cats/1\.jpg' is packed by {name}.*another program"):
+        ZipSource(tmp_path / "a.zip").list()
+
+
+@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    changes=st.dictionaries(st.integers(0, 200), st.binary(min_size=1, max_size=8), max_size=4), cut=st.integers(0, 40)
+)
+def test_a_zip_of_any_bytes_is_read_or_refused(tmp_path, changes, cut):
+    data = bytearray(zip_of("a.txt", "b/c.txt"))
+    for at, new in changes.items():
+        data[-at - len(new) : len(data) - at] = new
+    (tmp_path / "a.zip").write_bytes(data[: len(data) - cut] if cut < 20 else data)
+    try:
+        contents(tmp_path / "a.zip")
+    except BadArchive:
+        pass
+    except ColabkitError as error:
+        pytest.fail(f"{type(error).__name__}: {error}")

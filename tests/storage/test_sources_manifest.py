@@ -1,0 +1,273 @@
+"""Tables of paths as sources: a row an item, labels beside it, and every fault named by its row."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from source_contract import UNDECODABLE, write_tree
+
+from colabkit.errors import BadSource, FileFailed, InvalidOption, MissingPackage, SourceChanged, SourceMissing
+from colabkit.storage.sources import api as sources
+from colabkit.storage.sources import manifest
+from colabkit.storage.sources.items import Listing
+from colabkit.storage.sources.manifest import ManifestSource
+from colabkit.storage.sources.reads import Retries, read_item
+
+FILES = {"a/1.png": b"1", "a/2.png": b"22", "b/3.png": b"333"}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return write_tree(tmp_path / "tree", FILES)
+
+
+def table(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    return path
+
+
+def paths(listing: Listing) -> list[str]:
+    return [item.path for item in listing.items]
+
+
+def test_rows_keep_their_order_and_their_labels(tree):
+    text = "path,label,weight\nb/3.png,bee,0.5\na/1.png,ant,2\na/1.png,again,\n"
+    listing = ManifestSource(table(tree / "t.csv", text)).list()
+    assert paths(listing) == ["b/3.png", "a/1.png", "a/1.png"]
+    assert [item.size for item in listing.items] == [3, 1, 1]
+    assert listing.items[0].mtime_ns == (tree / "b/3.png").stat().st_mtime_ns
+    assert listing.columns == {"label": ("bee", "ant", "again"), "weight": (0.5, 2.0, None)}
+    assert [item.path for item in listing.extras] == ["t.csv"]
+    assert listing.extras[0].size == len(text)
+
+
+@pytest.mark.parametrize("write", ["csv", "tsv", "parquet", "frame"])
+def test_every_kind_of_table_says_the_same(tree, write, monkeypatch):
+    frame = pd.DataFrame({"label": ["x", None, "z"], "Filename": list(FILES), "count": [1, 2, 3]})
+    if write == "csv":
+        frame.to_csv(tree / "t.csv", index=False)
+    elif write == "tsv":
+        frame.to_csv(tree / "t.tsv", index=False, sep="\t")
+    elif write == "parquet":
+        frame.to_parquet(tree / "t.parquet")
+    monkeypatch.chdir(tree)
+    listing = ManifestSource(frame if write == "frame" else tree / f"t.{write}").list()
+    assert paths(listing) == list(FILES)
+    assert listing.columns == {"label": ("x", None, "z"), "count": (1, 2, 3)}
+    assert [item.path for item in listing.extras] == ([] if write == "frame" else [f"t.{write}"])
+
+
+def test_cells_are_plain_python_values(tree):
+    time = dt.datetime(2024, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+    frame = pd.DataFrame(
+        {
+            "path": [str(tree / "a/1.png"), tree / "a/2.png"],
+            "integer": np.array([1, 2], "i2"),
+            "float": np.array([0.5, np.nan], "f4"),
+            "missing": pd.array([1, None], dtype="Int64"),
+            "flag": [True, False],
+            "time": pd.to_datetime([time, None]),
+            "span": pd.to_timedelta([1, None], unit="s"),
+            "class": pd.Categorical(["x", "y"]),
+            "list": [[1, 2], np.array([3])],
+            "object": pd.Series([np.int64(7), None], dtype=object),
+        }
+    )
+    columns = ManifestSource(frame).list().columns
+    assert columns == {
+        "integer": (1, 2),
+        "float": (0.5, None),
+        "missing": (1, None),
+        "flag": (True, False),
+        "time": (time, None),
+        "span": (dt.timedelta(seconds=1), None),
+        "class": ("x", "y"),
+        "list": ([1, 2], [3]),
+        "object": (7, None),
+    }
+    assert {type(column[0]) for column in columns.values()} == {
+        *(int, float, bool, dt.datetime, dt.timedelta, str, list)
+    }
+
+
+def test_words_that_pandas_takes_for_nothing_are_labels_and_digits_are_names(tmp_path):
+    write_tree(tmp_path, {"0001": b"1", "NA": b"2", "null": b"3"})
+    listing = ManifestSource(table(tmp_path / "t.csv", "path,label\n0001,NA\nNA,None\nnull,null\n")).list()
+    assert paths(listing) == ["0001", "NA", "null"]
+    assert listing.columns == {"label": ("NA", "None", "null")}
+
+
+def test_names_that_are_no_text_are_kept_beside_labels(tmp_path):
+    write_tree(tmp_path, {UNDECODABLE: b"1", "é.png": b"2"})
+    text = f"path,größe\n{UNDECODABLE},ü\né.png,{os.fsdecode(bytes([0xFF]))}\n"
+    listing = ManifestSource(table(tmp_path / "t.csv", text)).list()
+    assert paths(listing) == [UNDECODABLE, "é.png"]
+    assert listing.columns == {"größe": ("ü", os.fsdecode(bytes([0xFF])))}
+
+
+def test_the_first_known_name_is_the_column_of_paths(tree):
+    text = "img_path,image,File,x\nno,no,a/1.png,1\n"
+    assert set(ManifestSource(table(tree / "t.csv", text)).list().columns) == {"img_path", "image", "x"}
+    listing = ManifestSource(table(tree / "t.csv", "whatever\na/1.png\n")).list()
+    assert (paths(listing), listing.columns) == (["a/1.png"], {})
+    with pytest.raises(BadSource, match="the columns name, label, one of path, file"):
+        ManifestSource(table(tree / "t.csv", "name,label\na/1.png,1\n"))
+
+
+def test_two_columns_of_one_name_are_refused(tree):
+    frame = pd.DataFrame([[str(tree / "a/1.png"), 1, 2]], columns=["path", "label", "label"])
+    with pytest.raises(BadSource, match="two columns named 'label'"):
+        ManifestSource(frame)
+
+
+def test_items_are_named_from_the_tables_folder_or_what_all_files_share(tree, tmp_path, monkeypatch):
+    (tmp_path / "tables").mkdir()
+    inside = ManifestSource(table(tree / "t.csv", f"path\n{tree}/a/1.png\n./a/../a/2.png\n")).list()
+    assert paths(inside) == ["a/1.png", "a/2.png"]
+    beside = ManifestSource(table(tmp_path / "tables" / "t.csv", "path\n../tree/a/1.png\n../tree/b/3.png\n")).list()
+    assert paths(beside) == ["a/1.png", "b/3.png"]
+    assert beside.extras == ()
+    monkeypatch.chdir(tmp_path)
+    assert paths(ManifestSource(["tree/a/1.png", "tree/a/2.png"]).list()) == ["tree/a/1.png", "tree/a/2.png"]
+    assert paths(ManifestSource([tree / "a/1.png", tree / "a/2.png"]).list()) == ["1.png", "2.png"]
+    assert paths(ManifestSource(["tree/a/1.png", f"{tree}/b/3.png"]).list()) == ["a/1.png", "b/3.png"]
+
+
+def test_a_list_needs_no_pandas_and_a_table_names_what_it_needs(tree, monkeypatch):
+    frame = pd.DataFrame({"path": [str(tree / "a/1.png")]})
+    frame.to_parquet(tree / "t.parquet")
+    frame.to_csv(tree / "t.csv")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingPackage, match="Run pip install pyarrow"):
+        ManifestSource(tree / "t.parquet")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert paths(ManifestSource([tree / "a/1.png"]).list()) == ["1.png"]
+    with pytest.raises(MissingPackage, match="Run pip install pandas"):
+        ManifestSource(tree / "t.csv")
+
+
+def test_drive_and_home_may_begin_a_path(tree, monkeypatch):
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tree / "a"))
+    monkeypatch.setenv("HOME", str(tree / "b"))
+    listing = ManifestSource(table(tree / "t.csv", "path\ndrive:1.png\n~/3.png\n")).list()
+    assert paths(listing) == ["a/1.png", "b/3.png"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ("a/1.png,1\n,2\n", "no path in row 2"),
+        ("a/1.png,1\n  ,2\n", "'  ' in row 2"),
+        ("https://u:hunter2@example.com/x.png,1\n", "an address in row 1"),
+    ],
+)
+def test_a_row_without_a_path_is_named(tree, rows, found):
+    with pytest.raises(BadSource, match=found) as caught:
+        ManifestSource(table(tree / "t.csv", f"path,label\n{rows}"))
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cell", [None, float("nan"), 3, b"bytes", "", "a\0b"])
+def test_a_cell_that_is_no_path_is_named(tree, cell):
+    for bad in ([tree / "a/1.png", cell], pd.DataFrame({"path": pd.Series([str(tree), cell], dtype=object)})):
+        with pytest.raises(BadSource, match="in row 2, a path in each row"):
+            ManifestSource(bad)
+
+
+def test_missing_files_are_counted_and_the_first_is_named(tree):
+    source = ManifestSource([tree / "a/1.png", tree / "gone", tree / "a/1.png/below", tree / "gone"])
+    with pytest.raises(SourceMissing, match=r"no file '.*/gone', and 3 of 4 rows like it"):
+        source.list()
+
+
+def test_folders_and_special_files_are_named_by_their_row(tree):
+    os.mkfifo(tree / "pipe")
+    with pytest.raises(BadSource, match="a folder in row 2"):
+        ManifestSource([tree / "a/1.png", tree / "a"]).list()
+    with pytest.raises(BadSource, match="a special file in row 1"):
+        ManifestSource([tree / "pipe"]).list()
+
+
+def test_a_table_without_rows_or_that_is_none_is_refused(tree):
+    for bad in ([], pd.DataFrame({"path": []}), table(tree / "t.csv", "path,label\n")):
+        with pytest.raises(BadSource, match="no rows"):
+            ManifestSource(bad)
+    with pytest.raises(BadSource, match="EmptyDataError"):
+        ManifestSource(table(tree / "t.csv", ""))
+    (tree / "t.parquet").write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(BadSource, match="a table"):
+        ManifestSource(tree / "t.parquet")
+    with pytest.raises(FileFailed, match=r"gone\.csv"):
+        ManifestSource(tree / "gone.csv")
+    for bad in (3, tree / "t.xlsx"):
+        with pytest.raises(InvalidOption, match="pass the DataFrame"):
+            ManifestSource(bad)
+
+
+def test_each_file_is_asked_for_once_and_errors_that_pass_are_counted(tree, monkeypatch):
+    asked, stat = [], os.stat
+
+    def flaky(path, **options):
+        if str(path).endswith("1.png"):
+            asked.append(path)
+            if len(asked) == 1:
+                raise OSError(5, "Input/output error")
+        return stat(path, **options)
+
+    source = ManifestSource([tree / "a/1.png"] * 5)
+    monkeypatch.setattr(os, "stat", flaky)
+    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
+    listing = source.list()
+    assert len(listing.items) == 5
+    assert listing.retries == 1
+    assert len(asked) == 2
+
+
+def test_a_file_that_changed_is_not_read(tree):
+    source = ManifestSource([tree / "a/1.png"])
+    (item,) = source.list().items
+    (tree / "a/1.png").write_bytes(b"longer")
+    with pytest.raises(SourceChanged):
+        read_item(source, item, Retries())
+
+
+def test_a_table_or_file_on_a_mount_that_may_not_answer_makes_the_source_one(tree, monkeypatch):
+    assert not ManifestSource([tree / "a/1.png"]).can_hang
+    far = str(tree / "b")
+    monkeypatch.setattr(manifest, "can_hang", lambda path, _: path.startswith(far))
+    assert ManifestSource([tree / "a/1.png", tree / "b/3.png"]).can_hang
+    assert not ManifestSource([tree / "a/1.png"]).can_hang
+    (tree / "b" / "t.csv").write_text("path\n../a/1.png\n")
+    assert ManifestSource(tree / "b" / "t.csv").can_hang
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    labels=st.lists(
+        st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(
+            lambda text: not _reads_as_a_number(text)
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_labels_of_any_text_come_back_from_a_csv(tmp_path, labels):
+    write_tree(tmp_path, {"x": b"1"})
+    pd.DataFrame({"path": ["x"] * len(labels), "label": labels}).to_csv(tmp_path / "t.csv", index=False)
+    assert ManifestSource(tmp_path / "t.csv").list().columns["label"] == tuple(labels)
+
+
+def _reads_as_a_number(text: str) -> bool:
+    """Return whether a label may come back as a number, a flag or nothing, as CSV files have no types."""
+    return text.strip().lower() in ("true", "false", "nan", "inf", "-inf", "+inf", "infinity") or text.strip()[:1] in (
+        *"+-.0123456789",
+        "",
+    )

@@ -1,0 +1,228 @@
+"""What `open_source()` takes a path, an address or a table for."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import threading
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_sources_tar import tar_bytes
+
+from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted, SourceMissing, TimedOut
+from colabkit.packs.labels.folders import class_tree
+from colabkit.storage.sources import answering
+from colabkit.storage.sources import api as sources
+from colabkit.storage.sources.api import open_source
+from colabkit.storage.sources.bucket import BucketSource
+from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.manifest import ManifestSource
+from colabkit.storage.sources.one_file import FileSource
+from colabkit.storage.sources.tar_archive import TarSource
+from colabkit.storage.sources.zip_archive import ZipSource
+
+
+def zip_bytes() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("cats/1.png", b"cat")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("a.zip", zip_bytes(), ZipSource),
+        ("A.ZIP", b"no zip", ZipSource),
+        ("archive", zip_bytes(), ZipSource),
+        ("archive.download", zip_bytes(), ZipSource),
+        ("a.tar", tar_bytes({"x": b"1"}), TarSource),
+        ("A.TAR.GZ", b"no tar", TarSource),
+        ("archive.part", tar_bytes({"x": b"1"}), TarSource),
+        ("zip-inside.tar", tar_bytes({"x.zip": zip_bytes()}), TarSource),
+        ("zip-inside", tar_bytes({"x.zip": zip_bytes()}), TarSource),
+        ("model.pt", zip_bytes(), FileSource),
+        ("pytorch_model.bin", zip_bytes(), FileSource),
+        ("arrays.npz", zip_bytes(), FileSource),
+        ("train.h5", b"\x89HDF", FileSource),
+        ("notes.txt", b"hello", FileSource),
+        ("labels.csv.gz", b"\x1f\x8bno gzip", FileSource),
+        ("empty", b"", FileSource),
+    ],
+)
+def test_a_file_is_an_archive_by_its_name_or_without_a_known_one_by_its_bytes(tmp_path, name, data, kind):
+    (tmp_path / name).write_bytes(data)
+    assert type(open_source(tmp_path / name)) is kind
+    assert type(open_source(str(tmp_path / name))) is kind
+
+
+def test_a_folder_and_a_source_are_what_they_are(image_tree):
+    source = open_source(image_tree)
+    assert isinstance(source, FolderSource)
+    assert open_source(source) is source
+
+
+def test_the_users_folder_is_expanded(image_tree, monkeypatch):
+    monkeypatch.setenv("HOME", str(image_tree.parent))
+    assert open_source(f"~/{image_tree.name}").list().items
+
+
+def test_drive_is_a_place_for_single_files_too(tmp_path, monkeypatch):
+    (tmp_path / "train.h5").write_bytes(b"pack")
+    monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
+    source = open_source("drive:train.h5")
+    assert isinstance(source, FileSource)
+    assert [item.path for item in source.list().items] == ["train.h5"]
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"),
+    [
+        ("path,label\n1.png,cat\n", ManifestSource),
+        ("label,Image_Path\ncat,1.png\n", ManifestSource),
+        ("\ufeffpath\n1.png\n", ManifestSource),
+        ("path,label\nmissing.png,cat\n", FileSource),
+        ("path,label\n,cat\n", FileSource),
+        ("path,label\n", FileSource),
+        ("name,label\n1.png,cat\n", FileSource),
+        ("1.png\n1.png\n", FileSource),
+        ("path\n.\n", FileSource),
+        ("", FileSource),
+        ("path\n\0\n", FileSource),
+    ],
+)
+def test_a_csv_is_a_table_of_paths_if_its_first_file_is_there(tmp_path, table, kind):
+    (tmp_path / "1.png").write_bytes(b"1")
+    (tmp_path / "a.csv").write_text(table)
+    (tmp_path / "a.tsv").write_text(table.replace(",", "\t"))
+    assert type(open_source(tmp_path / "a.csv")) is kind
+    assert type(open_source(tmp_path / "a.tsv")) is kind
+
+
+def test_a_parquet_file_is_a_table_of_paths_if_its_first_file_is_there(tmp_path, monkeypatch):
+    (tmp_path / "1.png").write_bytes(b"1")
+    for name, frame in {
+        "yes": pd.DataFrame({"label": ["cat"], "file_name": ["1.png"]}),
+        "missing": pd.DataFrame({"path": ["2.png"]}),
+        "numbers": pd.DataFrame({"path": [1]}),
+        "no rows": pd.DataFrame({"path": []}),
+        "no paths": pd.DataFrame({"x": ["1.png"], "y": [1]}),
+    }.items():
+        frame.to_parquet(tmp_path / f"{name}.parquet")
+        assert type(open_source(tmp_path / f"{name}.parquet")) is (ManifestSource if name == "yes" else FileSource)
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no PAR1")
+    assert type(open_source(tmp_path / "broken.parquet")) is FileSource
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    assert type(open_source(tmp_path / "yes.parquet")) is FileSource, "what cannot be looked into is a file"
+
+
+def test_a_table_of_files_on_drive_asks_for_the_mount(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    for module in ("mounts", "sources.manifest"):
+        monkeypatch.setattr(f"colabkit.{module}.mounts", lambda *_: [])
+    (tmp_path / "a.csv").write_text("path\ndrive:1.png\n")
+    with pytest.raises(NotMounted):
+        open_source(tmp_path / "a.csv")
+
+
+def test_lists_and_frames_are_tables(tmp_path):
+    (tmp_path / "1.png").write_bytes(b"1")
+    frame = pd.DataFrame({"path": [str(tmp_path / "1.png")]})
+    for table in ([tmp_path / "1.png"], (str(tmp_path / "1.png"),), frame, frame["path"]):
+        source = open_source(table)
+        assert isinstance(source, ManifestSource)
+        assert [item.path for item in source.list().items] == ["1.png"]
+
+
+@pytest.mark.parametrize("source", [None, 3, "", b"bytes", {"path": ["x"]}, np.zeros(3), Path])
+def test_what_cannot_be_meant_is_one_line(source):
+    with pytest.raises(InvalidOption, match=r"^Cannot read .*Pass its path\.$"):
+        open_source(source)
+
+
+def test_addresses_of_buckets_are_buckets():
+    assert isinstance(open_source("memory://bucket/birds"), BucketSource)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://user:hunter2@example.com/birds.zip?signature=hunter2hunter2",
+        "drive.google.com/file/d/1abcdefghijklmnopqrstuvwxyz012345/view",
+        "https://drive.google.com/drive/folders/1abcdefghijklmnopqrstuvwxyz012345",
+    ],
+)
+def test_what_has_to_be_fetched_names_the_call_and_no_secret(address):
+    with pytest.raises(BadSource, match=r"Run colabkit\.stage\(\) with it") as caught:
+        open_source(address)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_path_written_as_address_is_told_to_be_a_path():
+    with pytest.raises(BadSource, match="Leave out"):
+        open_source("file:///content/birds")
+
+
+def test_a_missing_path_names_the_part_that_exists(tmp_path):
+    with pytest.raises(SourceMissing) as caught:
+        open_source(tmp_path / "no" / "where")
+    assert repr(str(tmp_path)) in str(caught.value)
+
+
+def test_special_files_and_broken_links_are_no_sources(tmp_path):
+    os.mkfifo(tmp_path / "pipe.tar")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("pipe.tar", "link"):
+        with pytest.raises(BadSource, match="special file"):
+            open_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300])
+def test_impossible_names_are_refused_in_the_familys_words(tmp_path, name):
+    with pytest.raises(ColabkitError):
+        open_source(f"{tmp_path}/{name}")
+
+
+def test_samples_travel_with_the_package():
+    assert len(open_source("samples:digits").list().items) > 100
+    with pytest.raises(SourceMissing, match="samples:digits"):
+        open_source("samples:nothing")
+
+
+def test_one_file_has_no_classes(tmp_path):
+    (tmp_path / "train.h5").write_bytes(b"pack")
+    source = open_source(tmp_path / "train.h5")
+    with pytest.raises(BadSource, match="no image among 1 file,"):
+        class_tree(source.list(), source.name)
+
+
+@pytest.mark.parametrize("kind", [FileSource, TarSource, ZipSource])
+def test_a_place_that_never_answers_is_given_up(tmp_path, monkeypatch, kind):
+    with tarfile.open(tmp_path / "a", "w"):
+        pass
+    answer = threading.Event()
+    monkeypatch.setattr(answering, "STALLED_S", 0.05)
+    for module in (sources, sources.one_file, sources.tar_archive, sources.zip_archive):
+        monkeypatch.setattr(module, "can_hang", lambda path, table: True)
+    source = kind(tmp_path / "a")
+    stat = os.stat
+
+    def hangs(path, **options):
+        if str(path) == str(tmp_path / "a"):
+            answer.wait(30)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", hangs)
+    monkeypatch.setattr(zipfile, "ZipFile", lambda path: answer.wait(30))
+    try:
+        with pytest.raises(TimedOut):
+            open_source(tmp_path / "a")
+        with pytest.raises(TimedOut):
+            source.list()
+    finally:
+        answer.set()

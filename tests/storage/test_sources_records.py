@@ -1,0 +1,294 @@
+"""Records as sources: which are told, how patterns are read, and what all kinds promise."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from record_files import example, framed, image, lmdb_of, tar_of
+from source_contract import FILES, UNDECODABLE, check_source, check_untouched
+
+from colabkit.errors import ColabkitError, FileFailed, InvalidOption, NotMounted, SourceChanged, SourceMissing
+from colabkit.storage.sources.items import Item, Source
+from colabkit.storage.sources.lmdb_records import LmdbSource
+from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.records import open_records
+from colabkit.storage.sources.tfrecord import TfRecordSource
+from colabkit.storage.sources.webdataset import WebDatasetSource
+
+pytestmark = pytest.mark.timeout(60)
+
+Maker = Callable[[Path, Mapping[str, bytes]], Path]
+
+
+def database(place: Path, samples: Mapping[str, bytes]) -> Path:
+    """Write samples as an LMDB; their paths are the keys."""
+    return lmdb_of(place / "db", {path.encode(): data for path, data in samples.items()})
+
+
+def shards(place: Path, samples: Mapping[str, bytes]) -> Path:
+    """Write samples as tars; their paths are `SHARD/KEY`."""
+    folder = place / "shards"
+    folder.mkdir()
+    for shard, paths in itertools.groupby(samples, lambda path: path.partition("/")[0]):
+        tar_of(
+            folder / f"{shard}.tar",
+            *(
+                (f"{path.partition('/')[2]}{end}", data)
+                for path in paths
+                for end, data in ((".cls", b"1"), (".png", samples[path]))
+            ),
+        )
+    return folder
+
+
+def records(place: Path, samples: Mapping[str, bytes]) -> Path:
+    """Write samples as TFRecord; their paths are `FILE/NUMBER`."""
+    folder = place / "records"
+    folder.mkdir()
+    for shard, paths in itertools.groupby(samples, lambda path: path.partition("/")[0]):
+        data = framed(*(example(image__encoded=[samples[path]], label=[1]) for path in paths))
+        (folder / f"{shard}.tfrecord").write_bytes(data)
+    return folder
+
+
+KINDS: dict[str, Maker] = {"lmdb": database, "webdataset": shards, "tfrecord": records}
+SAMPLES = {f"{shard}/{number:08d}": image(3 * number + len(shard)) for shard in ("a", "bb") for number in range(30)}
+
+
+def opened(source: object) -> Source:
+    """Return the source of records; it has to be one."""
+    found = open_records(source)
+    assert found is not None
+    return found
+
+
+def contents(source: Source) -> dict[str, bytes]:
+    """Return the bytes of all samples."""
+    return {item.path: read_item(source, item, Retries()) for item in source.list().items}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_keep_what_all_sources_promise(tmp_path, kind):
+    source = opened(KINDS[kind](tmp_path, SAMPLES))
+    check_untouched(tmp_path, lambda: check_source(source, SAMPLES))
+    times = {file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    assert {item.mtime_ns for item in source.list().items} <= times
+    assert source.list().skipped == ()
+
+
+def test_a_database_of_other_files_has_every_key(tmp_path):
+    values = {os.fsencode(path): data for path, data in {**FILES, UNDECODABLE: b"2"}.items()}
+    check_source(opened(lmdb_of(tmp_path / "db", values)), {**FILES, UNDECODABLE: b"2"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_that_was_used_before_a_fork_is_read_on_both_sides_of_it(tmp_path, kind):
+    source = opened(KINDS[kind](tmp_path, SAMPLES))
+    expected = contents(source)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def read() -> None:
+        sender.send(contents(source) == expected)
+
+    children = [context.Process(target=read) for _ in range(3)]
+    try:
+        for child in children:
+            child.start()
+        for _ in range(20):
+            assert contents(source) == expected
+        for child in children:
+            child.join(30)
+        assert [receiver.recv() if receiver.poll(1) else None for _ in children] == [True] * 3
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_items_that_were_pickled_are_read_by_a_source_opened_anew_without_indexing(tmp_path, kind, monkeypatch):
+    place = KINDS[kind](tmp_path, SAMPLES)
+    items = pickle.loads(pickle.dumps(opened(place).list().items))
+    fresh = opened(place)
+    monkeypatch.setattr(fresh, "_indexed", lambda: pytest.fail("indexed"))
+    assert {item.path: read_item(fresh, item, Retries()) for item in items} == SAMPLES
+    for file in fresh.files:
+        os.utime(file, ns=(1, 1))
+    with pytest.raises(SourceChanged):
+        fresh.open(items[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_item_that_only_names_a_sample_is_read(tmp_path, kind):
+    source = opened(KINDS[kind](tmp_path, SAMPLES))
+    found = {item.path: source.open(Item(item.path, item.size)).read() for item in source.list().items}
+    assert found == SAMPLES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_payload_stays_in_memory(tmp_path, kind):
+    samples = {f"a/{number:08d}": image(0) + os.urandom(1 << 20) for number in range(40)}
+    source = opened(KINDS[kind](tmp_path, samples))
+    tracemalloc.start()
+    try:
+        assert len(source.list().items) == 40
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 2 << 20  # the packages that are imported on the way are most of it
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_descriptor_stays_open(tmp_path, kind):
+    source = opened(KINDS[kind](tmp_path, SAMPLES))
+    source.list()
+    before = os.listdir("/proc/self/fd")
+    contents(source)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_written_to_after_indexing_is_not_read(tmp_path, kind):
+    source = opened(KINDS[kind](tmp_path, SAMPLES))
+    items = source.list().items
+    for file in source.files:
+        os.utime(file, ns=(1, 1))
+    with pytest.raises(SourceChanged):
+        source.open(items[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_item_that_was_never_listed_is_an_error(tmp_path, kind):
+    source = opened(KINDS[kind](tmp_path, SAMPLES))
+    for item in (Item("a/nothing", 3), Item("zzz", 3), Item("a/00000000", 1)):
+        with pytest.raises(SourceChanged, match="no such sample"):
+            source.open(item)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_went_away_is_an_error_of_the_family(tmp_path, kind):
+    source = opened(KINDS[kind](tmp_path, SAMPLES))
+    for file in source.files:
+        file.unlink()
+    with pytest.raises(FileFailed):
+        source.list()
+
+
+def test_what_is_no_record_is_left_to_others(tmp_path):
+    (tmp_path / "tree" / "cats").mkdir(parents=True)
+    (tmp_path / "tree" / "cats" / "1.jpg").write_bytes(image(1))
+    (tmp_path / "empty").mkdir()
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    tar_of(mixed / "a.tar", ("1.jpg", b"1"))
+    (mixed / "b.jpg").write_bytes(b"1")
+    both = tmp_path / "both"
+    both.mkdir()
+    tar_of(both / "a.tar", ("1.jpg", b"1"))
+    (both / "a.tfrecord").write_bytes(framed(b"1"))
+    plain = tar_of(tmp_path / "plain.tar", ("1.jpg", b"1"), ("2.jpg", b"2"), ("c.h", b"3"), ("c.c", b"4"))
+    (tmp_path / "broken.tar").write_bytes(b"no tar" * 1000)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"1")
+    others = [tmp_path / "tree", tmp_path / "empty", mixed, both, plain, tmp_path / "broken.tar", tmp_path / "*.jpg"]
+    others += [tmp_path / "none.tar", tmp_path / "model-00001-of-00002.safetensors", tmp_path / "tree/*/*.jpg"]
+    for other in [*map(str, others), others[0], [], [others[3], plain], ["a.jpg"], [3], 3, None, ""]:
+        assert open_records(other) is None, other
+    for other in ("gs://bucket/a.tar", ["gs://bucket/a.tar"], "samples:digits", "a\0b", {"X": 1}):
+        assert open_records(other) is None, other
+
+
+def test_a_drive_path_needs_drive(monkeypatch):
+    monkeypatch.setattr("colabkit.foundation.mount_table.drive_mount", lambda table: None)
+    with pytest.raises(NotMounted):
+        open_records("drive:shards/{0..3}.tar")
+
+
+def test_folders_lists_patterns_and_braces_mean_the_same_shards(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(3):
+        tar_of(folder / f"x-{number:06d}.tar", ("1.jpg", b"%d" % number), ("1.cls", b"1"))
+    (folder / "notes.json").write_text("{}")
+    (folder / ".hidden").write_text("")
+    expected = {f"x-{number:06d}/1": b"%d" % number for number in range(3)}
+    files = sorted(folder.glob("*.tar"))
+    patterns = [
+        "*.tar",
+        "x-{000000..000002}.tar",
+        "x-00000{0,1,2}.tar",
+        "x-{000002..000000}.tar",
+        "x-*",
+        "x-00000[0-2].tar",
+    ]
+    for source in (folder, files, [*map(str, files)], tuple(files), *(str(folder / one) for one in patterns)):
+        found = opened(source)
+        assert isinstance(found, WebDatasetSource)
+        assert contents(found) == expected, source
+
+
+def test_shards_in_folders_of_splits_have_the_folder_in_their_names(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        tar_of(tmp_path / split / "000.tar", ("1.jpg", split.encode()), ("1.cls", b"1"))
+    for source in (tmp_path, str(tmp_path / "{train,val}" / "000.tar"), str(tmp_path / "*" / "*.tar")):
+        found = opened(source)
+        assert contents(found) == {"train/000/1": b"train", "val/000/1": b"val"}
+        assert found.list().columns["split"] == ("train", "dev")
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    tar_of(tmp_path / "x-0.tar", ("1.jpg", b"1"), ("1.cls", b"1"))
+    for source in (str(tmp_path / "x-{0..3}.tar"), [tmp_path / "x-0.tar", tmp_path / "x-1.tar"]):
+        with pytest.raises(SourceMissing, match=r"x-1\.tar"):
+            open_records(source)
+    with pytest.raises(SourceMissing, match="no file of this pattern"):
+        open_records(tmp_path / "y-*.tfrecord")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["{0..99999999}.tar", "{0..999}{0..999}.tar", f"{{0..9{'9' * 5000}}}.tar", f"{{{0:019}..{3:019}}}.tar"],
+)
+def test_a_pattern_of_too_many_shards_is_refused_at_once(tmp_path, pattern):
+    with pytest.raises((InvalidOption, FileFailed)):
+        open_records(str(tmp_path / pattern))
+
+
+def test_kinds_are_told_by_names(tmp_path):
+    lmdb_of(tmp_path / "one.lmdb", {b"1": b"1"}, subdir=False)
+    for name in ("a.tfrecord", "a.tfrecords", "a.tfrec", "a.tfrecord-00000-of-00001", "a-00000-of-00001"):
+        (tmp_path / name).write_bytes(framed(example(image=[image(1)])))
+        assert isinstance(open_records(tmp_path / name), TfRecordSource)
+        assert open_records([tmp_path / name]).list().items[0].size == len(image(1))
+    assert isinstance(open_records(tmp_path / "one.lmdb"), LmdbSource)
+
+
+def test_importing_sources_imports_no_package_for_records():
+    code = (
+        "import sys, colabkit.storage.sources.api\n"
+        "print([name for name in ('lmdb', 'google.protobuf', 'google_crc32c', 'webdataset') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_one_line(tmp_path, kind):
+    place = KINDS[kind](tmp_path, SAMPLES)
+    for file in opened(place).files:
+        file.write_bytes(b"")
+    with pytest.raises(ColabkitError) as caught:
+        opened(place).list()
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("Cannot read ")

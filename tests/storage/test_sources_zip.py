@@ -1,0 +1,328 @@
+"""Zip archives as sources: same bytes as the tree, and a typed refusal of all that is broken or hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trees import make_tree
+
+from colabkit.errors import BadArchive, ColabkitError
+from colabkit.storage.sources import api as sources
+from colabkit.storage.sources.api import open_source
+from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.zip_archive import ZipSource
+
+METHODS = {
+    "stored": zipfile.ZIP_STORED,
+    "deflated": zipfile.ZIP_DEFLATED,
+    "bzip2": zipfile.ZIP_BZIP2,
+    "lzma": zipfile.ZIP_LZMA,
+}
+
+
+def zipped(folder: Path, archive: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    """Write a zip archive of a folder."""
+    with zipfile.ZipFile(archive, "w", compression) as file:
+        for path in sorted(folder.rglob("*")):
+            file.write(path, path.relative_to(folder))
+    return archive
+
+
+def zip_of(archive: Path, *members: tuple[str, bytes]) -> Path:
+    """Write a zip archive of members with any names, also several of one name."""
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, data in members:
+            file.writestr(zipfile.ZipInfo(name), data)
+    return archive
+
+
+def contents(archive: Path) -> dict[str, bytes]:
+    """Return the bytes of all items of an archive."""
+    source = open_source(archive)
+    return {item.path: read_item(source, item, Retries()) for item in source.list().items}
+
+
+def tree_bytes(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files of a folder."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Return a small tree of images, a text that compresses well, and an empty file."""
+    folder = make_tree(tmp_path / "tree", 1)
+    (folder / "ants" / "notes.txt").write_text("many words " * 400)
+    (folder / "ants" / "empty.txt").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_archive_gives_the_same_bytes_as_the_tree(tree, tmp_path, method):
+    archive = zipped(tree, tmp_path / "a.zip", METHODS[method])
+    source = ZipSource(archive)
+    listing = source.list()
+    assert [item.path for item in listing.items] == sorted(tree_bytes(tree))
+    assert [item.size for item in listing.items] == [len(data) for _, data in sorted(tree_bytes(tree).items())]
+    assert contents(archive) == tree_bytes(tree)
+
+
+def test_large_members_are_streamed_with_the_same_bytes(tree, tmp_path, monkeypatch):
+    archive = zipped(tree, tmp_path / "a.zip")
+    monkeypatch.setattr(sources.zip_archive, "_INFLATE_BYTES", 10)
+    monkeypatch.setattr(ZipSource, "_inflated", lambda *_: pytest.fail("inflated in one piece"))
+    (tree / "ants" / "empty.txt").unlink()
+    source = ZipSource(archive)
+    found = {item.path: read_item(source, item, Retries()) for item in source.list().items if item.size}
+    assert found == tree_bytes(tree)
+
+
+def test_an_archive_behind_other_bytes_is_read(tree, tmp_path):
+    archive = zipped(tree, tmp_path / "a.zip")
+    archive.write_bytes(b"#!/bin/sh\n" * 7 + archive.read_bytes())
+    assert contents(archive) == tree_bytes(tree)
+
+
+def test_members_are_read_from_many_threads_at_once(tree, tmp_path):
+    archive = zipped(tree, tmp_path / "a.zip")
+    source = ZipSource(archive)
+    items = ZipSource(archive).list().items
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda item: read_item(source, item, Retries()), items * 20))
+    assert dict(zip([item.path for item in items], found, strict=False)) == tree_bytes(tree)
+    assert found == found[: len(items)] * 20
+
+
+def test_the_directory_is_read_once_also_when_threads_come_first(tree, tmp_path, monkeypatch):
+    archive = zipped(tree, tmp_path / "a.zip")
+    source = ZipSource(archive)
+    items = ZipSource(archive).list().items
+    opened, inside, original = [], threading.Event(), zipfile.ZipFile
+
+    def count(path):
+        opened.append(path)
+        if len(opened) > 1:
+            inside.set()
+        inside.wait(0.2)  # the second thread comes in here, if it can
+        return original(path)
+
+    monkeypatch.setattr(zipfile, "ZipFile", count)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda item: source.open(item).close(), items))
+    assert len(opened) == 1
+
+
+def test_an_archive_cut_short_anywhere_is_refused(tree, tmp_path):
+    archive = zipped(tree, tmp_path / "a.zip")
+    data = archive.read_bytes()
+    lengths = {*range(0, len(data), 97), len(data) - 1, len(data) - 21, len(data) - 22, len(data) - 23, 1, 3, 4}
+    for length in sorted(lengths):
+        archive.write_bytes(data[:length])
+        with pytest.raises(BadArchive, match="Cannot read"):
+            contents(archive)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_flipped_byte_anywhere_gives_right_bytes_or_a_typed_error(tree, tmp_path, method):
+    archive = zipped(tree, tmp_path / "a.zip", METHODS[method])
+    data = bytearray(archive.read_bytes())
+    right = set(tree_bytes(tree).values())
+    random = np.random.default_rng(3)
+    refused = 0
+    for place in random.permutation(len(data))[:600]:
+        flip = int(random.integers(1, 256))
+        data[place] ^= flip
+        archive.write_bytes(data)
+        data[place] ^= flip
+        try:
+            found = contents(archive)
+        except BadArchive:
+            refused += 1
+        else:
+            assert set(found.values()) <= right, f"wrong bytes pass after byte {place}"
+    assert refused > 100
+
+
+def test_a_flipped_byte_of_the_data_is_refused_and_the_member_named(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("cats/1.png", bytes(range(200))))
+    data = bytearray(archive.read_bytes())
+    data[data.index(bytes(range(50)))] ^= 1
+    archive.write_bytes(data)
+    with pytest.raises(BadArchive, match=r"'cats/1\.png'.*CRC"):
+        contents(archive)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/etc/x", "a/..", "..", "//x", "a/b/../c", "."])
+def test_names_that_point_out_of_the_archive_are_refused(tmp_path, name):
+    archive = zip_of(tmp_path / "a.zip", ("fine.txt", b"x"), (name, b"x"))
+    with pytest.raises(BadArchive, match="names inside the archive"):
+        ZipSource(archive).list()
+
+
+def test_folders_inside_an_archive_are_no_items(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("cats/", b""), ("./", b""), ("cats/1.png", b"x"))
+    assert [item.path for item in ZipSource(archive).list().items] == ["cats/1.png"]
+
+
+def test_encrypted_members_are_refused_with_the_way_out(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
+    data = bytearray(archive.read_bytes())
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(signature) + flags] |= 1
+    archive.write_bytes(data)
+    with pytest.raises(BadArchive, match=r"is encrypted.*password"):
+        ZipSource(archive).list()
+
+
+def declared(archive: Path, **values: int) -> None:
+    """Change what the first entry of an archive's directory declares."""
+    data = bytearray(archive.read_bytes())
+    entry = data.index(b"PK\x01\x02")
+    for name, value in values.items():
+        struct.pack_into("<I", data, entry + {"crc": 16, "packed": 20, "size": 24, "offset": 42}[name], value)
+    archive.write_bytes(data)
+
+
+def test_a_bomb_is_refused_by_the_size_it_declares(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
+    declared(archive, size=3 << 30)
+    with pytest.raises(BadArchive, match="when inflated, at most"):
+        ZipSource(archive).list()
+
+
+def test_a_bomb_that_declares_little_is_never_inflated_further(tmp_path, monkeypatch):
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x", bytes(5 << 20))
+    declared(archive, size=100)
+    inflated = []
+
+    class Inflater:
+        def __init__(self, *options):
+            self.inner = make(*options)
+
+        def decompress(self, *arguments):
+            inflated.append(self.inner.decompress(*arguments))
+            return inflated[-1]
+
+    make = sources.zip_archive.zlib.decompressobj
+    monkeypatch.setattr(sources.zip_archive.zlib, "decompressobj", Inflater)
+    with pytest.raises(BadArchive):
+        contents(archive)
+    assert {len(data) for data in inflated} == {101}
+
+
+def test_memory_is_never_taken_for_packed_bytes_that_are_only_declared(tmp_path, monkeypatch):
+    archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
+    declared(archive, packed=0xFFFFFFF0)
+    asked = []
+    read = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: asked.append(size) or read(fd, min(size, 1000), offset))
+    with contextlib.suppress(BadArchive):
+        assert contents(archive) == {"x": b"data"}
+    assert max(asked, default=0) <= archive.stat().st_size
+
+
+def test_a_member_far_outside_the_archive_is_refused(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
+    declared(archive, offset=0xFFFFFFF0)
+    with pytest.raises(BadArchive):
+        contents(archive)
+
+
+def test_links_and_special_members_are_passed_over_and_named(tmp_path):
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, kind in (("link", stat.S_IFLNK), ("pipe", stat.S_IFIFO), ("file", stat.S_IFREG), ("bare", 0)):
+            member = zipfile.ZipInfo(name)
+            member.external_attr = (kind | 0o644) << 16
+            file.writestr(member, "/etc/passwd")
+    listing = ZipSource(archive).list()
+    assert [item.path for item in listing.items] == ["bare", "file"]
+    assert listing.skipped == (("link", "link"), ("pipe", "special file"))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_of_members_with_one_name_the_last_counts_and_the_others_are_named(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("x", b"first"), ("y", b"other"), ("x", b"the last"), ("./y", b"again"))
+    assert contents(archive) == {"x": b"the last", "y": b"again"}
+    assert ZipSource(archive).list().skipped == (
+        ("x", "a later member has its name"),
+        ("y", "a later member has its name"),
+    )
+
+
+def test_a_member_that_is_a_file_and_a_folder_is_refused(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("x", b"file"), ("x/y", b"inside"))
+    with pytest.raises(BadArchive, match="'x'"):
+        ZipSource(archive).list()
+
+
+def test_the_seal_of_a_near_copy_is_no_data(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", (sources.STAGE_SEAL, b"{}"), ("x", b"data"))
+    assert contents(archive) == {"x": b"data"}
+
+
+def test_names_in_any_script_are_kept(tmp_path):
+    names = ["猫/一.png", "café/ü.png", "a\\b.png", "-rf", " "]
+    archive = zip_of(tmp_path / "a.zip", *((name, name.encode()) for name in names))
+    assert contents(archive) == {name: name.encode() for name in names}
+
+
+def test_a_file_that_only_ends_in_zip_is_refused(tmp_path):
+    for data in (b"", b"PK", b"<!doctype html><title>Sign in</title>", b"PK\x03\x04" + bytes(100)):
+        (tmp_path / "a.zip").write_bytes(data)
+        with pytest.raises(BadArchive, match="Download it again"):
+            contents(tmp_path / "a.zip")
+
+
+def test_an_item_of_another_listing_is_refused(tmp_path):
+    archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
+    with pytest.raises(ColabkitError):
+        read_item(ZipSource(archive), Item("y", 4), Retries())
+    with pytest.raises(ColabkitError):
+        read_item(ZipSource(archive), Item("x", 5), Retries())
+
+
+def test_times_are_those_of_the_members_and_none_where_they_make_no_sense(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr(zipfile.ZipInfo("x", (2024, 2, 29, 12, 30, 58)), b"")
+        archive.writestr(zipfile.ZipInfo("y", (1980, 0, 0, 0, 0, 0)), b"")
+    assert [item.mtime_ns for item in ZipSource(tmp_path / "a.zip").list().items] == [1709209858 * 10**9, 0]
+
+
+def test_an_archive_of_more_than_32_bits_is_read(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        with archive.open("large", "w", force_zip64=True) as file:
+            file.write(b"data")
+        for number in range(70_000):  # more than the old directory can count
+            archive.writestr(zipfile.ZipInfo(str(number)), b"")
+    source = ZipSource(tmp_path / "a.zip")
+    items = {item.path: item for item in source.list().items}
+    assert len(items) == 70_001
+    assert read_item(source, items["large"], Retries()) == b"data"
+
+
+def test_a_streamed_member_that_is_broken_is_an_error_of_the_family_wherever_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.zip_archive, "_INFLATE_BYTES", 10)
+    for method in METHODS.values():
+        with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+            archive.writestr("x", os.urandom(50_000))
+        data = bytearray((tmp_path / "a.zip").read_bytes())
+        data[20_000:20_100] = bytes(100)
+        (tmp_path / "a.zip").write_bytes(data)
+        source = ZipSource(tmp_path / "a.zip")
+        (item,) = source.list().items
+        with pytest.raises(BadArchive, match="'x'"), source.open(item) as file:
+            file.read()
+        with source.open(item) as file, pytest.raises(BadArchive, match="'x'"):
+            file.read(file.seek(40_000))

@@ -1,0 +1,441 @@
+"""`stage()`: identical bytes, whole or not at all, the source untouched, nothing of others overwritten."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from near_copies import MemorySource, copy, data_of, kept_partials, state_of, zipped
+from trees import leftovers, make_tree, needs
+
+from colabkit.errors import (
+    BadArchive,
+    BadSource,
+    InvalidOption,
+    NotEnoughSpace,
+    SourceChanged,
+    SourceMissing,
+    TargetExists,
+)
+from colabkit.foundation import file_changes
+from colabkit.storage.sources.api import SlowSource
+from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.items import Item, Source
+from colabkit.storage.sources.zip_archive import ZipSource
+from colabkit.storage.staging.api import unstage
+
+
+@pytest.fixture
+def archive(image_tree, tmp_path):
+    """Return a zip archive of the image tree."""
+    return zipped(image_tree, tmp_path / "tree.zip")
+
+
+def test_a_folder_is_staged_with_identical_bytes(image_tree, near_storage):
+    (image_tree / "ants" / "empty.png").write_bytes(b"")
+    report = copy(image_tree)
+    assert data_of(report.path) == data_of(image_tree)
+    assert report.path.parent == near_storage
+    assert (report.files, report.staged_bytes) == (25, sum(map(len, data_of(image_tree).values())))
+    assert (report.target, report.reused, report.retries, report.skipped) == ("disk", False, 0, ())
+    assert leftovers(near_storage) == []
+
+
+def test_an_archive_is_staged_as_the_tree_it_holds(image_tree, archive, near_storage):
+    report = copy(archive)
+    assert data_of(report.path) == data_of(image_tree)
+    assert report.files == 24
+    assert leftovers(near_storage) == []
+
+
+def test_an_archive_can_be_kept_as_it_is(archive):
+    report = copy(archive, extract=False)
+    assert report.path.name == "tree.zip"
+    assert report.path.read_bytes() == archive.read_bytes()
+    assert (report.files, report.staged_bytes) == (1, archive.stat().st_size)
+    assert ZipSource(report.path).list() == ZipSource(archive).list()
+    assert copy(archive, extract=False).reused
+    assert copy(archive).path != report.path.parent
+
+
+@pytest.mark.parametrize("threads", ["auto", 1, 5])
+def test_large_files_are_copied_block_by_block_with_identical_bytes(tmp_path, threads):
+    sizes = (BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 5, 0)
+    files = {f"{size}.bin": os.urandom(size) for size in sizes}
+    report = copy(MemorySource(files), tmp_path / "near", threads=threads)
+    assert data_of(report.path) == files
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    assert data_of(copy(folder, threads=threads).path) == files
+    assert data_of(copy(SlowSource(FolderSource(folder), 0), threads=threads).path) == files
+    assert data_of(copy(zipped(folder, tmp_path / "a.zip"), threads=threads).path) == files
+
+
+def test_one_file_is_staged_as_a_file(tmp_path, near_storage):
+    file = tmp_path / "train.h5"
+    file.write_bytes(os.urandom(BLOCK_BYTES + 7))
+    report = copy(file)
+    assert report.path.name == "train.h5"
+    assert report.path.read_bytes() == file.read_bytes()
+    assert copy(file).reused
+    file.write_bytes(b"other")
+    assert copy(file).path.read_bytes() == b"other"
+    unstage(report.path)
+    assert list(near_storage.iterdir()) == []
+
+
+def test_a_near_copy_is_used_again_without_touching_the_source(image_tree, archive, monkeypatch):
+    first, packed = copy(image_tree), copy(archive)
+    list_folder = FolderSource.list
+
+    def list_near(self):
+        assert self.path in (first.path, packed.path), "the source was listed again"
+        return list_folder(self)
+
+    monkeypatch.setattr(FolderSource, "list", list_near)
+    monkeypatch.setattr(ZipSource, "list", lambda self: pytest.fail("listed again"))
+    for source, report in ((image_tree, first), (archive, packed), (str(image_tree) + "/", first)):
+        again = copy(source)
+        assert again.reused
+        assert "Already staged" in repr(again)
+        assert (again.path, again.files, again.staged_bytes) == (report.path, report.files, report.staged_bytes)
+
+
+def test_a_near_copy_that_lost_files_is_made_anew(image_tree, tmp_path):
+    path = copy(image_tree, tmp_path / "near").path
+    (path / "ants" / "000.png").unlink()
+    report = copy(image_tree, tmp_path / "near")
+    assert not report.reused
+    assert data_of(path) == data_of(image_tree)
+    (path / "ants" / "000.png").write_bytes(b"short")
+    assert not copy(image_tree, tmp_path / "near").reused
+    assert data_of(path) == data_of(image_tree)
+
+
+def test_a_near_copy_under_the_users_home_is_used_again(image_tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    report = copy(image_tree, "~/near")
+    assert report.path == tmp_path / "near"
+    assert copy(image_tree, "~/near").reused
+    unstage("~/near")
+    assert not report.path.exists()
+
+
+def test_refresh_copies_again_and_drops_what_is_gone(image_tree):
+    report = copy(image_tree)
+    (image_tree / "ants" / "000.png").unlink()
+    (image_tree / "ants" / "new.png").write_bytes(b"new")
+    assert copy(image_tree).reused
+    again = copy(image_tree, refresh=True)
+    assert (again.path, again.reused) == (report.path, False)
+    assert data_of(again.path) == data_of(image_tree)
+
+
+def test_a_near_archive_that_was_replaced_is_staged_again(image_tree, archive):
+    first = copy(archive)
+    (image_tree / "ants" / "more.png").write_bytes(b"more")
+    second = copy(zipped(image_tree, archive))
+    assert not second.reused
+    assert second.path == first.path
+    assert data_of(second.path) == data_of(image_tree)
+
+
+def test_sources_of_one_name_do_not_share_a_near_copy(tmp_path):
+    one, other = (make_tree(tmp_path / name / "birds", 1) for name in ("a", "b"))
+    assert copy(one).path != copy(other).path
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "🦜" * 63, "a.b.c", "...", "caf\udce9", "-rf $HOME", "a\nb"])
+def test_a_source_of_any_name_is_staged(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / name).write_bytes(b"data")
+    assert data_of(copy(folder).path) == {name: b"data"}
+    assert copy(folder).reused
+
+
+def test_links_and_special_files_are_passed_over_and_reported(image_tree):
+    (image_tree / "link").symlink_to("ants")
+    os.mkfifo(image_tree / "pipe")
+    report = copy(image_tree)
+    assert report.skipped == (("link", "link"), ("pipe", "special file"))
+    assert "2 links or special files skipped" in repr(report)
+    assert copy(image_tree).skipped == report.skipped
+
+
+def test_the_chosen_path_is_where_the_copy_is(image_tree, tmp_path):
+    report = copy(image_tree, tmp_path / "deep" / "near")
+    assert (report.path, report.target) == (tmp_path / "deep" / "near", "path")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert data_of(copy(image_tree, str(empty)).path) == data_of(image_tree)
+
+
+@pytest.mark.parametrize("inside", [".", "near", "ants/near", "ants/../near"])
+def test_a_target_inside_the_source_is_refused(image_tree, inside):
+    before = state_of(image_tree)
+    with pytest.raises(BadSource, match="lies inside the source"):
+        copy(image_tree, image_tree / inside)
+    assert state_of(image_tree) == before
+
+
+def test_a_target_inside_the_source_is_seen_through_links(image_tree, tmp_path):
+    (tmp_path / "way").symlink_to(image_tree)
+    with pytest.raises(BadSource, match="lies inside the source"):
+        copy(image_tree, tmp_path / "way" / "near")
+
+
+@pytest.mark.parametrize(
+    ("kind", "refresh"),
+    [
+        *((kind, refresh) for kind in ("file", "folder", "dangling link") for refresh in (False, True)),
+        ("another copy", False),
+    ],
+)
+def test_something_else_at_the_target_is_left_alone(image_tree, tmp_path, kind, refresh):
+    target = tmp_path / "target"
+    if kind == "file":
+        target.write_text("mine")
+    elif kind == "folder":
+        target.mkdir()
+        (target / "mine").write_text("mine")
+    elif kind == "dangling link":
+        target.symlink_to(tmp_path / "nowhere")
+    else:
+        copy(make_tree(tmp_path / "other", 1), target)
+    before = state_of(tmp_path / "target")
+    with pytest.raises(TargetExists):
+        copy(image_tree, target, refresh=refresh)
+    assert state_of(target) == before
+    assert leftovers(tmp_path) == []
+
+
+def test_refresh_leaves_the_copy_of_another_source_alone(image_tree, tmp_path):
+    other = make_tree(tmp_path / "other", 1)
+    copy(other, tmp_path / "near")
+    with pytest.raises(TargetExists, match="holds a copy of"):
+        copy(image_tree, tmp_path / "near", refresh=True)
+    assert data_of(tmp_path / "near") == data_of(other)
+    assert leftovers(tmp_path) == []
+
+
+def test_something_that_came_to_the_target_meanwhile_is_left_alone(image_tree, tmp_path, file_hook):
+    target = tmp_path / "target"
+
+    def interfere(operation: str, path: Path) -> None:
+        if path.name == "000.png" and not target.exists():
+            target.mkdir()
+            (target / "mine").write_text("mine")
+
+    file_hook(interfere)
+    with pytest.raises(TargetExists):
+        copy(image_tree, target)
+    assert data_of(target) == {"mine": b"mine"}
+    (target / "mine").unlink()
+    assert data_of(copy(image_tree, target).path) == data_of(image_tree)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(("source", "error"), [("nowhere", SourceMissing), ("empty", BadSource), ("pipe", BadSource)])
+def test_what_cannot_be_staged_is_refused_and_nothing_is_written(tmp_path, file_hook, source, error):
+    (tmp_path / "empty" / "deep").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    file_hook(lambda operation, path: pytest.fail(f"{operation} {path}"))
+    with pytest.raises(error, match=source):
+        copy(tmp_path / source)
+
+
+def test_no_threads_are_refused(image_tree):
+    with pytest.raises(InvalidOption, match="threads=0"):
+        copy(image_tree, threads=0)
+
+
+def test_an_archive_cut_short_leaves_nothing(archive, near_storage):
+    data = archive.read_bytes()
+    for length in (0, 10, len(data) // 2, len(data) - 1):
+        archive.write_bytes(data[:length])
+        with pytest.raises(BadArchive):
+            copy(archive)
+    assert list(near_storage.iterdir()) == []
+
+
+def test_a_damaged_member_leaves_nothing(archive, near_storage):
+    data = bytearray(archive.read_bytes())
+    data[data.index(b"bees/004.png") + 40] ^= 0xFF
+    archive.write_bytes(data)
+    with pytest.raises(BadArchive, match=r"bees/004\.png"):
+        copy(archive)
+    assert list(near_storage.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out", "", "a//b", "."])
+def test_no_source_writes_outside_its_near_copy(tmp_path, name):
+    with pytest.raises(BadSource, match="names inside the source"):
+        copy(MemorySource({"fine": b"x", name: b"x"}), tmp_path / "near")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_archive_of_a_near_copy_can_be_staged(image_tree, tmp_path):
+    near = copy(image_tree).path
+    again = copy(zipped(near, tmp_path / "near.zip"))
+    assert data_of(again.path) == data_of(image_tree)
+    assert data_of(copy(near, tmp_path / "third").path) == data_of(image_tree)
+
+
+@pytest.mark.parametrize("extract", [True, False])
+def test_too_little_space_is_refused_before_anything_is_written(archive, image_tree, monkeypatch, file_hook, extract):
+    file_hook(lambda operation, path: pytest.fail(f"{operation} {path}"))
+    inflated = sum(map(len, data_of(image_tree).values()))
+    packed = archive.stat().st_size
+    for source, needed in ((image_tree, inflated), (archive, inflated if extract else packed)):
+        monkeypatch.setattr(file_changes, "free_bytes", lambda path, needed=needed: needed - 1)
+        with pytest.raises(NotEnoughSpace, match="needed"):
+            copy(source, extract=extract)
+
+
+@pytest.mark.parametrize("change", ["grow", "shrink", "touch"])
+def test_a_file_that_changes_between_listing_and_reading_stops_all_until_the_next_run(
+    image_tree, near_storage, file_hook, change
+):
+    victim = image_tree / "cats" / "003.png"
+
+    def interfere(operation: str, path: Path) -> None:
+        data = victim.read_bytes()
+        victim.write_bytes({"grow": data + b"x", "shrink": b"x", "touch": data}[change])
+        os.utime(victim, ns=(1, 1))
+
+    file_hook(interfere)
+    with pytest.raises(SourceChanged, match=r"cats/003\.png"):
+        copy(image_tree)
+    file_hook(None)
+    assert [path for path in near_storage.iterdir() if path not in kept_partials(near_storage)] == []
+    report = copy(image_tree)
+    assert report.resumed_bytes
+    assert data_of(report.path) == data_of(image_tree)
+    assert leftovers(near_storage) == []
+
+
+@pytest.mark.parametrize("change", ["grow", "shrink", "touch"])
+@pytest.mark.parametrize("extract", [True, False])
+def test_an_archive_that_changes_while_it_is_staged_stops_all(archive, near_storage, file_hook, change, extract):
+    def interfere(operation: str, path: Path) -> None:
+        if operation == "write":
+            data = archive.read_bytes()
+            archive.write_bytes({"grow": data + b"x", "shrink": data[:-5], "touch": data}[change])
+            os.utime(archive, ns=(1, 1))
+
+    file_hook(interfere)
+    with pytest.raises((SourceChanged, BadArchive), match=r"run it again|Run it again|Download it again"):
+        copy(archive, extract=extract)
+    assert [path for path in near_storage.iterdir() if path not in kept_partials(near_storage)] == []
+
+
+def test_the_source_is_never_written_to(image_tree, archive, tmp_path):
+    (tmp_path / "far").mkdir()
+    for path in (image_tree, archive):
+        path.rename(tmp_path / "far" / path.name)
+    before = state_of(tmp_path / "far")
+    for source in (tmp_path / "far" / "tree", tmp_path / "far" / "tree.zip"):
+        unstage(copy(source))
+        copy(source)
+        copy(source, refresh=True)
+    assert state_of(tmp_path / "far") == before
+
+
+class FlakySource(MemorySource):
+    """Fails the first open of every other file as mounts do."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files)
+        self.failing = set(sorted(files)[::2])
+
+    def open(self, item: Item) -> io.BytesIO:
+        if item.path in self.failing:
+            self.failing.remove(item.path)
+            raise OSError(errno.EIO, "Input/output error")
+        return super().open(item)
+
+
+def test_retries_are_counted_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("colabkit.storage.sources.reads._BACK_OFF_S", 0)
+    files = {f"{number}": bytes([number]) for number in range(10)}
+    report = copy(FlakySource(files), tmp_path / "near")
+    assert data_of(report.path) == files
+    assert report.retries == 5
+    assert "5 retries" in repr(report)
+
+
+class CountingSource(MemorySource):
+    """Counts the opens in flight, and holds the first ones until `wanted` are, or cannot be."""
+
+    def __init__(self, files: dict[str, bytes], wanted: int, after: int) -> None:
+        super().__init__(files)
+        self.most = self.running = self.started = 0
+        self.wanted, self.after = wanted, after
+        self.changed = threading.Condition()
+
+    def open(self, item: Item) -> io.BytesIO:
+        with self.changed:
+            self.started += 1
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.changed.notify_all()
+            if self.started > self.after:
+                self.changed.wait_for(lambda: self.most >= self.wanted, timeout=20)
+            self.running -= 1
+        return super().open(item)
+
+
+@pytest.mark.parametrize("threads", ["auto", 7])
+def test_a_slow_source_is_read_concurrently(tmp_path, threads):
+    wanted, measured = (32, 16) if threads == "auto" else (7, 0)
+    counting = CountingSource({f"{number:04d}": b"x" for number in range(16 + wanted * 16)}, wanted, measured)
+    slow: Source = SlowSource(counting, 0.002)
+    report = copy(slow, tmp_path / "near", threads=threads)
+    assert report.files == len(counting.files)
+    assert counting.most == wanted
+
+
+def test_the_report_is_what_the_notebook_shows(image_tree):
+    report = copy(image_tree)
+    assert repr(report).startswith("Staged 24 files, ")
+    assert str(image_tree) in report._repr_html_()
+    assert report.to_dict()["path"] == str(report.path)
+
+
+def test_a_failure_leaves_no_descriptor_open(image_tree, archive, tmp_path, file_hook):
+    needs("/proc/self/fd", os.path.isdir("/proc/self/fd"))
+
+    def held() -> list[str]:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return [os.readlink(link) for link in links if os.path.islink(link) and str(tmp_path) in os.readlink(link)]
+
+    number, failed = 0, True
+    while failed:
+        number += 1
+        left = number
+
+        def fail(operation: str, path: Path) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(errno.ENOSPC, "full")
+
+        file_hook(fail)
+        try:
+            copy(archive, tmp_path / "near")
+            failed = False
+        except NotEnoughSpace as error:
+            kept = error  # as a notebook keeps the last error, with all its frames
+            assert held() == [], f"at operation {number}"
+            assert kept.__traceback__
+        file_hook(None)
+    assert number > 20
+    assert held() == []

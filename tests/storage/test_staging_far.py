@@ -1,0 +1,235 @@
+"""`stage()` from a real slow FUSE drive that fails, changes, hangs and dies as planned."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from far_mounts import FuseMount, has_fuse
+from near_copies import copy, data_of, kept_partials, state_of, zipped
+from trees import leftovers, make_tree, needs
+
+from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
+from colabkit.storage.sources import concurrency, engine, reads
+from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.staging.api import unstage
+from colabkit.storage.staging.copying import journalled
+
+
+@pytest.fixture(autouse=True)
+def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("FUSE", has_fuse())
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return what lies on the drive: 24 small images, and a file of two blocks and a bit."""
+    folder = make_tree(tmp_path / "root" / "data", 8)
+    (folder / "big.bin").write_bytes(os.urandom(2 * BLOCK_BYTES + 1000))
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def drive(root: Path, tmp_path: Path) -> Any:
+    """Return a function that mounts the folder as a drive that fails as planned."""
+
+    def mounted(*faults: dict[str, Any], **options: Any) -> FuseMount:
+        return FuseMount(tmp_path / "drive", root, plan={"faults": list(faults), **options.pop("plan", {})}, **options)
+
+    return mounted
+
+
+def test_all_bytes_come_near_and_the_drive_is_not_written_to(root, drive, near_storage):
+    before = state_of(root)
+    with drive() as mount:
+        report = copy(mount.point / "data")
+        assert data_of(report.path) == data_of(root / "data")
+        assert sorted(set(mount.opened_paths)) == sorted(mount.opened_paths), "a file was opened twice"
+    assert state_of(root) == before
+    assert leftovers(near_storage) == []
+
+
+def test_what_is_near_is_used_again_without_touching_the_drive(root, drive, tmp_path):
+    archive = zipped(root / "data", root / "data.zip")
+    with drive() as mount:
+        first = [copy(mount.point / name) for name in ("data", archive.name, "data/big.bin")]
+        mount.hang()
+        for report in first:
+            again = copy(report.source)
+            assert again.reused
+            assert again.path == report.path
+            unstage(again)
+        mount.go_on()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
+def test_errors_that_pass_are_tried_again_and_counted(root, drive, number):
+    name = errno.errorcode[number]
+    faults = [
+        {"on": "read", "path": "*/000.png", "do": "error", "errno": name, "count": 2, "each": True},
+        {"on": "open", "path": "*/001.png", "do": "error", "errno": name, "count": 1, "each": True},
+        {"on": "list", "path": "/data/cats", "do": "error", "errno": name, "count": 1},
+    ]
+    with drive(*faults) as mount:
+        report = copy(mount.point / "data")
+    assert report.retries == (
+        3 * 2 if number == errno.ESTALE else 3 * 2 + 3 + 1
+    )  # opening ESTALE the kernel tries again
+    assert data_of(report.path) == data_of(root / "data")
+
+
+def test_a_big_file_goes_on_at_the_offset_where_it_failed(root, drive):
+    fault = {"on": "read", "path": "*/big.bin", "do": "error", "offset_from": BLOCK_BYTES + 1, "count": 2}
+    with drive(fault) as mount:
+        report = copy(mount.point / "data" / "big.bin")
+        assert mount.read_bytes < 3 * BLOCK_BYTES
+    assert report.path.read_bytes() == (root / "data" / "big.bin").read_bytes()
+    assert 1 <= report.retries <= 2
+
+
+def test_a_file_that_stays_unreadable_is_named_and_the_others_are_kept_for_the_next_run(root, drive, near_storage):
+    with (
+        drive({"on": "read", "path": "*/003.png", "do": "error"}) as mount,
+        pytest.raises(FileFailed, match=r"003\.png"),
+    ):
+        copy(mount.point / "data", threads=1)
+    assert kept_partials(near_storage)
+    with drive() as mount:
+        report = copy(mount.point / "data")
+        assert report.resumed_bytes
+    assert data_of(report.path) == data_of(root / "data")
+    assert leftovers(near_storage) == []
+
+
+@pytest.mark.parametrize("name", ["cats/003.png", "big.bin"])
+def test_short_reads_are_gone_on_with(root, drive, name):
+    with drive({"on": "read", "path": f"/data/{name}", "do": "short", "count": 3}) as mount:
+        report = copy(mount.point / "data")
+    assert data_of(report.path) == data_of(root / "data")
+
+
+def test_a_file_that_vanishes_after_it_was_listed_is_one_error(drive):
+    with (
+        drive({"on": "open", "path": "*/cats/003.png", "do": "vanish"}) as mount,
+        pytest.raises(ColabkitError, match=r"cats/003\.png.*No such file"),
+    ):
+        copy(mount.point / "data")
+
+
+@pytest.mark.parametrize("name", ["cats/003.png", "big.bin"])
+@pytest.mark.parametrize("grain_s", [0.0, 2.0])
+def test_a_file_that_is_written_to_while_it_is_read_is_found_out(root, drive, near_storage, name, grain_s):
+    fault = {"on": "read", "path": f"/data/{name}", "do": "change", "count": 1}
+    with drive(fault, plan={"mtime_grain_s": grain_s}) as mount:
+        with pytest.raises(SourceChanged, match=name):
+            copy(mount.point / "data")
+        report = copy(mount.point / "data")
+        assert data_of(report.path) == data_of(mount.point / "data")
+
+
+@pytest.fixture
+def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give reads up after half a second."""
+    monkeypatch.setattr(engine, "STALLED_S", 0.5)
+    monkeypatch.setattr("colabkit.storage.sources.folder.STALLED_S", 0.5)
+    monkeypatch.setattr("colabkit.storage.sources.answering.STALLED_S", 0.5)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.2)
+
+
+@pytest.mark.usefixtures("short_deadline")
+def test_one_read_that_hangs_is_left_behind_and_made_anew(root, drive):
+    with drive({"on": "read", "path": "*/cats/003.png", "do": "hang", "count": 1}) as mount:
+        report = copy(mount.point / "data")
+        assert data_of(report.path) == data_of(root / "data")
+
+
+@pytest.mark.usefixtures("short_deadline")
+@pytest.mark.parametrize("operation", ["open", "read", "list"])
+def test_a_drive_that_hangs_is_one_error_in_time(root, drive, operation):
+    with drive() as mount:
+        mount.hang(operation, after=2)
+        started = time.monotonic()
+        with pytest.raises(TimedOut, match="twice"):
+            copy(mount.point / "data")
+        assert time.monotonic() - started < 10
+        mount.go_on()
+        assert data_of(copy(mount.point / "data").path) == data_of(root / "data")
+
+
+def test_a_drive_that_dies_keeps_what_is_near_and_a_new_mount_goes_on(root, drive, near_storage):
+    with drive({"on": "open", "path": "/data/cats/*", "do": "die", "first": 4}) as mount, pytest.raises(ColabkitError):
+        copy(mount.point / "data", threads=1)
+    (kept,) = kept_partials(near_storage)
+    there = {f"/data/{path}" for path, *_ in journalled(kept / "journal")[0]}
+    assert there
+    with drive() as mount:
+        report = copy(mount.point / "data", threads=1)
+        assert not there & set(mount.opened_paths), "what was near was read again"
+    assert data_of(report.path) == data_of(root / "data")
+
+
+def test_an_interrupt_while_the_drive_hangs_comes_through_at_once(drive):
+    interrupted: list[float] = []
+
+    def consume() -> None:
+        started = time.monotonic()
+        timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), 2))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            copy(mount.point / "data")
+        interrupted.append(time.monotonic() - started)
+        timer.join()
+
+    with drive() as mount:
+        mount.hang("open")
+        consume()
+        mount.go_on()
+    assert interrupted[0] < 0.5 + 2.5
+
+
+def test_full_verification_finds_bytes_that_differ_when_read_again(root, drive, tmp_path):
+    archive = zipped(root / "data", root / "data.zip")
+    for name in ("data", archive.name):
+        with drive() as mount:
+            assert copy(mount.point / name, tmp_path / f"near-{name}", verify="full").verify == "full"
+            assert mount.read_bytes >= 2 * (2 * BLOCK_BYTES + 1000)
+
+
+def test_an_archive_on_the_drive_is_brought_near_and_extracted(root, drive, near_storage):
+    archive = zipped(root / "data", root / "data.zip")
+    with drive() as mount:
+        report = copy(mount.point / archive.name)
+        assert mount.opened_paths.count("/data.zip") < 10
+    assert data_of(report.path) == data_of(root / "data")
+    assert leftovers(near_storage) == []
+
+
+@pytest.mark.usefixtures("short_deadline")
+def test_a_drive_that_stops_while_a_big_file_is_read_is_one_error_in_time(root, drive):
+    (root / "data" / "big.bin").write_bytes(os.urandom(12 * BLOCK_BYTES))
+    with drive(bandwidth=20e6) as mount:
+        timer = threading.Timer(0.7, mount.hang)
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(TimedOut):
+            copy(mount.point / "data" / "big.bin")
+        assert time.monotonic() - started < 10
+        timer.join()
+        mount.go_on()
+
+
+def test_a_near_copy_is_given_back_although_the_drive_hangs(root, drive, tmp_path, near_storage):
+    (tmp_path / "way").symlink_to(tmp_path / "drive")
+    with drive() as mount:
+        copy(tmp_path / "way" / "data")
+        mount.hang()
+        assert copy(tmp_path / "way" / "data").reused
+        assert unstage(tmp_path / "way" / "data").freed_bytes > 0
+        mount.go_on()
+    assert list(near_storage.iterdir()) == []

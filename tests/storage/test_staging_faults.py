@@ -1,0 +1,252 @@
+"""`stage()` when the disk fills, the process is killed or the user interrupts, at every single operation."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from near_copies import kept_partials
+from trees import leftovers
+
+from colabkit.errors import ColabkitError, NotEnoughSpace
+from colabkit.storage.sources.items import STAGE_SEAL
+from colabkit.storage.staging.api import stage, unstage
+
+FILES = {"a/1.png": b"one", "a/2.png": b"two" * 900, "b/3.png": b"", "b/deep/4.png": b"four", "5.txt": b"five"}
+KINDS = ("folder", "archive", "kept archive")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Return a function that makes a tiny source of a kind."""
+
+    def make(kind: str) -> Path:
+        folder = tmp_path / "far" / "tree"
+        for name, data in FILES.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+        if kind == "folder":
+            return folder
+        archive = folder.with_suffix(".zip")
+        with zipfile.ZipFile(archive, "w") as file:
+            for name, data in FILES.items():
+                file.writestr(name, data)
+        return archive
+
+    return make
+
+
+def copy(source: Path, near: Path, kind: str, threads: int = 1, refresh: bool = False) -> Path:
+    """Stage a source of some kind and return the folder of the copy."""
+    options = {"threads": threads, "refresh": refresh, "extract": kind != "kept archive"}
+    report = stage(source, near, progress=False, **options)
+    return report.path.parent if kind == "kept archive" else report.path
+
+
+def content(near: Path) -> dict[str, bytes] | None:
+    """Return the bytes of a near copy's files, None where there is nothing at its path."""
+    if not os.path.lexists(near):
+        return None
+    files = [path for path in near.rglob("*") if path.is_file()]
+    assert near / STAGE_SEAL in files, "unsealed, but at its final path"
+    return {path.relative_to(near).as_posix(): path.read_bytes() for path in files if path.name != STAGE_SEAL}
+
+
+def whole(source: Path, kind: str) -> dict[str, bytes]:
+    """Return what the near copy has to hold."""
+    return {source.name: source.read_bytes()} if kind == "kept archive" else FILES
+
+
+def inside_kept(folder: Path) -> list[str]:
+    """Return all that lies in partials that are kept for the next run, and these themselves."""
+    return [str(path) for kept in kept_partials(folder) for path in (kept, *kept.rglob("*"))]
+
+
+def reader_threads() -> list[str]:
+    """Return the engine's threads that still run."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-read")]
+
+
+class Strike:
+    """A hook that strikes once, at the `number`-th change of the file system."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self.left = number
+        self.act = act
+        self.lock = threading.Lock()
+        self.operation = ""
+
+    def __call__(self, operation: str, path: Path) -> None:
+        with self.lock:
+            self.left -= 1
+            strikes = self.left == 0
+        if strikes:
+            self.operation = operation
+            self.act()
+
+    @property
+    def struck(self) -> bool:
+        """Whether the operation was reached."""
+        return self.left <= 0
+
+
+def full() -> None:
+    """Fail as a full disk does."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def interrupt() -> None:
+    """Fail as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_fills_at_any_operation_leaves_nothing_and_the_next_run_succeeds(
+    source, tmp_path, file_hook, kind, threads
+):
+    far, near = source(kind), tmp_path / "new" / "near"
+    for number in range(1, 1000):
+        strike = Strike(number, full)
+        file_hook(strike)
+        try:
+            copy(far, near, kind, threads)
+        except NotEnoughSpace:
+            assert strike.struck
+        else:
+            break
+        file_hook(None)
+        assert content(near) in (None, whole(far, kind)), f"at operation {number}"
+        assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
+        assert reader_threads() == []
+        assert content(copy(far, near, kind, threads)) == whole(far, kind)
+        assert leftovers(tmp_path) == [], f"not reclaimed after operation {number}"
+        unstage(near)
+        (tmp_path / "new").rmdir()
+    assert not strike.struck, "the error did not reach the caller"
+    assert number > {"folder": 15, "archive": 18, "kept archive": 7}[kind]
+    assert content(near) == whole(far, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_fills_at_any_operation_of_a_refresh_leaves_the_old_or_the_new(source, tmp_path, file_hook, kind):
+    far, near = source(kind), tmp_path / "near"
+    copy(far, near, kind)
+    for number in range(1, 1000):
+        os.utime(far / "5.txt" if kind == "folder" else far, ns=(number, number))  # something has changed
+        strike = Strike(number, full)
+        file_hook(strike)
+        try:
+            copy(far, near, kind, refresh=True)
+        except NotEnoughSpace:
+            assert strike.struck
+        else:
+            break
+        assert content(near) == whole(far, kind), f"at operation {number}"
+        assert leftovers(tmp_path) == [] or strike.operation in ("rename", "remove"), f"at operation {number}"
+    assert not strike.struck, "the error did not reach the caller"
+    assert content(near) == whole(far, kind)
+    copy(far, near, kind)  # takes away what could not be removed
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_at_any_operation_shows_nothing_or_the_whole_and_the_next_run_completes(
+    source, tmp_path, killed_at, kind
+):
+    far, near = source(kind), tmp_path / "near"
+    left_something = False
+    for number in range(1, 1000):
+        if not killed_at(number, partial(copy, far, near, kind)):
+            break
+        assert content(near) in (None, whole(far, kind)), f"at operation {number}"
+        left_something |= bool(leftovers(tmp_path))
+        assert content(copy(far, near, kind)) == whole(far, kind)
+        assert leftovers(tmp_path) == [], f"not reclaimed after operation {number}"
+        unstage(near)
+    assert number > {"folder": 15, "archive": 18, "kept archive": 7}[kind]
+    assert left_something
+
+
+def test_a_kill_at_any_operation_of_a_refresh_shows_nothing_the_old_or_the_new(source, tmp_path, killed_at):
+    far, near = source("folder"), tmp_path / "near"
+    for number in range(1, 1000):
+        copy(far, near, "folder")
+        os.utime(far / "5.txt", ns=(number, number))  # something has changed
+        if not killed_at(number, partial(copy, far, near, "folder", refresh=True)):
+            break
+        assert content(near) in (None, FILES), f"at operation {number}"
+        copy(far, near, "folder", refresh=True)
+        assert leftovers(tmp_path) == []
+    assert number > 15
+
+
+def test_a_kill_at_any_operation_of_unstage_shows_nothing_or_the_whole(source, tmp_path, killed_at):
+    far, near = source("folder"), tmp_path / "near"
+    for number in range(1, 100):
+        copy(far, near, "folder")
+        if not killed_at(number, partial(unstage, near)):
+            break
+        assert content(near) in (None, FILES)
+    assert number > 1
+    assert content(copy(far, near, "folder")) == FILES
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_any_operation_leaves_no_thread_and_the_next_run_goes_on(
+    source, tmp_path, file_hook, kind, threads
+):
+    far, near = source(kind), tmp_path / "near"
+    for number in range(1, 1000, 2):
+        strike = Strike(number, interrupt)
+        file_hook(strike)
+        try:
+            copy(far, near, kind, threads)
+        except KeyboardInterrupt:
+            assert strike.struck
+        else:
+            break
+        assert content(near) in (None, whole(far, kind)), f"at operation {number}"
+        assert set(leftovers(tmp_path)) <= set(inside_kept(tmp_path)) or strike.operation in ("rename", "remove")
+        assert reader_threads() == []
+        file_hook(None)
+        assert content(copy(far, near, kind, threads)) == whole(far, kind)
+        assert leftovers(tmp_path) == [], f"not taken up after operation {number}"
+        unstage(near)
+    assert not strike.struck, "the interrupt did not reach the caller"
+
+
+def test_other_refusals_of_the_file_system_are_typed_and_leave_nothing(source, tmp_path, file_hook):
+    far, near = source("folder"), tmp_path / "near"
+
+    def refuse() -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for number in (1, 4, 9):
+        file_hook(Strike(number, refuse))
+        with pytest.raises(ColabkitError, match=r"Cannot stage .*Read-only file system"):
+            copy(far, near, "folder")
+        assert content(near) is None
+    file_hook(None)
+    assert content(copy(far, near, "folder")) == FILES
+    assert leftovers(tmp_path) == []
+
+
+def test_the_source_is_untouched_by_runs_that_fail(source, tmp_path, file_hook):
+    far = source("archive").parent
+    before = [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([far, *far.rglob("*")])]
+    for number in range(1, 17, 3):
+        for name in ("tree", "tree.zip"):
+            file_hook(Strike(number, full))
+            with pytest.raises(NotEnoughSpace):
+                stage(far / name, tmp_path / "near", progress=False)
+            file_hook(None)
+    assert [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([far, *far.rglob("*")])] == before

@@ -1,0 +1,161 @@
+"""`stage()` of everything that is a source: tar archives, tables of paths, buckets, addresses."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+from http_servers import served
+from near_copies import copy, data_of, zipped
+from trees import leftovers
+
+from colabkit.errors import BadArchive, MissingPackage, SourceMissing
+from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.staging.api import unstage
+
+
+def tarred(folder: Path, archive: Path) -> Path:
+    """Write a tar archive of a folder, compressed as its name says."""
+    mode = archive.suffix.lstrip(".")
+    with tarfile.open(archive, f"w:{mode}" if mode in ("gz", "bz2", "xz") else "w") as file:
+        for path in sorted(folder.rglob("*")):
+            file.add(path, path.relative_to(folder), recursive=False)
+    return archive
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tar.bz2", ".tar.xz"])
+def test_tar_archives_are_staged_as_the_trees_they_hold(image_tree, tmp_path, near_storage, suffix):
+    (image_tree / "big.bin").write_bytes(os.urandom(BLOCK_BYTES + 5))
+    (image_tree / "empty").write_bytes(b"")
+    archive = tarred(image_tree, tmp_path / f"tree{suffix}")
+    report = copy(archive, verify="full")
+    assert data_of(report.path) == data_of(image_tree)
+    assert copy(archive).reused
+    assert copy(archive, extract=False).path.read_bytes() == archive.read_bytes()
+    assert leftovers(near_storage) == []
+
+
+def test_zstd_archives_are_staged_where_the_package_is(image_tree, tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    plain = tarred(image_tree, tmp_path / "tree.tar")
+    archive = tmp_path / "tree.tar.zst"
+    archive.write_bytes(zstandard.compress(plain.read_bytes()))
+    assert data_of(copy(archive).path) == data_of(image_tree)
+
+
+def test_zstd_archives_need_a_package(image_tree, tmp_path, monkeypatch):
+    archive = tmp_path / "tree.tar.zst"
+    archive.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(MissingPackage, match="pip install"):
+        copy(archive)
+
+
+def test_a_hostile_tar_writes_nothing(tmp_path, near_storage):
+    for name in ("../out", "/out", "a/../../out"):
+        archive = tmp_path / "bad.tar"
+        with tarfile.open(archive, "w") as file:
+            for member in ("fine", name):
+                info = tarfile.TarInfo(member)
+                info.size = 1
+                file.addfile(info, io.BytesIO(b"x"))
+        with pytest.raises(BadArchive, match="inside"):
+            copy(archive)
+    assert list(near_storage.iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tar_cut_short_leaves_nothing(image_tree, tmp_path, near_storage):
+    for suffix in (".tar", ".tar.gz"):
+        archive = tarred(image_tree, tmp_path / f"tree{suffix}")
+        data = archive.read_bytes()
+        for length in (100, len(data) // 2, len(data) * 3 // 4):
+            archive.write_bytes(data[:length])
+            with pytest.raises(BadArchive):
+                copy(archive)
+    assert list(near_storage.iterdir()) == []
+
+
+def test_a_list_of_paths_is_staged_below_their_common_folder(image_tree):
+    paths = [image_tree / "ants" / "000.png", str(image_tree / "cats" / "003.png"), image_tree / "ants" / "000.png"]
+    report = copy(paths)
+    assert sorted(data_of(report.path)) == ["ants/000.png", "cats/003.png"]
+    assert report.files == 2
+    assert copy(paths).reused
+    assert copy(paths[:2]).path != report.path
+
+
+def test_a_table_is_staged_with_its_files_so_that_it_still_names_them(image_tree, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    table = image_tree / "labels.csv"
+    table.write_text("file,label\nants/000.png,1\ncats/003.png,0\n")
+    report = copy(table)
+    assert sorted(data_of(report.path)) == ["ants/000.png", "cats/003.png", "labels.csv"]
+    frame = pandas.read_csv(table)
+    frame["file"] = [str(image_tree / path) for path in frame["file"]]
+    assert sorted(data_of(copy(frame).path)) == ["ants/000.png", "cats/003.png"]
+
+
+def test_a_table_that_names_a_missing_file_is_refused(image_tree):
+    with pytest.raises(SourceMissing, match=r"nowhere\.png"):
+        copy([image_tree / "ants" / "000.png", image_tree / "nowhere.png"])
+
+
+def test_a_bucket_is_staged(image_tree):
+    fsspec = pytest.importorskip("fsspec")
+    files = data_of(image_tree) | {"big.bin": os.urandom(2 * BLOCK_BYTES + 9)}
+    bucket = fsspec.filesystem("memory")
+    try:
+        for path, data in files.items():
+            bucket.pipe(f"/bucket/birds/{path}", data)
+        report = copy("memory://bucket/birds")
+        assert data_of(report.path) == files
+        assert report.plan.kind == "bucket"
+        assert copy("memory://bucket/birds").reused
+    finally:
+        bucket.store.clear()
+
+
+def test_an_address_is_fetched_and_extracted_and_the_download_given_back(image_tree, tmp_path, near_storage):
+    archive = zipped(image_tree, tmp_path / "a.zip")
+    with served(archive.read_bytes()) as server:
+        address = server.url.replace("file.bin", "birds.zip?token=secret")
+        report = copy(address)
+        assert data_of(report.path) == data_of(image_tree)
+        assert "secret" not in repr(report) + report._repr_html_() + str(report.to_dict())
+        asked = len(server.paths)
+        assert copy(address).reused
+        assert len(server.paths) == asked, "the far side was asked"
+    assert list((near_storage / "downloads").iterdir()) == []
+    assert b"secret" not in b"".join(path.read_bytes() for path in near_storage.rglob("*.json"))
+
+
+def test_an_address_of_one_file_is_staged_as_that_file(tmp_path):
+    data = os.urandom(100_000)
+    with served(data) as server:
+        report = copy(server.url)
+        assert report.path.name == "file.bin"
+        assert report.path.read_bytes() == data
+        unstage(report)
+        assert not report.path.exists()
+
+
+def test_a_source_may_vanish_once_it_is_near(image_tree):
+    path = copy(image_tree).path
+    shutil.rmtree(image_tree)
+    assert copy(image_tree).path == path
+    with pytest.raises(SourceMissing):
+        copy(image_tree, refresh=True)
+    assert copy(image_tree).path == path, "a failing refresh takes nothing away"
+
+
+def test_stage_leaves_no_thread(image_tree, tmp_path):
+    before = threading.active_count()
+    copy(zipped(image_tree, tmp_path / "a.zip"), threads=8)
+    copy(image_tree, threads=8)
+    assert threading.active_count() == before

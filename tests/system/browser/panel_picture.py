@@ -1,0 +1,96 @@
+"""Make the pictures of the panel in README: a frame of a real run, drawn by Chromium in light and dark.
+
+pip install ".[bench]" && python tests/browser/panel_picture.py --chromium /usr/bin/chromium
+
+The run trains a small network on crops of photos in JPEG files, which takes longer to decode than to train on, so that
+the panel has something to say. scikit-learn's two photos are cut into the 400 files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from playwright.sync_api import sync_playwright
+from sklearn.datasets import load_sample_images
+from torch import nn
+
+import colabkit
+from colabkit import augment
+from colabkit.monitoring.panel.painter import Dashboard
+
+TARGET = Path(__file__).parents[3] / ".github" / "images"
+THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
+BORDERS = {"light": "#d0d7de", "dark": "#30363d"}
+WIDTH = 784
+
+
+class KeptFrames:
+    """A screen that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.frames: list[str] = []
+
+    def paint(self, html: str, text: str, final: bool) -> None:
+        self.frames.append(html)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def write_photos(folder: Path, count: int, size: tuple[int, int] = (384, 512)) -> Path:
+    """Write JPEG files in two classes: pieces of two photos."""
+    random = np.random.default_rng(0)
+    for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
+        (folder / name).mkdir(parents=True)
+        for number in range(count // 2):
+            top, left = (random.integers(0, whole - part) for whole, part in zip(photo.shape, size, strict=False))
+            piece = Image.fromarray(photo[top : top + size[0], left : left + size[1]])
+            piece.save(folder / name / f"{number:03d}.jpg", quality=90)
+    return folder
+
+
+def frames_of_a_run(epochs: int) -> list[str]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the other cores decode
+    screen = KeptFrames()
+    with tempfile.TemporaryDirectory() as name, chdir(name):
+        files = colabkit.FileDataset(write_photos(Path("photos"), 400))
+        crops = augment.Compose([augment.RandomResizedCrop(64), augment.RandomHorizontalFlip(), augment.Normalize()])
+        loader = colabkit.Loader(files, 16, shuffle=True, transform=crops)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 5, stride=4), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 2),
+        )  # fmt: skip
+        step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=0.0002))
+        with Dashboard(screen):
+            colabkit.train(step, loader, epochs=epochs)
+    return screen.frames
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--target", type=Path, default=TARGET)
+    options = parser.parse_args()
+    frames = frames_of_a_run(options.epochs)
+    frame = frames[len(frames) * 3 // 4]
+    options.target.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
+        for theme, (background, color) in THEMES.items():
+            page = browser.new_page(viewport={"width": WIDTH, "height": 100}, device_scale_factor=2)
+            style = f"margin:12px;background:{background};color:{color};--jp-border-color2:{BORDERS[theme]}"
+            page.set_content(f'<!doctype html><body style="{style}">{frame}</body>')
+            page.screenshot(path=options.target / f"panel-{theme}.png", full_page=True)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`pip install .` in Colab replaces nothing that is there, and brings no more than it has to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from colab_image import CPU, GPU, make_image
+from trees import needs
+
+ROOT = Path(__file__).parents[2]
+ALWAYS_NEW = {"colabkit", "simplejpeg"}  # what Colab's images do not hold
+DEADLINE_S = 200
+
+
+def pip(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--python", str(python), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def would_install(python: Path, tree: Path) -> dict[str, str]:
+    """Return names and versions of what pip would install there for a tree's sake."""
+    report = tree.parent / "report.json"
+    done = pip(python, "install", "--quiet", "--dry-run", "--report", report, tree)
+    assert done.returncode == 0, done.stderr
+    found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+    return {item["name"].lower().replace("_", "-"): item["version"] for item in found}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return interpreters of environments with the versions of Colab's images."""
+    folder = tmp_path_factory.mktemp("images")
+    made = {"cpu": make_image(folder / "cpu", CPU), "gpu": make_image(folder / "gpu", GPU)}
+    done = pip(made["cpu"], "install", "--quiet", "--dry-run", "--no-deps", "simplejpeg")
+    needs("PyPI", done.returncode == 0)
+    return made
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a copy of what pip builds the package from."""
+    copy = tmp_path / "tree"
+    shutil.copytree(ROOT / "colabkit", copy / "colabkit", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.mark.parametrize(("image", "versions"), [("cpu", CPU), ("gpu", GPU)])
+def test_pip_sees_colabs_versions_and_finds_them_in_order(
+    images: dict[str, Path], image: str, versions: Mapping[str, str]
+) -> None:
+    found = {item["name"]: item["version"] for item in json.loads(pip(images[image], "list", "--format=json").stdout)}
+    assert found == versions
+    assert pip(images[image], "check").returncode == 0
+
+
+@pytest.mark.parametrize(("image", "new"), [("cpu", {*ALWAYS_NEW, "nvidia-ml-py"}), ("gpu", ALWAYS_NEW)])
+def test_installing_in_colab_changes_none_of_its_packages(
+    images: dict[str, Path], tree: Path, image: str, new: set[str]
+) -> None:
+    assert set(would_install(images[image], tree)) == new
+
+
+@pytest.mark.parametrize(
+    ("bound", "raised"), [("psutil>=5.9", "psutil>=5.9.6"), ("numpy>=1.26", "numpy>=2.2"), ("tqdm>=4.64", "tqdm<4.67")]
+)
+def test_a_bound_that_colabs_version_does_not_meet_shows(
+    images: dict[str, Path], tree: Path, bound: str, raised: str
+) -> None:
+    setup = (tree / "setup.py").read_text()
+    assert f'"{bound}"' in setup
+    (tree / "setup.py").write_text(setup.replace(f'"{bound}"', f'"{raised}"'))
+    name = raised.partition(">")[0].partition("<")[0]
+    found = would_install(images["gpu"], tree)
+    assert set(found) == {*ALWAYS_NEW, name}
+    assert found[name] != GPU[name]

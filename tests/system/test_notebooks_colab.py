@@ -1,0 +1,69 @@
+"""The template in a kernel like hosted Colab's, with Drive at /content/drive: a slow FUSE mount behind google.colab."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from far_mounts import has_fuse, mounted_at
+from far_side import Colab
+from notebook_runs import Ran, colab_kernel, with_parameters
+from slow_drive import detach
+from trees import needs
+
+from colabkit.storage.sources.api import sample_archive
+
+CONTENT = Path("/content")
+POINT = CONTENT / "drive"
+LATENCY_S = 0.01
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Colab]:
+    """Return a Drive with a folder of images, not mounted yet; nothing of it is left in the end."""
+    needs("FUSE", has_fuse())
+    if os.geteuid() != 0:
+        pytest.skip(f"only root can make {CONTENT}")
+    if CONTENT.exists() and (mounted_at(POINT) or {*CONTENT.iterdir()} - {POINT}):
+        pytest.skip(f"there is a {CONTENT} already")
+    colab = Colab(tmp_path / "colab")
+    colab.plan(point=str(POINT), latency_s=LATENCY_S)
+    with zipfile.ZipFile(sample_archive("digits")) as archive:
+        chosen = [name for name in archive.namelist() if name.endswith("0.png")]
+        archive.extractall(colab.root / "MyDrive", chosen)
+    try:
+        POINT.mkdir(parents=True, exist_ok=True)
+        yield colab
+    finally:
+        detach(POINT)
+        POINT.rmdir()
+        CONTENT.rmdir()
+
+
+def run_on_drive(colab: Colab, folder: Path) -> Ran:
+    """Run the template in a new kernel on a new machine: nothing is near."""
+    notebook = with_parameters("colabkit_template", SOURCE="drive:digits", SAVE_TO="drive:kept", EPOCHS=2)
+    with colab_kernel(folder, COLAB_DOUBLE=str(colab._file), HOME=str(colab.home)) as started:
+        return started.run(notebook)
+
+
+def test_the_template_trains_from_drive_saves_there_and_goes_on_in_the_next_session(
+    drive: Colab, tmp_path: Path
+) -> None:
+    first = run_on_drive(drive, tmp_path / "first")
+    assert "Drive mounted at '/content/drive/MyDrive' (DriveFS)" in first.text("mount")
+    assert "Packed from the source" in first.text("prepare")
+    assert "Trained 2 epochs" in first.text("train")
+    kept = drive.root / "MyDrive" / "kept"
+    (run,) = [path for path in kept.iterdir() if path.is_dir()]
+    assert (run / "model.pt").is_file()
+    assert [path for path in kept.iterdir() if path.suffix == ".h5"]
+    assert mounted_at(POINT) == []
+
+    second = run_on_drive(drive, tmp_path / "second")
+    assert "Staged the pack that was saved at '/content/drive/MyDrive/kept/" in second.text("prepare")
+    assert "nothing was left to do" in second.text("train")
+    assert drive.count("consent") == 2

@@ -1,0 +1,382 @@
+"""Checkpoints: the newest good one is always found, the last and the best are kept, nothing in them is executed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_folders import assert_nothing_runs, content, found, save, steps_at
+from far_mounts import wait_for
+
+from colabkit.errors import Corrupt, FileFailed, InvalidOption
+from colabkit.training.checkpoints.checkpoints import Checkpoints
+from colabkit.training.checkpoints.randoms import random_state, restore_random_state
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Look after each test for threads and open files that stayed."""
+    yield
+    assert_nothing_runs(tmp_path)
+
+
+def draws() -> tuple[object, ...]:
+    """Return what each of the random generators gives next."""
+    return (
+        [random.random() for _ in range(3)],
+        random.gauss(0, 1),
+        np.random.rand(3).tolist(),
+        np.random.randn(),
+        torch.rand(3).tolist(),
+    )
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    saved = {
+        "state": {"model": torch.nn.Linear(3, 2).state_dict(), "nested": {"a": [1, 2.5, "ü", None, True, (b"x", 1j)]}},
+        "history": [],
+    }
+    folder = tmp_path / "made" / "here"
+    with Checkpoints(folder) as kept:
+        kept.save(120, saved)
+        kept.finish()
+        assert kept.latest == folder / "checkpoint-00000120.pt"
+        assert (kept.best, kept.failures, kept.is_free) == (None, (), True)
+        assert kept.save_s > 0
+    newest = Checkpoints(folder).newest()
+    assert newest is not None
+    assert (newest.path, newest.step, newest.passed_over) == (folder / "checkpoint-00000120.pt", 120, ())
+    assert newest.content["state"]["nested"] == saved["state"]["nested"]
+    for name, value in saved["state"]["model"].items():
+        assert torch.equal(newest.content["state"]["model"][name], value)
+
+
+def test_the_file_is_one_of_torch_and_the_seal_one_of_json(tmp_path):
+    path = save(tmp_path, 3)
+    assert torch.equal(torch.load(path, weights_only=True)["content"]["state"]["weights"], torch.full((5,), 3.0))
+    seal = json.loads(path.with_suffix(".json").read_text())
+    assert seal["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (seal["format"], seal["file"], seal["step"], seal["bytes"]) == (2, path.name, 3, path.stat().st_size)
+
+
+def test_torchs_own_files_keep_their_crcs(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    save(tmp_path, 1)
+    assert torch.serialization.get_crc32_options() == before
+
+
+def test_a_folder_without_checkpoints_gives_none(tmp_path):
+    (tmp_path / "checkpoint-00000001.pt").write_bytes(b"no seal")
+    (tmp_path / "checkpoint-x.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "none"):
+        kept = Checkpoints(folder)
+        assert (kept.newest(), kept.newest_step(), kept.latest, kept.best) == (None, None, None, None)
+    assert not (tmp_path / "none").exists()
+
+
+def test_all_random_generators_go_on_where_they_were(tmp_path):
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    draws()  # leaves a cached normal value in each
+    with Checkpoints(tmp_path) as kept:
+        kept.save(1, {"random": random_state()}, wait=True)
+        expected = draws()
+        draws()
+        restore_random_state(kept.newest().content["random"])
+    assert draws() == expected
+
+
+def test_saving_moves_no_random_generator(tmp_path):
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    expected = draws()
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    save(tmp_path, 1)
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_the_last_ones_are_kept(tmp_path, keep_last):
+    steps = [5, 10, 20, 100_000_000, 200_000_000]
+    for count, step in enumerate(steps, 1):
+        save(tmp_path, step, keep_last=keep_last)
+        assert found(tmp_path) == (step, [])
+        assert steps_at(tmp_path) == steps[max(0, count - keep_last) : count]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 20), ("max", 40)])
+def test_the_best_stays_beside_the_last_ones(tmp_path, mode, best):
+    scores = {10: 0.5, 20: 0.1, 30: float("nan"), 40: 0.9, 50: None, 60: 0.5, 70: 0.5, 80: float("inf")}
+    with Checkpoints(tmp_path, mode=mode) as kept:
+        for step, score in scores.items():
+            kept.save(step, content(step), score=score, wait=True)
+        assert kept.best == tmp_path / f"checkpoint-{best:08d}.pt"
+    assert steps_at(tmp_path) == sorted({best, 70, 80})
+    with Checkpoints(tmp_path, mode=mode) as resumed:  # the score is on disk
+        assert resumed.newest().step == 80
+        assert resumed.best == tmp_path / f"checkpoint-{best:08d}.pt"
+        resumed.save(90, content(90), score=0.5, wait=True)
+    assert steps_at(tmp_path) == sorted({best, 80, 90})
+
+
+def test_of_equal_scores_the_earliest_is_best_and_a_score_may_be_a_tensor(tmp_path):
+    with Checkpoints(tmp_path) as kept:
+        for step in (1, 2, 3, 4):
+            kept.save(step, content(step), score=torch.tensor(0.25), wait=True)
+        assert kept.best == tmp_path / "checkpoint-00000001.pt"
+
+
+def test_the_newest_step_is_told_without_reading(tmp_path):
+    save(tmp_path, 5, 10).write_bytes(b"damaged")
+    assert Checkpoints(tmp_path).newest_step() == 10
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path):
+    others = ("checkpoint-best.pt", "notes.json", "checkpoint-00000001.txt", "checkpoint-00000100.pt")
+    for name in others:
+        (tmp_path / name).write_text("kept")
+    save(tmp_path, 2, 3, 4, 100)
+    assert {path.name for path in tmp_path.iterdir() if path.read_bytes() == b"kept"} == set(others)
+    assert found(tmp_path) == (100, [])
+
+
+def test_the_same_step_again_replaces_it(tmp_path):
+    save(tmp_path, 10, 20)
+    for number in range(3):
+        with Checkpoints(tmp_path) as kept:
+            kept.save(20, {**content(20), "number": number}, wait=True)
+            assert kept.newest().content["number"] == number
+        assert steps_at(tmp_path) == [10, 20]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def garble_seal(path: Path) -> None:
+    path.with_suffix(".json").write_bytes(b"\xff{")
+
+
+def list_seal(path: Path) -> None:
+    path.with_suffix(".json").write_text("[1, 2]")
+
+
+def number_seal(path: Path) -> None:
+    path.with_suffix(".json").write_text("5")
+
+
+def point_elsewhere(path: Path) -> None:
+    seal = path.with_suffix(".json")
+    seal.write_text(json.dumps({**json.loads(seal.read_text()), "file": "../../checkpoint-00000020.pt"}))
+
+
+def nest_seal(path: Path) -> None:
+    path.with_suffix(".json").write_text("[" * 100_000)
+
+
+def lack_seal(path: Path) -> None:
+    path.with_suffix(".json").write_text('{"bytes": 5}')
+
+
+def other_version(path: Path) -> None:
+    seal = path.with_suffix(".json")
+    seal.write_text(json.dumps({**json.loads(seal.read_text()), "format": 99}))
+
+
+DAMAGES = [
+    (truncate, r"\d+ of \d+ bytes"),
+    (empty, r"0 of \d+ bytes"),
+    (lengthen, r"\d+ of \d+ bytes"),
+    (zero, "not the sealed ones"),
+    (flip, "not the sealed ones"),
+    (os.remove, "No such file"),
+    (garble_seal, "seal cannot be read"),
+    (list_seal, "seal cannot be read"),
+    (number_seal, "seal cannot be read"),
+    (lack_seal, "seal cannot be read"),
+    (point_elsewhere, "seal cannot be read"),
+    (nest_seal, "seal cannot be read"),
+    (other_version, "checkpoint format 99"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_damaged_newest_is_passed_over_with_the_reason(tmp_path, damage: Callable[[Path], None], reason):
+    save(tmp_path, 10)
+    damage(save(tmp_path, 20))
+    assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
+    newest = Checkpoints(tmp_path).newest()
+    assert newest is not None
+    assert re.search(reason, newest.passed_over[0][1])
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_all_damaged_is_corrupt_and_names_each(tmp_path, damage, reason):
+    for step in (20, 10):
+        damage(save(tmp_path, step))
+    with pytest.raises(Corrupt, match=reason) as caught:
+        Checkpoints(tmp_path).newest()
+    for name in ("checkpoint-00000010.pt", "checkpoint-00000020.pt"):
+        assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("damage", [truncate, zero, os.remove])
+def test_several_damaged_ones_are_passed_over_in_order(tmp_path, damage, count):
+    save(tmp_path, 10, 20, 30, 40, keep_last=4)
+    steps = [40, 30, 20][:count]
+    for step in steps:
+        damage(tmp_path / f"checkpoint-{step:08d}.pt")
+    assert found(tmp_path) == (40 - 10 * count, [f"checkpoint-{step:08d}.pt" for step in steps])
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, garble_seal, os.remove])
+def test_a_damaged_checkpoint_never_drives_out_a_good_one(tmp_path, damage):
+    save(tmp_path, 10, 20, 30, 40, keep_last=4)
+    for step in (30, 40):
+        damage(tmp_path / f"checkpoint-{step:08d}.pt")
+    with Checkpoints(tmp_path) as kept:
+        assert kept.newest().step == 20
+        assert kept.latest == tmp_path / "checkpoint-00000020.pt"
+        for step in (25, 30, 35, 45):  # past the damaged ones
+            kept.save(step, content(step), wait=True)
+            assert kept.latest.name.startswith(f"checkpoint-{step:08d}")
+            seal = tmp_path / f"checkpoint-{step:08d}.json"
+            seal.rename(tmp_path / "hidden")
+            assert found(tmp_path)[0] < step  # if the newest were lost, there would be another
+            (tmp_path / "hidden").rename(seal)
+    assert found(tmp_path) == (45, [])
+    assert steps_at(tmp_path) == [35, 45]
+
+
+def test_nothing_is_removed_while_the_last_ones_are_not_whole(tmp_path):
+    save(tmp_path, 10, 20)
+    truncate(tmp_path / "checkpoint-00000020.pt")
+    save(tmp_path, 30)
+    truncate(tmp_path / "checkpoint-00000030.pt")
+    assert found(tmp_path)[0] == 10
+
+
+def test_a_checkpoint_without_its_seal_counts_as_absent(tmp_path):
+    save(tmp_path, 10, 20).with_suffix(".json").unlink()
+    assert found(tmp_path) == (10, [])
+    save(tmp_path, 30)
+    assert steps_at(tmp_path) == [10, 30]  # and what is left of it is removed
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.path,)
+
+
+def seal_for(path: Path, data: bytes) -> None:
+    """Write a checkpoint that somebody else made, with a seal that matches."""
+    path.write_bytes(data)
+    seal = {"format": 2, "file": path.name, "step": 20, "bytes": len(data), "score": None}
+    path.with_suffix(".json").write_text(json.dumps({**seal, "sha256": hashlib.sha256(data).hexdigest()}))
+
+
+@pytest.mark.parametrize("dump", [functools.partial(pickle.dump, protocol=2), torch.save])
+def test_a_hostile_pickle_is_not_executed(tmp_path, dump):
+    save(tmp_path, 10)
+    with (tmp_path / "hostile").open("wb") as file:
+        dump({"content": {"state": Hostile(tmp_path / "executed")}}, file)
+    seal_for(tmp_path / "checkpoint-00000020.pt", (tmp_path / "hostile").read_bytes())
+    assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()  # it would have been
+
+
+@pytest.mark.parametrize("made", [5, [1], {}, {"content": {}}, {"content": {}, "made_by": 5}, {"made_by": "x"}])
+def test_a_sealed_file_of_something_else_is_passed_over(tmp_path, made):
+    save(tmp_path, 10)
+    torch.save(made, tmp_path / "other")
+    seal_for(tmp_path / "checkpoint-00000020.pt", (tmp_path / "other").read_bytes())
+    assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, caplog, wait):
+    (tmp_path / "file").write_text("x")
+    with Checkpoints(tmp_path / "file" / "folder") as kept:
+        for step in (1, 2):
+            with contextlib.nullcontext() if not wait else pytest.raises(FileFailed, match="Cannot save"):
+                kept.save(step, content(step), wait=wait)
+            with pytest.raises(FileFailed, match="Cannot save"):
+                kept.finish()
+        assert [step for step, _ in kept.failures] == [1, 2]
+        assert "\n" not in kept.failures[0][1]
+    assert len(caplog.records) == (0 if wait else 1)
+
+
+@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": 1.5}, {"mode": "best"}])
+def test_options_that_cannot_be_meant_are_refused(tmp_path, options):
+    with pytest.raises(InvalidOption, match="Cannot keep checkpoints"):
+        Checkpoints(tmp_path, **options)
+
+
+def test_a_close_takes_back_what_is_not_sealed_and_lets_nothing_follow(tmp_path, file_hook):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(operation: str, path: Path) -> None:
+        if operation == "sync" and path.name.endswith(".partial"):
+            reached.set()
+            assert go_on.wait(30)
+
+    save(tmp_path, 10)
+    file_hook(hold)
+    kept = Checkpoints(tmp_path)
+    kept.save(20, content(20))
+    assert reached.wait(30)
+    assert not kept.is_free
+    closing = threading.Thread(target=kept.close)
+    closing.start()
+    wait_for(lambda: kept._is_over, "the close")
+    go_on.set()
+    closing.join()
+    file_hook(None)
+    assert steps_at(tmp_path) == [10]
+    assert kept.failures == ()
+    with pytest.raises(InvalidOption, match="closed"):
+        kept.save(30, content(30))

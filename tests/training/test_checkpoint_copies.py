@@ -1,0 +1,245 @@
+"""What `save()` copies: nothing that happens later reaches the file, and tensors come back as they were."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_folders import assert_nothing_runs
+
+from colabkit.errors import InvalidOption
+from colabkit.foundation.environment.limits import MemoryReport
+from colabkit.training.checkpoints import copies
+from colabkit.training.checkpoints.checkpoints import Checkpoints
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Look after each test for threads and open files that stayed."""
+    yield
+    assert_nothing_runs(tmp_path)
+
+
+def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Return what comes back of content that is saved and loaded."""
+    with Checkpoints(folder) as kept:
+        kept.save(1, content, wait=True)
+        newest = kept.newest()
+        assert newest is not None
+        return dict(newest.content)
+
+
+class Held:
+    """A hook that stops the writer at its first file until it may go on."""
+
+    def __init__(self, set_hook: Callable[[Callable[[str, Path], None] | None], None]) -> None:
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+        set_hook(self)
+
+    def __call__(self, operation: str, path: Path) -> None:
+        if operation == "create":
+            self.reached.set()
+            assert self.may_go_on.wait(30)
+
+
+def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
+    held = Held(file_hook)
+    weights, numbers = torch.ones(1000), {"list": [1, {"deep": 2}], "view": torch.zeros(4, 6)[:, 2:4]}
+    with Checkpoints(tmp_path) as kept:
+        kept.save(1, {"weights": weights, "numbers": numbers})
+        assert held.reached.wait(30)
+        weights.mul_(7)
+        numbers["list"][1]["deep"] = 3
+        numbers["list"].append(4)
+        numbers["view"].add_(1)
+        numbers["new"] = 5
+        held.may_go_on.set()
+        kept.finish()
+        content = kept.newest().content
+    assert torch.equal(content["weights"], torch.ones(1000))
+    assert content["numbers"]["list"] == [1, {"deep": 2}]
+    assert torch.equal(content["numbers"]["view"], torch.zeros(4, 2))
+    assert "new" not in content["numbers"]
+
+
+def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path, file_hook):
+    held = Held(file_hook)
+    weights = torch.zeros(50)
+    with Checkpoints(tmp_path) as kept:
+        assert kept.is_free
+        kept.save(1, {"weights": weights})
+        assert held.reached.wait(30)
+        assert not kept.is_free
+        releasing = threading.Timer(0.05, held.may_go_on.set)
+        releasing.start()
+        weights.fill_(2)
+        kept.save(2, {"weights": weights})
+        assert held.may_go_on.is_set()  # it did not come back before
+        releasing.join()
+        kept.finish()
+    for step in (1, 2):
+        saved = torch.load(tmp_path / f"checkpoint-{step:08d}.pt", weights_only=True)["content"]
+        assert torch.equal(saved["weights"], torch.full((50,), 2.0 * (step - 1)))
+
+
+def test_memory_is_kept_from_save_to_save(tmp_path):
+    kept = copies.Copies()
+
+    def places(content: dict[str, Any]) -> set[int]:
+        return {value.data_ptr() for value in kept.copy("save", content).content.values()}
+
+    content = {"a": torch.ones(100_000), "b": torch.ones(200_000), "c": torch.ones(100_000)}
+    first = places(content)
+    assert len(first) == 3
+    assert places(content) == first
+    assert places({"c": content["c"], "a": content["a"], "b": content["b"]}) == first
+    assert len(places({**content, "d": torch.ones(5)}) & first) == 3
+
+
+TENSORS = {
+    "scalar": lambda: torch.tensor(3.5),
+    "empty": lambda: torch.empty(0, 3),
+    "bool": lambda: torch.tensor([True, False]),
+    "bfloat16": lambda: torch.randn(9).bfloat16(),
+    "complex": lambda: torch.randn(5, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(5, dtype=torch.complex64).conj(),
+    "channels-last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "strided": lambda: torch.arange(100)[10:50:7],
+    "expanded": lambda: torch.randn(3, 1).expand(3, 5),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(3)),
+    "float8": lambda: torch.randn(8).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_comes_back_with_its_values_type_and_strides(tmp_path, name):
+    tensor = TENSORS[name]()
+    back = through_file(tmp_path, {"tensor": tensor})["tensor"]
+    assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert torch.equal(back.float() if name == "float8" else back, tensor.float() if name == "float8" else tensor)
+    assert not back.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse")
+def test_sparse_tensors_come_back(tmp_path):
+    back = through_file(tmp_path, {"sparse": torch.eye(3).to_sparse()})["sparse"]
+    assert torch.equal(back.to_dense(), torch.eye(3))
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    weight = torch.randn(4, 4)
+    back = through_file(tmp_path, {"a": weight, "deep": [{"b": weight.t()}, weight[1:]], "apart": weight.clone()})
+    back["a"][2, 3] = 77.0
+    assert back["deep"][0]["b"][3, 2] == 77.0
+    assert back["deep"][1][1, 3] == 77.0
+    assert back["apart"][2, 3] != 77.0
+
+
+def test_a_slice_of_a_large_tensor_takes_the_slice_alone(tmp_path):
+    large = torch.randn(1000, 1000)
+    with Checkpoints(tmp_path) as kept:
+        kept.save(1, {"row": large[500], "next": large[501, :10]}, wait=True)
+        assert kept.latest.stat().st_size < 20_000
+        content = kept.newest().content
+    assert torch.equal(content["row"], large[500])
+    assert torch.equal(content["next"], large[501, :10])
+
+
+def test_containers_come_back_as_they_were(tmp_path):
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    one = {"x": 1}
+    model = torch.nn.BatchNorm1d(3)
+    content = {
+        "ordered": OrderedDict(b=1, a=(2, [3])),
+        "counter": Counter("aab"),
+        "keys": {1: "int", None: "none", (1, "x"): "tuple"},
+        "same": [one, one],
+        "cycle": cycle,
+        "model": model.state_dict(),
+        "dtype": torch.float16,
+        "size": torch.Size([2, 3]),
+        "set": {1, 2},
+    }
+    back = through_file(tmp_path, content)
+    for name in ("ordered", "counter", "keys", "same", "dtype", "size", "set"):
+        assert back[name] == content[name]
+        assert type(back[name]) is type(content[name])
+    assert list(back["ordered"]) == ["b", "a"]
+    assert back["same"][0] is back["same"][1]
+    assert back["cycle"][1] is back["cycle"]
+    assert back["model"]._metadata == model.state_dict()._metadata
+    torch.nn.BatchNorm1d(3).load_state_dict(back["model"])
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize("value", [object(), np.datetime64("2020"), np.zeros(3), Colour.RED, Path("x"), lambda: 0])
+def test_what_cannot_be_loaded_safely_is_refused_at_once(tmp_path, value):
+    with Checkpoints(tmp_path / "run") as kept:
+        with pytest.raises(InvalidOption, match=r"Cannot save .+: an object of the type [\w.<>]+, .+\. .+\.") as caught:
+            kept.save(1, {"state": [{"deep": value}]})
+        assert "\x1b" not in str(caught.value)
+        assert kept.is_free
+        kept.save(1, {"state": 1}, wait=True)
+        assert kept.newest().content == {"state": 1}
+
+
+def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "memory_limits", lambda _: MemoryReport(1 << 30, 1000, "test"))
+    monkeypatch.setattr(copies, "_UNASKED_BYTES", 1000)
+    weights = torch.ones(100_000)
+    with Checkpoints(tmp_path) as kept:
+        kept.save(1, {"weights": weights})
+        assert kept.is_free
+        weights.fill_(2)
+        assert torch.equal(kept.newest().content["weights"], torch.ones(100_000))
+    with Checkpoints(tmp_path / "file") as kept:
+        (tmp_path / "file").write_text("x")
+        kept.save(1, {"weights": weights})  # as with a copy: what fails in the middle of a training costs none of it
+        assert "Cannot save" in kept.failures[0][1]
+        with pytest.raises(OSError, match="Cannot save"):
+            kept.save(2, {"weights": weights}, wait=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_tensors_of_a_gpu_come_back_and_later_changes_do_not_reach_the_file(tmp_path, file_hook):
+    held = Held(file_hook)
+    weight = torch.randn(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
+    expected = weight.cpu()
+    with Checkpoints(tmp_path) as kept:
+        kept.save(1, {"weight": weight, "tied": weight[3:]})
+        weight.zero_()
+        held.may_go_on.set()
+        kept.finish()
+        content = kept.newest().content
+    assert content["weight"].device.type == "cpu"
+    assert content["weight"].stride() == expected.stride()
+    assert torch.equal(content["weight"], expected)
+    assert content["tied"].untyped_storage().data_ptr() == content["weight"].untyped_storage().data_ptr()
+
+
+def test_numbers_of_numpy_come_back_as_numbers(tmp_path):
+    given = {"rate": np.float64(0.1), "half": np.float32(0.5), "count": np.int64(3), "is_on": np.bool_(True)}
+    found = through_file(tmp_path, {"numbers": [given]})["numbers"][0]
+    assert found == {"rate": 0.1, "half": 0.5, "count": 3, "is_on": True}
+    assert [type(one) for one in found.values()] == [float, float, int, bool]
+
+
+def test_tensors_over_one_memory_of_numpy_come_back_each_in_its_length(tmp_path):
+    memory = np.arange(10.0)
+    for first, second in ((memory, memory[:5]), (memory[:5], memory)):
+        given = {"one": torch.from_numpy(first), "other": torch.from_numpy(second)}
+        found = through_file(tmp_path / str(len(first)), given)
+        assert all(torch.equal(found[name], tensor) for name, tensor in given.items())

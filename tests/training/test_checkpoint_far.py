@@ -1,0 +1,263 @@
+"""Checkpoints on a mount: near first, published behind, whatever the mount does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_folders import assert_nothing_runs, content, found, near_of, pretend_far, save, steps_at
+from far_mounts import FuseMount, has_fuse, wait_for
+from trees import needs
+
+from colabkit.errors import Corrupt, FileFailed, NotMounted, TimedOut
+from colabkit.training.checkpoints import far, writing
+from colabkit.training.checkpoints.checkpoints import Checkpoints
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Look after each test for threads and open files that stayed."""
+    yield
+    assert_nothing_runs(tmp_path)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[..., FuseMount]]:
+    """Return a function that mounts `tmp_path/root` at `tmp_path/drive`."""
+    needs("FUSE", has_fuse())
+    mounted: list[FuseMount] = []
+    (tmp_path / "root").mkdir()
+
+    def mount(**options: Any) -> FuseMount:
+        mounted.append(FuseMount(tmp_path / "drive", tmp_path / "root", **options).__enter__())
+        return mounted[-1]
+
+    yield mount
+    for one in mounted:
+        one.__exit__(None, None, None)
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
+
+
+def elsewhere(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Be another machine, with nothing near."""
+    patch.setenv("COLABKIT_NEAR", str(folder))
+
+
+def test_a_checkpoint_on_a_drive_is_written_near_and_published(tmp_path, near_storage, drive, monkeypatch):
+    drive()
+    folder = tmp_path / "drive" / "my" / "run"
+    with Checkpoints(folder) as kept:
+        for step in (10, 20, 30):
+            kept.save(step, content(step), score=-step, wait=True)
+            assert kept.latest.name == f"checkpoint-{step:08d}.pt"
+            kept.finish()
+            assert kept.latest == kept.best == folder / f"checkpoint-{step:08d}.pt"
+        assert kept.failures == ()
+        assert 0 < kept.save_s < 30
+    assert steps_at(tmp_path / "root" / "my" / "run") == steps_at(near_of(near_storage)) == [20, 30]
+    assert found(folder) == (30, [])
+    elsewhere(monkeypatch, tmp_path / "other")
+    with Checkpoints(folder) as resumed:
+        assert resumed.newest_step() == 30
+        newest = resumed.newest()
+        assert (newest.path, newest.step) == (folder / "checkpoint-00000030.pt", 30)
+        assert resumed.latest == newest.path
+        assert steps_at(near_of(tmp_path / "other")) == [30]
+        resumed.save(40, content(40), wait=True)
+        resumed.finish()
+    assert steps_at(tmp_path / "root" / "my" / "run") == [30, 40]
+
+
+def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
+    tmp_path, near_storage, drive, monkeypatch, caplog, file_hook
+):
+    mount = drive()
+    monkeypatch.setattr(far, "STALLED_S", 0.5)
+    folder = tmp_path / "drive" / "run"
+    save(folder, 10)
+    with Checkpoints(folder) as kept, caplog.at_level(logging.WARNING, logger="colabkit"):
+        assert kept.newest().step == 10
+        file_hook(lambda at, path: mount.hang() if at == "write" and folder in path.parents else None)
+        kept.save(20, content(20), score=0.1)
+        kept.finish()
+        file_hook(None)
+        kept.save(30, content(30), score=0.2)
+        kept.finish()
+        assert [step for step, _ in kept.failures] == [20, 30, 20]  # the best is tried once more, too
+        assert "has answered nothing for" in kept.failures[0][1]
+        assert f"It stays at {str(near_of(near_storage) / 'checkpoint-00000020.pt')!r}" in kept.failures[0][1]
+        assert kept.latest == near_of(near_storage) / "checkpoint-00000030.pt"
+        assert len(caplog.records) == 1
+        mount.go_on()
+        monkeypatch.setattr(far, "STALLED_S", 60.0)
+        kept.save(40, content(40), score=0.3)
+        kept.finish()
+        assert len(kept.failures) == 3
+        assert kept.latest == folder / "checkpoint-00000040.pt"
+        assert kept.best == folder / "checkpoint-00000020.pt"
+    assert steps_at(tmp_path / "root" / "run") == [20, 40]
+
+
+def test_a_drive_that_hangs_for_long_holds_few_threads(tmp_path, drive, monkeypatch):
+    mount = drive()
+    monkeypatch.setattr(far, "STALLED_S", 0.1)
+    monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
+    with Checkpoints(tmp_path / "drive" / "run") as kept:
+        mount.hang()
+        for step in range(6):
+            kept.save(step, content(step), wait=True)
+            kept.finish()
+        assert len(kept.failures) == 6
+        assert sum(thread.name == "colabkit-read" for thread in threading.enumerate()) == 3
+        mount.go_on()
+
+
+def test_a_drive_that_dies_fails_no_training(tmp_path, near_storage, drive, file_hook):
+    mount = drive()
+    folder = tmp_path / "drive" / "run"
+    save(folder, 10)
+    with Checkpoints(folder) as kept:
+        file_hook(lambda at, path: mount.kill() if at == "write" and folder in path.parents else None)
+        kept.save(20, content(20))
+        kept.finish()
+        file_hook(None)
+        kept.save(30, content(30))
+        kept.finish()
+        assert [step for step, _ in kept.failures] == [20, 30]
+        assert all("is dead" in reason and "\n" not in reason for _, reason in kept.failures)
+    assert steps_at(near_of(near_storage)) == [20, 30]
+    with pytest.raises(FileFailed, match=r"Cannot resume from .+ is dead"):
+        Checkpoints(folder).newest()
+
+
+def test_a_drive_that_is_taken_away_is_not_written_beside(tmp_path, near_storage, drive):
+    mount = drive()
+    folder = tmp_path / "drive" / "run"
+    with Checkpoints(folder) as kept:
+        mount.__exit__(None, None, None)
+        mount.__exit__ = lambda *_: None
+        kept.save(10, content(10))
+        kept.finish()
+        assert "is gone" in kept.failures[0][1]
+        with pytest.raises(NotMounted, match="Cannot resume"):
+            kept.newest()
+    assert list((tmp_path / "drive").iterdir()) == []
+
+
+@pytest.mark.parametrize("operation", [None, "list", "open", "read"])
+def test_a_drive_that_hangs_at_resume_is_one_error_in_time(tmp_path, near_storage, drive, monkeypatch, operation):
+    mount = drive()
+    folder = tmp_path / "drive" / "run"
+    save(folder, 10)
+    elsewhere(monkeypatch, tmp_path / "other")
+    monkeypatch.setattr(far, "STALLED_S", 0.5)
+    mount.hang(operation)
+    with pytest.raises(TimedOut, match=r"Cannot resume from .+ has answered nothing"):
+        Checkpoints(folder).newest()
+    mount.go_on()
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
+    assert found(folder) == (10, [])
+
+
+def test_an_interrupt_of_finish_comes_through_and_close_ends_all(tmp_path, near_storage, drive, file_hook):
+    mount = drive()
+    folder = tmp_path / "drive" / "run"
+    hangs = threading.Event()
+
+    def hang(at: str, path: Path) -> None:
+        if at == "write" and folder in path.parents and not hangs.is_set():
+            mount.hang()
+            hangs.set()
+
+    def interrupt() -> None:
+        assert hangs.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    file_hook(hang)
+    interrupting = threading.Thread(target=interrupt)
+    with Checkpoints(folder) as kept:
+        kept.save(10, content(10), wait=True)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            interrupting.start()
+            kept.finish()
+        interrupting.join()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("colabkit-")] == ["colabkit-read"]  # as it hangs
+    mount.go_on()
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
+    assert steps_at(near_of(near_storage)) == [10]
+    assert list((tmp_path / "root" / "run").iterdir()) == []
+
+
+def test_other_bytes_that_are_read_back_are_no_publication(tmp_path, near_storage, drive):
+    drive(plan={"faults": [{"on": "read", "path": "/run/.colabkit-*.partial", "do": "change", "count": 1}]})
+    with Checkpoints(tmp_path / "drive" / "run") as kept:
+        kept.save(10, content(10))
+        kept.finish()
+        assert "read back" in kept.failures[0][1]
+        assert list((tmp_path / "root" / "run").iterdir()) == []
+        kept.save(20, content(20))
+        kept.finish()
+        assert len(kept.failures) == 1
+    assert steps_at(tmp_path / "root" / "run") == [20]
+
+
+def test_a_far_one_that_is_newer_wins_and_a_damaged_one_is_passed_over(tmp_path, near_storage, monkeypatch):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+    save(folder, 10)
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere(patch, tmp_path / "other")
+        save(folder, 20, 30)
+    assert Checkpoints(folder).newest_step() == 30
+    (folder / "checkpoint-00000030.pt").write_bytes(b"cut")
+    assert found(folder) == (20, ["checkpoint-00000030.pt"])
+    near = near_of(near_storage)
+    (near / "checkpoint-00000020.pt").write_bytes(b"cut")  # near it is damaged, far it is not
+    assert found(folder) == (20, ["checkpoint-00000030.pt", "checkpoint-00000020.pt"])
+    assert steps_at(near) == [10, 20]
+    for path in [*near.iterdir(), *folder.iterdir()]:
+        path.write_bytes(b"")
+    with pytest.raises(Corrupt, match="seal cannot be read"):
+        Checkpoints(folder).newest()
+
+
+def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
+    tmp_path, near_storage, monkeypatch, file_hook
+):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(operation: str, path: Path) -> None:
+        if folder in path.parents and not reached.is_set():
+            reached.set()
+            assert go_on.wait(30)
+
+    file_hook(hold)
+    with Checkpoints(folder, keep_last=2) as kept:
+        kept.save(10, content(10), score=5, wait=True)
+        assert reached.wait(30)
+        for step, score in ((20, 1), (30, 2), (40, 3), (50, 4)):
+            kept.save(step, content(step), score=score, wait=True)
+        assert steps_at(near_of(near_storage)) == [10, 20, 40, 50]  # 10 is on its way, 20 the best
+        go_on.set()
+        kept.finish()
+        assert kept.failures == ()
+    assert steps_at(folder) == [20, 50]
+    assert found(folder) == (50, [])
+
+
+def test_a_writer_gives_way_to_training(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(writing.os, "setpriority", lambda which, thread, nice: given.append((thread, nice)))
+    with Checkpoints(tmp_path) as kept:
+        kept.save(1, content(1), wait=True)
+        assert given == []  # who waits for it wants it soon
+        kept.save(2, content(2))
+        kept.finish()
+    assert [nice for _, nice in given] == [10]
+    assert given[0][0] != threading.get_native_id()

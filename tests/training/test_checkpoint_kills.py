@@ -1,0 +1,176 @@
+"""Checkpoints under SIGKILL and full disks, at every change of files: a good one is always there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from checkpoint_folders import content, found, near_of, pretend_far, save, save_again, steps_at, with_far
+from contract import AtChange, fill_disk, kills
+from trees import leftovers
+
+from colabkit.errors import ColabkitError, NotEnoughSpace
+from colabkit.training.checkpoints.checkpoints import Checkpoints
+
+
+def restored(folder: Path, before: Path) -> None:
+    """Bring a folder to what it was."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(before, folder)
+
+
+def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_good_one(tmp_path, killed_at):
+    folder, before = tmp_path / "run", tmp_path / "before"
+    save(folder, 10, 20)
+    shutil.copytree(folder, before)
+    seen = set()
+    for number in kills(killed_at, partial(save, folder, 30)):
+        step, passed_over = found(folder)
+        assert passed_over == []
+        seen.add(step)
+        following = 30 if number % 2 else 25  # the same step again, or another run
+        if step < 30 or following == 30:
+            save(folder, following)
+            assert found(folder) == (following, [])
+            assert len(steps_at(folder)) == 2  # and what was left is removed
+        restored(folder, before)
+    assert seen == {20, 30}
+
+
+def test_a_kill_at_the_first_save_leaves_none_or_a_good_one(tmp_path, killed_at):
+    folder = tmp_path / "run"
+    for _ in kills(killed_at, partial(save, folder, 1)):
+        newest = Checkpoints(folder).newest()
+        assert newest is None or newest.step == 1
+        save(folder, 1)
+        assert steps_at(folder) == [1]
+        shutil.rmtree(folder)
+
+
+def test_a_kill_while_the_only_checkpoint_is_saved_again_keeps_it_or_the_new_one(tmp_path, killed_at):
+    folder, before = tmp_path / "run", tmp_path / "before"
+    save_again(folder, 0)
+    shutil.copytree(folder, before)
+    seen = set()
+    for _ in kills(killed_at, partial(save_again, folder, 1)):
+        newest = Checkpoints(folder).newest()
+        assert newest is not None
+        assert newest.passed_over == ()
+        seen.add(newest.content["number"])
+        save_again(folder, 2)
+        assert steps_at(folder) == [20]
+        restored(folder, before)
+    assert seen == {0, 1}
+
+
+def test_a_kill_at_any_operation_of_a_publication_keeps_good_ones_near_and_far(
+    tmp_path, near_storage, monkeypatch, killed_at
+):
+    far = pretend_far(monkeypatch, tmp_path / "far")
+    save(far, 10, 20)
+    near = near_of(near_storage)
+    for folder, name in ((near, "near"), (far, "there")):
+        shutil.copytree(folder, tmp_path / name)
+    seen = set()
+    for number in kills(killed_at, partial(with_far, save, far, 30)):
+        step, passed_over = found(far)
+        assert passed_over == []
+        with pytest.MonkeyPatch.context() as elsewhere:  # another machine has only what was published
+            elsewhere.setenv("COLABKIT_NEAR", str(tmp_path / "elsewhere"))
+            published, passed_over = found(far)
+            assert passed_over == []
+        seen.add((step, published))
+        if number % 2:
+            save(far, 40)
+            assert found(far) == (40, [])
+            assert len(steps_at(near)) == len(steps_at(far)) == 2
+        for folder, name in ((near, "near"), (far, "there"), (tmp_path / "elsewhere", "")):
+            shutil.rmtree(folder, ignore_errors=True)
+            if name:
+                shutil.copytree(tmp_path / name, folder)
+    assert seen == {(20, 20), (30, 20), (30, 30)}
+
+
+def test_a_kill_while_a_far_checkpoint_is_fetched_leaves_it_to_be_fetched(
+    tmp_path, near_storage, monkeypatch, killed_at
+):
+    far = pretend_far(monkeypatch, tmp_path / "far")
+    save(far, 10, 20)
+    near = near_of(near_storage)
+    shutil.rmtree(near)
+    for _ in kills(killed_at, partial(with_far, found, far)):
+        assert found(far) == (20, [])
+        assert steps_at(near) == [20]
+        assert steps_at(far) == [10, 20]
+        shutil.rmtree(near)
+
+
+def every_full_disk(
+    work: Callable[[], object], set_hook: Callable[..., None], lasting: bool
+) -> Iterator[ColabkitError | None]:
+    """Yield after each failure of `work` for want of space at its 1st, 2nd, … change, until it succeeds."""
+    number = 1
+    while True:
+        hook = AtChange(number, fill_disk, lasting)
+        set_hook(hook)
+        error: ColabkitError | None = None
+        try:
+            work()
+        except ColabkitError as raised:
+            error = raised
+        set_hook(None)
+        if not hook.was_reached:
+            return
+        yield error
+        number += 1
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_disk_that_fills_up_during_a_save_keeps_the_older_ones(tmp_path, file_hook, lasting):
+    folder, before = tmp_path / "run", tmp_path / "before"
+    save(folder, 10, 20)
+    shutil.copytree(folder, before)
+    failures = 0
+    for error in every_full_disk(lambda: save(folder, 30), file_hook, lasting):
+        failures += isinstance(error, NotEnoughSpace)
+        assert found(folder)[0] in (20, 30)
+        assert leftovers(folder) == []
+        save(folder, 40)
+        assert len(steps_at(folder)) == 2
+        restored(folder, before)
+    assert failures >= 8
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_disk_that_fills_up_during_a_publication_fails_no_training(
+    tmp_path, near_storage, monkeypatch, file_hook, lasting
+):
+    far = pretend_far(monkeypatch, tmp_path / "far")
+    save(far, 10, 20)
+    near = near_of(near_storage)
+    for folder, name in ((near, "near"), (far, "there")):
+        shutil.copytree(folder, tmp_path / name)
+    told = 0
+    with Checkpoints(far) as kept:
+
+        def work() -> None:
+            kept.save(30, content(30), wait=True)
+            kept.finish()
+
+        def far_only(hook: Callable[[str, Path], None] | None) -> None:
+            file_hook(hook and (lambda operation, path: hook(operation, path) if far in path.parents else None))
+
+        for error in every_full_disk(work, far_only, lasting):
+            assert error is None
+            assert found(far) == (30, [])
+            assert leftovers(far) == []
+            told += 1
+            assert all("Cannot publish" in reason and "It stays at" in reason for _, reason in kept.failures)
+            for folder, name in ((near, "near"), (far, "there")):
+                restored(folder, tmp_path / name)
+            kept._far_sealed = []
+        assert told >= 8
+        assert len(kept.failures) == told

@@ -1,0 +1,461 @@
+"""`train()`: the hand-written loop, killed and resumed at will, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import make_pack
+from torch import Tensor, nn
+from trainings import train
+
+from colabkit.augment import Normalize
+from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists
+from colabkit.foundation import meters
+from colabkit.loading.loader.api import Loader
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.training.report import EpochRecord, TrainReport
+from colabkit.training.steps import supervised_step
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")] == []
+
+
+class Setup:
+    """A fresh model with dropout and momentum, whose run depends on every random generator."""
+
+    def __init__(self, data: PackedDataset, **options: Any) -> None:
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
+        self.loader = Loader(data, 4, **{"shuffle": True, "seed": 4, "transform": Normalize(), **options})
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.7)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.usual = supervised_step(self.model, self.optimizer, scheduler=self.scheduler)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Any:
+        images, labels = batch
+        noise = random.random() + np.random.rand()
+        return self.usual((images + 0.01 * noise, labels))
+
+    def validate(self) -> dict[str, float]:
+        self.model.eval()
+        with torch.no_grad():
+            return {"score": float(self.model(torch.ones(2, 3, 4, 3)).sum()) + random.random()}
+
+    def train(self, epochs: int, **options: Any) -> TrainReport:
+        return train(self.step, self.loader, epochs=epochs, state=self.state, validate=self.validate, **options)
+
+    def weights(self) -> list[Tensor]:
+        return [value.clone() for value in self.model.state_dict().values()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def history(report: TrainReport) -> list[tuple[object, ...]]:
+    """Return what does not depend on the clock."""
+    return [(r.epoch, r.steps, r.samples, dict(r.values), dict(r.validation)) for r in report.epochs]
+
+
+def nothing(batch: object) -> None:
+    """Be a step that does nothing."""
+
+
+def test_train_is_the_hand_written_loop_bit_for_bit(data):
+    ours, hand = Setup(data), Setup(data)
+    report = ours.train(3)
+    ours_next = random.random(), np.random.rand(), torch.rand(1).item()
+    hand = Setup(data)
+    expected = []
+    for _ in range(3):
+        losses = []
+        for images, labels in hand.loader:
+            noise = random.random() + np.random.rand()
+            hand.model.train()
+            hand.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(hand.model(images + 0.01 * noise), labels)
+            loss.backward()
+            hand.optimizer.step()
+            hand.scheduler.step()
+            losses.append((loss.item(), len(labels)))
+        expected.append(sum(loss * size for loss, size in losses) / 22)
+        hand.validate()
+    assert same(ours.weights(), hand.weights())
+    assert [record.values["loss"] for record in report.epochs] == pytest.approx(expected, rel=1e-5)
+    assert ours_next == (random.random(), np.random.rand(), torch.rand(1).item())
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"drop_last": True}, {"prefetch_batches": 1}])
+@pytest.mark.parametrize("stops", [[1], [2], [3], [1, 2, 3, 4]])
+def test_stopped_after_any_epoch_and_resumed_equals_uninterrupted(tmp_path, data, options, stops):
+    whole = Setup(data, **options)
+    expected = whole.train(4)
+    for stop in stops:
+        Setup(data, **options).train(stop, save_to=tmp_path / "run")
+    resumed = Setup(data, **options)
+    report = resumed.train(4, save_to=tmp_path / "run")
+    assert history(report) == history(expected)
+    assert same(resumed.weights(), whole.weights())
+    assert str(resumed.optimizer.state_dict()) == str(whole.optimizer.state_dict())
+    assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
+    assert report.resumed_from == tmp_path / "run" / f"checkpoint-{stops[-1] * len(whole.loader):08d}.pt"
+
+
+def killed_in(work: Callable[[], object]) -> None:
+    """Run `work` in a forked process that kills itself."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+
+@pytest.mark.parametrize("at_step", [1, 6, 7, 15, 23])
+def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_step):
+    whole = Setup(data)
+    expected = whole.train(4)
+
+    def kill(done: meters.StepDone) -> None:
+        if done.step == at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed_in(lambda: Setup(data).train(4, save_to=tmp_path, on_step=kill))
+    resumed = Setup(data)
+    report = resumed.train(4, save_to=tmp_path)
+    assert history(report) == history(expected)
+    assert same(resumed.weights(), whole.weights())
+    saved = (at_step - 1) // 6 * 6  # in the background: the kill may come before it is sealed
+    assert report.resumed_from.name in {f"checkpoint-{step:08d}.pt" for step in (saved, max(0, saved - 6))}
+
+
+def test_a_damaged_checkpoint_costs_an_epoch_and_is_said(tmp_path, data):
+    whole = Setup(data)
+    expected = whole.train(3)
+    newest = Setup(data).train(2, save_to=tmp_path).checkpoint
+    assert newest is not None
+    newest.write_bytes(b"damaged")
+    resumed = Setup(data)
+    report = resumed.train(3, save_to=tmp_path)
+    assert history(report) == history(expected)
+    assert same(resumed.weights(), whole.weights())
+    assert report.passed_over == ((newest.name, f"7 of {report.passed_over[0][1].split()[2]} bytes"),)
+    assert f"Passed over {newest.name!r}" in repr(report)
+
+
+def test_all_checkpoints_damaged_is_an_error_and_changes_nothing(tmp_path, data):
+    Setup(data).train(2, save_to=tmp_path)
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(b"damaged")
+    setup = Setup(data)
+    before = setup.weights()
+    with pytest.raises(Corrupt):
+        setup.train(3, save_to=tmp_path)
+    assert same(setup.weights(), before)
+
+
+def test_nothing_left_to_do_gives_the_history(tmp_path, data):
+    first = Setup(data).train(2, save_to=tmp_path)
+    setup = Setup(data)
+    again = setup.train(2, save_to=tmp_path)
+    fewer = Setup(data).train(1, save_to=tmp_path)
+    assert history(again) == history(fewer) == history(first)
+    assert (again.samples_per_s, again.wait_share) == (0.0, 0.0)
+    assert "nothing was left to do" in repr(again)
+
+
+def test_resume_false_insists_on_an_empty_folder(tmp_path, data):
+    Setup(data).train(1, save_to=tmp_path, resume=False)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    setup = Setup(data)
+    before, state = setup.weights(), torch.get_rng_state()
+    with pytest.raises(TargetExists, match="resume=True or another folder"):
+        setup.train(2, save_to=tmp_path, resume=False)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert same(setup.weights(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_other_names_in_state_are_refused(tmp_path, data):
+    Setup(data).train(1, save_to=tmp_path)
+    setup = Setup(data)
+    setup.state = {"model": setup.model}
+    with pytest.raises(InvalidOption, match="it holds model, optimizer, scheduler, state= of model"):
+        setup.train(2, save_to=tmp_path)
+
+
+def test_checkpoints_of_another_data_set_are_refused(tmp_path, data):
+    Setup(data).train(1, save_to=tmp_path / "run")
+    other = open_pack(make_pack(tmp_path / "other.h5", seed=12, train=22))["train"]
+    setup = Setup(other)
+    before = setup.weights()
+    with pytest.raises(InvalidOption, match="another data set"):
+        setup.train(2, save_to=tmp_path / "run")
+    assert same(setup.weights(), before)
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = train(nothing, Loader(data, 4), epochs=2)
+    assert (report.checkpoint, report.resumed_from, list(tmp_path.iterdir())) == (None, None, [])
+
+
+def test_validate_is_called_after_each_epoch_and_recorded(data):
+    calls: list[int] = []
+    steps: list[int] = []
+
+    def validate() -> dict[str, object]:
+        calls.append(len(steps))
+        return {"score": torch.tensor(0.5), "count": len(calls)}
+
+    report = train(lambda batch: steps.append(1), Loader(data, 4), epochs=3, validate=validate)
+    assert calls == [6, 12, 18]
+    assert [dict(record.validation) for record in report.epochs] == [
+        {"score": 0.5, "count": n} for n in (1.0, 2.0, 3.0)
+    ]
+    assert "score 0.5" in repr(report)
+
+
+@pytest.mark.parametrize("result", [None, 0.5, "text", {"score": "text"}, {"score": torch.ones(2)}])
+def test_a_validation_that_returns_something_else_is_refused(data, result):
+    with pytest.raises(InvalidOption, match=r"validate returned .*a dict of numbers"):
+        train(nothing, Loader(data, 4), validate=lambda: result)
+
+
+def test_on_step_hears_each_step_in_order(data):
+    done: list[meters.StepDone] = []
+    train(lambda batch: {"size": len(batch[1])}, Loader(data, 4), epochs=2, on_step=done.append)
+    assert [(event.epoch, event.step, event.values["size"]) for event in done] == [
+        (number // 6, number + 1, 2 if number % 6 == 5 else 4) for number in range(12)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        (2, {"loss": 2.0}),
+        (0.5, {"loss": 0.5}),
+        (torch.tensor(0.5, requires_grad=True), {"loss": 0.5}),
+        (torch.tensor([0.5]), {"loss": 0.5}),
+        (np.float32(0.5), {"loss": 0.5}),
+        ({"loss": torch.tensor(0.5), "rate": 3, "share": np.float64(0.25)}, {"loss": 0.5, "rate": 3.0, "share": 0.25}),
+    ],
+)
+def test_a_step_may_return_a_loss_a_dict_or_nothing(data, result, expected):
+    report = train(lambda batch: result, Loader(data, 4))
+    assert dict(report.epochs[0].values) == expected
+    assert all(type(value) is float for value in report.epochs[0].values.values())
+
+
+def test_values_are_means_over_samples_and_not_over_batches(data):
+    report = train(lambda batch: {"index": batch[1].float().mean()}, Loader(data, 4))
+    assert report.epochs[0].values["index"] == pytest.approx(data.labels.float().mean().item())
+
+
+def test_a_loss_that_is_not_a_number_is_shown_as_such(data):
+    report = train(lambda batch: float("nan"), Loader(data, 4))
+    assert math.isnan(report.epochs[0].values["loss"])
+    assert "loss nan" in repr(report)
+
+
+@pytest.mark.parametrize(
+    "result",
+    ["text", [1.0], object(), torch.ones(2), np.ones(2), {"loss": "text"}, {"loss": torch.ones(2)}, {"loss": None}],
+)
+def test_a_step_that_returns_something_else_is_refused_at_its_first_batch(data, result, heard):
+    calls: list[int] = []
+    with pytest.raises(InvalidOption, match="a loss, a dict of numbers, or None") as caught:
+        train(lambda batch: calls.append(1) or result, Loader(data, 4))
+    assert len(calls) == 1
+    has_mean = isinstance(result, dict) and hasattr(result["loss"], "mean")
+    assert ("its mean" in str(caught.value)) == has_mean
+    assert [type(event) for event in heard][-1] is meters.RunEnded
+
+
+@pytest.mark.parametrize("error", [ValueError("planned"), KeyboardInterrupt("planned"), SystemExit("planned")])
+@pytest.mark.parametrize("at", ["step", "on_step", "validate"])
+def test_an_error_passes_unchanged_and_the_run_is_said_to_have_ended(data, error, at, heard):
+    def fail(*args: object) -> None:
+        raise error
+
+    with pytest.raises(type(error), match="planned") as caught:
+        train(**{"step": nothing, "loader": Loader(data, 4), at: fail})
+    assert caught.value is error
+    assert [event.error for event in heard if isinstance(event, meters.RunEnded)] == [type(error).__name__]
+
+
+def test_an_error_in_an_epoch_keeps_the_checkpoint_before_it(tmp_path, data):
+    whole = Setup(data)
+    expected = whole.train(3)
+
+    def fail(done: meters.StepDone) -> None:
+        if done.step == 9:
+            raise ValueError("planned")
+
+    with pytest.raises(ValueError, match="planned"):
+        Setup(data).train(3, save_to=tmp_path, on_step=fail)
+    resumed = Setup(data)
+    assert history(resumed.train(3, save_to=tmp_path)) == history(expected)
+    assert same(resumed.weights(), whole.weights())
+
+
+def test_an_error_of_the_loader_is_a_loader_error(data, heard):
+    def transform(images: Tensor) -> Tensor:
+        raise ValueError("planned")
+
+    with pytest.raises(LoaderFailed, match="planned"):
+        train(nothing, Loader(data, 4, transform=transform))
+    assert heard[-1] == meters.RunEnded("LoaderFailed")
+
+
+def test_events_tell_the_run_from_start_to_end(tmp_path, data, heard):
+    loader = Loader(data, 4)
+    train(nothing, loader, epochs=1, save_to=tmp_path)
+    assert heard[0] == meters.RunStarted(loader.meters, 1, 6)
+    assert heard[-1] == meters.RunEnded(None)
+    kinds = [type(event).__name__ for event in heard[1:-1] if not isinstance(event, meters.Waiting)]
+    assert kinds == ["EpochStarted", *["BatchTaken", "StepDone"] * 6]
+    heard.clear()
+    loader = Loader(data, 4)
+    train(nothing, loader, epochs=2, save_to=tmp_path)
+    assert heard[0] == meters.RunStarted(loader.meters, 2, 6)
+    assert [event.step for event in heard if isinstance(event, meters.StepDone)] == [7, 8, 9, 10, 11, 12]
+
+
+def test_no_epochs_train_nothing_and_negative_ones_are_refused(data, heard):
+    report = train(nothing, Loader(data, 4), epochs=0)
+    assert (report.epochs, report.samples_per_s) == ((), 0.0)
+    assert heard == []
+    assert repr(report).startswith("Trained 0 epochs")
+    with pytest.raises(InvalidOption, match="epochs=-1"):
+        train(nothing, Loader(data, 4), epochs=-1)
+
+
+def test_the_report_is_true_short_and_safe_to_show(tmp_path, data):
+    folder = tmp_path / "<b>run"
+    report = Setup(data).train(2, save_to=folder)
+    assert isinstance(report.epochs[0], EpochRecord)
+    assert [(record.epoch, record.steps, record.samples) for record in report.epochs] == [(0, 6, 22), (1, 6, 22)]
+    assert report.samples_per_s > 0
+    assert 0 <= report.wait_share <= 1
+    assert set(report.parts) == {"gather", "augment"}
+    assert report.checkpoint == folder / "checkpoint-00000012.pt"
+    assert repr(report).startswith("Trained 2 epochs in ")
+    assert "\n" not in repr(report)
+    html = report._repr_html_()
+    assert "epoch 2" in html
+    assert "<b>" not in html
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told["epochs"][1]["samples"] == 22
+    assert told["checkpoint"] == str(report.checkpoint)
+
+
+def test_supervised_step_takes_bytes_and_floats_and_counts_right_answers(data):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.copy_(torch.tensor([0.0, 9.0, 0.0]))
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    images, labels = next(iter(Loader(data, 22)))
+    for given in (images, images.float() / 255):
+        values = step((given, labels))
+        assert isinstance(values, dict)
+        assert values["accuracy"].item() == pytest.approx((labels == 1).float().mean().item())
+        assert not values["loss"].requires_grad
+    assert images.dtype == torch.uint8
+
+
+def test_supervised_step_brings_the_model_back_to_training_after_a_validation(data):
+    setup = Setup(data)
+    setup.model.eval()
+    setup.train(1)
+    assert not setup.model.training  # `validate` came last
+    setup.usual(next(iter(setup.loader)))
+    assert setup.model.training
+
+
+class Odd:
+    """A part whose state is nothing that a safe load brings back."""
+
+    def state_dict(self):
+        return {"best": np.datetime64("2026-01-01")}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_state_that_could_not_be_loaded_again_is_refused_before_training(tmp_path, data):
+    steps = []
+    with pytest.raises(InvalidOption, match="tensors, numbers, text"):
+        train(steps.append, Loader(data, 4), state={"odd": Odd()}, save_to=tmp_path / "run")
+    assert steps == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, data):
+    steps = []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileFailed):
+        train(steps.append, Loader(data, 4), save_to=tmp_path / "file")
+    assert steps == []
+
+
+@pytest.mark.parametrize("state", [["model"], {"model": 3}, nn.Linear(1, 1)])
+def test_a_state_of_the_wrong_kind_is_one_line(data, state):
+    with pytest.raises(InvalidOption, match="state"):
+        train(nothing, Loader(data, 4), state=state)
+
+
+def test_only_our_loader_and_a_callable_step_are_taken(data):
+    for step, loader in ((nothing, [1]), (None, Loader(data, 4))):
+        with pytest.raises(InvalidOption, match=r"they have to be a function and a colabkit\.Loader"):
+            train(step, loader)
+    with pytest.raises(InvalidOption, match="epochs='2'"):
+        train(nothing, Loader(data, 4), epochs="2")
+
+
+def test_a_run_stopped_in_its_first_epoch_begins_again_in_the_same_kernel(tmp_path, data):
+    expected = Setup(data).train(2)
+    setup = Setup(data)
+
+    def stop(done: meters.StepDone) -> None:
+        if done.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        setup.train(2, save_to=tmp_path, on_step=stop)
+    assert history(setup.train(2, save_to=tmp_path)) == history(expected)
+
+
+def test_a_model_is_not_taken_for_a_step(data):
+    with pytest.raises(InvalidOption, match="supervised_step"):
+        train(nn.Linear(1, 1), Loader(data, 4))
+
+
+def test_the_report_tells_this_calls_epochs_from_all(tmp_path, data):
+    Setup(data).train(2, save_to=tmp_path)
+    report = Setup(data).train(3, save_to=tmp_path)
+    assert (report.trained, len(report.epochs)) == (1, 3)
+    assert repr(report).startswith("Trained 1 epoch (3 in all) in ")

@@ -1,0 +1,103 @@
+"""`k_fold()`: every sample is held out once, over one pack, and the numbers are told with their spread."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from contract import make_pack
+
+import colabkit
+from colabkit.errors import InvalidOption
+from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.packed import PackedDataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    return open_pack(make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=30))["train"]
+
+
+def test_every_sample_is_held_out_once_and_all_folds_share_one_pack(data):
+    held: list[int] = []
+    paths = set()
+
+    def run(train, held_out, fold):
+        assert len(train) + len(held_out) == 30
+        assert isinstance(train, PackedDataset)
+        paths.update((train.info.path, held_out.info.path))
+        held.extend(held_out.numbers.tolist() if hasattr(held_out, "numbers") else list(held_out._numbers))
+        return {"fold": float(fold)}
+
+    report = colabkit.k_fold(run, data, folds=3)
+    assert sorted(held) == list(range(30))
+    assert len(paths) == 1
+    assert report.mean == {"fold": 1.0}
+    assert report.spread == {"fold": 1.0}
+    assert repr(report) == "3 folds: fold 1 ± 1"
+
+
+def test_reports_of_train_are_compared_by_their_last_numbers(tmp_path, data):
+    def run(train, held_out, fold):
+        torch.manual_seed(fold)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+        step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        validate = colabkit.Loader(held_out, 4)
+        folder = tmp_path / str(fold)
+        return colabkit.train(step, colabkit.Loader(train, 4), validate=validate, save_to=folder)
+
+    report = colabkit.k_fold(run, data, folds=3, seed=1)
+    assert [fold.trained for fold in report.folds] == [1, 1, 1]
+    assert set(report.mean) == {"loss", "accuracy"}
+    expected = sum(fold.epochs[-1].validation["accuracy"] for fold in report.folds) / 3
+    assert report.mean["accuracy"] == pytest.approx(expected)
+    assert "accuracy" in report._repr_html_()
+    again = colabkit.k_fold(run, data, folds=3, seed=1)
+    assert [fold.trained for fold in again.folds] == [0, 0, 0]
+    assert again.mean == report.mean
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"folds": 1}, "folds=1"), ({"folds": 99}, "99"), ({"folds": "3"}, "folds='3'")]
+)
+def test_folds_that_cannot_be_made_are_one_line(data, options, said):
+    with pytest.raises(InvalidOption, match=said):
+        colabkit.k_fold(lambda train, held_out, fold: {}, data, **options)
+
+
+def test_what_returns_no_numbers_and_what_is_no_pack_are_refused(data):
+    with pytest.raises(InvalidOption, match="run returned a str"):
+        colabkit.k_fold(lambda train, held_out, fold: "text", data)
+    with pytest.raises(InvalidOption, match="a split of a pack"):
+        colabkit.k_fold(lambda train, held_out, fold: {}, [1, 2, 3])
+
+
+def test_folds_end_where_training_was_stopped_and_say_so(data):
+    def waits(batch):
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            time.sleep(0)
+
+    def slow(train, held_out, fold):
+        step = waits if fold == 1 else (lambda batch: 1.0)
+        return colabkit.train(step, colabkit.Loader(train, 4), deadline="6s" if fold == 1 else None)
+
+    report = colabkit.k_fold(slow, data, folds=3)
+    assert (len(report.folds), report.stopped, report.is_good) == (1, "deadline", False)
+    assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline, the same call goes on"
+
+
+def test_a_fold_whose_number_is_not_finite_costs_no_other_fold(data):
+    values = {"nan": (1.0, math.nan, 2.0), "inf": (1.0, 2.0, math.inf), "loss": (1.0, 2.0, 3.0)}
+    report = colabkit.k_fold(lambda train, held_out, fold: {name: values[name][fold] for name in values}, data, folds=3)
+    assert len(report.folds) == 3
+    assert [math.isnan(report.spread[name]) for name in values] == [True, True, False]
+    assert (report.mean["loss"], report.spread["loss"]) == (2.0, 1.0)
+    assert "nan nan" in repr(report)
+
+
+def test_what_is_no_function_is_refused_before_the_first_fold(data):
+    with pytest.raises(InvalidOption, match="run is an int"):
+        colabkit.k_fold(3, data)

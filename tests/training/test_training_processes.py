@@ -1,0 +1,205 @@
+"""`train()` in several processes: each sample once among them, one writes, and another number of them goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training_rank
+from contract import seal_fields
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+import colabkit
+from colabkit.errors import InvalidOption, LaunchFailed
+from colabkit.foundation import meters, processes
+from colabkit.foundation.units import format_things
+from colabkit.training.processes import Processes
+
+COUNT = 41
+BATCH = 4
+EVERY_SAMPLE_ONCE = {epoch: list(range(COUNT)) for epoch in range(2)}
+TORCHRUN_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a pack of the numbers from 0 to 40."""
+    rows = np.arange(COUNT, dtype=np.int64).reshape(-1, 1)
+    return seal_fields(tmp_path_factory.mktemp("packs") / "numbers.h5", {"X": {"train": rows}}, {"X": "array"}, None)
+
+
+def trained(
+    pack: Path, folder: Path, world_size: int, *, stop_after: int = -1, by_torchrun: bool = False
+) -> list[dict[str, Any]]:
+    """Train in so many processes, and return what each wrote down."""
+    folder.mkdir(exist_ok=True)
+    for old in records(folder):
+        old.unlink()
+    arguments = [str(pack), str(folder), str(BATCH * (2 // world_size)), "2", str(stop_after)]
+    if by_torchrun:
+        script = str(Path(training_rank.__file__))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, *launcher, script, *arguments]
+        done = processes.run(command, f"train in {world_size} processes", TORCHRUN_S, environ=environ)
+        assert done.status == 0, done.output
+    else:
+        colabkit.notebook_launch(training_rank.main, world_size, *arguments)
+    return [json.loads(path.read_text()) for path in records(folder)]
+
+
+def records(folder: Path) -> list[Path]:
+    """Return what the processes wrote down, by rank."""
+    return sorted(path for path in folder.glob("*-*.json") if not path.name.startswith("checkpoint"))
+
+
+def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """Return the samples of each epoch over all ranks."""
+    epochs: dict[int, list[int]] = {}
+    for rank in ranks:
+        for epoch, samples in rank["seen"]:
+            epochs.setdefault(epoch, []).extend(samples)
+    return epochs
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, numbers: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return what one process and two wrote down of a training that was not interrupted."""
+    folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
+    return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
+
+
+def test_two_processes_and_one_see_the_same_samples_and_come_to_the_same_weights(whole):
+    one, two = whole[1], whole[2]
+    assert [len(one), len(two)] == [1, 2]
+    for ranks in (one, two):
+        assert {epoch: sorted(samples) for epoch, samples in by_epoch(ranks).items()} == EVERY_SAMPLE_ONCE
+        assert all(rank["samples"] == [COUNT, COUNT] for rank in ranks)
+    assert two[0]["weights"] == two[1]["weights"]
+    assert two[0]["weights"] == pytest.approx(one[0]["weights"], rel=1e-3)
+    assert two[0]["loss"] == two[1]["loss"] == pytest.approx(one[0]["loss"], rel=1e-3)
+    shares = [{sample for epoch, samples in rank["seen"] for sample in samples if epoch == 0} for rank in two]
+    assert shares[0].isdisjoint(shares[1])
+    assert (two[0]["checkpoint"] != "None", two[1]["checkpoint"]) == (True, "None")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+def test_training_goes_on_with_another_number_of_processes(tmp_path, numbers, whole, before, after):
+    first = trained(numbers, tmp_path, before, stop_after=3)
+    assert [rank["stopped"] for rank in first] == ["Ctrl-C"] * before
+    assert len({rank["steps"] for rank in first}) == 1
+    rest = trained(numbers, tmp_path, after)
+    assert {epoch: sorted(samples) for epoch, samples in by_epoch(first + rest).items()} == EVERY_SAMPLE_ONCE
+    assert rest[0]["samples"] == [COUNT, COUNT]
+    not_kept = [] if before == after else [f"random generators of {format_things(before, 'process')}, now {after}"]
+    assert rest[0]["not_kept"] == not_kept
+    assert rest[0]["loss"] == pytest.approx(whole[after][0]["loss"], rel=1e-3)
+    if before == after:
+        assert rest[0]["weights"] == whole[after][0]["weights"]
+
+
+def test_a_notebook_launches_its_own_functions_in_processes_of_one_group(tmp_path):
+    def work(folder: Path, factor: int) -> list[int]:
+        told = torch.tensor([distributed.get_rank() + 1])
+        distributed.all_reduce(told)
+        (folder / f"{distributed.get_rank()}").write_text(str(os.getpid()))
+        return [distributed.get_world_size(), factor * int(told)]
+
+    assert colabkit.notebook_launch(work, 2, tmp_path, 10) == [2, 30]
+    pids = {int(path.read_text()) for path in tmp_path.iterdir()}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert not distributed.is_initialized()
+
+
+def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
+    data = colabkit.open_pack(numbers)["train"]
+
+    def work() -> tuple[int, list[int]]:
+        model = torch.nn.Linear(1, 2)
+        step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        seen: list[int] = []
+
+        def own(batch: torch.Tensor) -> object:
+            seen.extend(batch.flatten().tolist())
+            return step((batch.float().reshape(-1, 1), batch.flatten().long() % 2))
+
+        report = colabkit.train(own, colabkit.Loader(data, 4), state=step.parts, save_to=tmp_path)
+        return report.epochs[0].samples, sorted(seen)
+
+    samples, seen = colabkit.notebook_launch(work, 2)
+    assert samples == COUNT
+    assert len(seen) in (COUNT // 2, COUNT // 2 + 1)
+    assert len(list(tmp_path.glob("*.pt"))) == 2
+
+
+def test_a_process_that_fails_is_one_line_that_names_it():
+    def work() -> None:
+        if distributed.get_rank() == 1:
+            raise ValueError("planned")
+        distributed.barrier()
+
+    with pytest.raises(LaunchFailed, match=r"Cannot train in 2 processes: process 1: ValueError: planned") as caught:
+        colabkit.notebook_launch(work, 2)
+    assert 'raise ValueError("planned")' in caught.value.__notes__[0]
+
+
+def test_a_result_that_cannot_come_back_and_a_sudden_end_are_said():
+    with pytest.raises(LaunchFailed, match="process 0: InvalidOption: Cannot bring back what the function returned"):
+        colabkit.notebook_launch(lambda: lambda: 1, 2)
+    with pytest.raises(LaunchFailed, match=r"process \d: exit code"):
+        colabkit.notebook_launch(lambda: os._exit(3), 2)
+
+
+@pytest.mark.parametrize(("function", "processes"), [(3, 2), (print, 0), (print, "two")])
+def test_a_launch_that_cannot_be_meant_is_one_line(function, processes):
+    with pytest.raises(InvalidOption):
+        colabkit.notebook_launch(function, processes)
+
+
+def test_cuda_in_use_is_said_before_anything_is_launched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(InvalidOption, match=r"CUDA in use.*Restart the runtime"):
+        colabkit.notebook_launch(print, 2)
+
+
+def test_one_process_alone_asks_nobody():
+    with Processes() as alone:
+        assert (alone.rank, alone.count, alone.is_first) == (0, 1, True)
+        assert alone.agreed(5, 0.1, [1, 0]) == [1, 0]
+        assert alone.from_all("x") == ["x"]
+        assert alone.from_first("x") == "x"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_processes_that_are_told_to_end_leave_a_checkpoint_and_signals_as_they_were(tmp_path, numbers, number):
+    data = colabkit.open_pack(numbers)["train"]
+    former = signal.signal(signal.SIGTERM, lambda *_: heard.append(signal.SIGTERM))
+    heard: list[int] = []
+
+    def work() -> None:
+        def press(done: meters.StepDone) -> None:
+            if done.step == 3 and distributed.get_rank() == 0:
+                os.kill(os.getppid(), number)  # as a terminal or a runtime that ends does to all
+
+        colabkit.train(
+            lambda batch: None, colabkit.Loader(data, 1), epochs=99, state={}, save_to=tmp_path, on_step=press
+        )
+
+    try:
+        with pytest.raises((KeyboardInterrupt, SignalException)):
+            colabkit.notebook_launch(work, 2)
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert heard == ([signal.SIGTERM] if number == signal.SIGTERM else [])
+    assert max(int(path.stem.partition("-")[2]) for path in tmp_path.glob("*.pt")) >= 3

@@ -1,0 +1,154 @@
+"""`TrainReport` as plain values and as a file: small for long runs, and read again as it was written."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields, replace
+
+import pytest
+
+from colabkit.errors import FileFailed, NotMounted
+from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
+from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.foundation.meters.steps import StepTimes
+from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.loading.loader.api import Loader
+from colabkit.training.api import train
+from colabkit.training.report import EpochRecord, TrainReport, Validation
+
+BUDGET_BYTES = 200_000
+
+
+def long_run(epochs: int, gpus: int) -> TrainReport:
+    """Return the report of a run with awkward numbers in every field, and as much of each as there can be."""
+    values = {"loss": 1 / 3, "accuracy": 2 / 3, "rate": 1e-3 / 7}
+    part = PartSnapshot("gather", 10, 100, 1 / 3)
+    steps = tuple(StepTimes(1 / 3, 1 / 7, 1 / 9, 1 / 11, 4) for _ in range(512))
+    card = GpuSnapshot("GPU-6b2c8a4e-0000-0000-0000-000000000000", "NVIDIA A100-SXM4-40GB", *(1 / 3, 1 << 35, 1 << 36))
+    card = replace(
+        card, torch_bytes=12345678901, torch_reserved_bytes=12345678901, power_w=123.456, slowed_by=("heat",)
+    )
+    rates = {field.name: 1e9 / 3 for field in fields(HostSnapshot) if field.name not in ("at_s", "gpus")}
+    return TrainReport(
+        epochs=tuple(
+            EpochRecord(number, 391, 50_000, 100 / 3, 1 / 3, values, values, 1 / 7, 1 / 9, 1 / 11)
+            for number in range(epochs)
+        ),
+        trained=epochs,
+        steps=391 * epochs,
+        seconds=1e5 / 3,
+        samples_per_s=1e5 / 3,
+        wait_share=1 / 3,
+        parts={"gather": 1 / 3},
+        curve={name: [(391 * (at + 1), value) for at in range(1000)] for name, value in values.items()},
+        validations=tuple(Validation(391 * (number + 1), values) for number in range(epochs)),
+        stopped=None,
+        checkpoint=None,
+        best=None,
+        best_value=1 / 3,
+        resumed_from=None,
+        passed_over=(),
+        not_kept=(),
+        failed_saves=(),
+        spent=MetersSnapshot(wait_s=1 / 3, parts=(part,), recent=steps),
+        facts=LoaderFacts("gathered", 50_000, 128, path="/content/colabkit/data.h5"),
+        hosts=tuple(HostSnapshot(at_s=1e6 / 3 + at, **rates, gpus=(card,) * gpus) for at in range(600)),
+    )
+
+
+@pytest.mark.parametrize("epochs", [1, 200, 5000])
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_the_longest_run_is_json_within_its_budget(epochs, gpus):
+    told = long_run(epochs, gpus).to_dict()
+    text = json.dumps(told)
+    assert len(text) < BUDGET_BYTES
+    assert json.loads(text) == told
+
+
+def test_long_lists_are_thinned_with_first_and_last_kept():
+    report = long_run(5000, 1)
+    told = report.to_dict()
+    assert len(told["epochs"]) == len(told["validations"]) == 200
+    assert [told["epochs"][place]["epoch"] for place in (0, -1)] == [0, 4999]
+    assert [told["validations"][place]["step"] for place in (0, -1)] == [391, 391 * 5000]
+    assert [told["curve"]["loss"][place][0] for place in (0, -1)] == [391, 391_000]
+    assert told["hosts"][-1]["at_s"] == pytest.approx(report.hosts[-1].at_s, rel=1e-4)
+    assert len(told["hosts"]) == 60
+    assert len(report.epochs) == 5000
+
+
+def test_a_short_run_is_told_whole():
+    report = replace(long_run(3, 1), hosts=())
+    told = report.to_dict()
+    assert told["epochs"] == [asdict(record) for record in report.epochs]
+    assert told["facts"]["batch_size"] == 128
+    assert told["spent"]["wait_s"] == report.spent.wait_s
+    assert told["spent"]["parts"][0]["name"] == "gather"
+    assert "recent" not in told["spent"]
+
+
+def test_a_saved_report_is_read_back_as_it_was_told(tmp_path):
+    report = long_run(3, 1)
+    path = report.save(tmp_path / "runs" / "first.json")
+    assert path == tmp_path / "runs" / "first.json"
+    told = json.loads(path.read_text(encoding="utf-8"))
+    assert told["spent"].pop("recent") == [pytest.approx(list(step), rel=1e-4) for step in report.spent.recent]
+    assert told == report.to_dict()
+    replace(report, trained=7).save(str(path))
+    assert json.loads(path.read_text(encoding="utf-8"))["trained"] == 7
+    assert [file.name for file in path.parent.iterdir()] == ["first.json"]
+
+
+def test_numbers_that_json_does_not_know_are_null_in_the_file(tmp_path):
+    report = replace(long_run(1, 0), best_value=math.inf, curve={"loss": [(1, math.nan), (2, 0.5)]})
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    told = json.loads(report.save(tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert told["best_value"] is None
+    assert told["curve"]["loss"] == [[1, None], [2, 0.5]]
+
+
+def test_a_report_of_a_real_run_is_saved(tmp_path, data):
+    report = train(lambda batch: 1.0, Loader(data, 4), epochs=2)
+    told = json.loads(report.save(tmp_path / "report.json").read_text())
+    assert [record["samples"] for record in told["epochs"]] == [22, 22]
+
+
+def test_where_a_report_cannot_be_saved_one_line_says_why(tmp_path):
+    report = long_run(1, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileFailed, match="Cannot save the report"):
+        report.save(tmp_path / "file" / "report.json")
+    with pytest.raises(FileFailed, match="Cannot save the report"):
+        report.save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_report_for_drive_needs_drive(monkeypatch):
+    monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    with pytest.raises(NotMounted):
+        long_run(1, 0).save("drive:report.json")
+
+
+def test_records_of_earlier_versions_are_read_without_the_newer_parts():
+    record = EpochRecord(epoch=0, steps=1, samples=2, seconds=3.0, wait_s=1.0, values={}, validation={})
+    assert (record.copy_s, record.compute_s, record.other_s) == (0, 0, 0)
+
+
+def test_the_table_tells_all_that_the_lines_tell(tmp_path):
+    report = replace(
+        long_run(1, 0),
+        stopped="SIGTERM",
+        resumed_from=tmp_path / "checkpoint-00000007.pt",
+        passed_over=(("checkpoint-00000009.pt", "it ends early"),),
+        not_kept=("the scheduler",),
+        failed_saves=((12, "the disk is full"),),
+    )
+    html = report._repr_html_()
+    for told in ("by SIGTERM", "00000007", "it ends early", "the scheduler", "at step 12: the disk is full"):
+        assert told in html
+        assert told in repr(report)

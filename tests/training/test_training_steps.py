@@ -1,0 +1,390 @@
+"""`supervised_step()`: the loop written by hand, and what it does beyond."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import small_cnn
+from torch import Tensor, nn
+
+from colabkit.errors import InvalidOption
+from colabkit.training import steps
+from colabkit.training.steps import SupervisedStep, supervised_step
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def batches(count: int = 4, size: int = 8, side: int = 8) -> Batches:
+    """Return batches of random images in 10 classes."""
+    random = torch.Generator().manual_seed(5)
+    images = torch.rand(count, size, 3, side, side, generator=random)
+    return list(zip(images, torch.randint(0, 10, (count, size), generator=random), strict=True))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def made(model: nn.Module | None = None, *arguments: Any, **options: Any) -> tuple[nn.Module, SupervisedStep]:
+    """Return a model and a step that trains it."""
+    model = small_cnn(width=8) if model is None else model
+    return model, supervised_step(model, sgd(model), *arguments, **options)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, weights(one), weights(other)))
+
+
+def close(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+def test_it_is_the_loop_by_hand_bit_for_bit():
+    model, step = made(nn.Sequential(small_cnn(width=8), nn.Dropout(0.5)))
+    hand = nn.Sequential(small_cnn(width=8), nn.Dropout(0.5))
+    optimizer = sgd(hand)
+    torch.manual_seed(1)
+    ours = [step(batch) for batch in batches()]
+    torch.manual_seed(1)
+    for (images, labels), values in zip(batches(), ours, strict=True):
+        optimizer.zero_grad()
+        scores = hand(images)
+        loss = nn.functional.cross_entropy(scores, labels)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(values["loss"], loss.detach())
+        assert values["accuracy"].item() == pytest.approx((scores.argmax(1) == labels).float().mean().item())
+    assert same(model, hand)
+    assert step.updates == 4
+    assert all(not value.requires_grad for values in ours for value in values.values())
+
+
+def test_a_step_reads_no_value_from_the_device(monkeypatch):
+    _, step = made(clip=1.0, accumulate=2)
+    step(batches()[0])
+
+    def read(*arguments: object) -> None:
+        raise AssertionError("a value was read")
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        monkeypatch.setattr(Tensor, name, read)
+    for batch in batches():
+        assert set(step(batch)) == {"loss", "accuracy"}
+
+
+def test_bytes_are_brought_to_one_and_what_is_normalised_stays():
+    images = torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8)
+    labels = torch.arange(8)
+    kept = images.clone()
+    given = [images, images.float() / 255]
+    losses = [made()[1]((one, labels))["loss"] for one in given]
+    assert torch.equal(*losses)
+    assert torch.equal(images, kept)
+    normalised = torch.randn(8, 3, 8, 8) * 300
+    model, step = made()
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(model(normalised), labels)
+    assert torch.equal(step((normalised, labels))["loss"], expected)
+
+
+def test_accumulated_batches_are_one_large_batch():
+    many, step = made(accumulate=4)
+    one, large = made()
+    some = batches()
+    for batch in some[:3]:
+        step(batch)
+        assert not step.is_whole
+        assert step.updates == 0
+    step(some[3])
+    assert step.is_whole
+    assert step.updates == 1
+    large((torch.cat([images for images, _ in some]), torch.cat([labels for _, labels in some])))
+    assert close(many, one)
+    assert not same(many, small_cnn(width=8))
+
+
+def test_flush_applies_the_mean_of_what_is_there():
+    many, step = made(accumulate=4)
+    one, large = made()
+    some = batches(2)
+    for batch in some:
+        step(batch)
+    step.flush()
+    assert step.is_whole
+    large((torch.cat([images for images, _ in some]), torch.cat([labels for _, labels in some])))
+    assert close(many, one)
+    before = weights(many)
+    step.flush()
+    assert step.updates == 1
+    assert all(map(torch.equal, before, weights(many)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_clip_bounds_the_norm_of_all_gradients_of_an_update(accumulate):
+    model, step = made(clip=0.01, accumulate=accumulate)
+    for batch in batches(accumulate):
+        step(batch)
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_scheduler_moves_on_once_an_update():
+    model = small_cnn(width=8)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    step = supervised_step(model, optimizer, scheduler=scheduler, accumulate=3)
+    rates = []
+    for batch in batches(7):
+        step(batch)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.1, 0.1, 0.05, 0.05, 0.05, 0.025, 0.025]
+    step.flush()
+    assert (scheduler.last_epoch, step.updates) == (3, 3)
+
+
+def test_a_state_goes_on_where_it_was_taken():
+    def run(model: nn.Module) -> tuple[torch.optim.Optimizer, SupervisedStep]:
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+        return optimizer, supervised_step(model, optimizer, scheduler=scheduler)
+
+    whole, resumed = small_cnn(width=8), small_cnn(width=8, seed=1)
+    _, step = run(whole)
+    for batch in batches()[:2]:
+        step(batch)
+    parts = {name: part.state_dict() for name, part in step.parts.items()}
+    saved = torch.load(_stored({"step": step.state_dict(), **parts}), weights_only=True)
+    for batch in batches()[2:]:
+        step(batch)
+    _, again = run(resumed)
+    for name, part in again.parts.items():
+        part.load_state_dict(saved[name])
+    again.load_state_dict(saved["step"])
+    assert again.updates == 2
+    for batch in batches()[2:]:
+        again(batch)
+    assert same(whole, resumed)
+    assert again.state_dict() == step.state_dict()
+    with pytest.raises(InvalidOption, match="with one, one without"):
+        made()[1].load_state_dict(saved["step"])
+
+
+def test_a_state_of_another_kind_of_scheduler_is_refused():
+    def run(kind: Any) -> SupervisedStep:
+        model = small_cnn(width=8)
+        optimizer = sgd(model)
+        return supervised_step(model, optimizer, scheduler=kind(optimizer, 9))
+
+    saved = run(torch.optim.lr_scheduler.CosineAnnealingLR).state_dict()
+    with pytest.raises(InvalidOption, match="the state is of a CosineAnnealingLR, one of a StepLR"):
+        run(torch.optim.lr_scheduler.StepLR).load_state_dict(saved)
+    del saved["scheduler_kind"]  # as in checkpoints of before
+    run(torch.optim.lr_scheduler.CosineAnnealingLR).load_state_dict(saved)
+
+
+def _stored(content: object) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file
+
+
+def test_a_loaded_state_drops_gradients_of_other_weights():
+    model, step = made(accumulate=2)
+    start = step.state_dict()
+    step(batches()[0])
+    step.load_state_dict(start)
+    assert step.is_whole
+    for batch in batches()[2:]:
+        step(batch)
+    other, fresh = made(accumulate=2)
+    for batch in batches()[2:]:
+        fresh(batch)
+    assert same(model, other)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda pair: {"X": pair[0], "id": 3, "Y": pair[1]}])
+def test_a_batch_is_a_pair_or_a_dict(kind):
+    batch = batches()[0]
+    expected = made()[1](batch)["loss"]
+    assert torch.equal(made()[1](kind(batch))["loss"], expected)
+    assert torch.equal(made()[1]({"image": batch[0], "label": batch[1]})["loss"], expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (torch.zeros(8, 3, 8, 8), "a Tensor"),
+        ((torch.zeros(1),) * 3, "a tuple of Tensor, Tensor, Tensor"),
+        ([torch.zeros(1), ["a"]], "a list of Tensor, list"),
+        ({"a": 1, "b": 2, "c": 3}, "a dict of 'a', 'b', 'c'"),
+        ({}, "a dict of nothing"),
+        (None, "None"),
+    ],
+)
+def test_another_batch_is_one_clear_line(batch, found):
+    _, step = made()
+    with pytest.raises(InvalidOption, match="a function of the batch that calls this step") as caught:
+        step(batch)
+    assert str(caught.value).startswith(f"Cannot train on a batch: the batch is {found}, it has to be two tensors,")
+
+
+def test_a_batch_on_another_device_is_one_clear_line():
+    images, labels = batches()[0]
+    _, step = made()
+    for batch in ((images.to("meta"), labels), (images, labels.to("meta"))):
+        with pytest.raises(
+            InvalidOption, match=r"data on meta, all on cpu as the model is.* or device='cpu' to the Load"
+        ):
+            step(batch)
+
+
+def test_a_move_of_the_model_is_taken_up_at_the_next_batch(monkeypatch):
+    asked: list[torch.device] = []
+    monkeypatch.setattr(steps, "check_precision", lambda act, precision, device: asked.append(device))
+    model, step = made()
+    for batch in batches()[:2]:
+        step(batch)
+    assert asked == [torch.device("cpu")]
+    step._device = torch.device("cuda:0")  # as if it had been there before
+    step(batches()[2])
+    assert asked == [torch.device("cpu")] * 2
+    assert step.updates == 3
+    model.to("meta")  # which makes new parameters, as a move between CPU and GPU does not
+    with pytest.raises(InvalidOption, match=r"no longer those of the optimizer.*Move the model before"):
+        step(tuple(tensor.to("meta") for tensor in batches()[0]))
+
+
+def test_a_part_in_evaluation_mode_stays_so_until_the_model_is_brought_back_to_training():
+    model, step = made(nn.Sequential(small_cnn(width=8), nn.BatchNorm1d(10)))
+    model[1].eval()
+    step(batches()[0])
+    assert (model.training, model[1].training) == (True, False)
+    step.evaluate(batches())
+    assert (model.training, model[1].training) == (True, False)
+    model.eval()
+    step(batches()[0])
+    assert (model.training, model[1].training) == (True, True)
+
+
+def test_evaluate_returns_means_over_samples_and_changes_nothing():
+    model, step = made(nn.Sequential(small_cnn(width=8), nn.BatchNorm1d(10), nn.Dropout(0.5)), accumulate=2)
+    step(batches()[0])
+    before, gradients = weights(model), [parameter.grad.clone() for parameter in model.parameters()]
+    uneven = [(images[:size], labels[:size]) for (images, labels), size in zip(batches(3), (8, 8, 3), strict=True)]
+    found = step.evaluate(iter(uneven))
+    assert all(map(torch.equal, before, weights(model)))
+    assert all(map(torch.equal, gradients, [parameter.grad for parameter in model.parameters()]))
+    assert not step.is_whole
+    model.eval()
+    images, labels = torch.cat([one for one, _ in uneven]), torch.cat([one for _, one in uneven])
+    scores = model(images)
+    assert found["loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((scores.argmax(1) == labels).float().mean().item())
+    assert step.evaluate(uneven) == found
+    assert not model.training
+    with pytest.raises(InvalidOption, match="no batches, at least one"):
+        step.evaluate([])
+
+
+def test_evaluate_gives_the_batches_back_and_the_modes_when_it_fails():
+    closed = []
+
+    def failing():
+        try:
+            yield batches()[0]
+            raise ValueError("planned")
+        finally:
+            closed.append(True)
+
+    model, step = made()
+    with pytest.raises(ValueError, match="planned"):
+        step.evaluate(failing())
+    assert closed == [True]
+    assert model.training
+
+
+CNN = small_cnn(width=8)
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": 3}, "model is an int and optimizer is an SGD"),
+        ({"optimizer": CNN.parameters()}, "model is a Sequential and optimizer is a generator"),
+        ({"optimizer": sgd(small_cnn(width=8))}, "none of the model's parameters"),
+        (
+            {"optimizer": torch.optim.LBFGS(CNN.parameters())},
+            r"an LBFGS, whose step\(\) takes a closure.*that needs no closure",
+        ),
+        ({"loss": nn.CrossEntropyLoss}, r"the class CrossEntropyLoss, .* Use loss=CrossEntropyLoss\(\)"),
+        ({"loss": "mse"}, "loss is a str"),
+        (
+            {"scheduler": PLATEAU(sgd(CNN))},
+            r"whose step\(\) takes a metric.*in the function that you pass as validate=",
+        ),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(CNN), 1)}, "the scheduler is of another optimizer"),
+        ({"scheduler": 0.1}, "scheduler is a float"),
+        ({"amp": True}, "amp=True, 'auto', 'bf16', 'fp16' or False"),
+        ({"amp": 0}, "amp=0"),
+        ({"channels_last": 1}, "channels_last=1"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"accumulate": 2.5}, "accumulate=2.5"),
+        ({"clip": 0}, "clip=0, a norm above 0"),
+        ({"clip": True}, "clip=True"),
+        ({"clip": float("nan")}, "clip=nan"),
+        ({"compile": None}, "compile=None"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line_at_once(options, message):
+    with pytest.raises(InvalidOption, match=message):
+        supervised_step(**{"model": CNN, "optimizer": sgd(CNN), **options})
+
+
+@pytest.mark.parametrize(("channels", "is_last"), [(8, False), (16, True)])
+def test_models_on_which_torch_fails_in_channels_last_memory_do_not_get_it(channels, is_last):
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 3), nn.Conv2d(channels, 4, 1, stride=2), nn.Flatten(), nn.LazyLinear(3)
+    )
+    images = torch.rand(2, 3, 11, 11).contiguous(memory_format=torch.channels_last)
+    model(images)
+    seen: list[bool] = []
+    model.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    step((images, torch.tensor([0, 1])))
+    assert seen == [is_last]
+
+
+def test_channels_last_lays_out_weights_images_and_what_the_optimizer_knows():
+    model, step = made()
+    step(batches()[0])
+    optimizer = step.parts["optimizer"]
+    last = supervised_step(model, optimizer, channels_last=True)
+    before = [id(parameter) for parameter in model.parameters()]
+    seen: list[bool] = []
+    model[0].register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    last(batches()[1])
+    weight = model[3].weight
+    for tensor in (weight, optimizer.state[weight]["momentum_buffer"]):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    assert seen == [True]
+    assert before == [id(parameter) for parameter in model.parameters()]
+    plain, other = made()
+    for batch in batches()[:2]:
+        other(batch)
+    assert close(model, plain)
+    assert plain[3].weight.is_contiguous()
+    assert "channels_last=True" in repr(last)

@@ -1,0 +1,181 @@
+"""`supervised_step()` in mixed precision and compiled: what is chosen, and that it trains."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import small_cnn
+from test_training_steps import batches, close, made, same, sgd, weights
+from torch import nn
+
+from colabkit.errors import InvalidOption, MissingPackage
+from colabkit.training import steps
+from colabkit.training.precision import Precision, precision_on
+from colabkit.training.steps import supervised_step
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((6, 1), False), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")]
+)
+def test_auto_goes_by_what_the_gpu_computes_in(monkeypatch, capability, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)  # as on GPUs that emulate it
+    chosen = precision_on(torch.device("cuda:0"), "auto")
+    assert (chosen.name, chosen.dtype) == (name, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name))
+    assert chosen.reason == f"the GPU is of compute capability {capability[0]}.{capability[1]}"
+    assert precision_on(torch.device("cuda:0"), False).name is False
+    assert precision_on(torch.device("cuda:0"), "auto", torch.bfloat16).name is False
+
+
+def test_the_cpu_computes_in_float32_unless_asked_for_more():
+    _, step = made()
+    assert step.amp is False
+    assert "amp=False (" in repr(step)
+    assert made(amp="bf16")[1].amp == "bf16"
+    assert "amp='bf16' (as asked for), accumulate=2, clip=1.0" in repr(made(amp="bf16", accumulate=2, clip=1.0)[1])
+
+
+def test_fp16_on_the_cpu_is_refused_at_the_first_batch():
+    _, step = made(amp="fp16")
+    assert step.amp == "fp16"
+    with pytest.raises(InvalidOption, match=r"amp='fp16' and a model on cpu, a CUDA GPU for fp16. Use amp='auto'"):
+        step(batches()[0])
+
+
+def test_bf16_computes_the_loss_in_float32_and_goes_on_from_a_state():
+    seen: list[torch.dtype] = []
+
+    def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_autocast_enabled("cpu")
+        seen.append(scores.dtype)
+        return nn.functional.cross_entropy(scores, labels)
+
+    model, step = made(None, loss, amp="bf16")
+    inner: list[torch.dtype] = []
+    model[3].register_forward_hook(lambda *given: inner.append(given[2].dtype))
+    exact, reference = made()
+    for batch in batches():
+        step(batch)
+        reference(batch)
+    assert set(seen) == {torch.float32}
+    assert set(inner) == {torch.bfloat16}
+    assert all(value.dtype == torch.float32 for value in weights(model))
+    assert not same(model, exact)
+    assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(weights(model), weights(exact), strict=True))
+    resumed, again = made(small_cnn(width=8, seed=3), amp="bf16")
+    for name, part in again.parts.items():
+        part.load_state_dict(copy.deepcopy(step.parts[name].state_dict()))
+    again.load_state_dict(step.state_dict())
+    for one in (step, again):
+        one(batches()[0])
+    assert same(model, resumed)
+    assert set(step.evaluate(batches())) == {"loss", "accuracy"}
+
+
+@pytest.fixture
+def scaled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU train with scaled gradients, which it is otherwise not asked to."""
+    monkeypatch.setattr(steps, "check_precision", lambda *_: None)
+    monkeypatch.setattr(steps, "precision_on", lambda *_: Scaled("fp16", "planned"))
+
+
+class Scaled(Precision):
+    """Scales as in float16, and computes in float32."""
+
+    dtype = None
+
+
+def of_scale(scale: float) -> dict[str, Any]:
+    return {"scale": scale, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+
+
+@pytest.mark.filterwarnings("error")
+def test_scaled_gradients_train_clip_and_accumulate_as_others_do(scaled_on_cpu):
+    model, step = made(clip=0.1, accumulate=2)
+    step.load_state_dict({"updates": 0, "scheduler": None, "scaler": of_scale(1024.0)})
+    for batch in batches(3):
+        step(batch)
+    step.flush()
+    assert step.state_dict()["scaler"]["scale"] == 1024.0
+    assert step.updates == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "precision_on", precision_on)
+        exact, other = made(clip=0.1, accumulate=2)
+        for batch in batches(3):
+            other(batch)
+        other.flush()
+    assert close(model, exact)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_update_that_overflows_is_left_out_and_the_scheduler_waits(scaled_on_cpu):
+    model = small_cnn(width=8)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    step = supervised_step(model, optimizer, scheduler=scheduler)
+    state = step.state_dict()
+    step.load_state_dict({**state, "scaler": of_scale(3e38)})
+    before = weights(model)
+    step((batches()[0][0] * 1e6, batches()[0][1]))
+    assert all(map(torch.equal, before, weights(model)))
+    assert (step.updates, scheduler.last_epoch) == (0, 0)
+    assert step.is_whole
+    assert step.state_dict()["scaler"]["scale"] == pytest.approx(1.5e38)
+    saved = {**step.state_dict(), "scaler": of_scale(2.0)}
+    step.load_state_dict(saved)
+    step(batches()[0])
+    assert (step.updates, scheduler.last_epoch) == (1, 1)
+    assert step.state_dict()["scaler"]["scale"] == 2.0
+    step.load_state_dict(state)  # of a step that had made no scaler yet
+    assert step.state_dict()["scaler"]["scale"] == 65536.0
+    assert len(optimizer._optimizer_step_post_hooks) == 0
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch trace models without a compiler behind it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+def test_a_compiled_model_trains_the_same_under_its_own_names(eager):
+    model, step = made(compile=True)
+    plain, other = made()
+    for batch in batches(2):
+        step(batch)
+        other(batch)
+    assert step.evaluate(batches(1)) == pytest.approx(other.evaluate(batches(1)))
+    assert close(model, plain)
+    assert step.parts["model"] is model
+    assert "compile=True" in repr(step)
+
+
+def test_a_model_that_comes_compiled_or_wrapped_is_saved_under_its_own_names():
+    model = small_cnn(width=8)
+    for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
+        _, step = made(wrapped)
+        assert step.parts["model"] is model
+        step(batches()[0])
+
+
+def test_an_unknown_mode_is_one_clear_line():
+    _, step = made(compile="fastest")
+    with pytest.raises(InvalidOption, match=r"Cannot compile Sequential: compile='fastest', a mode of torch.compile"):
+        step(batches()[0])
+
+
+def test_a_missing_compiler_is_one_clear_line_and_other_errors_pass(monkeypatch):
+    error = RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')")
+
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "compile", lambda module, mode: failing)
+    with pytest.raises(MissingPackage, match=r"no C\+\+ compiler, one for torch.compile. Install it .*compile=False"):
+        made(compile=True)[1](batches()[0])
+    error = ZeroDivisionError("planned")
+    with pytest.raises(ZeroDivisionError, match="planned"):
+        made(compile=True)[1](batches()[0])

@@ -1,0 +1,277 @@
+"""What ends `train()` before its time: Ctrl-C, SIGTERM, deadlines; after a whole step, with a last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch
+from torch import Tensor
+from trainings import train
+
+from colabkit.augment import PerBatch
+from colabkit.errors import InvalidOption
+from colabkit.foundation import meters
+from colabkit.loading.loader.api import Loader
+from colabkit.training import stops
+from colabkit.training.durations import duration_s, moment
+from colabkit.training.report import TrainingInterrupted
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Hold each test to giving the signals back."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def pressed(numbers: int | list[int], at_step: int, times: int = 1) -> Callable[[object], None]:
+    """Return a step that raises signals in the middle of itself."""
+    raised = [numbers] * times if isinstance(numbers, int) else numbers
+    steps: list[object] = []
+
+    def step(batch: object) -> None:
+        steps.append(batch)
+        if len(steps) == at_step:
+            for number in raised:
+                signal.raise_signal(number)
+            whole.append(True)
+
+    whole: list[bool] = []
+    step.whole = whole  # type: ignore[attr-defined]
+    return step
+
+
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_a_report(tmp_path, data, heard):
+    step = pressed(signal.SIGINT, 3)
+    with pytest.raises(TrainingInterrupted, match=r"stopped after step 3: checkpoint '.*checkpoint-0*3\.pt'") as caught:
+        train(step, Loader(data, 4), epochs=2, save_to=tmp_path)
+    assert step.whole == [True]
+    report = caught.value.report
+    assert (report.stopped, report.steps, report.trained) == ("Ctrl-C", 3, 0)
+    assert report.checkpoint == tmp_path / "checkpoint-00000003.pt"
+    assert not report.is_good
+    assert "Stopped by Ctrl-C after step 3" in repr(report)
+    assert heard[-1] == meters.RunEnded("KeyboardInterrupt")
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert caught.value._render_traceback_() == [f"TrainingInterrupted: {caught.value}"]
+    again = train(lambda batch: None, Loader(data, 4), epochs=2, save_to=tmp_path)
+    assert (again.steps, again.trained, again.resumed_from) == (12, 2, report.checkpoint)
+    assert [record.samples for record in again.epochs] == [22, 22]
+
+
+def test_ctrl_c_without_a_folder_still_gives_the_report_and_promises_no_checkpoint(data, caplog):
+    with pytest.raises(TrainingInterrupted, match=r"step 2: nothing is saved\. Name a folder by save_to=") as caught:
+        train(pressed(signal.SIGINT, 2), Loader(data, 4))
+    assert caught.value.report.checkpoint is None
+    assert caplog.messages == ["stopping after this step; nothing is saved; Ctrl-C again stops at once"]
+
+
+def test_ctrl_c_with_a_folder_promises_a_last_checkpoint(tmp_path, data, caplog):
+    with pytest.raises(TrainingInterrupted):
+        train(pressed(signal.SIGINT, 2), Loader(data, 4), save_to=tmp_path)
+    assert caplog.messages == ["stopping after this step with a last checkpoint; Ctrl-C again stops at once"]
+
+
+def test_a_key_that_bounces_is_pressed_once(tmp_path, data):
+    with pytest.raises(TrainingInterrupted):
+        train(pressed(signal.SIGINT, 3, times=3), Loader(data, 4), save_to=tmp_path)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_the_checkpoint_before(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(stops, "BOUNCE_S", 0.0)
+    step = pressed(signal.SIGINT, 3, times=2)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(step, Loader(data, 4), save_to=tmp_path)
+    assert not isinstance(caught.value, TrainingInterrupted)
+    assert step.whole == []
+    again = train(lambda batch: None, Loader(data, 4), save_to=tmp_path)
+    assert again.resumed_from == tmp_path / "checkpoint-00000000.pt"
+
+
+def test_ctrl_c_while_waiting_for_data_ends_the_wait(tmp_path, data):
+    gate = threading.Event()
+    taken: list[int] = []
+
+    def transform(images: Tensor) -> Tensor:
+        assert len(taken) < 2 or gate.wait(DEADLINE_S)
+        return images
+
+    def listen(event: meters.Event) -> None:
+        if isinstance(event, meters.Waiting) and len(taken) == 2:
+            gate.set()
+            signal.raise_signal(signal.SIGINT)
+
+    loader = Loader(data, 4, transform=PerBatch(transform), prefetch_batches=1, num_workers=1)
+    unsubscribe = meters.subscribe(listen)
+    try:
+        with pytest.raises(TrainingInterrupted) as caught:
+            train(lambda batch: taken.append(1), loader, save_to=tmp_path)
+    finally:
+        gate.set()
+        unsubscribe()
+    assert caught.value.report.steps == 2
+    numbers: list[int] = []
+    train(lambda batch: numbers.extend(batch[1].tolist()), Loader(data, 4), save_to=tmp_path)
+    assert numbers == data.labels[8:].tolist()
+
+
+def test_ctrl_c_in_a_validation_is_made_good_after_a_resume(tmp_path, data):
+    def run(folder, stop=False):
+        torch.manual_seed(5)
+
+        def validate():
+            drawn = float(torch.rand(()))
+            if stop:
+                signal.raise_signal(signal.SIGINT)
+            return {"drawn": drawn}
+
+        return train(lambda batch: None, Loader(data, 4), epochs=2, save_to=folder, validate=validate)
+
+    expected = run(tmp_path / "whole")
+    with pytest.raises(TrainingInterrupted) as caught:
+        run(tmp_path / "run", stop=True)
+    assert caught.value.report.steps == 6
+    torch.manual_seed(99)
+    report = run(tmp_path / "run")
+    assert [dict(r.validation) for r in report.epochs] == [dict(r.validation) for r in expected.epochs]
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_a_stop_waits_until_accumulated_gradients_are_applied(data, accumulate):
+    class Accumulates:
+        steps = 0
+        is_whole = True
+
+        def __call__(self, batch: object) -> None:
+            self.steps += 1
+            self.is_whole = self.steps % accumulate == 0
+            if self.steps == 1:
+                signal.raise_signal(signal.SIGINT)
+
+        def flush(self) -> None:
+            self.is_whole = True
+
+    with pytest.raises(TrainingInterrupted) as caught:
+        train(Accumulates(), Loader(data, 4))
+    assert caught.value.report.steps == accumulate
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("is_pressed_too", [False, True])
+def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, number, is_pressed_too):
+    pid = os.fork()
+    if pid == 0:
+        signals = [number, *[signal.SIGINT] * is_pressed_too]
+        try:
+            train(pressed(signals, 4), Loader(data, 4), epochs=9, save_to=tmp_path)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == number
+    again = train(lambda batch: None, Loader(data, 4), save_to=tmp_path)
+    assert again.resumed_from == tmp_path / "checkpoint-00000004.pt"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_told_to_end_does_so_even_if_the_training_fails(data, number):
+    def step(batch: object) -> None:
+        signal.raise_signal(number)
+        raise RuntimeError("the step fails")
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            train(step, Loader(data, 4))
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == number
+
+
+def test_signals_that_somebody_else_handles_are_left_to_them(data):
+    heard: list[int] = []
+    former = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        report = train(pressed(signal.SIGINT, 2), Loader(data, 4))
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert (heard, report.stopped, report.trained) == ([signal.SIGINT], None, 1)
+
+
+def test_training_in_another_thread_leaves_signals_alone(data):
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(train(lambda batch: None, Loader(data, 4))))
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert reports[0].trained == 1
+
+
+def test_a_deadline_ends_early_enough_with_a_checkpoint(tmp_path, data):
+    with pytest.raises(InvalidOption, match=r"deadline='4s' with 5 s kept for the last checkpoint"):
+        train(lambda batch: None, Loader(data, 4), epochs=9, save_to=tmp_path, deadline="4s")
+    report = train(lambda batch: None, Loader(data, 4), epochs=1, save_to=tmp_path, deadline="12h")
+    assert (report.stopped, report.steps) == (None, 6)
+
+
+def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("colabkit.training.stops.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("colabkit.training.durations.time.monotonic", lambda: now[0])
+
+    def step(batch: object) -> None:
+        now[0] += 100
+
+    report = train(step, Loader(data, 4), epochs=9, save_to=tmp_path, deadline=timedelta(seconds=850))
+    assert report.stopped == "deadline"
+    assert report.steps == 9  # at 900 s, since five are kept for the checkpoint
+    assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
+
+
+@pytest.mark.parametrize(
+    "deadline",
+    [
+        "soon",
+        "5 weeks",
+        -3,
+        0,
+        "",
+        True,
+        datetime(2020, 1, 1, tzinfo=UTC),
+        datetime(1, 1, 1),  # noqa: DTZ001 - of no zone, as users write it
+        pytest.param(10**400, id="400 digits"),
+        pytest.param(10**5000, id="5000 digits"),
+    ],
+)
+def test_a_deadline_that_cannot_be_meant_is_one_line(data, deadline):
+    with pytest.raises(InvalidOption, match="deadline"):
+        train(lambda batch: None, Loader(data, 4), deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("5min", 300),
+        ("1h 30min", 5400),
+        ("90s", 90),
+        (12, 12),
+        (timedelta(hours=2), 7200),
+        ("1.5h", 5400),
+        ("2m", 120),
+        ("90 seconds", 90),
+        ("1 day", 86400),
+    ],
+)
+def test_durations_are_numbers_or_text_with_units(said, seconds):
+    assert duration_s("train", "save_every", said) == seconds
+
+
+def test_a_moment_may_be_a_date():
+    in_an_hour = datetime.now(UTC) + timedelta(hours=1)
+    assert moment("train", "deadline", in_an_hour) == pytest.approx(time.monotonic() + 3600, abs=5)
