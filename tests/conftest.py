@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract import make_pack
+from hypothesis import settings
 from killing import Killing
 from trees import make_tree
 
@@ -22,12 +23,20 @@ from colabkit.packs.dataset.pack import open_pack
 from colabkit.packs.dataset.packed import PackedDataset
 
 MAIN = sys.modules["__main__"]
+settings.register_profile("full", deadline=None)
+settings.register_profile("fast", max_examples=15, deadline=None)
+
 NUMBERS = itertools.count()
 ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report", action="store_true", help="print the table of known failures and what is done")
+    parser.addoption("--full", action="store_true", help="run every test, also those marked `full`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("full" if config.getoption("--full") else "fast")
 
 
 @pytest.fixture
@@ -54,8 +63,15 @@ def main_module_stays() -> Iterator[None]:
     sys.modules["__main__"] = MAIN
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run first what forks processes that train: forked from one that has loaded all there is, some end in a crash."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what only `--full` runs.
+
+    Run first what forks processes that train: forked from one that has loaded all there is, some end in a crash.
+    """
+    if not config.getoption("--full"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: item.path.name != "test_training_processes.py")
 
 

@@ -1,0 +1,27 @@
+"""Parameters of which plain `pytest` runs a few and `pytest --full` all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def sampled(values: Iterable[Any], count: int) -> Sequence[Any]:
+    """Return parameters of which an evenly spaced few, the first and the last among them, run without `--full`.
+
+    Args:
+        values: the parameters; a tuple stands for several arguments.
+        count: how many run without `--full`, at least 2.
+    """
+    listed = list(values)
+    kept = {round(number * (len(listed) - 1) / (count - 1)) for number in range(count)}
+    return [
+        value if number in kept else pytest.param(*_arguments(value), marks=pytest.mark.full)
+        for number, value in enumerate(listed)
+    ]
+
+
+def _arguments(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
