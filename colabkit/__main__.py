@@ -2,6 +2,6 @@
 
 import sys
 
-from colabkit.notebook.command_line import main
+from colabkit.notebook import main
 
 sys.exit(main())

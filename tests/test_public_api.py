@@ -16,10 +16,9 @@ HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab
 MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
 
 
-def test_all_is_sorted_and_complete() -> None:
+def test_public_names_are_listed_in_order() -> None:
     assert colabkit.__all__ == sorted(colabkit.__all__)
-    assert set(colabkit.__all__) == set(colabkit._HOMES) | MODULES
-    assert set(dir(colabkit)) == {*colabkit.__all__, "__version__"}
+    assert set(dir(colabkit)) == set(colabkit.__all__)
 
 
 def test_unknown_names_are_attribute_errors() -> None:
@@ -46,11 +45,6 @@ def test_every_argument_is_explained(name: str) -> None:
     text = inspect.getdoc(thing) or ""
     for parameter in inspect.signature(thing).parameters:
         assert f"\n    {parameter}: " in text, f"{name} does not explain {parameter}"
-
-
-def test_no_function_has_a_modules_name() -> None:
-    for name, home in colabkit._HOMES.items():
-        assert name not in colabkit._HOMES.values(), f"{name} of {home} hides a module"
 
 
 def run_python(code: str) -> str:

@@ -17,9 +17,12 @@ _unloaders: dict[InteractiveShell, list[Callable[[], object]]] = {}
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Make the magics known to a shell, and show the panel beside `train()`. Loading twice changes nothing.
+    """Register the magics and show the panel beside `train()`; IPython calls it for `%load_ext colabkit`.
 
-    A name that somebody else has taken stays theirs.
+    Loading twice changes nothing. A magic of the same name that another extension registered is left alone.
+
+    Args:
+        shell: the running IPython shell.
     """
     if shell in _unloaders:
         return
@@ -49,6 +52,13 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Take away what `load()` brought, the panel included."""
+    """Remove the magics, the panel and the launchers; IPython calls it for `%unload_ext colabkit`.
+
+    Args:
+        shell: the running IPython shell.
+    """
+    from colabkit.notebook.launcher.api import close_launchers
+
     for undo in _unloaders.pop(shell, []):
         undo()
+    close_launchers()

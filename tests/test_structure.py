@@ -1,0 +1,177 @@
+"""The structure of the package: rooms in order, front doors, no cycles, and one class for each name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import types
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import colabkit
+
+PACKAGE = Path(colabkit.__file__).parent
+ROOMS = ("foundation", "storage", "packs", "loading", "training", "monitoring", "notebook")
+FACES = ("augment", "errors", "sampler")
+"""Public namespaces beside the rooms: they only import from front doors."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+DOORS = {room: PACKAGE / room / "__init__.pyi" for room in ROOMS}
+
+
+def name_of(file: Path) -> str:
+    """Return the dotted name of a module; a package has that of its folder."""
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file): file for file in FILES}
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module, empty for the public namespaces."""
+    room = module.split(".")[1] if "." in module else ""
+    return room if room in ROOMS else ""
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(module: str) -> tuple[tuple[str, str], ...]:
+    """Return the modules of colabkit that a module imports anywhere, also for type checking, with the line as text."""
+    file = MODULES[module]
+    found = []
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively"
+            targets = [node.module or ""]
+            targets += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        else:
+            continue
+        known = [target for target in targets if target in MODULES]
+        # `from package import module` imports the module; `from module import name` the module itself.
+        deepest = {target for target in known if not any(other.startswith(f"{target}.") for other in known)}
+        found += [(target, ast.unparse(node)) for target in deepest]
+    return tuple(found)
+
+
+def test_modules_import_only_from_their_own_room_and_the_rooms_above_it() -> None:
+    wrong = []
+    for module in MODULES:
+        for target, line in imports_of(module):
+            if not room_of(module) or (room_of(module) == ROOMS[-1] and target == "colabkit"):
+                continue  # public namespaces may import from every room, the last room may use the package as users do
+            if not room_of(target) or ROOMS.index(room_of(target)) > ROOMS.index(room_of(module)):
+                wrong.append(f"{module}: {line}")
+    assert wrong == []
+
+
+def test_other_rooms_are_imported_through_their_front_doors() -> None:
+    wrong = []
+    for module in MODULES:
+        for target, line in imports_of(module):
+            if not room_of(target):
+                continue
+            is_door = line.startswith(f"from colabkit.{room_of(target)} import ")
+            if is_door == (room_of(target) == room_of(module)) and not (is_door and target.count(".") > 1):
+                wrong.append(f"{module}: {line}")
+    assert wrong == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    finished: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in finished:
+            for target, _ in imports_of(module):
+                if target != module and target.count(".") > 1:
+                    walk(target, (*path, module))
+            finished.add(module)
+
+    for module in MODULES:
+        walk(module, ())
+
+
+def classes() -> Iterator[tuple[str, str]]:
+    for module, file in MODULES.items():
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ClassDef):
+                yield node.name, module
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes = defaultdict(list)
+    for name, module in classes():
+        homes[name.lstrip("_")].append(f"{module}.{name}")
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_package_files_hold_a_docstring_and_names_only() -> None:
+    wrong = []
+    for file in FILES:
+        if file.name != "__init__.py":
+            continue
+        first, *rest = tree_of(file).body
+        assert isinstance(first, ast.Expr), f"{file} does not explain its folder"
+        for node in rest:
+            is_dunder = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).strip("()").startswith("__")
+            if not is_dunder and not isinstance(node, ast.Import | ast.ImportFrom):
+                wrong.append(f"{file}, line {node.lineno}: {ast.unparse(node):.60}")
+    assert wrong == []
+
+
+def test_only_front_doors_list_their_names() -> None:
+    listing = [
+        module
+        for module, file in MODULES.items()
+        if file.name != "__init__.py" and module.removeprefix("colabkit.") not in FACES
+        for node in tree_of(file).body
+        if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0])
+    ]
+    assert listing == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_front_door_explains_every_folder_and_offers_what_is_used(room: str) -> None:
+    door = importlib.import_module(f"colabkit.{room}")
+    text = inspect.getdoc(door) or ""
+    for folder in sorted((PACKAGE / room).iterdir()):
+        if (folder / "__init__.py").exists():
+            assert f"`{folder.name}`" in text, f"the docstring of {room} does not explain {folder.name}"
+    assert set(door.__all__) - used_names()[room] == set(), "nobody imports these"
+
+
+@cache
+def used_names() -> dict[str, set[str]]:
+    """Return, for each room, the names that anything imports through its front door."""
+    used: dict[str, set[str]] = defaultdict(set)
+    line = re.compile(r"from (?:colabkit)?\.(\w+) import (\([^)]*\)|[^\n\\(\"]*)")
+    for root in (PACKAGE, PACKAGE.parent / "tests", PACKAGE.parent / "notebooks"):
+        for file in root.rglob("*"):
+            if file.suffix in (".py", ".ipynb") or file == PACKAGE / "__init__.pyi":
+                for room, names in line.findall(file.read_text(encoding="utf-8")):
+                    used[room] |= set(re.findall(r"\w+", names))
+    return used
+
+
+def test_no_public_function_has_the_name_of_a_module() -> None:
+    modules = {module.rpartition(".")[2] for module in MODULES}
+    functions = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.FunctionType)}
+    assert functions & modules == set()
+
+
+def test_files_stay_short() -> None:
+    lengths = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}
