@@ -140,7 +140,7 @@ def test_cells_that_mean_nothing_as_labels_are_refused_and_named(cells, found):
 
 
 def test_more_labels_than_memory_should_hold_are_refused(monkeypatch):
-    monkeypatch.setattr("colabkit.packs.labels.cells._MOST_TABLE_BYTES", 8)
+    monkeypatch.setattr("colabkit.packs.labels.label_values._MOST_TABLE_BYTES", 8)
     assert labelled([["a"], ["b"]]).values.shape == (2, 2)
     with pytest.raises(BadSource, match="3 labels, 9 B for 3 samples, at most 8 B"):
         labelled([["a"], ["b"], ["c"]])

@@ -39,7 +39,8 @@ from colabkit.packs.dataset.samples import (
 from colabkit.packs.dataset.sealed import OpenSplit
 from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, DataSet, PackInfo
 from colabkit.packs.format.reading import META, hdf5_start, is_pack
-from colabkit.packs.labels.splitting import SPLIT_FOLDERS
+from colabkit.packs.labels.label_values import LabelValues, convert_labels, infer_array, number_classes
+from colabkit.packs.labels.splits import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
     import h5py
@@ -49,7 +50,6 @@ DataSetNames: TypeAlias = str | Mapping[str, str]
 """The data set of one split, or of each split by name."""
 
 _SEARCHED_BYTES = 1 << 16
-_MOST_CLASSES = 10_000
 _WITH_SPLIT = (
     ("X_{}", "Y_{}"),
     ("X_{}", "y_{}"),
@@ -131,15 +131,15 @@ def find_foreign(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
                 found = f"{' and '.join(format_things(*one) for one in of_each)} in {split}"
                 raise BadSource(cannot(act, found, "as many labels as samples", "Name the labels of these samples"))
         stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in told.items()}
-    labels, kind, classes = _labels(act, stored)
+    labels, meaning = _labels(act, stored)
     first = next(iter(samples.values()))
     layouts = [[split, x.name, x.shape, str(x.dtype), x.offset] for split, x in samples.items()]
     meta = {
         "source": str(path),
         "encoding": "source" if is_ragged else "raw" if content == "image" else "array",
         "fields": {SAMPLES: (content, is_ragged), **({LABELS: ("labels", False)} if told else {})},
-        "classes": classes,
-        "label_kind": kind,
+        "classes": list(meaning.classes),
+        "label_kind": meaning.kind,
         "splits": {split: found.shape[0] for split, found in samples.items()},
         "sample_shape": None if is_ragged else _image_shape(first.shape[1:]) if content == "image" else first.shape[1:],
         "channels": 3,
@@ -279,54 +279,34 @@ def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape, 1) if len(shape) == 2 else shape
 
 
-def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, Tensor], str, list[str]]:
-    """Return labels as a pack has them, their kind, and the names of classes."""
+def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, Tensor], LabelValues]:
+    """Return each split's labels as a pack has them, and their kind and classes."""
     if not stored:
-        return {}, "none", []
-    arrays = {
-        split: array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
-        for split, array in stored.items()
-    }
-    kinds = {array.dtype.kind for array in arrays.values()}
-    ranks = {array.shape[1:] for array in arrays.values()}
-    if len(ranks) == 1 and len(rank := ranks.pop()) <= 1:
-        if kinds <= set("SO") and not rank:
-            texts = {split: [_text(value) for value in array.tolist()] for split, array in arrays.items()}
-            classes = sorted({text for some in texts.values() for text in some})
-            number = {name: place for place, name in enumerate(classes)}
-            labels = {
-                split: torch.tensor([number[text] for text in some], dtype=torch.int64, device="cpu")
-                for split, some in texts.items()
-            }
-            return labels, "class", classes
-        if kinds <= set("biu") and not rank:
-            _check_held(act, arrays, np.dtype(np.int64))
-            labels = {split: torch.from_numpy(array.astype(np.int64)) for split, array in arrays.items()}
-            least = min((int(some.min()) for some in labels.values() if len(some)), default=0)
-            most = max((int(some.max()) for some in labels.values() if len(some)), default=-1)
-            is_named = least >= 0 and most < _MOST_CLASSES
-            return labels, "class", [str(value) for value in range(most + 1)] if is_named else []
-        if kinds <= set("biu") and all(((array == 0) | (array == 1)).all() for array in arrays.values()):
-            labels = {split: torch.from_numpy(array.astype(np.uint8)) for split, array in arrays.items()}
-            return labels, "multilabel", [str(value) for value in range(rank[0])]
-        if kinds <= set("fiu"):
-            _check_held(act, arrays, np.dtype(np.float32))
-            labels = {split: torch.from_numpy(array.astype(np.float32)) for split, array in arrays.items()}
-            return labels, "regression", []
-    shapes = ", ".join(f"{array.dtype} {array.shape}" for array in arrays.values())
-    found, needed = f"labels {shapes}", "classes [N], several labels [N, K] or numbers"
-    raise BadSource(cannot(act, found, needed, "Name another data set by y="))
+        return {}, LabelValues("none", (), None)
+    arrays = [array.reshape(len(array)) if array.shape[1:] == (1,) else array for array in stored.values()]
+    found = None
+    next_step = "Name another data set by y="
+    if {array.dtype.kind for array in arrays} <= set("SO") and all(array.ndim == 1 for array in arrays):
+        found = number_classes([_text(value) for array in arrays for value in array.tolist()])
+    elif len({array.shape[1:] for array in arrays}) == 1:
+        try:
+            parts = [convert_labels(array if _is_class(array) else array.astype(np.float64)) for array in arrays]
+            if all(part is not None for part in parts):
+                found = infer_array(np.concatenate([part for part in parts if part is not None]))
+        except ValueError as error:
+            raise BadSource(cannot(act, str(error), "numbers that a pack can hold", next_step)) from error
+    if found is None or found.values is None:
+        shapes = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+        needed = "classes [N], several labels [N, K] or numbers"
+        raise BadSource(cannot(act, f"labels {shapes}", needed, next_step))
+    ends = np.cumsum([len(array) for array in arrays])[:-1]
+    pieces = map(torch.from_numpy, np.split(found.values, ends))
+    return dict(zip(stored, pieces, strict=True)), found
 
 
-def _check_held(act: str, arrays: Mapping[str, npt.NDArray[Any]], wanted: np.dtype[Any]) -> None:
-    """Raise `BadSource` for labels that a dtype cannot hold, NaN among them."""
-    for array in arrays.values():
-        with np.errstate(over="ignore", invalid="ignore"):
-            held = array.astype(wanted)
-        beyond = held < 0 if array.dtype.kind == "u" and wanted.kind == "i" else ~np.isfinite(held)
-        if beyond.any():
-            found = f"a label {array[np.unravel_index(int(beyond.argmax()), array.shape)]}"
-            raise BadSource(cannot(act, found, f"numbers that {wanted} holds", "Name another data set by y="))
+def _is_class(array: npt.NDArray[Any]) -> bool:
+    """Return whether labels are classes or 0 and 1; other whole numbers `[N, K]` are targets."""
+    return array.dtype.kind not in "iu" or array.ndim == 1 or bool(((array == 0) | (array == 1)).all())
 
 
 def _text(value: object) -> str:

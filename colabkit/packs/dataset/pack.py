@@ -27,7 +27,7 @@ from colabkit.packs.dataset.picture import Picture, draw
 from colabkit.packs.dataset.sealed import OpenSplit, open_sealed
 from colabkit.packs.format.layout import SAMPLES, PackInfo
 from colabkit.packs.format.reading import read_pack
-from colabkit.packs.labels.splitting import SPLIT_FOLDERS
+from colabkit.packs.labels.splits import SPLIT_FOLDERS
 
 _SEAL_CHARS = 16
 _LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))

@@ -20,7 +20,7 @@ from colabkit.packs.dataset.indices import chosen_numbers, no_index
 from colabkit.packs.dataset.samples import Batch, ImageFiles, Numbers
 from colabkit.packs.dataset.sealed import OpenSplit
 from colabkit.packs.format.layout import LABELS, SAMPLES
-from colabkit.packs.labels.splitting import fold_numbers, split_shares, strata_of
+from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
 
 class PackedDataset(Dataset[Any]):

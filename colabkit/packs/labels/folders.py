@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from colabkit.foundation import BadSource, cannot, format_things
 from colabkit.packs.format.layout import SPLITS
-from colabkit.packs.labels.splitting import split_named
+from colabkit.packs.labels.splits import split_named
 from colabkit.storage import Item, Listing
 
 _IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot, check_whole_number
 from colabkit.packs.format.layout import SPLITS
-from colabkit.packs.labels.cells import Meaning, meaning_of, meaning_of_several
 from colabkit.packs.labels.folders import Tree, by_folder, samples_of
-from colabkit.packs.labels.splitting import Kind, shares_of, split_named, split_shares, strata_of
+from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_cells, infer_columns
+from colabkit.packs.labels.splits import shares_of, split_named, split_shares, strata_of
 from colabkit.storage import Item, Listing
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
@@ -50,7 +50,7 @@ class Labelling:
 
     items: tuple[Item, ...]
     rows: npt.NDArray[np.int64]
-    kind: Kind
+    kind: LabelKind
     classes: tuple[str, ...]
     values: npt.NDArray[Any] | None
     splits: Mapping[str, npt.NDArray[np.int64]]
@@ -72,7 +72,7 @@ def label_samples(
         labels: the name of a column, several such names, a function that takes a sample's path and returns what a cell
             could hold, or None. `"auto"` takes the first column named `label, labels, class, class_name, target,
             category, y, cls, image/class/label, json.label` or `json.class`, in capitals or not, else the names of
-            folders. What the cells mean is told at `cells.meaning_of`.
+            folders. What the cells mean is told at `label_values.infer_cells`.
         splits: the name of a column, a function that takes a sample's path and returns a split, or shares of all
             samples such as `{"train": 0.8, "test": 0.2}`, which each class keeps, each combination of labels, and each
             of up to ten ranges of a single target. None takes a column named `split`, in capitals or not, else folders
@@ -119,11 +119,11 @@ def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
     return next((named[name] for name in LABEL_COLUMNS if name in named), None)
 
 
-def _folder_classes(act: str, listing: Listing, tree: Tree, order: npt.NDArray[np.int64]) -> Meaning:
+def _folder_classes(act: str, listing: Listing, tree: Tree, order: npt.NDArray[np.int64]) -> LabelValues:
     """Return classes from folders; raises `BadSource` if there are none, or one for all rows of a table."""
     if not listing.columns:
         classes, numbers = tree.classes(act, listing.items)
-        return Meaning("class", classes, numbers[order])
+        return LabelValues("class", classes, numbers[order])
     try:
         classes, numbers = tree.classes(act, listing.items)
     except BadSource:
@@ -133,22 +133,22 @@ def _folder_classes(act: str, listing: Listing, tree: Tree, order: npt.NDArray[n
         needed = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
         next_step = "Use labels='a column', a function of the path, or labels=None"
         raise BadSource(cannot(act, found, needed, next_step))
-    return Meaning("class", classes, numbers)
+    return LabelValues("class", classes, numbers)
 
 
-def _meaning(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels, items: Sequence[Item]) -> Meaning:
+def _meaning(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels, items: Sequence[Item]) -> LabelValues:
     """Return what the wanted labels mean."""
     if labels is None:
-        return Meaning("none", (), None)
+        return LabelValues("none", (), None)
     if isinstance(labels, str):
-        return meaning_of(act, f"the column {labels!r}", _column(act, columns, labels), items)
+        return infer_cells(act, f"the column {labels!r}", _column(act, columns, labels), items)
     if isinstance(labels, list | tuple) and labels and all(isinstance(name, str) for name in labels):
         if len(set(labels)) < len(labels):
             found = f"a column twice in labels={list(labels)!r}"
             raise InvalidOption(cannot(act, found, "each once", "Remove one of them"))
-        return meaning_of_several(act, labels, [_column(act, columns, name) for name in labels], items)
+        return infer_columns(act, labels, [_column(act, columns, name) for name in labels], items)
     if callable(labels):
-        return meaning_of(act, "what labels= returned", [labels(item.path) for item in items], items)
+        return infer_cells(act, "what labels= returned", [labels(item.path) for item in items], items)
     found = f"labels={labels!r:.80}"
     needed = "a column, a list of columns, a function of the path, 'auto' or None"
     raise InvalidOption(cannot(act, found, needed, "Use labels='label', say"))
@@ -171,7 +171,7 @@ class _Splitting:
     items: Sequence[Item]
     order: npt.NDArray[np.int64]
 
-    def splits(self, splits: Splits, meaning: Meaning, seed: int) -> dict[str, npt.NDArray[np.int64]]:
+    def splits(self, splits: Splits, meaning: LabelValues, seed: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return the numbers of each split's samples."""
         if splits is None:
             places = self._own()
@@ -185,7 +185,7 @@ class _Splitting:
         found = {split: np.flatnonzero(places == place) for place, split in enumerate(SPLITS)}
         return {split: numbers for split, numbers in found.items() if len(numbers)}
 
-    def _shared_out(self, splits: object, meaning: Meaning, seed: int) -> dict[str, npt.NDArray[np.int64]]:
+    def _shared_out(self, splits: object, meaning: LabelValues, seed: int) -> dict[str, npt.NDArray[np.int64]]:
         shares = shares_of(self.act, splits)
         own = np.unique(self._own(is_strict=False))
         if own.tolist() != [0]:

@@ -16,7 +16,7 @@ from colabkit.packs.decode.fitting import Pixels, fitted
 from colabkit.packs.decode.images import decode_pillow
 from colabkit.packs.decode.jpeg_writing import encode_jpeg
 from colabkit.packs.format.layout import LABELS, SAMPLES, Field
-from colabkit.packs.labels.splitting import Kind
+from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
 from colabkit.packs.packing.makers import Encoding, Made, Unequal, Value, is_stored
 from colabkit.packs.packing.values import check_field_names
 from colabkit.storage import Item, Source
@@ -148,14 +148,10 @@ class DatasetSamples:
         return self._counts
 
     @property
-    def label_kind(self) -> Kind:
+    def label_kind(self) -> LabelKind:
         """What the labels are, by the first."""
         labels = next((made for made in self.fields if made.field.name == LABELS), None)
-        if labels is None:
-            return "none"
-        if np.dtype(labels.dtype).kind == "f":
-            return "regression"
-        return "multilabel" if labels.shape else "class"
+        return "none" if labels is None else kind_of_stored(labels.dtype, 1 + len(labels.shape))
 
     @property
     def label_count(self) -> int:
@@ -298,16 +294,12 @@ class DatasetSamples:
                 raise _Unfit(f"the label {value!r:.80}, where the data set's `classes` are {known}")
             return np.asarray(self._class_numbers[value], "<i8")
         found = _numbers(LABELS, value)
-        if found.dtype.kind == "f" and found.ndim < 2:
-            with np.errstate(over="ignore"):
-                stored = found.astype("<f4")
-            if not np.isfinite(stored).all():
-                raise _Unfit("a label that is NaN, infinity or more than float32 holds")
-            return stored
-        if found.dtype.kind in "biu" and found.shape in ((), (1,)) and int(found.max()) <= np.iinfo(np.int64).max:
-            return found.reshape(()).astype("<i8")
-        if found.dtype.kind in "biu" and found.ndim == 1 and ((found == 0) | (found == 1)).all():
-            return found.astype("|u1")
+        try:
+            stored = convert_labels(found[None])
+        except ValueError as error:
+            raise _Unfit(str(error)) from error
+        if stored is not None:
+            return stored[0, ...]
         raise _Unfit(f"a label of {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats")
 
     def _alike(self, made: Made, value: Value) -> Value:

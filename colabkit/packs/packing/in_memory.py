@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot
 from colabkit.packs.format.layout import LABELS, SAMPLES, Field
-from colabkit.packs.labels.splitting import Kind, shares_of, split_shares, strata_of
+from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
+from colabkit.packs.labels.splits import shares_of, split_shares, strata_of
 from colabkit.packs.packing.array_samples import (
     ArraySamples,
     Blobs,
@@ -25,8 +26,6 @@ from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.plan import Plan, Table, digest_of
 from colabkit.packs.packing.values import check_field_names, parts_of
 
-_NAMED_CLASSES = 100_000  # whole numbers above that are no classes
-_LARGEST = np.iinfo(np.int64).max
 _NO_FILES = "for samples that are no files"
 
 
@@ -56,15 +55,13 @@ def plan_arrays(source: Any, options: PackOptions) -> Plan:
         for split, part in parts.items()
         for name, one in part.items()
     ]
-    labels: npt.NDArray[Any] | None = None
-    kind: Kind = "none"
-    classes: tuple[str, ...] = ()
+    labels = LabelValues("none", (), None)
     if LABELS in first and options.labels is not None:
         columns = [part[LABELS] for part in parts.values()]
-        labels, kind, classes = _labels(act, [one if isinstance(one, tuple) else np.asarray(one) for one in columns])
+        labels = _labels(act, [one if isinstance(one, tuple) else np.asarray(one) for one in columns])
     parts = {split: {name: one for name, one in part.items() if name != LABELS} for split, part in parts.items()}
     texts = [name for name, one in first.items() if isinstance(one, tuple) and name not in (SAMPLES, LABELS)]
-    tables = [] if labels is None else [Table(Field(LABELS, "labels"), labels)]
+    tables = [] if labels.values is None else [Table(Field(LABELS, "labels"), labels.values)]
     for name in texts:
         values = tuple(blob for part in parts.values() for blob in part.pop(name))
         tables.append(Table(Field(name, contents[name], is_ragged=True), values))  # type: ignore[arg-type]
@@ -72,8 +69,10 @@ def plan_arrays(source: Any, options: PackOptions) -> Plan:
     counts = {split: len(part[SAMPLES]) for split, part in parts.items()}
     x = maker.fields[0]
     encoding = "raw" if x.field.content == "image" else "array"
-    about = _about("arrays", encoding, kind, classes, list(x.shape), digest_of(options.plain(), digests))
-    return Plan("arrays", maker, _splits(act, counts, options, kind, labels), tuple(tables), about, "raise", 0)
+    about = _about("arrays", encoding, labels.kind, labels.classes, list(x.shape), digest_of(options.plain(), digests))
+    return Plan(
+        "arrays", maker, _splits(act, counts, options, labels.kind, labels.values), tuple(tables), about, "raise", 0
+    )
 
 
 def plan_dataset(source: Any, options: PackOptions) -> Plan:
@@ -163,39 +162,19 @@ def _arrays(act: str, split: str, part: Mapping[str, Any]) -> dict[str, tuple[Ro
     return found
 
 
-def _labels(act: str, given: Sequence[npt.NDArray[Any] | Blobs]) -> tuple[npt.NDArray[Any], Kind, tuple[str, ...]]:
-    """Return labels as they are stored, of what kind they are, and the classes' names."""
+def _labels(act: str, given: Sequence[npt.NDArray[Any] | Blobs]) -> LabelValues:
     if all(isinstance(one, tuple) for one in given):
-        texts = [blob.decode("utf-8", "surrogateescape") for one in given for blob in one]
-        numbers = {name: number for number, name in enumerate(sorted(set(texts)))}
-        return np.array([numbers[text] for text in texts], "<i8"), "class", tuple(numbers)
+        return number_classes([blob.decode("utf-8", "surrogateescape") for one in given for blob in one])
     values = np.concatenate(given)
-    kind = values.dtype.kind
-    if kind in "biu" and values.shape[1:] == (1,):  # as Keras has them
-        values = values.reshape(-1)
-    if values.ndim == 1 and kind == "b":
-        return values.astype("<i8"), "class", ("False", "True")
-    if values.ndim == 1 and kind in "iu" and int(values.max()) <= _LARGEST:
-        return values.astype("<i8"), "class", _numbered(values)
-    if values.ndim == 2 and kind in "biu" and np.isin(values, (0, 1)).all():
-        return values.astype("|u1"), "multilabel", tuple(map(str, range(values.shape[1])))
-    if values.ndim <= 2 and kind == "f":
-        with np.errstate(over="ignore"):
-            stored = values.astype("<f4")
-        if not np.isfinite(stored).all():
-            found = "Y holds NaN, infinity or what float32 cannot hold"
-            raise BadSource(cannot(act, found, "a number for each sample", "Leave these out"))
-        return stored, "regression", ()
-    found = f"Y of {values.dtype} {list(values.shape)}"
-    needed = "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]"
-    raise InvalidOption(cannot(act, found, needed, "Give it another name, as in {'X': ..., 'boxes': ...}"))
-
-
-def _numbered(values: npt.NDArray[Any]) -> tuple[str, ...]:
-    """Return the names of classes that are whole numbers from 0; none for other numbers."""
-    if values.min() < 0 or values.max() >= _NAMED_CLASSES:
-        return ()
-    return tuple(map(str, range(int(values.max()) + 1)))
+    try:
+        found = infer_array(values)
+    except ValueError as error:
+        raise BadSource(cannot(act, f"Y holds {error}", "a number for each sample", "Leave these out")) from error
+    if found is None:
+        needed = "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]"
+        next_step = "Give it another name, as in {'X': ..., 'boxes': ...}"
+        raise InvalidOption(cannot(act, f"Y of {values.dtype} {list(values.shape)}", needed, next_step))
+    return found
 
 
 def _class_names(maker: DatasetSamples, names: Sequence[str], known: npt.NDArray[Any] | None) -> tuple[str, ...]:
@@ -203,14 +182,14 @@ def _class_names(maker: DatasetSamples, names: Sequence[str], known: npt.NDArray
     if maker.label_kind == "class":
         if maker.has_bools:
             return "False", "True"
-        return tuple(names) or (() if known is None else _numbered(known))
+        return tuple(names) or (() if known is None else name_classes(known))
     if maker.label_kind == "multilabel":
         return tuple(names) if len(names) == maker.label_count else tuple(map(str, range(maker.label_count)))
     return ()
 
 
 def _splits(
-    act: str, counts: Mapping[str, int], options: PackOptions, kind: Kind, labels: npt.NDArray[Any] | None
+    act: str, counts: Mapping[str, int], options: PackOptions, kind: LabelKind, labels: npt.NDArray[Any] | None
 ) -> dict[str, npt.NDArray[np.int64]]:
     if options.splits is None:
         ends = np.cumsum(list(counts.values())).tolist()

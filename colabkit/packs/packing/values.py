@@ -7,7 +7,7 @@ from typing import Any
 
 from colabkit.foundation import InvalidOption, cannot
 from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS
-from colabkit.packs.labels.splitting import SPLIT_FOLDERS
+from colabkit.packs.labels.splits import SPLIT_FOLDERS
 from colabkit.packs.packing.options import OWN_NAMES
 
 _FIELDS = {"x": SAMPLES, "y": LABELS}

@@ -6,16 +6,14 @@ import math
 import numbers
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, epoch_order, format_things
 from colabkit.packs.format.layout import SPLITS
-
-Kind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
-"""What labels are: the number of a class, 0 or 1 for each of several names, numbers, or nothing."""
+from colabkit.packs.labels.label_values import LabelKind
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -99,7 +97,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     return found
 
 
-def strata_of(kind: Kind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Numbers | None:
+def strata_of(kind: LabelKind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Numbers | None:
     """Return the strata by which labels are dealt, `int64 [n]`; None where all samples are dealt as one.
 
     Classes are strata as they are. Of several labels each combination is one; those too rare for the smallest share to

@@ -1,45 +1,115 @@
-"""What the cells of a table, or the values that a function returns, mean as labels."""
+"""What labels mean: one inference for table cells, for values that a function returns, and for arrays."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, cannot, format_bytes, format_things, kind_of
-from colabkit.packs.labels.splitting import Kind
 from colabkit.storage import Item
+
+LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
+"""The number of a class, 0 or 1 for each of several labels, numbers, or no label."""
 
 _PLAIN = frozenset({bool, int, float, str, list, tuple, set, frozenset, type(None)})
 _LISTS = frozenset({list, tuple, set, frozenset})
 _ORDERED = frozenset({list, tuple})
 _KINDS = "text, whole numbers, floats, bools or lists"
 _MOST_CLASSES = 100_000
-_MOST_TABLE_BYTES = 4 << 30  # a table of labels is kept in memory
+_LARGEST_CLASS = np.iinfo(np.int64).max
+# A table of labels is kept in memory.
+_MOST_TABLE_BYTES = 4 << 30
 _CONVERT = "Convert them, or use another column"
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
-    """Labels.
+class LabelValues:
+    """Labels of all samples.
 
     Attributes:
-        kind: what they are.
+        kind: class, multilabel, regression or none.
         classes: names of the classes, or of the K labels or targets; empty for a single target.
         values: `int64 [n]` classes, `uint8 [n, K]` labels, `float32 [n]` or `[n, K]` targets, None for no labels.
     """
 
-    kind: Kind
+    kind: LabelKind
     classes: tuple[str, ...]
     values: npt.NDArray[Any] | None
 
 
-def meaning_of(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> Meaning:
-    """Return what the cells of one column mean: their types decide, not what they hold.
+def infer_array(values: npt.NDArray[Any]) -> LabelValues | None:
+    """Return the labels in an array `[n]` or `[n, K]`, None if they are no labels.
+
+    Whole numbers and bools `[n]` are classes, 0 and 1 `[n, K]` labels, floats targets of a regression.
+
+    Raises:
+        ValueError: if a label is NaN, or cannot be stored; the message is the reason alone.
+    """
+    stored = convert_labels(values)
+    if stored is None:
+        return None
+    kind = kind_of_stored(stored.dtype, stored.ndim)
+    names = tuple(map(str, range(stored.shape[1]))) if kind == "multilabel" else ()
+    return LabelValues(kind, name_classes(values) if kind == "class" else names, stored)
+
+
+def convert_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """Return labels `[n]` or `[n, K]` as they are stored: `int64`, `uint8` or `float32`; None if they are no labels.
+
+    Raises:
+        ValueError: if a label is NaN, or cannot be stored; the message is the reason alone.
+    """
+    kind = values.dtype.kind
+    if kind == "f" and values.ndim <= 2:
+        with np.errstate(over="ignore"):
+            stored = values.astype("<f4")
+        _check_stored(values, np.isfinite(stored), stored.dtype)
+        return stored
+    if kind not in "biu":
+        return None
+    if values.shape[1:] == (1,):  # as Keras has them
+        values = values.reshape(-1)
+    if values.ndim == 1:
+        if kind == "u":
+            _check_stored(values, values <= _LARGEST_CLASS, np.dtype(np.int64))
+        return values.astype("<i8")
+    return values.astype("|u1") if values.ndim == 2 and ((values == 0) | (values == 1)).all() else None
+
+
+def kind_of_stored(dtype: npt.DTypeLike, ndim: int) -> LabelKind:
+    """Return the kind of labels that are stored with this dtype, in an array of this many axes."""
+    return "regression" if np.dtype(dtype).kind == "f" else "multilabel" if ndim > 1 else "class"
+
+
+def name_classes(values: npt.NDArray[Any]) -> tuple[str, ...]:
+    """Return the names of classes that are bools or numbers from 0 to 99,999; none for other numbers."""
+    if values.dtype.kind == "b":
+        return "False", "True"
+    if not values.size or values.min() < 0 or values.max() >= _MOST_CLASSES:
+        return ()
+    return tuple(map(str, range(int(values.max()) + 1)))
+
+
+def number_classes(cells: Sequence[Any]) -> LabelValues:
+    """Return cells as the numbers of classes, which are sorted."""
+    number = {value: index for index, value in enumerate(sorted(set(cells)))}
+    values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
+    return LabelValues("class", tuple(map(str, number)), values)
+
+
+def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dtype: np.dtype[Any]) -> None:
+    if not is_stored.all():
+        label = values[np.unravel_index(int(is_stored.argmin()), values.shape)]
+        raise ValueError("NaN as a label" if np.isnan(label) else f"the label {label}, beyond {dtype}")
+
+
+def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> LabelValues:
+    """Return what the cells of one column mean as labels: their types decide, not their values.
 
     - Text is classes, sorted. Bools are the classes False and True. Whole numbers are classes: from 0
       to 99,999 they are kept, and there are as many classes as the largest asks for; others are numbered in order.
@@ -61,18 +131,17 @@ def meaning_of(act: str, what: str, cells: Sequence[Any], items: Sequence[Item])
     _check_filled(act, what, cells, items)
     kinds = set(map(type, cells))
     if kinds == {str}:
-        return as_classes(cells, sorted(set(cells)))
-    if kinds == {bool}:
-        return Meaning("class", ("False", "True"), np.array(cells, np.int64))
-    if kinds == {int}:
-        least, most = min(cells), max(cells)
-        if least >= 0 and most < _MOST_CLASSES:  # parts of a data set, packed apart, agree on what 3 means
-            return Meaning("class", tuple(map(str, range(most + 1))), np.array(cells, np.int64))
-        return as_classes(cells, sorted(set(cells)))
+        return number_classes(cells)
+    if kinds in ({bool}, {int}):
+        # Numbers in this range keep their value, so that splits packed separately agree on what 3 means.
+        if min(cells) >= 0 and max(cells) < _MOST_CLASSES:
+            values = np.array(cells)
+            return LabelValues("class", name_classes(values), values.astype(np.int64))
+        return number_classes(cells)
     if kinds in ({float}, {float, int}):  # JSON and text write 1 for 1.0
-        return Meaning("regression", (), _targets(act, what, cells, items))
+        return LabelValues("regression", (), _targets(act, what, cells, items))
     if kinds <= _LISTS:
-        return _meaning_of_lists(act, what, cells, items, kinds <= _ORDERED)
+        return _infer_lists(act, what, cells, items, kinds <= _ORDERED)
     odd = next((row for row, cell in enumerate(cells) if type(cell) not in _PLAIN), None)
     if odd is not None:
         raise BadSource(cannot(act, f"{what} holds {_named(cells, odd, items)}", _KINDS, _CONVERT))
@@ -81,9 +150,9 @@ def meaning_of(act: str, what: str, cells: Sequence[Any], items: Sequence[Item])
     raise BadSource(cannot(act, found, "one kind of values", _CONVERT))
 
 
-def meaning_of_several(
+def infer_columns(
     act: str, names: Sequence[str], columns: Sequence[Sequence[Any]], items: Sequence[Item]
-) -> Meaning:
+) -> LabelValues:
     """Return what several columns mean: labels if all hold 0 and 1 or bools, targets if there are floats.
 
     Args:
@@ -110,21 +179,14 @@ def meaning_of_several(
         is_binary &= float not in kinds and set(cells) <= {0, 1}
         found.append(np.array(cells, np.uint8) if is_binary else _targets(act, what, cells, items))
     if is_binary:
-        return Meaning("multilabel", tuple(names), np.stack(found, axis=1))
+        return LabelValues("multilabel", tuple(names), np.stack(found, axis=1))
     if has_floats:
-        return Meaning("regression", tuple(names), np.stack(found, axis=1).astype(np.float32))
+        return LabelValues("regression", tuple(names), np.stack(found, axis=1).astype(np.float32))
     needed = "0 and 1 for labels, or floats for targets"
     raise BadSource(cannot(act, f"the columns {', '.join(names)} hold other whole numbers", needed, "Convert them"))
 
 
-def as_classes(cells: Sequence[Any], classes: Sequence[Any]) -> Meaning:
-    """Return cells as numbers of classes that are given in their order."""
-    number = {value: index for index, value in enumerate(classes)}
-    values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
-    return Meaning("class", tuple(map(str, classes)), values)
-
-
-def _meaning_of_lists(act: str, what: str, cells: Sequence[Any], items: Sequence[Item], is_ordered: bool) -> Meaning:
+def _infer_lists(act: str, what: str, cells: Sequence[Any], items: Sequence[Item], is_ordered: bool) -> LabelValues:
     if not set().union(*(map(type, cell) for cell in cells)) <= {bool, int, float, str}:
         cells = [_plain_cells(tuple(cell)) for cell in cells]
     for row, cell in enumerate(cells):
@@ -140,9 +202,9 @@ def _meaning_of_lists(act: str, what: str, cells: Sequence[Any], items: Sequence
         if len(lengths) > 1:
             found = f"{what} holds lists of {min(lengths)} to {max(lengths)} floats"
             raise BadSource(cannot(act, found, "as many targets for each sample", _CONVERT))
-        return Meaning("regression", tuple(map(str, range(lengths.pop()))), _targets(act, what, cells, items))
+        return LabelValues("regression", tuple(map(str, range(lengths.pop()))), _targets(act, what, cells, items))
     if is_ordered and len(lengths) == 1 and kinds <= {bool, int} and set().union(*cells) <= {0, 1}:
-        return Meaning("multilabel", tuple(map(str, range(lengths.pop()))), np.array(cells, np.uint8))
+        return LabelValues("multilabel", tuple(map(str, range(lengths.pop()))), np.array(cells, np.uint8))
     if kinds not in ({str}, {int}):
         found = f"{what} holds lists of {', '.join(sorted(kind.__name__ for kind in kinds))}"
         raise BadSource(cannot(act, found, "lists of text, or of whole numbers", _CONVERT))
@@ -155,7 +217,7 @@ def _meaning_of_lists(act: str, what: str, cells: Sequence[Any], items: Sequence
     held = np.fromiter((number[name] for cell in cells for name in cell), np.int64, int(counts.sum()))
     values = np.zeros((len(cells), len(names)), np.uint8)
     values[np.repeat(np.arange(len(cells)), counts), held] = 1
-    return Meaning("multilabel", tuple(map(str, names)), values)
+    return LabelValues("multilabel", tuple(map(str, names)), values)
 
 
 def _targets(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> npt.NDArray[Any]:

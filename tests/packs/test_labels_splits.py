@@ -15,7 +15,7 @@ from trees import needs
 
 from colabkit.errors import InvalidOption
 from colabkit.packs.labels.labelling import label_samples
-from colabkit.packs.labels.splitting import fold_numbers, shares_of, split_shares, strata_of
+from colabkit.packs.labels.splits import fold_numbers, shares_of, split_shares, strata_of
 from colabkit.storage.sources.items import Item, Listing
 
 SHARES = st.sampled_from(
