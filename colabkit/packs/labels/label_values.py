@@ -105,7 +105,7 @@ def number_classes(cells: Sequence[Any]) -> LabelValues:
 def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dtype: np.dtype[Any]) -> None:
     if not is_stored.all():
         label = values[np.unravel_index(int(is_stored.argmin()), values.shape)]
-        raise ValueError("NaN as a label" if np.isnan(label) else f"the label {label}, beyond {dtype}")
+        raise ValueError("a label that is NaN" if np.isnan(label) else f"the label {label}, beyond {dtype}")
 
 
 def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> LabelValues:
