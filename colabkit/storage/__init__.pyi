@@ -1,3 +1,6 @@
+from .addresses import FSSPEC as FSSPEC
+from .addresses import WEB as WEB
+from .addresses import address_of as address_of
 from .drive.api import clear_cache as clear_cache
 from .drive.api import flush as flush
 from .drive.api import mount as mount
@@ -6,9 +9,6 @@ from .drive.reports import CacheReport as CacheReport
 from .drive.reports import FlushReport as FlushReport
 from .drive.reports import MountReport as MountReport
 from .drive.reports import UnmountReport as UnmountReport
-from .fetching.addresses import FSSPEC as FSSPEC
-from .fetching.addresses import WEB as WEB
-from .fetching.addresses import address_of as address_of
 from .fetching.api import FetchReport as FetchReport
 from .fetching.api import fetch as fetch
 from .probing.api import read_probe as read_probe

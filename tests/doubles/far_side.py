@@ -73,8 +73,8 @@ def forget_double(patch: pytest.MonkeyPatch) -> None:
 
 def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Hide the remote mounts of other tests that may run on this machine."""
-    for module in ("fetching", "probing", "staging"):  # what they import by name must be the real thing
-        importlib.import_module(f"colabkit.{module}")
+    for room in ("fetching", "probing", "staging"):  # what they import by name must be the real thing
+        importlib.import_module(f"colabkit.storage.{room}.api")
     real = mounts.mounts
 
     def own(read: mounts.Reader = mounts.read_file) -> list[mounts.Mount]:

@@ -14,8 +14,8 @@ import pytest
 from http_servers import served, until
 
 from colabkit.errors import FetchFailed, TimedOut
+from colabkit.storage.addresses import address_of, safe_name
 from colabkit.storage.fetching import connections, headers, transfer
-from colabkit.storage.fetching.addresses import address_of, safe_name
 from colabkit.storage.fetching.api import fetch
 
 

@@ -12,8 +12,8 @@ from fake_drive import authority, drive, drive_id, gdown, only_new
 from trees import leftovers
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, NotEnoughSpace, TargetExists
+from colabkit.storage.addresses import address_of
 from colabkit.storage.fetching import transfer
-from colabkit.storage.fetching.addresses import address_of
 from colabkit.storage.fetching.api import FetchReport, fetch
 
 __all__ = ["authority", "drive", "gdown"]  # fixtures

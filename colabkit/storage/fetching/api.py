@@ -24,7 +24,7 @@ from colabkit.foundation import (
     format_seconds,
     partials,
 )
-from colabkit.storage.fetching.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
+from colabkit.storage.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
 from colabkit.storage.fetching.earlier import Finished, state_of
 from colabkit.storage.fetching.filesystems import fetch_fsspec
 from colabkit.storage.fetching.gdrive import fetch_drive_file, fetch_drive_folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import queue
 import threading
@@ -15,49 +14,28 @@ from typing import Any, NoReturn, TypeVar
 from colabkit.foundation import (
     ColabkitError,
     FetchFailed,
-    InvalidOption,
-    MissingPackage,
     TimedOut,
     cannot,
     file_changes,
     format_seconds,
     partials,
 )
-from colabkit.storage.fetching.addresses import Address, safe_name
+from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching.sinks import Sink
 from colabkit.storage.fetching.transfer import Again, Fetched, Job
+from colabkit.storage.sources.bucket import file_system_of, protocol_of, refusal
 
 T = TypeVar("T")
 
 _BLOCK_BYTES = 1 << 20
 _READ_AHEAD_BYTES = 4 << 20  # some file systems read 50 MiB for the first byte, which a slow line brings too late
 _QUEUE_BLOCKS = 4
-_PACKAGES = {
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "hf": "huggingface_hub",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "adl": "adlfs",
-    "az": "adlfs",
-}
 _VERSION_FIELDS = frozenset(
     {"ETag", "etag", "md5Hash", "md5", "crc32c", "generation", "checksum", "oid", "blob_id"}
 ) | {
     *("sha", "sha256", "version_id", "VersionId"),
     *("mtime", "modified", "LastModified", "last_modified", "updated", "created"),
 }
-_LOGINS = {
-    "gs": "Run google.colab.auth.authenticate_user() in Colab, elsewhere gcloud auth application-default login",
-    "s3": "Give credentials, or set FSSPEC_S3_ANON=true before Python starts if the bucket is public",
-    "hf": "Run huggingface_hub.login()",
-}
-_LOGIN_ERRORS = frozenset(
-    {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "RefreshError", "DefaultCredentialsError"}
-)
-_FINAL = (NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
 
 _Info = dict[str, Any]
 
@@ -254,61 +232,6 @@ class _Reader:
                 file.seek(offset)
             while block := file.read(_BLOCK_BYTES):
                 yield bytes(block)
-
-
-def protocol_of(address: Address) -> str:
-    """Return the protocol of an address, as in `"gs"`; of a chain that of its first link."""
-    return address.text.partition("://")[0].partition("::")[0].lower()
-
-
-def file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
-    """Return the file system of an address, the path in it, and both programs' names for a report.
-
-    Raises:
-        MissingPackage: if fsspec or the protocol's package is not installed.
-        InvalidOption: if fsspec does not know the protocol.
-    """
-    protocol = protocol_of(address)
-
-    def missing(what: str, next_step: str) -> MissingPackage:
-        needed = f"the package that reads {protocol}://"
-        return MissingPackage(cannot(act, f"{what} is not installed", needed, next_step))
-
-    package = _PACKAGES.get(protocol, "fsspec")
-    try:
-        fsspec = importlib.import_module("fsspec")
-        core = importlib.import_module("fsspec.core")
-        registry = importlib.import_module("fsspec.registry")
-    except ImportError:
-        raise missing("fsspec", f"Run pip install {package}") from None
-    try:
-        fs, root = core.url_to_fs(address.text)
-    except ImportError as error:
-        advice = registry.known_implementations.get(protocol, {}).get("err", str(error))
-        known = f"Run pip install {package}" if protocol in _PACKAGES else address.scrubbed(advice)
-        raise missing(_PACKAGES.get(protocol, "a package"), known.rstrip(".")) from None
-    except ValueError as error:
-        needed = "an address that fsspec knows"
-        told = address.scrubbed(error)
-        raise InvalidOption(cannot(act, told, needed, "Check the part before ://")) from None
-    return fs, root, f"fsspec {fsspec.__version__} ({protocol})"
-
-
-def refusal(address: Address, act: str, error: BaseException) -> FetchFailed | None:
-    """Return what an error of a file system means where trying again is of no use, None where it may be.
-
-    The error's own text may hold addresses with signatures: what is returned does not.
-    """
-    told = address.scrubbed(f"{type(error).__name__}: {error}")
-    if isinstance(error, FileNotFoundError):
-        return FetchFailed(cannot(act, "nothing is at this address", "a file or folder", "Check the address"))
-    if type(error).__name__ in _LOGIN_ERRORS:
-        protocol = protocol_of(address)
-        next_step = _LOGINS.get(protocol, f"Give credentials as the package for {protocol}:// describes")
-        return FetchFailed(cannot(act, f"it needs a login ({told})", "access to it", next_step))
-    if isinstance(error, _FINAL):
-        return FetchFailed(cannot(act, told, "a file system that can be read", "Check the address"))
-    return None
 
 
 def _version(info: _Info) -> str:

@@ -20,8 +20,8 @@ from colabkit.foundation import (
     printable,
     processes,
 )
+from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching import gdown_child
-from colabkit.storage.fetching.addresses import safe_name
 from colabkit.storage.fetching.headers import HEAD_BYTES, disposition_name, html_title, is_html
 from colabkit.storage.fetching.sinks import digests_of
 from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, Job, Unchanged

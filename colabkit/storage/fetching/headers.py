@@ -12,7 +12,7 @@ from email.message import Message
 from urllib.parse import unquote_to_bytes
 
 from colabkit.foundation import printable
-from colabkit.storage.fetching.addresses import safe_name
+from colabkit.storage.addresses import safe_name
 
 HEAD_BYTES = 512
 """Bytes by which a page is recognised; browsers decide by as many (WHATWG, MIME Sniffing)."""

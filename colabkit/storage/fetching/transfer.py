@@ -23,7 +23,7 @@ from colabkit.foundation import (
     format_seconds,
     user_path,
 )
-from colabkit.storage.fetching.addresses import Address
+from colabkit.storage.addresses import Address
 from colabkit.storage.fetching.earlier import Finished, state_of
 from colabkit.storage.fetching.sinks import Wanted, digests_of
 

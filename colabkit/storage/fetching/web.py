@@ -15,7 +15,7 @@ from typing import NoReturn
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from colabkit.foundation import FetchFailed, cannot, file_changes, format_bytes, format_seconds, partials
-from colabkit.storage.fetching.addresses import safe_name
+from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching.connections import RedirectRefused, Watchdog, open_address
 from colabkit.storage.fetching.headers import (
     HEAD_BYTES,

@@ -24,7 +24,7 @@ from colabkit.foundation import (
     translated,
     user_path,
 )
-from colabkit.storage.fetching.addresses import FSSPEC, address_of
+from colabkit.storage.addresses import FSSPEC, address_of
 from colabkit.storage.sources.answering import answer_of
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.folder import FolderSource

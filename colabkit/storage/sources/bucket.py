@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
+import importlib
 import io
 import os
 from collections.abc import Mapping
 from typing import Any, BinaryIO, cast
 
-from colabkit.foundation import BadSource, ColabkitError, FetchFailed, InvalidOption, SourceMissing, cannot
-from colabkit.storage.fetching.addresses import FSSPEC, address_of
-from colabkit.storage.fetching.filesystems import file_system_of, refusal
+from colabkit.foundation import (
+    BadSource,
+    ColabkitError,
+    FetchFailed,
+    InvalidOption,
+    MissingPackage,
+    SourceMissing,
+    cannot,
+)
+from colabkit.storage.addresses import FSSPEC, Address, address_of
 from colabkit.storage.sources.answering import answer_of
 from colabkit.storage.sources.items import Item, Listing
 
@@ -21,6 +29,26 @@ _LISTING_S = 600.0  # a listing shows no sign of life until it is whole: five mi
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _LATEST_S = 1 << 33
 _NO_NAMES = frozenset({"", ".", ".."})
+_PACKAGES = {
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "hf": "huggingface_hub",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "adl": "adlfs",
+    "az": "adlfs",
+}
+_LOGINS = {
+    "gs": "Run google.colab.auth.authenticate_user() in Colab, elsewhere gcloud auth application-default login",
+    "s3": "Give credentials, or set FSSPEC_S3_ANON=true before Python starts if the bucket is public",
+    "hf": "Run huggingface_hub.login()",
+}
+_LOGIN_ERRORS = frozenset(
+    {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "RefreshError", "DefaultCredentialsError"}
+)
+_FINAL = (NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
 
 
 class BucketSource:
@@ -208,3 +236,58 @@ def _mtime_ns(info: Mapping[str, Any]) -> int:
         if isinstance(value, int | float) and 0 < value < _LATEST_S:
             return round(value * 10**6) * 1000
     return 0
+
+
+def protocol_of(address: Address) -> str:
+    """Return the protocol of an address, as in `"gs"`; of a chain that of its first link."""
+    return address.text.partition("://")[0].partition("::")[0].lower()
+
+
+def file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
+    """Return the file system of an address, the path in it, and both programs' names for a report.
+
+    Raises:
+        MissingPackage: if fsspec or the protocol's package is not installed.
+        InvalidOption: if fsspec does not know the protocol.
+    """
+    protocol = protocol_of(address)
+
+    def missing(what: str, next_step: str) -> MissingPackage:
+        needed = f"the package that reads {protocol}://"
+        return MissingPackage(cannot(act, f"{what} is not installed", needed, next_step))
+
+    package = _PACKAGES.get(protocol, "fsspec")
+    try:
+        fsspec = importlib.import_module("fsspec")
+        core = importlib.import_module("fsspec.core")
+        registry = importlib.import_module("fsspec.registry")
+    except ImportError:
+        raise missing("fsspec", f"Run pip install {package}") from None
+    try:
+        fs, root = core.url_to_fs(address.text)
+    except ImportError as error:
+        advice = registry.known_implementations.get(protocol, {}).get("err", str(error))
+        known = f"Run pip install {package}" if protocol in _PACKAGES else address.scrubbed(advice)
+        raise missing(_PACKAGES.get(protocol, "a package"), known.rstrip(".")) from None
+    except ValueError as error:
+        needed = "an address that fsspec knows"
+        told = address.scrubbed(error)
+        raise InvalidOption(cannot(act, told, needed, "Check the part before ://")) from None
+    return fs, root, f"fsspec {fsspec.__version__} ({protocol})"
+
+
+def refusal(address: Address, act: str, error: BaseException) -> FetchFailed | None:
+    """Return what an error of a file system means where trying again is of no use, None where it may be.
+
+    The error's own text may hold addresses with signatures: what is returned does not.
+    """
+    told = address.scrubbed(f"{type(error).__name__}: {error}")
+    if isinstance(error, FileNotFoundError):
+        return FetchFailed(cannot(act, "nothing is at this address", "a file or folder", "Check the address"))
+    if type(error).__name__ in _LOGIN_ERRORS:
+        protocol = protocol_of(address)
+        next_step = _LOGINS.get(protocol, f"Give credentials as the package for {protocol}:// describes")
+        return FetchFailed(cannot(act, f"it needs a login ({told})", "access to it", next_step))
+    if isinstance(error, _FINAL):
+        return FetchFailed(cannot(act, told, "a file system that can be read", "Check the address"))
+    return None

@@ -26,7 +26,7 @@ from colabkit.foundation import (
     near_folder,
     partials,
 )
-from colabkit.storage.fetching.addresses import FSSPEC, Address
+from colabkit.storage.addresses import FSSPEC, Address
 from colabkit.storage.fetching.api import fetch
 from colabkit.storage.sources.api import AnySource, open_source
 from colabkit.storage.sources.concurrency import Threads, check_threads

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from colabkit.foundation import InvalidOption, cannot, kind_of, user_path
-from colabkit.storage.fetching.addresses import Address, address_of
+from colabkit.storage.addresses import Address, address_of
 from colabkit.storage.sources.api import AnySource
 from colabkit.storage.sources.items import Source
 
