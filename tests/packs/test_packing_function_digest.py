@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os.path
 import subprocess
 import sys
@@ -10,12 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from colabkit.packs.packing.function_digest import function_digest
 
 NUMBERS = {"cat": 0}
-NAMES = {"cat", "dog", "bee", "ant"}
+upper = threading.Lock()
 
 
 def constant(value: object) -> Callable[[str], object]:
@@ -30,10 +34,6 @@ def by_helper(path: str) -> int:
     return looked_up(path)
 
 
-def by_sets(path: str) -> bool:
-    return path in NAMES or path in {"png", "jpg", "gif", "bmp"}
-
-
 def again(path: str) -> int:
     return again(path[1:]) + 1 if path else 0
 
@@ -42,9 +42,35 @@ def with_default(path: str, number: int = 1) -> int:
     return number
 
 
+def before_its_helper_is_defined() -> Callable[[str], int]:
+    def label(path: str) -> int:
+        return helper(path)
+
+    if NUMBERS is None:
+        helper = label
+    return label
+
+
+def holding_itself() -> Callable[[str], object]:
+    table: list[Any] = [len]
+    table.append(table)
+    return constant(table)
+
+
 @pytest.mark.parametrize(
     "make",
-    [lambda: constant(1), lambda: looked_up, lambda: again, lambda: partial(with_default, number=2), lambda: len],
+    [
+        lambda: constant(1),
+        lambda: looked_up,
+        lambda: again,
+        lambda: partial(with_default, number=2),
+        lambda: len,
+        before_its_helper_is_defined,
+        holding_itself,
+        lambda: lambda path: path.upper(),
+        lambda: constant(np.arange(3)),
+        lambda: constant(torch.arange(3)),
+    ],
 )
 def test_a_function_keeps_its_digest(make):
     assert function_digest(make()) == function_digest(make())
@@ -60,6 +86,11 @@ def test_a_function_keeps_its_digest(make):
         (partial(with_default, number=2), partial(with_default, number=3)),
         (os.path.basename, os.path.dirname),
         ("a".join, "b".join),
+        (constant([by_helper, by_helper, again]), constant([by_helper, again, again])),
+        (constant(torch.zeros(2)), constant(torch.ones(2))),
+        (constant(([1], 2)), constant(([1, 2],))),
+        (constant(1), constant(True)),
+        (constant({1: len}), constant([1, len])),
     ],
 )
 def test_functions_that_differ_have_other_digests(one, other):
@@ -78,50 +109,80 @@ def test_a_function_that_holds_what_nobody_can_tell_is_another_each_time():
     assert function_digest(held) != function_digest(held)
 
 
+NOTEBOOK = {
+    "method": "class Labeler:\n    def __call__(self, path): return self.number(path)\n"
+    "    def number(self, path): return {0}\nlabel = Labeler()",
+    "call": "class Labeler:\n    def __call__(self, path): return {0}\nlabel = Labeler()",
+    "bound method": "class Labeler:\n    def number(self, path): return {0}\nlabel = Labeler().number",
+    "class method": "class Labeler:\n    @classmethod\n    def number(cls, path): return {0}\nlabel = Labeler.number",
+    "property": "class Labeler:\n    @property\n    def number(self): return {0}\n"
+    "    def __call__(self, path): return self.number\nlabel = Labeler()",
+    "base": "class Base:\n    number = {0}\nclass Labeler(Base):\n    def __call__(self, path): return self.number\n"
+    "label = Labeler()",
+    "state": "class Labeler:\n    def __init__(self, do): self.do = do\n"
+    "    def __call__(self, path): return self.do(path)\nlabel = Labeler(lambda path: {0})",
+    "class by name": "class Numbers:\n    cat = {0}\ndef label(path): return Numbers.cat",
+    "data class": "import dataclasses\n@dataclasses.dataclass\nclass Labeler:\n    number: int = {0}\n"
+    "    def __call__(self, path): return self.number\nlabel = Labeler()",
+    "cache": "import functools\n@functools.lru_cache\ndef label(path): return {0}",
+    "decorator": "import torch\n@torch.no_grad()\ndef label(path): return {0}",
+    "keyword": "import functools\ndef parse(path): return {0}\ndef call(path, f): return f(path)\n"
+    "label = functools.partial(call, f=parse)",
+    "default": "def parse(path): return {0}\ndef label(path, parse=parse): return parse(path)",
+    "list": "def parse(path): return {0}\nlist_of = [parse]\ndef label(path): return list_of[0](path)",
+    "dict": "def parse(path): return {0}\ntable = {{'f': (parse,)}}\ndef label(path): return table['f'][0](path)",
+}
+
+
+@pytest.mark.parametrize("kind", NOTEBOOK)
+def test_a_function_that_is_edited_in_a_notebook_counts_with_what_it_does(kind, monkeypatch):
+    digests = []
+    for number in (1, 2, 1):
+        scope: dict[str, Any] = {"__name__": "__main__"}
+        exec(NOTEBOOK[kind].format(number), scope)
+        for name, value in scope.items():  # so that pickle finds it by its name
+            monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
+        digests.append(function_digest(scope["label"]))
+    assert digests[0] == digests[2] != digests[1]
+
+
+LABELER = """
+from colabkit.packs.packing.function_digest import function_digest
+NAMES = {'cat', 'dog', 'bee', 'ant'}
+class Labeler:
+    table = dict.fromkeys('abc')
+    def __call__(self, path): return path in NAMES or path in {'png', 'jpg', 'gif', 'bmp'}
+print(function_digest(Labeler()), function_digest(Labeler.__call__))
+"""
+
+
 def test_another_process_finds_the_same_digest():
-    code = "from test_packing_function_digest import *; print(function_digest(by_helper), function_digest(by_sets))"
     children = []
     for seed in "12":
-        environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "PYTHONHASHSEED": seed}
-        words = [sys.executable, "-c", code]
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        words = [sys.executable, "-c", LABELER]
         children.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
-    told = [child.communicate(timeout=120)[0].split() for child in children]
-    assert told == [[function_digest(by_helper), function_digest(by_sets)]] * 2
+    one, other = (child.communicate(timeout=120)[0].split() for child in children)
+    assert one == other
+    assert len(one) == 2
 
 
-def defaulting(inner: Callable[[str], int]) -> Callable[[str], int]:
-    def call(path: str, inner: Callable[[str], int] = inner) -> int:
-        return inner(path)
-
-    return call
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        lambda inner: partial(with_default, number=inner),
-        lambda inner: partial(with_default, inner),
-        defaulting,
-        lambda inner: constant([inner]),
-        lambda inner: constant({"f": (inner,)}),
-    ],
-    ids=["keyword", "argument", "default", "list", "dict"],
-)
-def test_a_function_that_another_one_holds_counts_with_what_it_does(held):
-    """As in a notebook, where a function that is changed keeps its name."""
-    made: dict[int, Callable[[str], int]] = {}
-    for number in (1, 2):
-        scope: dict[str, Any] = {"__name__": __name__}
-        exec(f"def parse(path):\n    return {number}", scope)
-        made[number] = scope["parse"]
-        globals()["parse"] = made[number]  # so that pickle finds it by its name
-        made[number] = held(made[number])
-        made[number + 10] = function_digest(made[number])
-    del globals()["parse"]
-    assert made[11] != made[12]
+LIBRARY = """
+import threading
+lock = threading.Lock()
+class Parser: lock = lock
+def parse(path):
+    with lock: return 1
+"""
 
 
-def test_a_container_that_holds_itself_has_a_digest():
-    table: list[Any] = [len]
-    table.append(table)
-    assert function_digest(lambda path: table) == function_digest(lambda path: table) != ""
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_functions_of_installed_packages_count_by_name(tmp_path, monkeypatch, folder):
+    name = f"library_of_{folder[:4]}"
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"{name}.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    found = importlib.import_module(name)
+    parser = found.Parser
+    for label in (found.parse, lambda path: parser(), functools.partial(found.parse)):
+        assert function_digest(label) == function_digest(label)

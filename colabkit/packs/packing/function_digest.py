@@ -1,90 +1,158 @@
-"""What tells one user's function from another: what it does, since in a notebook its name stays when it is changed."""
+"""A digest of a user's function by what it does: in a notebook, a function that is edited keeps its name."""
 
 from __future__ import annotations
 
+import copyreg
+import dis
 import hashlib
 import itertools
+import marshal
 import os
-import pickle
-from collections.abc import Callable
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+import sys
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import PurePath
+from types import CellType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 _PLAIN = {str, bytes, bool, int, float, complex, type(None)}
+_DESCRIPTORS = (staticmethod, classmethod, property, cached_property)
+_BOOKKEEPING = {
+    *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__"),
+    *("__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__", "_abc_impl"),
+}
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Return a digest that changes with a function's code, defaults, and the values and functions that it names.
+    """Return a digest that changes with what a function does.
 
-    Where that cannot be told, as for an object that cannot be pickled, it is another one each time. Functions of
-    installed modules and classes are told by their names alone.
+    Its code, its defaults and the values, functions and classes that it names count, and so do the class and the state
+    of an object that is called. Functions and classes of installed packages count by name. A value that cannot be
+    pickled, such as a lock, is different at each call.
     """
-    return _digest_of(function)[:16]
+    return _Digests().of(function).hex()[:16]
 
 
-def _digest_of(value: Any) -> str:
-    digest = hashlib.sha256()
-    _add(digest, value, set())
-    return digest.hexdigest()
+class _Digests:
+    """Digests of values, each made of the digests of what the value holds."""
 
+    def __init__(self) -> None:
+        # Values are kept, or another one could take the address of one that is gone.
+        self._known: dict[int, tuple[Any, bytes]] = {}
+        self._open: list[int] = []
 
-def _add(digest: Any, value: Any, seen: set[int]) -> None:
-    if isinstance(value, ModuleType):
-        digest.update(value.__name__.encode())
-    elif isinstance(value, type):
-        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
-    elif isinstance(value, CodeType):
-        digest.update(value.co_code + repr(value.co_names).encode())
-        for constant in value.co_consts:
-            _add(digest, constant, seen)
-    elif isinstance(value, set | frozenset):  # whose order is another one in each process
-        digest.update("".join(sorted(_digest_of(one) for one in value)).encode())
-    elif isinstance(value, partial):
-        for part in (value.func, value.args, value.keywords):
-            _add(digest, part, seen)
-    elif isinstance(value, MethodType):
-        _add(digest, value.__func__, seen)
-        _add(digest, value.__self__, seen)
-    elif isinstance(value, FunctionType) or (isinstance(value, tuple | list | dict) and not _is_plain(value)):
-        if id(value) not in seen:
-            seen.add(id(value))
-            add: Callable[[Any, Any, set[int]], None] = _add_function if callable(value) else _add_parts
-            add(digest, value, seen)
-    else:
+    def of(self, value: Any) -> bytes:
+        if type(value) in _PLAIN:
+            return _hashed("plain", _marshalled(value))
+        if id(value) in self._open:
+            # Functions call each other, and containers hold themselves: such a value is named by how far up it is.
+            return _hashed("above", str(len(self._open) - self._open.index(id(value))).encode())
+        if id(value) not in self._known:
+            self._open.append(id(value))
+            try:
+                self._known[id(value)] = value, self._of_open(value)
+            finally:
+                self._open.pop()
+        return self._known[id(value)][1]
+
+    def _of_open(self, value: Any) -> bytes:
+        if type(value) in (tuple, list, dict):
+            parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
+            if all(type(part) in _PLAIN for part in parts):
+                return _hashed("plain", _marshalled(value))
+            parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
+            return self._all(type(value).__name__, parts)
+        if type(value) in (set, frozenset):
+            # Their order is another one in each process.
+            return _hashed("set", *sorted(map(self.of, value)))
+        if isinstance(value, MappingProxyType):
+            return self.of(dict(value))
+        if isinstance(value, ModuleType):
+            return _hashed("module", value.__name__.encode())
+        if isinstance(value, type):
+            return self._of_class(value)
+        if isinstance(value, CodeType):
+            return self._all("code", (value.co_code, value.co_names, *value.co_consts))
+        if isinstance(value, FunctionType):
+            return self._of_function(value)
+        if isinstance(value, CellType):
+            return self.of(value.cell_contents) if _is_filled(value) else _hashed("empty cell")
+        if isinstance(value, _DESCRIPTORS):
+            names = ("__func__", "fget", "fset", "fdel", "func")
+            return self._all(type(value).__name__, (getattr(value, name, None) for name in names))
+        return self._of_object(value)
+
+    def _all(self, kind: str, values: Iterable[Any]) -> bytes:
+        return _hashed(kind, *map(self.of, values))
+
+    def _of_class(self, kind: type) -> bytes:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        module = sys.modules.get(kind.__module__)
+        path = getattr(module, "__file__", None) or ("" if module is None else "<built-in>")
+        if kind.__module__ != "__main__" and _is_installed(path):
+            return _hashed("class", name.encode())
+        members = {key: value for key, value in vars(kind).items() if key not in _BOOKKEEPING}
+        return self._all("class", (name, kind.__bases__, *itertools.chain(*sorted(members.items()))))
+
+    def _of_function(self, function: FunctionType) -> bytes:
+        name = f"{function.__module__}.{function.__qualname__}"
+        code, cells = function.__code__, function.__closure__ or ()
+        if _is_installed(code.co_filename):
+            # A decorator of a package stands for the function that it wraps.
+            held = [cell.cell_contents for cell in cells if _is_filled(cell)]
+            wrapped = [one for one in held if isinstance(one, FunctionType)]
+            return self._all("function", (name, getattr(function, "__wrapped__", None), *wrapped))
+        named = [function.__globals__[name] for name in _names(code) if name in function.__globals__]
+        return self._all("function", (name, code, function.__defaults__, function.__kwdefaults__, *cells, *named))
+
+    def _of_object(self, value: Any) -> bytes:
+        """Return the digest of an object by what pickle would write of it, which leaves out what functions do."""
         try:
-            digest.update(pickle.dumps(value))
-        except Exception:  # whatever its class raises: nothing is known of it
-            digest.update(os.urandom(16))
+            if hasattr(value, "detach") and hasattr(value, "numpy"):
+                # What torch pickles of a tensor holds an address.
+                return self._all("tensor", (type(value), value.detach().cpu().numpy()))
+            reduce = copyreg.dispatch_table.get(type(value))
+            reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+        except Exception:
+            # Classes raise anything here. Nothing is known of the value, so that it equals no other one.
+            return os.urandom(32)
+        if isinstance(reduced, str):
+            module = getattr(value, "__module__", "")
+            return self._all("global", (f"{module}.{reduced}", getattr(value, "__wrapped__", None)))
+        items = [list(part) if number > 2 and part is not None else part for number, part in enumerate(reduced[:5])]
+        return self._all("object", items)
 
 
-def _add_parts(digest: Any, parts: tuple[Any, ...] | list[Any] | dict[Any, Any], seen: set[int]) -> None:
-    """Add what is in a container one by one: pickled as a whole, a function in it would be told by its name alone."""
-    digest.update(f"{type(parts).__qualname__} {len(parts)}".encode())
-    for part in itertools.chain(parts, parts.values() if isinstance(parts, dict) else ()):
-        _add(digest, part, seen)
+def _hashed(kind: str, *parts: bytes) -> bytes:
+    digest = hashlib.sha256(kind.encode())
+    for part in parts:
+        # With the length, so that the parts cannot be divided in two ways.
+        digest.update(b"\0%d\0" % len(part) + part)
+    return digest.digest()
 
 
-def _is_plain(value: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> bool:
-    parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
-    return _PLAIN.issuperset(map(type, parts))
-
-
-def _add_function(digest: Any, function: FunctionType, seen: set[int]) -> None:
-    digest.update(f"{function.__module__}.{function.__qualname__}".encode())
-    if not _is_installed(function):
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
-        for part in (function.__code__, function.__defaults__, function.__kwdefaults__, *cells, *named):
-            _add(digest, part, seen)
+def _marshalled(value: Any) -> bytes:
+    # Version 2 knows no references, which depend on more than the values.
+    return marshal.dumps(value, 2)
 
 
 def _names(code: CodeType) -> list[str]:
-    """Return the names that a function and those inside of it look up."""
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
-    return [*code.co_names, *inner]
+    """Return the global names that a function and those inside of it look up."""
+    loads = (one for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    inner = (name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant))
+    return list(dict.fromkeys([*(one.argval for one in loads), *inner]))
 
 
-def _is_installed(function: FunctionType) -> bool:
-    path = function.__code__.co_filename
-    return "site-packages" in path or path.startswith(os.path.dirname(os.__file__))
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _is_installed(path: str) -> bool:
+    """Return whether a file belongs to Python or to an installed package."""
+    parts = PurePath(path).parts
+    is_package = "site-packages" in parts or "dist-packages" in parts
+    return is_package or path.startswith((os.path.dirname(os.__file__), "<frozen ", "<built-in>"))
