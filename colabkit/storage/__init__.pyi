@@ -13,6 +13,13 @@ from .fetching.api import FetchReport as FetchReport
 from .fetching.api import fetch as fetch
 from .probing.api import read_probe as read_probe
 from .probing.report import ProbeReport as ProbeReport
+from .publishing import PublishReport as PublishReport
+from .publishing import publish as publish
+from .slow_mount import MOVED_BLOCK_BYTES as MOVED_BLOCK_BYTES
+from .slow_mount import Moved as Moved
+from .slow_mount import SlowMount as SlowMount
+from .slow_mount import check_written as check_written
+from .slow_mount import write_blocks as write_blocks
 from .sources.answering import answer_of as answer_of
 from .sources.api import AnySource as AnySource
 from .sources.api import SlowSource as SlowSource
@@ -48,8 +55,6 @@ from .staging.api import unstage as unstage
 from .staging.identity import identity_of as identity_of
 from .staging.identity import short_name as short_name
 from .staging.looking import looked_at_by as looked_at_by
-from .staging.publishing import publish as publish
-from .staging.reports import PublishReport as PublishReport
 from .staging.reports import StagePlan as StagePlan
 from .staging.reports import StageReport as StageReport
 from .staging.reports import UnstageReport as UnstageReport

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import BinaryIO
 
 from colabkit.foundation import SourceChanged, translated
@@ -75,7 +75,7 @@ def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
-def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) -> Iterator[bytes]:
+def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) -> Generator[bytes, None, None]:
     """Yield the bytes of an item in blocks, one after the other; errors and retries as in `read_item`."""
     done = 0
     tries = 0

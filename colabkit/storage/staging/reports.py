@@ -1,4 +1,4 @@
-"""What `stage()`, `unstage()` and `publish()` return."""
+"""What `stage()` and `unstage()` return."""
 
 from __future__ import annotations
 
@@ -147,42 +147,6 @@ class UnstageReport(Report):
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [("path", str(self.path)), ("freed", format_bytes(self.freed_bytes))]
-
-
-@dataclass(frozen=True, repr=False)
-class PublishReport(Report):
-    """What `publish()` brought to its place.
-
-    Attributes:
-        path: the finished file or folder.
-        published_bytes: its bytes.
-        seconds: how long it took.
-        replaced: whether a former one was there.
-        is_sent: whether the bytes lie where they stay; on a mount that sends later they are on their way.
-        checked: what was compared after writing.
-    """
-
-    path: Path
-    published_bytes: int
-    seconds: float
-    replaced: bool
-    is_sent: bool
-    checked: str
-
-    def _summary(self) -> str:
-        rate = format_bytes(self.published_bytes / max(self.seconds, 1e-9))
-        done = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}"
-        later = "" if self.is_sent else "; the mount sends it later, colabkit.flush() waits for that"
-        size = format_bytes(self.published_bytes)
-        return f"{done}: {size} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{later})"
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            ("path", str(self.path)),
-            ("bytes", format_bytes(self.published_bytes)),
-            ("checked", self.checked),
-            ("sent", "yes" if self.is_sent else self._worded("later; colabkit.flush() waits for it")),
-        ]
 
 
 def _first(skipped: tuple[tuple[str, str], ...]) -> str:

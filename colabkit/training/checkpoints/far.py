@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import TypeVar
 
-from colabkit.foundation import Corrupt, NotMounted, TimedOut, can_hang, cannot, file_changes, format_things, mounts
-from colabkit.storage import Calls, Level, still_moving
+from colabkit.foundation import Corrupt, NotMounted, can_hang, cannot, mounts
+from colabkit.storage import MOVED_BLOCK_BYTES, Moved, SlowMount, check_written, write_blocks
 from colabkit.training.checkpoints.sealed import Damaged, Sealed, prune, put, readable, sealed_in
 from colabkit.training.checkpoints.writing import give_way
 
 T = TypeVar("T")
-GoOn = Callable[[], None]
 
 STALLED_S = 120.0
 """Seconds in which a mount has to answer, or to take or give something."""
-
-_SLOWEST_BYTES_S = 10e6  # some mounts send a whole file when it is closed, and answer nothing meanwhile
-_BLOCK_BYTES = 4 << 20
-_MOST_LEFT = 3  # each thread that is left behind holds memory for as long as the mount hangs
-
-
-class _Left(Exception):
-    """Nobody waits for the work any more."""
 
 
 class Far:
@@ -38,10 +27,10 @@ class Far:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._left: list[threading.Event] = []
+        self._mount = SlowMount(str(folder), STALLED_S)
 
-    def ask(self, act: str, work: Callable[[GoOn], T], size: int = 0, on_wait: Callable[[], None] | None = None) -> T:
-        """Return what `work` returns; it runs in a thread, and no longer than the mount moves.
+    def ask(self, act: str, work: Callable[[Moved], T], size: int = 0, on_wait: Callable[[], None] | None = None) -> T:
+        """Return what `work` returns; it runs in a thread, and no longer than the mount answers.
 
         Args:
             act: verb and object for messages.
@@ -56,38 +45,8 @@ class Far:
         if not can_hang(str(self.folder), mounts()):
             found = f"the mount that held {str(self.folder)!r} is gone"
             raise NotMounted(cannot(act, found, "the mount", "Run colabkit.mount() if it is Drive, or mount it again"))
-        stop, ended = threading.Event(), threading.Event()
-
-        def go_on() -> None:
-            still_moving()
-            if stop.is_set():
-                raise _Left
-
-        def run(_: None) -> T:
-            try:
-                with file_changes.translated(act):
-                    return work(go_on)
-            finally:
-                ended.set()
-
-        self._left = [event for event in self._left if not event.is_set()]
-        stalled_s = STALLED_S + size / _SLOWEST_BYTES_S
-        needed = "a mount that answers"
-        next_step = "Run colabkit.mount(force=True) if it is Drive, then run this again"
-        if len(self._left) >= _MOST_LEFT:
-            found = f"{str(self.folder)!r} still has {format_things(len(self._left), 'earlier call')} to answer"
-            raise TimedOut(cannot(act, found, needed, next_step))
-        with Calls(run, Level(1, is_fixed=True), stalled_s, on_wait, tries=1) as calls:
-            try:
-                calls.make(None)
-                return calls.take()
-            except TimedOut as error:
-                found = f"{str(self.folder)!r} has answered nothing for {stalled_s:.0f} s"
-                raise TimedOut(cannot(act, found, needed, next_step)) from error
-            finally:
-                stop.set()
-                if not ended.is_set():
-                    self._left.append(ended)
+        self._mount.stalled_s = STALLED_S
+        return self._mount.call(act, work, largest_bytes=size, on_wait=on_wait)
 
     def publish(
         self,
@@ -110,30 +69,21 @@ class Far:
         """
         act = f"publish {str(sealed.path)!r} to {str(self.folder)!r}"
 
-        def fill(path: Path, go_on: GoOn) -> tuple[int, str]:
+        def fill(path: Path, moved: Moved) -> tuple[int, str]:
             give_way()
             try:
-                _copy(sealed, path, go_on)
+                crc = write_blocks(path, _blocks(sealed), moved)
             except Damaged as error:
                 needed, next_step = "the bytes that were sealed", "See to the disk it is on"
                 raise Corrupt(cannot(act, str(error), needed, next_step)) from error
-            if _digest(path, go_on) != sealed.digest:
-                found = "other bytes were read back than were written"
-                raise Corrupt(cannot(act, found, "the same", "Mount Drive again if this is Drive"))
+            check_written(act, sealed.path.name, path, sealed.size, crc, moved)
             return sealed.size, sealed.digest
 
-        def work(go_on: GoOn) -> list[Sealed]:
+        def work(moved: Moved) -> list[Sealed]:
             is_there = any(one.digest == sealed.digest and one.is_whole() for one in sealed_in(self.folder))
             if not is_there:
-                put(
-                    self.folder,
-                    sealed.step,
-                    sealed.rated,
-                    sealed.size,
-                    lambda path: fill(path, go_on),
-                    act,
-                )
-            go_on()
+                put(self.folder, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
+            moved()
             return prune(self.folder, step, keep_last, judge, damaged)
 
         return self.ask(act, work, sealed.size, on_wait)
@@ -145,14 +95,14 @@ class Far:
             Damaged: if it is not what was sealed.
         """
 
-        def fill(path: Path, go_on: GoOn) -> tuple[int, str]:
-            _copy(sealed, path, go_on)
+        def fill(path: Path, moved: Moved) -> tuple[int, str]:
+            write_blocks(path, _blocks(sealed), moved)
             return sealed.size, sealed.digest
 
-        def work(go_on: GoOn) -> Sealed | Damaged:
+        def work(moved: Moved) -> Sealed | Damaged:
             try:
                 sealed.check_size()
-                return put(near, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, go_on), act)
+                return put(near, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
             except Damaged as error:
                 return error
 
@@ -162,41 +112,21 @@ class Far:
         return found
 
 
-def _copy(sealed: Sealed, path: Path, go_on: GoOn) -> None:
-    """Copy a checkpoint's file to a new one, on the medium when it returns; raises `Damaged` if it is another."""
-    sha256 = hashlib.sha256()
-    size = 0
-    fd = file_changes.create(path)
-    try:
-        with readable(sealed.path):
-            source = sealed.path.open("rb", buffering=0)
-        with source:
-            while True:
-                with readable(sealed.path):
-                    block = source.read(_BLOCK_BYTES)
-                go_on()
-                if not block:
-                    break
-                file_changes.write_at(fd, block, size, path)
-                sha256.update(block)
-                size += len(block)
-        file_changes.sync(fd, path)
-    finally:
-        os.close(fd)
-    go_on()
+def _blocks(sealed: Sealed) -> Generator[bytes, None, None]:
+    """Yield the bytes of a checkpoint's file; raises `Damaged`, at the end, unless they are the sealed ones."""
+    sha256, size = hashlib.sha256(), 0
+    with readable(sealed.path):
+        file = sealed.path.open("rb", buffering=0)
+    with file:
+        while True:
+            with readable(sealed.path):
+                block = file.read(MOVED_BLOCK_BYTES)
+            if not block:
+                break
+            sha256.update(block)
+            size += len(block)
+            yield block
     if size != sealed.size:
         raise Damaged(f"{size} of {sealed.size} bytes")
     if sha256.hexdigest() != sealed.digest:
         raise Damaged("its bytes are not the sealed ones")
-
-
-def _digest(path: Path, go_on: GoOn) -> str:
-    """Return the SHA-256 of a file as the medium gives it back."""
-    sha256 = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while block := file.read(_BLOCK_BYTES):
-            go_on()
-            sha256.update(block)
-    return sha256.hexdigest()

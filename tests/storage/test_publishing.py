@@ -32,10 +32,9 @@ from colabkit.errors import (
     TimedOut,
 )
 from colabkit.foundation import file_changes
+from colabkit.storage import publishing
+from colabkit.storage.publishing import PublishReport, publish
 from colabkit.storage.sources.engine import BLOCK_BYTES
-from colabkit.storage.staging import publishing
-from colabkit.storage.staging.publishing import publish
-from colabkit.storage.staging.reports import PublishReport
 
 OLD, NEW = {"": b"old"}, {"": b"new" * 5000}
 OLD_FOLDER = {"a.png": b"old", "deep/b.png": b"old too", "c.txt": b""}
@@ -330,7 +329,7 @@ def test_a_drive_that_hangs_is_one_error_in_time_and_what_was_begun_is_taken_bac
     with drive() as mount:
         file_hook(lambda at, path: mount.hang() if at == operation else None)
         started = time.monotonic()
-        with pytest.raises(TimedOut, match="taken nothing for 1 s"):
+        with pytest.raises(TimedOut, match="answered nothing for 1 s"):
             bring(near, mount.point)
         assert time.monotonic() - started < 5
         file_hook(None)
