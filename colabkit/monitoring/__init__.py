@@ -1,8 +1,9 @@
 """Monitoring: what training is waiting for, and what would fix it.
 
 - `doctor`: `diagnose()` and `watch()` turn meters and telemetry into a verdict and advice.
-  A new rule goes into `doctor.rules`.
-- `panel`: `dashboard()` records, renders and shows the live panel.
+- `panel`: `dashboard()` records a run and shows it live, as HTML or text.
+
+To add a rule of the doctor, write a function in `doctor/rules/` and list it in `doctor/rules/table.py`.
 """
 
 import lazy_loader

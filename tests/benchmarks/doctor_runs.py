@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import colabkit
 from colabkit.foundation.telemetry.sampler import sampled
 from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
-from colabkit.monitoring.doctor.timing import settled_steps, typical
+from colabkit.monitoring.doctor.run_profile import settled_steps, typical_step
 
 __all__ = ["RUNS", "Run"]
 
@@ -135,7 +135,7 @@ def watched(loader: Any) -> Any:
 
 def speed_of(spent: Any) -> float:
     """Return the samples a second of a typical step."""
-    step = typical(settled_steps(spent.recent))
+    step = typical_step(settled_steps(spent.recent))
     return step.samples / step.seconds
 
 

@@ -11,7 +11,7 @@ from colabkit.foundation.meters.facts import LoaderFacts
 from colabkit.foundation.meters.steps import StepTimes
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
 from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
-from colabkit.monitoring.doctor.judging import Doctor
+from colabkit.monitoring.doctor.verdict import Doctor
 
 __all__ = ["TRACES", "Trace"]
 
@@ -85,7 +85,7 @@ class Trace:
     passes: int = 1
     first_s: float = 0.0
 
-    def judged(self) -> Diagnosis:
+    def judge(self) -> Diagnosis:
         """Return what the doctor says, having looked several times."""
         doctor = Doctor(precision=self.precision)
         steps = [*self._steps()]

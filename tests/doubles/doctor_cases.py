@@ -16,8 +16,8 @@ from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
 from colabkit.foundation.meters.facts import LoaderFacts
 from colabkit.foundation.meters.steps import StepTimes
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
-from colabkit.monitoring.doctor.case import Case, case_of
 from colabkit.monitoring.doctor.diagnosis import Advice
+from colabkit.monitoring.doctor.run_profile import RunProfile, profile_run
 
 GIB = 1 << 30
 GATHERED = LoaderFacts("gathered", samples=50_000, batch_size=64, workers=1, encoding="raw", tier="ram")
@@ -123,12 +123,12 @@ def made(
     other: float = 0.0,
     samples: int = 64,
     **more: Any,
-) -> Case:
+) -> RunProfile:
     """Return the case of a run of equal steps, or of these; `more` is said of what the meters counted."""
     told = steps_of(wait, copy, compute, other, samples) if steps is None else steps
     spent = spent_of(told, **{"parts": tuple(parts), **more})
     hosts = [] if host is None else [host] * 3
-    return case_of(spent, facts, hosts, cost_share=cost_share, precision=precision)
+    return profile_run(spent, facts, hosts, cost_share=cost_share, precision=precision)
 
 
 def check_advice(advice: Advice) -> None:

@@ -11,7 +11,9 @@ from colabkit.foundation.meters.counts import LoaderMeters
 from colabkit.foundation.meters.steps import StepTimes
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis, Shares
-from colabkit.monitoring.panel.state import PanelState
+from colabkit.monitoring.panel.content import PanelState
+from colabkit.monitoring.panel.html import as_html
+from colabkit.monitoring.panel.text import as_text
 
 GIB = 1 << 30
 GPU = GpuSnapshot(uuid="GPU-1", name="Tesla T4", utilization_rate=0.47, used_bytes=10 * GIB, total_bytes=15 * GIB)
@@ -88,6 +90,11 @@ STATES = {
     "full RAM": replace(RUNNING, host=replace(HOST, ram_used_bytes=12 * GIB)),
     "no end": replace(RUNNING, epochs=None, steps_per_epoch=None, remaining_s=None),
 }
+
+
+def render(state: PanelState) -> tuple[str, str]:
+    """Return the panel as HTML and as text."""
+    return as_html(state), as_text(state)
 
 
 class Frames:

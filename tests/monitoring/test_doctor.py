@@ -32,12 +32,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit.foundation.meters.steps import StepTimes
-from colabkit.monitoring.doctor import judging
-from colabkit.monitoring.doctor.case import Case, case_of
+from colabkit.monitoring.doctor import verdict as verdict_module
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
-from colabkit.monitoring.doctor.judging import Doctor, judged
-from colabkit.monitoring.doctor.timing import enough, late_share, settled_steps, typical
-from colabkit.monitoring.doctor.what_if import forecast_of
+from colabkit.monitoring.doctor.forecast import forecast_run
+from colabkit.monitoring.doctor.run_profile import (
+    RunProfile,
+    has_enough_steps,
+    late_share,
+    profile_run,
+    settled_steps,
+    typical_step,
+)
+from colabkit.monitoring.doctor.verdict import Doctor, judge
 
 UNHURRIED = settings(max_examples=200, deadline=None)
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))
@@ -61,10 +67,10 @@ def test_the_four_shares_add_up_to_one_or_nothing_was_timed(steps: Sequence[Step
 @given(st.integers(50, 512), st.lists(st.tuples(st.integers(0, 511), st.floats(0.2, 1e3)), max_size=2))
 def test_a_few_long_steps_do_not_change_the_typical_one(count: int, late: list[tuple[int, float]]) -> None:
     steps = steps_of(wait=0.01, copy=0.002, other=0.003, count=count)
-    usual = typical(steps)
+    usual = typical_step(steps)
     for place, seconds in late:
         steps[place % count] = steps[place % count]._replace(wait_s=seconds, other_s=seconds)
-    assert typical(steps) == pytest.approx(usual)
+    assert typical_step(steps) == pytest.approx(usual)
 
 
 @pytest.mark.parametrize("together", [1, 2, 4, 8, 16])
@@ -76,12 +82,12 @@ def test_a_loader_that_gives_several_batches_at_once_is_seen_to_wait(together: i
 
 def test_single_steps_of_any_size_make_a_mean_batch() -> None:
     steps = [StepTimes(0.0, 0.0, 0.1, 0.0, 64 - 32 * (number % 2)) for number in range(96)]
-    assert typical(steps).samples == 48
+    assert typical_step(steps).samples == 48
     assert made(steps=steps).samples_per_s == pytest.approx(480)
 
 
 def test_of_no_steps_nothing_is_typical() -> None:
-    assert typical([]).seconds == 0
+    assert typical_step([]).seconds == 0
     assert late_share([]) == 0
     assert made(steps=[]).samples_per_s == 0
 
@@ -90,7 +96,7 @@ def test_of_no_steps_nothing_is_typical() -> None:
     ("count", "seconds", "expected"), [(49, 0.1, False), (50, 0.1, True), (7, 10.0, False), (8, 10.0, True)]
 )
 def test_fifty_steps_are_enough_or_a_few_that_take_seconds(count: int, seconds: float, expected: bool) -> None:
-    assert enough(steps_of(compute=seconds, count=count)) is expected
+    assert has_enough_steps(steps_of(compute=seconds, count=count)) is expected
 
 
 def test_the_first_steps_of_a_run_and_of_each_pass_are_left_out() -> None:
@@ -104,7 +110,7 @@ def test_the_first_steps_of_a_run_and_of_each_pass_are_left_out() -> None:
 def test_passes_of_one_step_are_judged_by_these() -> None:
     steps = [StepTimes(0.05, 0.0, 0.1, 0.0, 64, is_first=True) for _ in range(100)]
     assert made(steps=steps).shares.wait == pytest.approx(1 / 3)
-    assert judged(made(steps=steps)).verdict == "data"
+    assert judge(made(steps=steps)).verdict == "data"
 
 
 def test_late_is_what_waits_for_more_than_three_usual_steps() -> None:
@@ -119,7 +125,7 @@ def test_late_is_what_waits_for_more_than_three_usual_steps() -> None:
 def test_a_run_whose_beginning_is_out_of_sight_has_no_first_steps_to_leave_out() -> None:
     steps = shared(0.5, 512)
     assert made(steps=steps).steps == 492
-    assert case_of(replace(spent_of(steps), steps=5000), GATHERED, []).steps == 511
+    assert profile_run(replace(spent_of(steps), steps=5000), GATHERED, []).steps == 511
 
 
 @pytest.mark.parametrize(
@@ -136,17 +142,17 @@ def test_a_run_whose_beginning_is_out_of_sight_has_no_first_steps_to_leave_out()
 def test_the_verdict_is_the_largest_share_that_should_not_be_there(
     times: dict[str, float], verdict: str, sentence: str
 ) -> None:
-    found = judged(made(**times))
+    found = judge(made(**times))
     assert (found.verdict, found.sentence) == (verdict, sentence)
     assert found.is_good is (verdict == "compute")
 
 
 def test_the_slowest_part_is_named_where_data_is_late() -> None:
     parts = (part("read", 0.0001), part("decode", 0.009, 0.009))
-    found = judged(made(wait=0.2, facts=DECODED, parts=parts))
+    found = judge(made(wait=0.2, facts=DECODED, parts=parts))
     assert found.bottleneck == "decode"
     assert found.sentence.endswith(": decoding is the slowest part")
-    assert judged(made(wait=0.001, facts=DECODED, parts=parts)).bottleneck is None
+    assert judge(made(wait=0.001, facts=DECODED, parts=parts)).bottleneck is None
 
 
 @pytest.mark.parametrize(("augment_s", "slowest"), [(0.005, "samples"), (0.007, "augment")])
@@ -155,13 +161,13 @@ def test_what_one_thread_does_after_worker_processes_is_weighed_against_what_eac
 ) -> None:
     facts = replace(PROCESSES, workers=2)
     parts = (part("samples", 0.012, 0.012), part("augment", augment_s))
-    assert judged(made(wait=0.2, facts=facts, parts=parts)).bottleneck == slowest
+    assert judge(made(wait=0.2, facts=facts, parts=parts)).bottleneck == slowest
 
 
 def test_who_transforms_on_the_gpu_already_is_not_told_to() -> None:
     parts = (part("gather", 1e-5), part("augment", 0.003))
     for facts, is_told in ((GATHERED, True), (ON_GPU, False)):
-        told = judged(made(wait=0.2, facts=facts, parts=parts, host=with_gpu()))
+        told = judge(made(wait=0.2, facts=facts, parts=parts, host=with_gpu()))
         assert any(advice.rule == "slow_transform" for advice in told.advice) is is_told
 
 
@@ -169,13 +175,13 @@ def test_the_first_pass_is_not_judged_by_once_later_ones_have_enough() -> None:
     decoded = shared(0.5)
     first = replace(spent_of(decoded, parts=(part("decode", 1e-3),)), recent=())
 
-    def later(count: int) -> Case:
+    def later(count: int) -> RunProfile:
         steps = [*decoded, *shared(0.0, count)]
         spent = spent_of(steps, parts=first.parts, passes=2, first_pass=first)
-        return case_of(spent, DECODED, [FULL])
+        return profile_run(spent, DECODED, [FULL])
 
-    assert judged(later(49)).bottleneck == "decode"
-    found = judged(later(51))
+    assert judge(later(49)).bottleneck == "decode"
+    found = judge(later(51))
     assert found.verdict == "compute"
     assert found.bottleneck is None
     assert not found.advice
@@ -188,8 +194,8 @@ def test_the_machine_of_the_first_pass_is_forgotten_with_it() -> None:
     spent = spent_of([*decoded, *shared(0.0)], passes=2, first_pass=first)
     hosts = [replace(FULL, at_s=float(second)) for second in range(10)]
     hosts += [replace(QUIET, at_s=10.0 + second) for second in range(11)]  # a pass takes ten seconds
-    assert case_of(spent, DECODED, hosts).machine.cpu_rate == pytest.approx(QUIET.cpu_rate, abs=0.1)
-    assert case_of(spent_of(decoded), DECODED, hosts).machine.cpu_rate == pytest.approx(0.65, abs=0.05)
+    assert profile_run(spent, DECODED, hosts).machine.cpu_rate == pytest.approx(QUIET.cpu_rate, abs=0.1)
+    assert profile_run(spent_of(decoded), DECODED, hosts).machine.cpu_rate == pytest.approx(0.65, abs=0.05)
 
 
 def test_what_is_done_to_batches_at_last_is_no_work_of_processes() -> None:
@@ -197,7 +203,7 @@ def test_what_is_done_to_batches_at_last_is_no_work_of_processes() -> None:
     case = made(facts=PROCESSES, parts=parts, wait=0.5)
     assert case.worker_s == pytest.approx(0.012)
     assert case.at_last_s == pytest.approx(0.004)
-    assert forecast_of(case).without_loader() <= 1 / 0.004
+    assert forecast_run(case).without_loader() <= 1 / 0.004
     assert made(facts=DECODED, parts=parts).at_last_s == 0
 
 
@@ -230,7 +236,7 @@ def test_the_last_look_says_what_the_run_comes_to_at_once() -> None:
     doctor, calm = Doctor(), spent_of(shared(0.01))
     assert looks(doctor, 0.5) == ["data"]
     last = doctor.look(calm, GATHERED, [QUIET], is_over=True)
-    assert last == judged(case_of(calm, GATHERED, [QUIET]))
+    assert last == judge(profile_run(calm, GATHERED, [QUIET]))
     assert last.verdict == "compute"
 
 
@@ -255,7 +261,7 @@ def rules_that_give(monkeypatch: pytest.MonkeyPatch, *advice: Advice) -> None:
     def rule(given: Advice) -> Callable[[Any], Advice]:
         return lambda case: given
 
-    monkeypatch.setattr(judging, "RULES", tuple(map(rule, advice)))
+    monkeypatch.setattr(verdict_module, "RULES", tuple(map(rule, advice)))
 
 
 def told(name: str, samples_per_s: float | None = None) -> Advice:
@@ -271,54 +277,54 @@ def named(found: Diagnosis) -> list[str]:
 def test_the_best_three_are_given_the_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = [told(f"rule {gain}", 640.0 * gain) for gain in (2, 5, 3, 4)]
     rules_that_give(monkeypatch, told("about nothing"), *gains)
-    assert named(judged(made())) == ["rule 5", "rule 4", "rule 3"]
+    assert named(judge(made())) == ["rule 5", "rule 4", "rule 3"]
 
 
 def test_what_may_end_the_run_comes_before_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     rules_that_give(monkeypatch, told("a", 9e9), told("slowed_gpu"), told("full_ram"), told("lost_gpu"))
-    assert named(judged(made())) == ["full_ram", "lost_gpu", "a"]
+    assert named(judge(made())) == ["full_ram", "lost_gpu", "a"]
 
 
 def test_a_gain_of_less_than_three_hundredths_is_not_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     rules_that_give(monkeypatch, told("little", 640 * 1.02), told("more", 640 * 1.04))
-    assert named(judged(made())) == ["more"]
+    assert named(judge(made())) == ["more"]
 
 
-@pytest.mark.parametrize(("rule", "others"), judging._AGAINST.items())
+@pytest.mark.parametrize(("rule", "others"), verdict_module._AGAINST.items())
 def test_advice_that_another_one_contradicts_is_not_given(
     monkeypatch: pytest.MonkeyPatch, rule: str, others: tuple[str, ...]
 ) -> None:
     for other in others:
         rules_that_give(monkeypatch, told(other, 9e9), told(rule))
-        assert named(judged(made())) == [rule]
+        assert named(judge(made())) == [rule]
         rules_that_give(monkeypatch, told(other, 9e9))
-        assert named(judged(made())) == [other]
+        assert named(judge(made())) == [other]
 
 
 def test_what_two_rules_would_do_alike_is_said_once_by_the_better(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = (replace(told(name, speed), call="colabkit.stage('x')") for name, speed in (("a", 1e3), ("b", 2e3)))
     rules_that_give(monkeypatch, one, other, told("c"), told("d"))
-    assert named(judged(made())) == ["b", "c", "d"]
+    assert named(judge(made())) == ["b", "c", "d"]
 
 
 def test_every_name_in_the_doctors_tables_is_a_rule() -> None:
-    names = {rule.__name__ for rule in judging.RULES}
-    assert {*judging._URGENT, *judging._AGAINST, *sum(judging._AGAINST.values(), ())} <= names
+    names = {rule.__name__ for rule in verdict_module.RULES}
+    assert {*verdict_module._URGENT, *verdict_module._AGAINST, *sum(verdict_module._AGAINST.values(), ())} <= names
 
 
 def test_more_workers_are_not_advised_where_memory_is_short() -> None:
     given = {"wait": 0.2, "facts": replace(FOREIGN, workers=1)}
-    assert "more_workers" in named(judged(made(**given)))
-    full = judged(made(**given, host=replace(QUIET, ram_used_bytes=11 * GIB)))
+    assert "more_workers" in named(judge(made(**given)))
+    full = judge(made(**given, host=replace(QUIET, ram_used_bytes=11 * GIB)))
     assert named(full)[0] == "full_ram"
     assert "more_workers" not in named(full)
 
 
 def test_larger_batches_are_advised_once_and_not_on_a_full_gpu() -> None:
     idle = {"facts": ON_GPU, "samples": 4, "compute": 0.002}
-    assert named(judged(made(**idle, host=with_gpu(utilization_rate=0.3, used_bytes=GIB)))) == ["tiny_batches"]
+    assert named(judge(made(**idle, host=with_gpu(utilization_rate=0.3, used_bytes=GIB)))) == ["tiny_batches"]
     full = with_gpu(utilization_rate=0.3, used_bytes=15 * GIB, torch_reserved_bytes=14 * GIB)
-    assert named(judged(made(**idle, host=full))) == ["full_gpu"]
+    assert named(judge(made(**idle, host=full))) == ["full_gpu"]
 
 
 def test_a_pack_is_not_packed_again_but_what_it_was_made_of() -> None:
@@ -327,7 +333,7 @@ def test_a_pack_is_not_packed_again_but_what_it_was_made_of() -> None:
     for source, named_as in ((None, "..."), ("/data/it's", '"/data/it\'s"')):
         (advice,) = [
             advice
-            for advice in judged(made(wait=0.2, facts=replace(packed, source=source), parts=parts)).advice
+            for advice in judge(made(wait=0.2, facts=replace(packed, source=source), parts=parts)).advice
             if advice.rule == "slow_decoding"
         ]
         assert advice.call == f"colabkit.pack({named_as}, 'pack.h5', size=..., encoding='raw')"
@@ -336,14 +342,14 @@ def test_a_pack_is_not_packed_again_but_what_it_was_made_of() -> None:
 
 def test_seconds_saved_are_those_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     rules_that_give(monkeypatch, told("twice", 1280.0))
-    (advice,) = judged(made(facts=replace(GATHERED, samples=6400))).advice
+    (advice,) = judge(made(facts=replace(GATHERED, samples=6400))).advice
     assert advice.saved_s == pytest.approx(5.0)
-    (advice,) = judged(made(facts=replace(GATHERED, samples=None))).advice
+    (advice,) = judge(made(facts=replace(GATHERED, samples=None))).advice
     assert advice.saved_s is None
 
 
 def test_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None:
-    found = judged(made(wait=0.001))
+    found = judge(made(wait=0.001))
     assert repr(found).splitlines() == [
         "Data keeps up: the step itself takes 99% of the time; 634 images/s in a typical step",
         "Nothing to fix in how data is loaded",
@@ -352,20 +358,20 @@ def test_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None
 
 def test_where_data_slows_training_and_nothing_is_known_that_helps_it_is_not_said_that_all_is_well() -> None:
     for wait in (0.1, 0.01):
-        found = replace(judged(made(wait=wait)), advice=())
+        found = replace(judge(made(wait=wait)), advice=())
         assert repr(found).splitlines()[1:] == ["No advice"]
         assert not found.needs_nothing
-    assert judged(made(wait=0.001)).needs_nothing
-    assert not judged(made(other=0.1)).needs_nothing
+    assert judge(made(wait=0.001)).needs_nothing
+    assert not judge(made(other=0.1)).needs_nothing
 
 
 def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     rules_that_give(monkeypatch, replace(told("one", 640.0), call="colabkit.stage('x')", check="look"), told("two"))
-    found = judged(made(wait=0.1, facts=replace(GATHERED, samples=6400)))
+    found = judge(made(wait=0.1, facts=replace(GATHERED, samples=6400)))
     assert repr(found).splitlines() == [
         "Training waits for data 50% of the time; 320 images/s in a typical step, "
         "640 images/s if data were always there",
-        "1. Do one (2.0 times as fast, 10.0 s less an epoch): one was found",
+        "1. Do one (up to 2.0 times as fast, 10.0 s less an epoch): one was found",
         "   colabkit.stage('x')",
         "2. Do two: two was found",
     ]
@@ -375,7 +381,7 @@ def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.
 
 
 def test_a_loop_that_does_nothing_else_is_not_promised_the_moon() -> None:
-    found = judged(made(wait=0.1, compute=1e-7, facts=FOREIGN))
+    found = judge(made(wait=0.1, compute=1e-7, facts=FOREIGN))
     assert "640 images/s in a typical step, over 64,000 images/s if data were always there" in repr(found)
     assert "(over 100 times as fast" in repr(found)
     (more,) = [advice for advice in found.advice if advice.rule == "more_workers"]
@@ -384,17 +390,17 @@ def test_a_loop_that_does_nothing_else_is_not_promised_the_moon() -> None:
 
 def test_workers_are_said_to_bring_what_they_can_share_of_the_waiting() -> None:
     alone = made(wait=0.4, compute=0.1, facts=replace(FOREIGN, workers=0))
-    (more,) = [advice for advice in judged(alone).advice if advice.rule == "more_workers"]
+    (more,) = [advice for advice in judge(alone).advice if advice.rule == "more_workers"]
     assert more.samples_per_s == pytest.approx(640)
     slower = made(wait=1.2, compute=0.1, facts=replace(FOREIGN, workers=0))
-    (more,) = [advice for advice in judged(slower).advice if advice.rule == "more_workers"]
+    (more,) = [advice for advice in judge(slower).advice if advice.rule == "more_workers"]
     assert more.samples_per_s == pytest.approx(64 / 0.3)
 
 
 def test_paths_of_others_are_only_text_in_html_json_and_terminal() -> None:
     path = "/content/drive/<script>alert(1)</script>\x1b[31m\n'\"&\udcff"
     parts = (part("read", 0.05, size=20_000), part("decode", 0.001, 0.001, 0.02))
-    found = judged(made(wait=0.3, facts=replace(DRIVE, path=path), parts=parts))
+    found = judge(made(wait=0.3, facts=replace(DRIVE, path=path), parts=parts))
     assert len(found.advice) >= 2
     html = found._repr_html_()
     assert "<script" not in html

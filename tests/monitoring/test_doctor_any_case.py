@@ -15,12 +15,11 @@ from colabkit.foundation.meters.counts import PartSnapshot
 from colabkit.foundation.meters.facts import LoaderFacts
 from colabkit.foundation.meters.steps import StepTimes
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
-from colabkit.monitoring.doctor.case import Case, case_of
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
-from colabkit.monitoring.doctor.judging import judged
-from colabkit.monitoring.doctor.machine import GpuState, Machine
-from colabkit.monitoring.doctor.rules.device import pageable_copies
+from colabkit.monitoring.doctor.rules.machine import pageable_copies
 from colabkit.monitoring.doctor.rules.table import RULES
+from colabkit.monitoring.doctor.run_profile import GpuProfile, MachineProfile, RunProfile, profile_run
+from colabkit.monitoring.doctor.verdict import judge
 
 EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 AGAINST = (  # no two of these may stand together
@@ -99,7 +98,7 @@ hosts_of = st.builds(
     gpus=st.lists(gpus_of, max_size=2).map(tuple),
 )
 machines = st.builds(
-    Machine,
+    MachineProfile,
     cpus=st.sampled_from([0.4, 1.0, 2.0, 96.0]),
     cpu_rate=share,
     own_cpu_rate=share,
@@ -116,7 +115,7 @@ machines = st.builds(
     gpu=st.one_of(
         st.none(),
         st.builds(
-            GpuState,
+            GpuProfile,
             name=st.sampled_from([None, "Tesla T4"]),
             utilization_rate=share,
             used=share,
@@ -131,13 +130,13 @@ machines = st.builds(
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> RunProfile:
     """Draw a case: of what meters and telemetry counted, or one in which nothing fits together."""
     steps = draw(steps_of)
     spent = spent_of(
         steps, parts=tuple(draw(parts_of)), passes=draw(st.integers(0, 5)), retries=draw(st.integers(0, 3))
     )
-    case = case_of(
+    case = profile_run(
         spent,
         draw(st.one_of(st.none(), facts_of)),
         draw(st.lists(hosts_of, max_size=3)),
@@ -152,7 +151,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @EXAMPLES
 @given(cases())
-def test_no_rule_fails_and_what_it_says_reads_well(case: Case) -> None:
+def test_no_rule_fails_and_what_it_says_reads_well(case: RunProfile) -> None:
     for rule in RULES:
         advice = rule(case)
         assert advice is None or isinstance(advice, Advice)
@@ -163,8 +162,8 @@ def test_no_rule_fails_and_what_it_says_reads_well(case: Case) -> None:
 
 @EXAMPLES
 @given(cases())
-def test_data_is_not_blamed_where_it_costs_less_than_a_sixth(case: Case) -> None:
-    found = judged(case)
+def test_data_is_not_blamed_where_it_costs_less_than_a_sixth(case: RunProfile) -> None:
+    found = judge(case)
     if case.input_share < 0.17:
         assert found.verdict != "data"
         assert "Training waits" not in found.sentence or found.verdict == "copy"
@@ -172,8 +171,8 @@ def test_data_is_not_blamed_where_it_costs_less_than_a_sixth(case: Case) -> None
 
 @EXAMPLES
 @given(cases())
-def test_what_is_said_is_short_ordered_and_does_not_contradict_itself(case: Case) -> None:
-    found = judged(case)
+def test_what_is_said_is_short_ordered_and_does_not_contradict_itself(case: RunProfile) -> None:
+    found = judge(case)
     assert len(found.advice) <= 3
     assert len({advice.rule for advice in found.advice}) == len(found.advice)
     if not case.is_enough:
@@ -187,8 +186,8 @@ def test_what_is_said_is_short_ordered_and_does_not_contradict_itself(case: Case
 
 @EXAMPLES
 @given(cases())
-def test_every_diagnosis_can_be_shown_and_kept(case: Case) -> None:
-    found = judged(case)
+def test_every_diagnosis_can_be_shown_and_kept(case: RunProfile) -> None:
+    found = judge(case)
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["verdict"] == found.verdict
     assert repr(found)
     assert found.text_table()

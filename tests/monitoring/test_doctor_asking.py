@@ -21,8 +21,8 @@ from trees import make_tree
 import colabkit
 from colabkit import errors
 from colabkit.loading.loader.api import Loader
-from colabkit.monitoring.doctor import asking
-from colabkit.monitoring.doctor.asking import diagnose
+from colabkit.monitoring.doctor import api
+from colabkit.monitoring.doctor.api import diagnose
 from colabkit.monitoring.doctor.diagnosis import Diagnosis
 from colabkit.packs.dataset.files import FileDataset
 from colabkit.packs.dataset.packed import PackedDataset
@@ -124,7 +124,7 @@ def test_of_a_used_loader_the_machine_is_looked_at_once_where_nobody_watched_it(
             closed.append(self)
 
     closed: list[Fake] = []
-    monkeypatch.setattr(asking, "Telemetry", Fake)
+    monkeypatch.setattr(api, "Telemetry", Fake)
     loader = Loader(data, 2)
     for _ in itertools.chain.from_iterable(itertools.repeat(loader, 8)):
         pass
@@ -211,8 +211,8 @@ def test_a_loader_that_never_ends_is_left_after_a_while() -> None:
 
 def test_a_gpu_that_no_step_has_used_yet_is_no_fault_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)
-    real = asking._case
-    monkeypatch.setattr(asking, "_case", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
+    real = api._profile
+    monkeypatch.setattr(api, "_profile", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
     assert "wrong_device" not in [advice.rule for advice in diagnose(Loader(Slow(), 4), seconds=BRIEF).advice]
 
 

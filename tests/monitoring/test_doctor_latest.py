@@ -24,7 +24,7 @@ from colabkit.foundation.meters.newest import latest
 from colabkit.foundation.telemetry import sampler
 from colabkit.foundation.telemetry.sampler import sampled
 from colabkit.foundation.telemetry.snapshots import HostSnapshot
-from colabkit.monitoring.doctor.asking import diagnose
+from colabkit.monitoring.doctor.api import diagnose
 from colabkit.training.report import TrainReport
 
 MOST_BYTES = 300_000

@@ -18,8 +18,8 @@ from trees import make_tree
 
 import colabkit
 from colabkit.foundation import errors, meters
-from colabkit.monitoring.doctor import watching
-from colabkit.monitoring.doctor.watching import Watched, watch
+from colabkit.monitoring.doctor import api
+from colabkit.monitoring.doctor.api import WatchedLoader, watch
 from colabkit.training.foreign_loaders import samples_in
 
 DATA = TensorDataset(torch.arange(10), torch.arange(10) % 3)
@@ -114,7 +114,7 @@ def test_batches_samples_passes_and_steps_are_counted() -> None:
 def test_waiting_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     # Asked, given, left, given, left; asking for the third is not timed.
     now = itertools.chain([0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
-    monkeypatch.setattr(watching.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(api.time, "perf_counter", lambda: next(now))
     watched = watch(Named([torch.zeros(8), torch.zeros(8)]))
     for _ in watched:
         pass
@@ -129,7 +129,7 @@ def test_steps_are_counted_while_a_long_pass_goes_on() -> None:
 
 
 def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_clock", PromptClock)
+    monkeypatch.setattr(api, "_clock", PromptClock)
     watched = watch(Named(list(range(1000))))
     list(watched)
     assert watched.meters.snapshot().steps == 1000
@@ -317,7 +317,7 @@ def test_a_loop_whose_tensors_are_on_a_gpu_is_one_on_that_gpu(
     monkeypatch: pytest.MonkeyPatch, allocated: int, device: str
 ) -> None:
     watched = watch(Named([1]))
-    monkeypatch.setattr(watching, "_clock", meters.HostClock)
+    monkeypatch.setattr(api, "_clock", meters.HostClock)
     for name, answer in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda number: allocated)
@@ -329,4 +329,4 @@ def test_of_a_stranger_nothing_is_known() -> None:
     watched = watch(Named([1]))
     list(watched)
     assert watched.meters.facts == meters.LoaderFacts("foreign", encoding="python")
-    assert isinstance(watched, Watched)
+    assert isinstance(watched, WatchedLoader)

@@ -19,9 +19,8 @@ import colabkit
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.foundation import meters
 from colabkit.foundation.meters.counts import LoaderMeters
-from colabkit.monitoring.doctor.judging import Doctor
-from colabkit.monitoring.panel.api import show_beside_training
-from colabkit.monitoring.panel.painter import Dashboard, is_any_open
+from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.panel.api import Dashboard, is_any_open, show_beside_training
 
 
 @pytest.fixture

@@ -8,15 +8,14 @@ from panel_states import FakeTime, Frames, machine, took
 
 from colabkit.foundation import meters
 from colabkit.foundation.meters.counts import LoaderMeters
-from colabkit.monitoring.doctor.rules.safety import costly_panel
-from colabkit.monitoring.panel.pace import Pace
-from colabkit.monitoring.panel.painter import Dashboard
+from colabkit.monitoring.doctor.rules.machine import costly_panel
+from colabkit.monitoring.panel.api import Dashboard, FramePace
 
 
-def paced(time: FakeTime, cost_s: float, frames: int, pace: Pace | None = None) -> Pace:
+def paced(time: FakeTime, cost_s: float, frames: int, pace: FramePace | None = None) -> FramePace:
     """Return the pace after so many frames, each painted when it was due."""
     if pace is None:
-        pace = Pace(0.5, time)
+        pace = FramePace(0.5, time)
         pace.painted(0.2, 0.2)
     for _ in range(frames):
         assert not pace.is_due
@@ -35,7 +34,7 @@ def test_frames_that_cost_little_are_painted_twice_a_second() -> None:
 
 
 def test_the_first_frame_comes_before_the_run_and_does_not_count() -> None:
-    pace = Pace(0.5, FakeTime())
+    pace = FramePace(0.5, FakeTime())
     pace.painted(3.0, 3.0)
     assert pace.cost_share is None
     assert pace.interval_s == 0.5

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from panel_states import DIAGNOSIS, GPU, HOST, FakeTime, Machine, took
+from panel_states import DIAGNOSIS, GPU, HOST, FakeTime, Machine, render, took
 
 from colabkit.foundation import meters
 from colabkit.foundation.meters.counts import LoaderMeters, MetersSnapshot
 from colabkit.foundation.meters.facts import LoaderFacts
 from colabkit.foundation.telemetry.snapshots import HostSnapshot
 from colabkit.monitoring.doctor.diagnosis import Diagnosis
-from colabkit.monitoring.doctor.judging import Doctor
-from colabkit.monitoring.panel.readings import Readings, Series
-from colabkit.monitoring.panel.recorder import Recorder
-from colabkit.monitoring.panel.render import render
-from colabkit.monitoring.panel.state import PanelState
+from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.panel.content import PanelState
+from colabkit.monitoring.panel.recorder import RunRecorder, StepValues, TimeSeries
 
 
 class AskedDoctor:
@@ -54,15 +52,15 @@ def doctor() -> AskedDoctor:
 
 
 @pytest.fixture
-def recorder(doctor: AskedDoctor, time: FakeTime) -> Recorder:
-    return Recorder(doctor, time)
+def recorder(doctor: AskedDoctor, time: FakeTime) -> RunRecorder:
+    return RunRecorder(doctor, time)
 
 
-def seen(recorder: Recorder, hosts: Sequence[HostSnapshot] = (HOST,), cost_share: float | None = None) -> PanelState:
+def seen(recorder: RunRecorder, hosts: Sequence[HostSnapshot] = (HOST,), cost_share: float | None = None) -> PanelState:
     return recorder.state(Machine(hosts), cost_share)
 
 
-def test_it_follows_a_run(recorder: Recorder, time: FakeTime) -> None:
+def test_it_follows_a_run(recorder: RunRecorder, time: FakeTime) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 2, 10))
     recorder.note(meters.EpochStarted(counts, 1, 10, 40))
@@ -82,13 +80,13 @@ def test_it_follows_a_run(recorder: Recorder, time: FakeTime) -> None:
     assert (seen(recorder).phase, seen(recorder).stopped_by) == ("stopped", "ValueError")
 
 
-def test_before_the_first_event_nothing_is_known_but_the_machine(recorder: Recorder) -> None:
+def test_before_the_first_event_nothing_is_known_but_the_machine(recorder: RunRecorder) -> None:
     state = seen(recorder)
     assert state == replace(PanelState("starting"), host=HOST, load_curve=(0.47,))
     assert seen(recorder, ()).host is None
 
 
-def test_it_ignores_the_loader_of_the_validation(recorder: Recorder) -> None:
+def test_it_ignores_the_loader_of_the_validation(recorder: RunRecorder) -> None:
     counts, other = LoaderMeters(), LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 10))
     recorder.note(meters.StepDone(0, 4, 4, {}))
@@ -100,7 +98,7 @@ def test_it_ignores_the_loader_of_the_validation(recorder: Recorder) -> None:
     assert state.waiting_s == 0.0
 
 
-def test_it_follows_a_plain_loop_pass_after_pass(recorder: Recorder) -> None:
+def test_it_follows_a_plain_loop_pass_after_pass(recorder: RunRecorder) -> None:
     counts = LoaderMeters()
     recorder.note(meters.EpochStarted(counts, 3, 6, 24))
     recorder.note(meters.BatchTaken(counts))
@@ -114,7 +112,7 @@ def test_it_follows_a_plain_loop_pass_after_pass(recorder: Recorder) -> None:
     assert (seen(recorder).epoch, seen(recorder).step) == (5, 0)
 
 
-def test_a_loader_that_does_not_tell_its_length_has_no_time_left(recorder: Recorder) -> None:
+def test_a_loader_that_does_not_tell_its_length_has_no_time_left(recorder: RunRecorder) -> None:
     counts = LoaderMeters(facts=LoaderFacts("foreign"))
     recorder.note(meters.EpochStarted(counts, 0, None, None))
     recorder.note(meters.BatchTaken(counts))
@@ -123,7 +121,7 @@ def test_a_loader_that_does_not_tell_its_length_has_no_time_left(recorder: Recor
     assert "epoch 1 · step 1 · 0 s so far" in render(state)[1]
 
 
-def test_after_the_end_nothing_changes(recorder: Recorder, time: FakeTime) -> None:
+def test_after_the_end_nothing_changes(recorder: RunRecorder, time: FakeTime) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 10))
     recorder.note(meters.StepDone(0, 4, 4, {}))
@@ -137,7 +135,7 @@ def test_after_the_end_nothing_changes(recorder: Recorder, time: FakeTime) -> No
     assert (state.phase, state.stopped_by, state.step, state.elapsed_s) == ("finished", None, 4, 8)
 
 
-def test_the_doctor_is_shown_the_run_alone_and_what_is_known(recorder: Recorder, doctor: AskedDoctor) -> None:
+def test_the_doctor_is_shown_the_run_alone_and_what_is_known(recorder: RunRecorder, doctor: AskedDoctor) -> None:
     facts = LoaderFacts("decoded", device="cuda:0")
     counts = LoaderMeters(facts=facts)
     took(counts, 5, 9.0, 9.0)
@@ -152,7 +150,7 @@ def test_the_doctor_is_shown_the_run_alone_and_what_is_known(recorder: Recorder,
 
 
 def test_the_doctor_looks_every_two_seconds_and_when_it_is_over(
-    recorder: Recorder, doctor: AskedDoctor, time: FakeTime
+    recorder: RunRecorder, doctor: AskedDoctor, time: FakeTime
 ) -> None:
     recorder.note(meters.RunStarted(LoaderMeters(), 1, 10))
     for _ in range(20):
@@ -166,7 +164,7 @@ def test_the_doctor_looks_every_two_seconds_and_when_it_is_over(
 
 
 def test_a_real_doctor_is_content_with_what_it_is_shown(time: FakeTime) -> None:
-    recorder, counts = Recorder(Doctor(), time), LoaderMeters(facts=LoaderFacts("decoded", samples=4000))
+    recorder, counts = RunRecorder(Doctor(), time), LoaderMeters(facts=LoaderFacts("decoded", samples=4000))
     recorder.note(meters.RunStarted(counts, 1, 1000))
     took(counts, 400, 0.03, 0.01)
     diagnosis = seen(recorder).diagnosis
@@ -175,7 +173,7 @@ def test_a_real_doctor_is_content_with_what_it_is_shown(time: FakeTime) -> None:
 
 
 def test_speed_is_that_of_the_newest_steps_and_falls_while_data_is_waited_for(
-    recorder: Recorder, time: FakeTime
+    recorder: RunRecorder, time: FakeTime
 ) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 1000))
@@ -191,7 +189,7 @@ def test_speed_is_that_of_the_newest_steps_and_falls_while_data_is_waited_for(
 
 @pytest.mark.parametrize(("part", "size"), [("read", 3000), ("gather", 3000), ("decode", 0)])
 def test_bytes_are_those_read_or_gathered_and_unknown_where_neither_is_counted(
-    recorder: Recorder, time: FakeTime, part: str, size: int
+    recorder: RunRecorder, time: FakeTime, part: str, size: int
 ) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 10))
@@ -206,7 +204,7 @@ def test_bytes_are_those_read_or_gathered_and_unknown_where_neither_is_counted(
     assert seen(recorder).data_bytes_per_s == (0.0 if size else None), "nothing was read lately"
 
 
-def test_the_queues_filling_is_that_of_the_last_seconds(recorder: Recorder, time: FakeTime) -> None:
+def test_the_queues_filling_is_that_of_the_last_seconds(recorder: RunRecorder, time: FakeTime) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 10))
     assert seen(recorder).queue_rate is None
@@ -219,7 +217,7 @@ def test_the_queues_filling_is_that_of_the_last_seconds(recorder: Recorder, time
         assert seen(recorder).queue_rate == rate
 
 
-def test_losses_that_are_no_numbers_do_not_break_the_curve(recorder: Recorder) -> None:
+def test_losses_that_are_no_numbers_do_not_break_the_curve(recorder: RunRecorder) -> None:
     for loss in (1.0, float("nan"), float("inf"), 2.0):
         recorder.note(meters.StepDone(0, 1, 1, {"loss": loss}))
         state = seen(recorder)
@@ -227,7 +225,7 @@ def test_losses_that_are_no_numbers_do_not_break_the_curve(recorder: Recorder) -
     assert state.loss_curve == (1.0, 2.0)
 
 
-def test_the_gpu_is_the_one_that_the_batches_go_to(recorder: Recorder) -> None:
+def test_the_gpu_is_the_one_that_the_batches_go_to(recorder: RunRecorder) -> None:
     hosts = [replace(HOST, gpus=(GPU, replace(GPU, utilization_rate=rate))) for rate in (0.1, None, 0.3)]
     counts = LoaderMeters(facts=LoaderFacts("decoded", device="cuda:1"))
     recorder.note(meters.RunStarted(counts, 1, 10))
@@ -237,7 +235,7 @@ def test_the_gpu_is_the_one_that_the_batches_go_to(recorder: Recorder) -> None:
     assert seen(recorder, [replace(HOST, gpus=())]).load_curve == (0.93,), "the CPUs where there is none"
 
 
-def test_when_it_is_over_the_curves_are_those_of_the_whole_run(recorder: Recorder, time: FakeTime) -> None:
+def test_when_it_is_over_the_curves_are_those_of_the_whole_run(recorder: RunRecorder, time: FakeTime) -> None:
     counts = LoaderMeters()
     recorder.note(meters.RunStarted(counts, 1, 1000))
     hosts = [replace(HOST, at_s=time.now_s + second, gpus=()) for second in range(-5, 100)]
@@ -253,7 +251,7 @@ def test_when_it_is_over_the_curves_are_those_of_the_whole_run(recorder: Recorde
 
 
 def test_a_series_holds_the_newest_minute_and_a_bounded_picture_of_all_of_it() -> None:
-    series = Series()
+    series = TimeSeries()
     for number in range(10_000):
         series.add(float(number))
     assert series.newest == tuple(map(float, range(9940, 10_000)))
@@ -296,7 +294,7 @@ def test_values_on_a_gpu_are_read_when_they_have_arrived_and_nothing_waits_for_t
         marks.append(Mark())
         return marks[-1]
 
-    readings = Readings(mark)
+    readings = StepValues(mark)
     readings.note({"loss": OnDevice(1.0), "lr": 0.1})
     assert (readings.read(), readings.values) == (False, {})
     readings.note({"loss": OnDevice(2.0), "lr": 0.1})
@@ -310,7 +308,7 @@ def test_values_on_a_gpu_are_read_when_they_have_arrived_and_nothing_waits_for_t
     assert not readings.read(), "there is nothing new"
 
 
-def test_the_last_values_are_read_for_certain_unless_the_device_has_failed(recorder: Recorder) -> None:
+def test_the_last_values_are_read_for_certain_unless_the_device_has_failed(recorder: RunRecorder) -> None:
     class Broken:
         def __float__(self) -> float:
             raise RuntimeError("CUDA error")
@@ -320,7 +318,7 @@ def test_the_last_values_are_read_for_certain_unless_the_device_has_failed(recor
     recorder.note(meters.StepDone(0, 2, 2, {"loss": 0.5}))
     recorder.end(None)
     assert seen(recorder).values == {"loss": 0.5}
-    other = Recorder(AskedDoctor())
+    other = RunRecorder(AskedDoctor())
     other.note(meters.StepDone(0, 1, 1, {"loss": 1.0}))
     seen(other)
     other.note(meters.StepDone(0, 2, 2, {"loss": Broken()}))

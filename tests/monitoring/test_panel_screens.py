@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import IPython.display
 import pytest
-from panel_states import RUNNING, STATES
+from panel_states import RUNNING, STATES, render
 
-from colabkit.monitoring.panel.render import render
 from colabkit.monitoring.panel.screens import NotebookScreen, TerminalScreen, WidgetScreen, choose_screen
 
 VIEW = "application/vnd.jupyter.widget-view+json"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
-from colabkit.monitoring.panel.painter import is_any_open
+from colabkit.monitoring.panel.api import is_any_open
 
 LOOP = "for batch in loader: pass"
 

@@ -1,4 +1,5 @@
-"""The doctor: what is training waiting for, and what would fix it.
+"""The doctor: what training waits for, and what would fix it.
 
-`diagnose()` is in `asking` and `watch()` in `watching`: they need torch, and a panel that is only loaded does not.
+`api` has `diagnose()` and `watch()`. A run becomes a `run_profile`; the rules in `rules.table` give advice about it,
+with speeds from `forecast`; `verdict` makes a `diagnosis` of them.
 """

@@ -1,4 +1,4 @@
-"""What the doctor says: a verdict, where the time of a step goes, and at most three pieces of advice."""
+"""The doctor's report: a verdict, where the time of a step goes, and at most three pieces of advice."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What would make it faster, or safer.
+    """What would make a run faster, or safer.
 
     Attributes:
         rule: name of the rule that gave it.
         found: what was found, with its numbers.
         action: what to do, one sentence in the imperative.
         call: the line of Python that does it; empty if there is none.
-        samples_per_s: speed after it, as predicted; None where it is not about speed.
+        samples_per_s: speed after it at most: that of the slowest part which remains; None where it is not about speed.
         saved_s: seconds that it saves in an epoch; None where not known.
         confidence: in the prediction.
         check: how to check it.
@@ -132,4 +132,5 @@ def _gain(advice: Advice, now: float) -> str:
         return ""
     saved = "" if advice.saved_s is None else f", {format_seconds(advice.saved_s)} less an epoch"
     times = advice.samples_per_s / now
-    return f" ({f'{times:.1f}' if times <= _MOST_TIMES else f'over {_MOST_TIMES}'} times as fast{saved})"
+    # A prediction is a bound: the speed of the slowest part that remains.
+    return f" ({f'up to {times:.1f}' if times <= _MOST_TIMES else f'over {_MOST_TIMES}'} times as fast{saved})"

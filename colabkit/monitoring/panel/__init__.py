@@ -1,1 +1,1 @@
-"""`dashboard()` shows a live panel beside `train()` or any loop over a `Loader`."""
+"""The live panel. `api`: `dashboard()`; a `recorder` gathers the `content`, shown as `html` or `text` on `screens`."""

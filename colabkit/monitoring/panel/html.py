@@ -1,16 +1,30 @@
 """The panel as HTML: inline style only, pictures as data URLs, no scripts.
 
-So it looks the same live, in a saved notebook, and where scripts and style sheets are taken out; without any style it
+So it looks the same live, in a saved notebook, and where scripts and style sheets are removed; without any style it
 still reads from top to bottom. Its colours are the theme's own, its height depends on its width alone.
+
+Pictures are small SVG images, in which no colour of the page applies: theirs pass 3:1 contrast on white and on #131314
+(blue, vermillion, green and purple of Okabe and Ito, and a grey), and nothing is said by colour alone.
 """
 
 from __future__ import annotations
 
-from colabkit.foundation import escape
-from colabkit.monitoring.panel import words
-from colabkit.monitoring.panel.charts import BLUE, GREY, PALE, PURPLE, VERMILLION, line_chart, stacked_bar, thinned
-from colabkit.monitoring.panel.state import PanelState
+import itertools
+from collections.abc import Iterable, Sequence
+from urllib.parse import quote
 
+from colabkit.foundation import escape
+from colabkit.monitoring.panel import content
+from colabkit.monitoring.panel.content import PanelState, thinned
+
+BLUE, VERMILLION, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
+_PLAIN = ' "=/:;,()'  # what a data URL may hold as it is
+_STEPS = 64  # vertical resolution of a curve
+PALE = "#fff8"  # of the patterns
+_HATCH = (
+    '<pattern id="h" width="6" height="6" patternUnits="userSpaceOnUse">'
+    f'<path d="M0,0H6V6H0" fill="{VERMILLION}"/><path d="M0,6L6,0M-1,1L1,-1M5,7L7,5" stroke="{PALE}"/></pattern>'
+)
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _TRACK = "#8884"
@@ -35,30 +49,30 @@ def as_html(state: PanelState) -> str:
 
 
 def _verdict(state: PanelState) -> str:
-    sentence, ticking = words.verdict(state)
+    sentence, ticking = content.verdict(state)
     # What changes all the time is shown, but not read out each time.
     rest = f" <span aria-hidden='true'>{escape(ticking)}</span>" if ticking else ""
     return f"<div role='status' style='font-weight:600;font-size:16px;{_lines(22)}'>{escape(sentence)}{rest}</div>"
 
 
 def _progress(state: PanelState) -> str:
-    done = words.done_share(state)
+    done = content.done_share(state)
     said = "n/a" if done is None else f"{100 * done:.0f}%"
     return (
-        f"<div style='{_FAINT};{_CUT};white-space:nowrap'>{escape(words.position(state))}</div>"
+        f"<div style='{_FAINT};{_CUT};white-space:nowrap'>{escape(content.position(state))}</div>"
         f"{_bar(4, f'done: {said}', done or 0.0, GREY, ';margin:6px 0 12px')}"
     )
 
 
 def _time(state: PanelState) -> str:
-    parts = words.segments(state)
+    parts = content.segments(state)
     said = "time of a typical step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
     bar = stacked_bar(said, [(part.share or 0.0, color) for part, color in zip(parts, _COLORS, strict=True)], 14)
     legend = " ".join(
         f"<span><span aria-hidden='true' style='color:{color}'>{sign}</span> {part.name} <b>{part.text}</b></span>"
         for part, color, sign in zip(parts, _COLORS, _SIGNS, strict=True)
     )
-    cost = f"<span style='margin-left:auto;{_FAINT}'>{escape(words.cost(state))}</span>"
+    cost = f"<span style='margin-left:auto;{_FAINT}'>{escape(content.cost(state))}</span>"
     shape = f"display:flex;flex-wrap:wrap;gap:0 20px;margin:4px 0 12px;white-space:nowrap;{_lines(20)}"
     return f"{bar}<div style='{shape}'>{legend} {cost}</div>"
 
@@ -67,22 +81,22 @@ def _cells(state: PanelState) -> str:
     """Return curves and gauges in six columns, or three where it is narrow, so that their edges are in line."""
     width = f"clamp((100cqw - 72px)/6,({_NARROW_PX}px - 100cqw)*999,(100cqw - 30px)/3)"
     style = f"display:grid;grid-template-columns:repeat(auto-fit,minmax({width},1fr));gap:10px 14px"
-    curves = "".join(_curve(state, curve) for curve in words.curves(state))
-    gauges = "".join(_gauge(gauge) for gauge in words.gauges(state))
+    curves = "".join(_curve(state, curve) for curve in content.curves(state))
+    gauges = "".join(_gauge(gauge) for gauge in content.gauges(state))
     return f"<div style='{style};font-size:14px;white-space:nowrap'>{curves}{gauges}</div>"
 
 
-def _curve(state: PanelState, curve: words.Curve) -> str:
+def _curve(state: PanelState, curve: content.Curve) -> str:
     points = thinned(curve.points, _FINAL_POINTS if state.is_over else _LIVE_POINTS)
     is_loss = curve.name == "Loss"
     when = "the whole run" if state.is_over or is_loss else "the last minute"
     ends = f"{curve.unit(points[0])} to {curve.unit(points[-1])}" if len(points) > 1 else "n/a"
     picture = line_chart(f"{curve.name}, {when}: {ends}", points, curve.low, curve.high, 32)
-    beside = f" &#8194;{escape(words.values(state))}" if is_loss else ""
+    beside = f" &#8194;{escape(content.values(state))}" if is_loss else ""
     return _cell(curve.name, f"<b>{escape(curve.text)}</b>{beside}", picture, is_loss)
 
 
-def _gauge(gauge: words.Gauge) -> str:
+def _gauge(gauge: content.Gauge) -> str:
     share = gauge.share or 0.0
     color = VERMILLION if share > _ALMOST_FULL else GREY
     name, said = gauge.name, f"{gauge.name} n/a" if gauge.share is None else f"{gauge.name} {100 * share:.0f}% full"
@@ -98,8 +112,8 @@ def _gauge(gauge: words.Gauge) -> str:
 
 
 def _advice(state: PanelState) -> str:
-    action, found, gain, call = words.advised(state)
-    reason, call = f"Advice: {found}" if found else "Advice", words.clipped(call, _SHOWN_OF_A_CALL)
+    action, found, gain, call = content.advised(state)
+    reason, call = f"Advice: {found}" if found else "Advice", content.clipped(call, _SHOWN_OF_A_CALL)
     return (
         f"<div style='border-top:1px solid {_TRACK};margin-top:14px;padding-top:8px;display:flex;gap:14px;"
         "justify-content:space-between;white-space:nowrap;font-size:14px'>"
@@ -124,3 +138,51 @@ def _lines(height_px: int) -> str:
     """Return a height that depends on the panel's width alone: one line, or two where it is narrow."""
     height = f"clamp({height_px}px,({_NARROW_PX}px - 100cqw)*999,{2 * height_px}px)"
     return f"line-height:{height_px}px;overflow:hidden;height:{height}"
+
+
+def line_chart(alt: str, points: Sequence[float], low: float | None, high: float | None, height: int) -> str:
+    """Return a curve above its shaded area; without two points a dashed line that is no value.
+
+    Args:
+        alt: the picture in content.
+        points: from left to right.
+        low: value at the bottom; by default the least.
+        high: value at the top; by default the greatest.
+        height: of the picture in pixels; it is as wide as its place.
+    """
+    if len(points) < 2:
+        dashes = f'<path d="M0,1H2" stroke="{GREY}" stroke-dasharray="2 6" vector-effect="non-scaling-stroke"/>'
+        return _image(alt, "0 0 2 2", dashes, height)
+    bottom = min(points) if low is None else low
+    room = ((max(points) if high is None else high) - bottom) or 1.0
+    tops = [_STEPS - round(min(1.0, max(0.0, (value - bottom) / room)) * _STEPS) for value in points]
+    steps = " ".join(f"1 {after - before}" for before, after in itertools.pairwise(tops)).replace(" -", "-")
+    # The area's other edges lie outside of the picture, so that no line is drawn but the curve.
+    path = f"M-9,99V{tops[0]}H0l{steps}h9V99"
+    line = f'fill="{GREEN}26" stroke="{GREEN}" stroke-width="1.5" vector-effect="non-scaling-stroke"'
+    return _image(alt, f"0 -3 {len(points) - 1} {_STEPS + 6}", f'<path d="{path}" {line}/>', height)
+
+
+def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> str:
+    """Return a bar of shares in [0, 1] side by side, each with its colour and a pattern of its own."""
+    drawn, left = f'{_HATCH}<rect width="100%" height="100%" fill="{GREY}30"/>', 0.0
+    for share, color in parts:
+        x, width, left = f"{100 * left:.1f}%", f"{100 * share:.1f}%", left + share
+        if share <= 0:
+            continue
+        fill = "url(#h)" if color == VERMILLION else color
+        drawn += f'<rect x="{x}" width="{width}" height="100%" fill="{fill}"/>'
+        if color == PURPLE:
+            line = f'stroke="{PALE}" stroke-width="100%" stroke-dasharray="1 3"'
+            drawn += f'<line x1="{x}" y1="50%" x2="{100 * left:.1f}%" y2="50%" {line}/>'
+        elif color == GREY:
+            drawn += f'<rect x="{x}" y="40%" width="{width}" height="20%" fill="{PALE}"/>'
+    return _image(alt, None, drawn, height, ";border-radius:3px")
+
+
+def _image(alt: str, view: str | None, drawn: str, height: int, style: str = "") -> str:
+    box = f' viewBox="{view}" preserveAspectRatio="none"' if view else ""
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg"{box}>{drawn}</svg>'
+    # The height is said twice: pages have style sheets of their own, and some take styles out.
+    shape = f"width='100%' height='{height}' style='display:block;height:{height}px{style}'"
+    return f"<img alt='{escape(alt)}' {shape} src='data:image/svg+xml,{quote(svg, _PLAIN)}'/>"

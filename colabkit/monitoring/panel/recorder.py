@@ -1,26 +1,28 @@
-"""How the panel's state is gathered from the meters' events, the machine's figures and the doctor."""
+"""Record a run: the meters' events, the machine's figures and the doctor's diagnosis become the panel's state."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Sampler, meters
+from colabkit.foundation import HostSnapshot, LoaderMeters, Mark, MetersSnapshot, Sampler, meters
 from colabkit.monitoring.doctor.diagnosis import Diagnosis
-from colabkit.monitoring.doctor.judging import Doctor
-from colabkit.monitoring.panel.readings import Readings, Series
-from colabkit.monitoring.panel.state import PanelState, Phase
+from colabkit.monitoring.doctor.verdict import Doctor
+from colabkit.monitoring.panel.content import PanelState, Phase
 
 _NOW_S = 5.0
 _LATELY_S = 15.0  # loaders work in groups of batches, so what they do comes in bursts
 _MINUTE_S = 60.0
+_NEWEST, _WHOLE = 60, 240  # points of a curve
 _LOOK_S = 2.0  # the doctor's look costs more than all else, and a verdict that stays can be read
 
 
-class Recorder:
+class RunRecorder:
     """Gathers the events of one run, or of a plain loop over a loader, into `PanelState`s.
 
     Noting an event takes about half a microsecond and reads nothing from the device.
@@ -47,11 +49,11 @@ class Recorder:
         self._noted_steps = 0
         self._waiting_s = 0.0
         self._window: deque[tuple[float, MetersSnapshot]] = deque()
-        self._readings = Readings()
+        self._values = StepValues()
         self._next_point_s = 0.0
         self._next_look_s = 0.0
         self._diagnosis: Diagnosis | None = None
-        self._speed, self._data, self._queue, self._loss = Series(), Series(), Series(), Series()
+        self._speed, self._data, self._queue, self._loss = TimeSeries(), TimeSeries(), TimeSeries(), TimeSeries()
         self._noters: dict[type, Callable[[Any], None]] = {
             meters.BatchTaken: self._batch_taken,
             meters.StepDone: self._step_done,
@@ -82,7 +84,7 @@ class Recorder:
             self._noted_steps += 1
 
     def _step_done(self, event: meters.StepDone) -> None:
-        self._readings.note(event.values)
+        self._values.note(event.values)
         self._epoch, self._step = event.epoch + 1, event.step_in_epoch
         self._noted_steps += 1
 
@@ -147,7 +149,7 @@ class Recorder:
             samples_per_s=speed,
             data_bytes_per_s=data,
             queue_rate=queue,
-            values=self._readings.values,
+            values=self._values.values,
             host=machine.latest,
             gpu_number=number,
             load_curve=_loads(seen, number),
@@ -162,9 +164,9 @@ class Recorder:
         """Read values from the device: the last ones for certain, the others as they come."""
         is_new = False
         with contextlib.suppress(Exception):  # a device that has failed says so in the loop
-            is_new = self._readings.read_all() if is_over else self._readings.read()
+            is_new = self._values.read_all() if is_over else self._values.read()
         if is_new:
-            self._loss.add(self._readings.values.get("loss"))
+            self._loss.add(self._values.values.get("loss"))
 
     def _lately(self, now_s: float, spent: MetersSnapshot) -> tuple[float, MetersSnapshot]:
         """Return seconds and what was counted in them: the last ones while running, all when it is over."""
@@ -218,3 +220,102 @@ def _loads(hosts: Sequence[HostSnapshot], gpu_number: int) -> tuple[float, ...]:
         if rate is not None:
             found.append(rate)
     return tuple(found)
+
+
+class StepValues:
+    """The values of the newest steps that have arrived from the device.
+
+    A value on a GPU is there when the stream has come by, so reading it would make the loop wait. Here its copy to
+    the host is put into the stream, and read the next time it is asked for, if it has arrived.
+
+    Args:
+        mark: sets a mark in the stream that the value belongs to.
+    """
+
+    def __init__(self, mark: Callable[[Any], Mark] | None = None) -> None:
+        self._mark = mark or _mark
+        self._newest: Mapping[str, object] | None = None
+        self._coming: dict[str, object] | None = None
+        self._marks: list[Mark] = []
+        self.values: dict[str, float] = {}
+
+    def note(self, values: Mapping[str, object]) -> None:
+        """These are what the newest step returned; nothing is read yet."""
+        self._newest = values
+
+    def read(self) -> bool:
+        """Take over what has arrived, and send for what is newer; return whether `values` is new."""
+        is_new = self._take()
+        if self._coming is None and self._newest is not None:
+            self._coming, self._newest = {name: self._sent(value) for name, value in self._newest.items()}, None
+            is_new |= self._take()
+        return is_new
+
+    def read_all(self) -> bool:
+        """Wait for the newest values, and return whether `values` is new."""
+        newest, self._newest, self._coming, self._marks = self._newest or self._coming, None, None, []
+        if newest is None:
+            return False
+        self.values = _floats(newest)
+        return True
+
+    def _sent(self, value: Any) -> object:
+        if not getattr(value, "is_cuda", False):
+            return value
+        copy = value.detach().to("cpu", non_blocking=True)
+        self._marks.append(self._mark(value))
+        return copy
+
+    def _take(self) -> bool:
+        if self._coming is None or not all(mark.query() for mark in self._marks):
+            return False
+        self.values, self._coming, self._marks = _floats(self._coming), None, []
+        return True
+
+
+class TimeSeries:
+    """A figure over time: its newest minute, and all of it in at most 240 points."""
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque(maxlen=_NEWEST)
+        self._whole: list[float] = []
+        self._span = 1
+        self._sum = 0.0
+        self._count = 0
+
+    def add(self, value: float | None) -> None:
+        """Add a point; one that is no number is left out."""
+        if value is None or not math.isfinite(value):
+            return
+        self._newest.append(value)
+        self._sum += value
+        self._count += 1
+        if self._count < self._span:
+            return
+        self._whole.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self._whole) == _WHOLE:
+            self._whole = [(a + b) / 2 for a, b in zip(self._whole[::2], self._whole[1::2], strict=True)]
+            self._span *= 2
+
+    @property
+    def newest(self) -> tuple[float, ...]:
+        """The newest 60 points, oldest first."""
+        return tuple(self._newest)
+
+    @property
+    def whole(self) -> tuple[float, ...]:
+        """All of it, oldest first; in a long series each point is the mean of some."""
+        rest = (self._sum / self._count,) if self._count else ()
+        return (*self._whole, *rest)
+
+
+def _floats(values: Mapping[str, object]) -> dict[str, float]:
+    return {name: float(cast(Any, value)) for name, value in values.items()}
+
+
+def _mark(value: Any) -> Mark:
+    cuda = importlib.import_module("torch").cuda
+    event = cuda.Event()
+    event.record(cuda.current_stream(value.device))
+    return cast(Mark, event)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colabkit.monitoring.panel import words
-from colabkit.monitoring.panel.charts import thinned
-from colabkit.monitoring.panel.state import PanelState
+from colabkit.monitoring.panel import content
+from colabkit.monitoring.panel.content import PanelState, thinned
 
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _FILLS = ("▒", "▓", "█", "░")  # of the parts of a step
@@ -16,20 +15,20 @@ _CURVE = 24
 
 def as_text(state: PanelState) -> str:
     """Return the panel as eleven lines of text, twelve where advice has more to say."""
-    parts = words.segments(state)
-    done = round(_BAR * (words.done_share(state) or 0.0))
-    load, speed, data, queue, loss = words.curves(state)
-    gpu, ram, disk, tmpfs = words.gauges(state)
-    action, found, gain, call = words.advised(state)
+    parts = content.segments(state)
+    done = round(_BAR * (content.done_share(state) or 0.0))
+    load, speed, data, queue, loss = content.curves(state)
+    gpu, ram, disk, tmpfs = content.gauges(state)
+    action, found, gain, call = content.advised(state)
     legend = (f"{fill} {part.name} {part.text}" for fill, part in zip(_FILLS, parts, strict=True))
     lines = [
-        " ".join(filter(None, words.verdict(state))),
-        f"{'█' * done}{'░' * (_BAR - done)}  {words.position(state)}",
+        " ".join(filter(None, content.verdict(state))),
+        f"{'█' * done}{'░' * (_BAR - done)}  {content.position(state)}",
         "  ".join([_stacked([part.share for part in parts]), *legend]),
         *(_curve(curve) for curve in (load, speed, data, queue)),
-        " · ".join(filter(None, [_curve(loss), words.values(state)])),
+        " · ".join(filter(None, [_curve(loss), content.values(state)])),
         f"{_gauge(gpu)} · {_gauge(ram)}",
-        f"{_gauge(disk)} · {_gauge(tmpfs)} · {words.cost(state)}",
+        f"{_gauge(disk)} · {_gauge(tmpfs)} · {content.cost(state)}",
         f"{action}{f': {found}' if found else ''}",
         "  ".join(filter(None, [gain and f"→ {gain}", call])),
     ]
@@ -46,7 +45,7 @@ def _stacked(shares: Sequence[float | None]) -> str:
     return drawn.ljust(_BAR, "·")
 
 
-def _curve(curve: words.Curve) -> str:
+def _curve(curve: content.Curve) -> str:
     drawn = ""
     points = thinned(curve.points, _CURVE)
     if len(points) > 1:
@@ -57,5 +56,5 @@ def _curve(curve: words.Curve) -> str:
     return f"{curve.name:12}{curve.text:14}{drawn}"
 
 
-def _gauge(gauge: words.Gauge) -> str:
+def _gauge(gauge: content.Gauge) -> str:
     return f"{gauge.name} {gauge.text}{f' ({gauge.apart_text})' if gauge.apart_text else ''}"

@@ -22,7 +22,7 @@ from torch import nn
 
 import colabkit
 from colabkit import augment
-from colabkit.monitoring.panel.painter import Dashboard
+from colabkit.monitoring.panel.api import Dashboard
 
 TARGET = Path(__file__).parents[3] / ".github" / "images"
 THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}

@@ -1,1 +1,1 @@
-"""The doctor's rules, by what they look at: the input, the device and the host, safety."""
+"""The doctor's rules. To add one, write it in `data` or `machine`, and list it in `table`."""

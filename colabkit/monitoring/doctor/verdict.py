@@ -1,4 +1,4 @@
-"""The doctor: looks at a run again and again, and changes its mind only when that has changed clearly."""
+"""The verdict about a run and the advice that helps most; a verdict changes only when the run has changed clearly."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, format_count, format_share
-from colabkit.monitoring.doctor.case import Case, case_of
 from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
+from colabkit.monitoring.doctor.forecast import forecast_run
 from colabkit.monitoring.doctor.rules.table import RULES
-from colabkit.monitoring.doctor.timing import ENOUGH_STEPS
-from colabkit.monitoring.doctor.what_if import forecast_of
+from colabkit.monitoring.doctor.run_profile import ENOUGH_STEPS, RunProfile, profile_run
 
 _THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH}
 _HYSTERESIS = 0.03
@@ -66,21 +65,16 @@ class Doctor:
             cost_share: share of the time that the panel took.
             is_over: whether no more steps will come.
         """
-        case = case_of(
-            spent,
-            facts,
-            hosts,
-            cost_share=cost_share,
-            precision=self.precision,
-        )
-        settled = self._settled(case)
-        return judged(case, None if is_over else settled, is_over=is_over)  # the last look is what diagnose() says
+        run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=self.precision)
+        settled = self._settled(run)
+        # The last look says what diagnose() says.
+        return judge(run, None if is_over else settled, is_over=is_over)
 
-    def _settled(self, case: Case) -> Verdict:
+    def _settled(self, run: RunProfile) -> Verdict:
         """Return the verdict that stands."""
-        if not case.is_enough:
+        if not run.is_enough:
             return self._verdict
-        now = verdict_of(case, self._verdict)
+        now = find_verdict(run, self._verdict)
         if self._verdict in ("unknown", now):
             self._verdict, self._other = now, (now, 0)
             return now
@@ -91,50 +85,50 @@ class Doctor:
         return self._verdict
 
 
-def verdict_of(case: Case, standing: Verdict = "unknown") -> Verdict:
-    """Return what limits the speed: the largest share of what should not be there, if it is large; else the step."""
-    shares = case.shares
-    found: list[tuple[float, Verdict]] = [(case.input_share, "data"), (shares.copy, "copy"), (shares.other, "other")]
+def find_verdict(run: RunProfile, standing: Verdict = "unknown") -> Verdict:
+    """Return what limits the speed: the largest avoidable share of a step if it is large, else the step itself."""
+    shares = run.shares
+    found: list[tuple[float, Verdict]] = [(run.input_share, "data"), (shares.copy, "copy"), (shares.other, "other")]
     large = [
         (share, name) for share, name in found if share >= _THRESHOLDS[name] - (_HYSTERESIS if name == standing else 0)
     ]
     return max(large)[1] if large else "compute"
 
 
-def judged(case: Case, verdict: Verdict | None = None, *, is_over: bool = True) -> Diagnosis:
-    """Return the diagnosis of a case.
+def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = True) -> Diagnosis:
+    """Return the diagnosis of a run.
 
     Args:
-        case: what is known.
-        verdict: the one that stands; None for the one of this case alone.
+        run: what is known of it.
+        verdict: the one that stands; None for the one of this run alone.
         is_over: whether no more steps will come.
     """
     if verdict is None:
-        verdict = verdict_of(case) if case.is_enough else "unknown"
-    forecast = forecast_of(case)
-    given = [advice for rule in RULES if (advice := rule(case)) is not None] if case.is_enough else []
+        verdict = find_verdict(run) if run.is_enough else "unknown"
+    forecast = forecast_run(run)
+    given = [advice for rule in RULES if (advice := rule(run)) is not None] if run.is_enough else []
     return Diagnosis(
         verdict=verdict,
-        sentence=_sentence(case, verdict, is_over),
-        shares=case.shares,
-        step_s=case.step.seconds,
-        samples_per_s=case.samples_per_s,
-        ceiling_samples_per_s=forecast.without_loader() if case.is_enough else None,
-        bottleneck=case.bottleneck if case.is_enough else None,
-        advice=_best(case, given),
-        steps=case.steps,
+        sentence=_sentence(run, verdict, is_over),
+        shares=run.shares,
+        step_s=run.step.seconds,
+        samples_per_s=run.samples_per_s,
+        ceiling_samples_per_s=forecast.without_loader() if run.is_enough else None,
+        bottleneck=run.bottleneck if run.is_enough else None,
+        advice=_best(run, given),
+        steps=run.steps,
     )
 
 
-def _best(case: Case, given: list[Advice]) -> tuple[Advice, ...]:
+def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
     """Return the most useful pieces of advice: first what may end the run, then by what is gained."""
-    now = case.samples_per_s
+    now = run.samples_per_s
     useful: dict[str, Advice] = {}
     for advice in given:
         if advice.samples_per_s is not None and advice.samples_per_s < _LEAST_GAIN * now:
             continue
-        if advice.samples_per_s is not None and case.facts.samples and now:
-            saved_s = case.facts.samples / now - case.facts.samples / advice.samples_per_s
+        if advice.samples_per_s is not None and run.facts.samples and now:
+            saved_s = run.facts.samples / now - run.facts.samples / advice.samples_per_s
             advice = replace(advice, saved_s=saved_s)  # noqa: PLW2901
         useful[advice.rule] = advice
     against = {name for rule in useful for name in _AGAINST.get(rule, ())}
@@ -150,17 +144,17 @@ def _best(case: Case, given: list[Advice]) -> tuple[Advice, ...]:
     return (*once.values(),)[:_MOST_ADVICE]
 
 
-def _sentence(case: Case, verdict: Verdict, is_over: bool) -> str:
-    shares = case.shares
-    slowest = f": {_PARTS[case.bottleneck]} is the slowest part" if case.bottleneck in _PARTS else ""
+def _sentence(run: RunProfile, verdict: Verdict, is_over: bool) -> str:
+    shares = run.shares
+    slowest = f": {_PARTS[run.bottleneck]} is the slowest part" if run.bottleneck in _PARTS else ""
     match verdict:
         case "unknown":
             few = "Too few steps to judge by" if is_over else "Not enough steps yet"
-            return f"{few}: {format_count(case.steps)} of {ENOUGH_STEPS}, the first ones apart"
+            return f"{few}: {format_count(run.steps)} of {ENOUGH_STEPS}, the first ones apart"
         case "data":
-            if case.stolen_s < case.step.wait_s:
+            if run.stolen_s < run.step.wait_s:
                 return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"
-            taken = format_share(case.stolen_s / case.step.seconds)
+            taken = format_share(run.stolen_s / run.step.seconds)
             waits = f", and it waits for data {format_share(shares.wait)}" if shares.wait >= MODERATE else ""
             return f"Making data takes the CPU from the step, {taken} of the time{waits}{slowest}"
         case "copy":

@@ -1,0 +1,277 @@
+"""`diagnose()` judges a report, a used loader, or a loader that it times; `watch()` times the steps of any loader."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from colabkit.foundation import (
+    HostSnapshot,
+    InvalidOption,
+    LoaderFacts,
+    MetersSnapshot,
+    Telemetry,
+    cannot,
+    format_rate,
+    format_seconds,
+    is_finite_number,
+    kind_of,
+    meters,
+    sampled,
+    seen,
+)
+from colabkit.loading import Loader, files_of, is_far, marked, path_of
+from colabkit.monitoring.doctor.diagnosis import Diagnosis, Shares
+from colabkit.monitoring.doctor.run_profile import SNAPSHOT_S, RunProfile, profile_run
+from colabkit.monitoring.doctor.verdict import judge
+from colabkit.training import HeadspaceReport, TrainReport, bytes_in, may_be_loader, read_run, samples_in
+
+T_co = TypeVar("T_co", covariant=True)
+
+_RECENT_S = 60.0
+_WARM_UP = 3
+_SETTLED_EVERY = 16  # batches
+_OF_A_STEP = ("wrong_device",)  # rules about steps, of which a loader by itself knows nothing
+
+
+def diagnose(
+    of: TrainReport | Iterable[Any] | str | os.PathLike[str] | None = None,
+    *,
+    seconds: float = 5.0,
+    headspace: HeadspaceReport | None = None,
+) -> Diagnosis:
+    """Return what training waits for, where the time of a step goes, and at most three pieces of advice.
+
+    Args:
+        of: a `TrainReport`, or the path of a saved one; a `Loader`, or another loader wrapped by `watch()`, that a loop
+            has used; or any loader, such as torch's `DataLoader`, which is then iterated by itself for a while to
+            measure its speed. None for what this process trained or looped over last; of loaders used in turn, as for
+            training and validation, for the first.
+        seconds: how long to iterate it, if it was not used before.
+        headspace: what `headspace()` returned for the same step, which has to do all that a watched loop does with a
+            batch: the speeds after each fix are then predicted from what the step takes alone. Without it they follow
+            from the least disturbed steps, which are few, and still disturbed, where loader and step share a CPU.
+
+    Raises:
+        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` is no number or
+            never ends; if `headspace` is something else, or no step was taken with the loader.
+        SourceMissing, BadSource: if a path is not that of a saved report.
+    """
+    if headspace is not None and not isinstance(headspace, HeadspaceReport):
+        found, needed = f"headspace is {kind_of(headspace)}", "what headspace() returned"
+        raise InvalidOption(cannot("diagnose", found, needed, "Pass headspace=colabkit.headspace(step, loader)"))
+    subject: Any = meters.latest() if of is None else of
+    if subject is None:
+        found, needed = "nothing that was trained or looped over in this process", "a TrainReport, or a loader"
+        raise InvalidOption(cannot("diagnose", found, needed, "Train first, or name what to diagnose"))
+    if isinstance(subject, meters.LoaderMeters):
+        return _of_meters(subject, headspace)
+    if isinstance(subject, TrainReport):
+        return judge(_profile(subject.spent, subject.facts, subject.hosts, subject.precision, headspace))
+    if isinstance(of, str | os.PathLike):
+        return judge(_profile(*read_run(of), headspace))
+    if not isinstance(subject, Loader | WatchedLoader) and not may_be_loader(subject):
+        found, needed = f"{type(subject).__name__!r} is no loader", "a TrainReport, or what gives batches"
+        raise InvalidOption(cannot("diagnose", found, needed, "Pass what train() returned, or a DataLoader"))
+    loader = subject if isinstance(subject, Loader) else watch(subject)
+    if loader.meters.snapshot().steps:
+        return _of_meters(loader.meters, headspace)
+    if headspace is not None:
+        found, needed = "headspace beside a loader that no step was taken with", "one that was trained with"
+        raise InvalidOption(cannot("diagnose", found, needed, "Pass the one that train() or a loop used"))
+    return _by_itself(loader if isinstance(loader, Loader) else WatchedLoader(loader.watched), seconds)
+
+
+def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -> Diagnosis:
+    spent = counts.snapshot()
+    recent_s = min(_RECENT_S, sum(step.seconds for step in spent.recent))
+    hosts = seen(counts.timed_s - recent_s - SNAPSHOT_S, counts.timed_s + SNAPSHOT_S) or (_host_now(),)
+    return judge(_profile(spent, counts.facts, hosts, headspace=headspace))
+
+
+def _profile(
+    spent: MetersSnapshot,
+    facts: LoaderFacts | None,
+    hosts: Iterable[HostSnapshot],
+    precision: str | None = None,
+    headspace: HeadspaceReport | None = None,
+) -> RunProfile:
+    run = profile_run(spent, facts, [*hosts], precision=precision)
+    return run if headspace is None else replace(run, measured_alone_s=1 / headspace.samples_per_s)
+
+
+def _host_now() -> HostSnapshot:
+    """Return one snapshot of the machine, where nothing has watched it."""
+    with closing(Telemetry()) as telemetry:
+        return telemetry.snapshot()
+
+
+def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis:
+    """Return how fast a loader is that is iterated by itself."""
+    if not is_finite_number(seconds):
+        given_s = f"seconds={seconds!r}"
+        raise InvalidOption(cannot("diagnose the loader", given_s, "a number of seconds", "Use seconds=5, say"))
+    before = loader.meters.snapshot()
+    aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
+    with sampled() as sampler, aside as counts:
+        until = time.monotonic() + seconds
+        for passes in count():
+            given = 0
+            batches: Any = iter(loader)
+            with closing(batches):
+                for _ in batches:
+                    given += 1
+                    if time.monotonic() > until and given + passes > _WARM_UP:
+                        break
+            if not given and not passes:
+                raise InvalidOption(cannot("diagnose the loader", "no batches", "one at least", "Give it samples"))
+            if not given or time.monotonic() > until:
+                break
+        hosts = sampler.recent(seconds)
+    parts = (loader.meters.snapshot() - before).parts
+    spent = replace(counts.snapshot(), parts=parts, first_pass=None)
+    run = replace(_profile(spent, loader.meters.facts, hosts), is_enough=True)
+    found = judge(run, "unknown")
+    rate = format_rate(run.samples_per_s, "images")
+    a_batch = f"{format_seconds(run.step.seconds)} a batch of {run.step.samples} on average"
+    return replace(
+        found,
+        sentence=f"The loader alone: {rate}, {a_batch}; faster steps wait for it",
+        shares=Shares(),
+        ceiling_samples_per_s=None,
+        advice=tuple(
+            replace(advice, samples_per_s=None, saved_s=None)
+            for advice in found.advice
+            if advice.rule not in _OF_A_STEP
+        ),
+    )
+
+
+def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
+    """Return a loader that gives what `loader` gives, and can be diagnosed and shown by `dashboard()`.
+
+    For torch's `DataLoader` and whatever else gives batches. Its attributes are those of `loader`.
+
+    Args:
+        loader: gives batches each time that it is iterated.
+
+    Raises:
+        InvalidOption: if it gives no batches, as a model or a tensor does not.
+    """
+    if isinstance(loader, WatchedLoader):
+        return loader
+    if not may_be_loader(loader):
+        found = f"{type(loader).__name__!r} is no loader"
+        raise InvalidOption(cannot("watch", found, "something that gives batches", "Pass a DataLoader"))
+    return WatchedLoader(loader)
+
+
+class WatchedLoader(Generic[T_co]):
+    """A loader whose batches are timed.
+
+    While it waits inside `loader`, nothing else can run in this thread, so a panel stands still.
+
+    Args:
+        loader: gives the batches.
+
+    Attributes:
+        watched: the loader itself.
+        meters: counts, and where each step's time goes; there are no parts, since nothing is known of the inside.
+    """
+
+    def __init__(self, loader: Iterable[T_co]) -> None:
+        self.watched = loader
+        self._passes = count()
+        self.meters = meters.LoaderMeters()
+        self._facts = self.meters.facts = _facts_of(loader)
+
+    def __len__(self) -> int:
+        return len(self.watched)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "watched":
+            raise AttributeError(name)
+        return getattr(self.watched, name)
+
+    def __repr__(self) -> str:
+        return f"watch({self.watched!r})"
+
+    def __iter__(self) -> Iterator[T_co]:
+        """Yield the batches of one pass."""
+        counts, now = self.meters, time.perf_counter
+        clock = _clock(counts.spent)
+        counts.begin_pass(clock)
+        self._facts = counts.facts = replace(self._facts, device=_device())
+        meters.used(counts)
+        meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self.watched), self._facts.samples))
+        asked = now()
+        try:
+            for batch in self.watched:
+                samples = samples_in(batch, self._facts.batch_size or 1)
+                if not counts.batches and samples and (size := bytes_in(batch)):
+                    self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
+                counts.batches += 1
+                counts.samples += samples
+                clock.given(None)
+                given = now()
+                if meters.is_heard():
+                    meters.publish(meters.BatchTaken(counts))
+                yield batch
+                del batch
+                left = now()
+                clock.stepped(asked, given, left, samples)
+                asked = left
+                if not counts.batches % _SETTLED_EVERY:
+                    counts.settle(clock)
+        finally:
+            counts.settle(clock)
+
+
+def _clock(totals: meters.StepTotals) -> meters.Clock:
+    """Return a clock of the GPU if this process uses one, else of the host, which counts its steps in `totals`."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+        return meters.DeviceClock(lambda: marked(device))
+    return meters.HostClock(totals)
+
+
+def _device() -> str:
+    """Return the GPU that holds tensors of this process, else the CPU."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return "cpu"
+    number = torch.cuda.current_device()
+    return f"cuda:{number}" if torch.cuda.memory_allocated(number) else "cpu"
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except Exception:  # torch's raises several, for data sets and samplers without a length
+        return None
+
+
+def _facts_of(loader: Any) -> meters.LoaderFacts:
+    """Return the facts that a loader such as torch's has as attributes."""
+    dataset = getattr(loader, "dataset", None)
+    batch_size, workers = getattr(loader, "batch_size", None), getattr(loader, "num_workers", None)
+    pins, keeps = getattr(loader, "pin_memory", None), getattr(loader, "persistent_workers", None)
+    path = path_of(dataset)
+    return meters.LoaderFacts(
+        kind="foreign",
+        samples=_length(dataset) if dataset is not None else None,
+        batch_size=batch_size if isinstance(batch_size, int) else None,
+        workers=workers if isinstance(workers, int) else None,
+        path=path,
+        source=files_of(dataset),
+        is_far=is_far(path),
+        encoding="python",
+        is_pinned=pins if isinstance(pins, bool) else None,
+        keeps_workers=True if workers == 0 else keeps if isinstance(keeps, bool) else None,
+    )

@@ -1,0 +1,397 @@
+"""Rules about the input: what data waits for, and where it should be instead. `table` lists them."""
+
+from __future__ import annotations
+
+from colabkit.foundation import format_bytes, format_count, format_seconds, format_share, format_things
+from colabkit.monitoring.doctor.diagnosis import HIGH, Advice
+from colabkit.monitoring.doctor.forecast import forecast_run
+from colabkit.monitoring.doctor.run_profile import RunProfile
+
+_SMALL_READ = 256 << 10
+_IDLE = 0.6  # of the CPUs
+_ROOMY_RAM = 0.85  # of the RAM may be in use after data was put there
+_SLOW_START = 0.1
+_BURSTY = 0.1
+_THROTTLED = 2.0
+_READ_TWICE = 2.0
+_LEAST_LEFT = 0.1  # of the time, whatever is saved
+_SIZING = ("ResizedCrop", "CenterCrop", "Resize")  # transforms that make large samples small
+_HDF5 = (".h5", ".hdf5")
+_NAMELESS = "a table of paths"  # what a source is called that was made of a list or a table in memory
+_LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
+
+
+def far_files(run: RunProfile) -> Advice | None:
+    """Files are read from a mount or a network, one by one, in every epoch; or rows of a pack there."""
+    path = _quoted(run.facts.path)
+    if not (run.is_starved and run.facts.is_far and run.bottleneck in ("read", "gather")):
+        return None
+    is_known, is_cold = run.cpu_s is not None, run.facts.kind in ("foreign", "processes")
+    faster = "; it may be faster still, since workers that wait for each file need more CPU" if is_cold else ""
+    return Advice(
+        "far_files",
+        f"each epoch reads from {_place(run)}",
+        f"Stage the {'file' if _is_hdf5(run) else 'files'} to the local disk once",
+        f"colabkit.stage({path})",
+        _speed_near(run),
+        confidence="medium" if is_known else "low",
+        check=f"colabkit.read_probe({path}) tells what the mount can do; {_check(run)}{faster}",
+    )
+
+
+def far_files_to_pack(run: RunProfile) -> Advice | None:
+    """Files are far and many: one packed file saves opening them, and decoding them."""
+    files, encoding = run.facts.files, run.facts.encoding
+    if not (run.is_starved and run.facts.is_far) or encoding in (None, "raw") or _is_hdf5(run) or files == 1:
+        return None
+    return Advice(
+        "far_files_to_pack",
+        f"each epoch opens {format_count(files) if files else 'many'} files far away",
+        "Pack them into one file near, decoded, and keep that on Drive for the next time",
+        f"colabkit.prepare({_quoted(run.facts.path)}, size=..., encoding='raw')",
+        forecast_run(run).from_rows(_row_bytes(run)),
+        confidence="high" if run.cpu_s is not None else "medium",
+        check=_check(run),
+    )
+
+
+def small_files(run: RunProfile) -> Advice | None:
+    """Many small files of a local disk cost a seek and an open each."""
+    read, decode = run.part("read"), run.part("decode")
+    if not run.is_starved or run.facts.is_far or not read.samples or run.facts.files is None:
+        return None
+    mean_bytes = read.handled_bytes / read.samples
+    if mean_bytes >= _SMALL_READ or read.busy_s < 0.3 * (read.busy_s + decode.busy_s):
+        return None
+    return Advice(
+        "small_files",
+        f"reading a file of {format_bytes(mean_bytes)} takes {format_seconds(read.busy_s / read.samples)}",
+        "Pack the files into one, decoded",
+        _packing(run),
+        forecast_run(run).from_rows(_row_bytes(run)),
+        check=_check(run),
+    )
+
+
+def slow_disk(run: RunProfile) -> Advice | None:
+    """Rows or files come from a disk that is not fast enough, and do not stay in memory."""
+    if not run.is_starved or run.facts.is_far or run.is_cpu_full:
+        return None
+    stalled = run.machine.io_stall_rate
+    is_reading = (run.machine.read_bytes_per_s or 0.0) > 0.3 * _needed_bytes_per_s(run) > 0
+    if not is_reading or (stalled is not None and stalled < HIGH):
+        return None
+    found = f"the disk gives {format_bytes(run.machine.read_bytes_per_s or 0.0)}/s"
+    if _fits_in_ram(run):
+        return Advice(
+            "slow_disk",
+            found,
+            "Keep the data in RAM, where it fits",
+            f"colabkit.stage({_quoted(run.facts.path)}, to='tmpfs')",
+            forecast_run(run).without_loader(),
+            check=_check(run),
+        )
+    return Advice(
+        "slow_disk",
+        found,
+        "Store smaller samples, as uint8 and of the size that is trained on",
+        _packing(run),
+        check="fewer bytes are read for each sample",
+    )
+
+
+def slow_decoding(run: RunProfile) -> Advice | None:
+    """The CPU decodes the same images in every epoch."""
+    if not run.is_starved or run.bottleneck != "decode":
+        return None
+    part, is_kept = run.part("decode"), run.passes < 2 and run.facts.tier in ("gpu", "ram", "disk")
+    later = "; later epochs take what this one keeps" if is_kept else ""
+    return Advice(
+        "slow_decoding",
+        f"decoding a sample takes {format_seconds(part.busy_s / max(1, part.samples))}{_if_full(run)}{later}",
+        "Store the images decoded, and of the size that is trained on",
+        _packing(run),
+        forecast_run(run).from_rows(_row_bytes(run)),
+        confidence="medium" if is_kept else "high",
+        check=_check(run),
+    )
+
+
+def slow_transform(run: RunProfile) -> Advice | None:
+    """A transform or a data set in Python makes samples one by one."""
+    waits = run.bottleneck == "read" and run.facts.kind == "processes" and not run.facts.is_far
+    if not run.is_starved or not (waits or run.bottleneck in ("samples", "augment")):
+        return None
+    name = "augment" if run.bottleneck == "augment" else "samples"
+    part, gpu = run.part(name), run.machine.gpu
+    each = format_seconds(part.busy_s / max(1, part.samples))
+    speed: float | None = None
+    if name == "samples":
+        found = f"making a sample in Python takes {each}{', most of it waiting for storage' * waits}"
+        action = "Pack the samples, and transform whole batches with colabkit.augment"
+        call = f"{_packing(run)}; {_LOAD_PACK}"
+        speed = forecast_run(run).from_rows(run.facts.sample_bytes)
+    elif gpu is not None and not gpu.is_lost and not run.is_on_gpu:
+        found, action = f"transforming a sample takes {each}", "Transform on the GPU"
+        call, speed = "colabkit.Loader(..., device='cuda')", forecast_run(run).without_loader()
+    elif any(word in (run.facts.transform or "") for word in _SIZING):
+        found, action = f"transforming a sample takes {each}", "Store the samples at the size that is trained on"
+        call = _packing(run)
+    else:
+        return None
+    return Advice("slow_transform", found + _if_full(run), action, call, speed, check=_check(run))
+
+
+def slow_foreign(run: RunProfile) -> Advice | None:
+    """Another loader keeps the step waiting, and what it does inside is not known."""
+    facts = run.facts
+    if not run.is_starved or facts.kind != "foreign" or facts.is_far:
+        return None
+    found = "what the loader does inside is not known"
+    if facts.workers == 0:
+        found = "batches are made where the step runs, one after the other"
+    elif run.is_cpu_full:
+        found = "the loader is slow, and the CPU is full"
+    elif run.machine.cpu_rate is not None and facts.workers:
+        found = "the loader is slow although the CPU is not full, so its workers wait for the disk or for each other"
+    if _is_hdf5(run):
+        action = "Load the file with colabkit.Loader"
+        call = f"colabkit.Loader(colabkit.open_pack({_quoted(facts.path)})['train'], batch_size, shuffle=True)"
+    else:
+        action = "Pack the samples once, decoded, and load them with colabkit.Loader"
+        call = f"{_packing(run)}; {_LOAD_PACK}"
+    return Advice(
+        "slow_foreign",
+        found,
+        action,
+        call,
+        forecast_run(run).from_rows(facts.sample_bytes),
+        confidence="medium" if facts.workers else "low",
+        check=_check(run),
+    )
+
+
+def more_workers(run: RunProfile) -> Advice | None:
+    """CPUs are idle while too few workers make batches."""
+    facts, rate = run.facts, run.machine.cpu_rate
+    if not run.is_starved or facts.workers is None or rate is None or rate >= _IDLE or facts.is_far:
+        return None
+    most = round(run.machine.cpus)
+    one_transforms = facts.kind == "processes" and run.bottleneck == "augment"  # where batches are handed over
+    if facts.workers >= most or facts.kind in ("gathered", "device") or one_transforms:
+        return None
+    # One worker's pace is known where it is all that is waited for, or the wait itself is the work.
+    a_batch_s = run.step.seconds * facts.workers if facts.workers else run.step.wait_s
+    speed = min(forecast_run(run).samples_per_s(workers=most), run.step.samples * most / max(a_batch_s, 1e-9))
+    workers, cpus = format_things(facts.workers, "worker"), format_things(most, "CPU")
+    return Advice(
+        "more_workers",
+        f"{workers} on {cpus}, of which {format_share(rate)} is busy",
+        f"Use {format_things(most, 'worker')}",
+        f"num_workers={most}",
+        speed,
+        check="the CPU's share rises",
+    )
+
+
+def held_by_python(run: RunProfile) -> Advice | None:
+    """One core is busy and others are not: threads wait for Python's lock."""
+    machine = run.machine
+    if not run.is_starved or machine.cpus < 2 or machine.busiest_core_rate is None or machine.cpu_rate is None:
+        return None
+    is_alone = machine.busiest_core_rate > 0.9 and machine.cpu_rate < 0.7
+    if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":  # others work in processes
+        return None
+    return Advice(
+        "held_by_python",
+        "one core is busy and the others are not, so threads wait for Python's lock",
+        "Make samples in processes, or with code that releases the lock",
+        "",
+        confidence="low",
+    )
+
+
+def too_many_workers(run: RunProfile) -> Advice | None:
+    """More workers than CPUs take each other's time."""
+    facts = run.facts
+    if not run.is_starved or facts.workers is None or not run.is_cpu_full or facts.is_far:
+        return None
+    most = max(1, round(run.machine.cpus))
+    if facts.workers <= 2 * most:
+        return None
+    return Advice(
+        "too_many_workers",
+        f"{facts.workers} workers share {format_things(most, 'CPU')}",
+        "Use as many workers as CPUs; more workers will not help",
+        f"num_workers={most}",
+        confidence="low",
+    )
+
+
+def slow_start(run: RunProfile) -> Advice | None:
+    """Each epoch begins with a long wait."""
+    spent, facts = run.spent, run.facts
+    if run.passes < 2 or not spent.seconds or facts.keeps_workers is not False:
+        return None
+    each_s = spent.first_s / max(1, spent.passes)
+    if spent.first_s < _SLOW_START * spent.seconds or each_s < 10 * run.step.seconds:
+        return None
+    return Advice(
+        "slow_start",
+        f"the first batch of each epoch takes {format_seconds(each_s)}",
+        "Keep the workers between epochs",
+        "persistent_workers=True",
+        run.samples_per_s / max(_LEAST_LEFT, 1 - spent.first_s / spent.seconds),
+    )
+
+
+def bursts(run: RunProfile) -> Advice | None:
+    """Data is there as a rule, but a few steps wait long."""
+    facts = run.facts
+    if run.shares.wait >= HIGH or run.late < _BURSTY or facts.is_far or facts.kind == "device":
+        return None
+    call = "prefetch_batches=64"
+    if facts.kind == "foreign":
+        call = "prefetch_factor=8" if facts.workers else ""
+    return Advice(
+        "bursts",
+        f"a few long waits take {format_share(run.late)} of the time, though data is there as a rule",
+        "Make more batches ahead; look for single large files, garbage collection, checkpoints",
+        call,
+        run.samples_per_s / max(_LEAST_LEFT, 1 - run.late),
+        confidence="low",
+        check="the longest waits in loader.meters.snapshot().recent",
+    )
+
+
+def chunks_do_not_fit(run: RunProfile) -> Advice | None:
+    """Far more is read than used: chunks of somebody else's HDF5 file, or pages of a pack that RAM cannot hold."""
+    facts, gathered, read = run.facts, run.part("gather"), run.part("read")
+    if not run.is_starved or facts.kind != "gathered" or not _is_hdf5(run) or facts.tier not in ("disk", "source"):
+        return None
+    if facts.tier == "source":
+        if run.bottleneck != "read" or not gathered.samples:
+            return None
+        return Advice(
+            "chunks_do_not_fit",
+            f"reading a sample through HDF5 takes {format_seconds(read.busy_s / gathered.samples)}",
+            "Pack the data anew, row by row",
+            f"colabkit.pack(colabkit.open_pack({_quoted(facts.path)})['train'], 'pack.h5')",
+            forecast_run(run).from_rows(_row_bytes(run)),
+            check=_check(run),
+        )
+    needed, stored = _needed_bytes_per_s(run), run.machine.read_bytes_per_s
+    if not needed or stored is None or stored < _READ_TWICE * needed:
+        return None
+    return Advice(
+        "chunks_do_not_fit",
+        f"{stored / needed:.1f} times as many bytes are read as are used",
+        "Mix by blocks, which are read whole",
+        "shuffle='block'",
+        min(run.samples_per_s * stored / needed, forecast_run(run).without_loader()),
+        check=_check(run),
+    )
+
+
+def cache_too_small(run: RunProfile) -> Advice | None:
+    """Later epochs read from storage what the first one has read."""
+    size, free, read = _data_bytes(run), run.machine.ram_free_bytes, run.machine.read_bytes_per_s
+    if run.passes < 2 or not run.is_starved or size is None or free is None or read is None:
+        return None
+    needed = _needed_bytes_per_s(run)
+    if run.facts.is_far or run.facts.path is None or not needed or read < 0.5 * needed:
+        return None  # samples without a path are made or in memory, and it is something else that reads
+    if _fits_in_ram(run):
+        action = "Let go of what fills the RAM, or keep the data in tmpfs"
+        call = f"colabkit.stage({_quoted(run.facts.path)}, to='tmpfs')"
+        found = f"{format_bytes(size)} of data are read again in each epoch though they fit in the RAM"
+    else:
+        action, call = "Mix by blocks, so that a part of the data serves for a while", "shuffle='block'"
+        found = f"{format_bytes(size)} of data do not fit in {format_bytes(free)} of free RAM, so tmpfs will not help"
+    return Advice("cache_too_small", found, action, call, confidence="low")
+
+
+def throttled(run: RunProfile) -> Advice | None:
+    """A far source gets slower and slower."""
+    if not (run.is_starved and run.facts.is_far):
+        return None
+    is_slower, retries = run.slowdown >= _THROTTLED, run.spent.retries
+    if not is_slower and not retries:
+        return None
+    found = [f"steps take {run.slowdown:.1f} times as long as at first"] if is_slower else []
+    found += [f"{format_things(retries, 'read')} of the source had to be tried again"] if retries else []
+    return Advice(
+        "throttled",
+        ", and ".join(found),
+        "Stage the data before training, since Drive slows down who asks often",
+        f"colabkit.stage({_quoted(run.facts.path)})",
+        _speed_near(run),
+        confidence="low",
+    )
+
+
+def _speed_near(run: RunProfile) -> float:
+    """Return the speed when what is far lies on the local disk."""
+    forecast = forecast_run(run)
+    if run.facts.encoding == "raw":
+        return forecast.from_rows(_row_bytes(run))
+    return forecast.without_loader() if run.cpu_s is None else forecast.from_near_files()
+
+
+def _check(run: RunProfile) -> str:
+    if run.measured_alone_s is not None:
+        return "the speed then, beside the one predicted here"
+    return "diagnose(..., headspace=headspace(step, loader)) predicts from the speed of the step alone"
+
+
+def _if_full(run: RunProfile) -> str:
+    return "; the CPU is full, so more workers will not help" if run.is_cpu_full else ""
+
+
+def _place(run: RunProfile) -> str:
+    path = _quoted(run.facts.path)
+    return "files far away" if path == "..." else f"{path}, far away"
+
+
+def _fits_in_ram(run: RunProfile) -> bool:
+    """Return whether the data is known to fit, and leaves some room."""
+    size, used, total = _data_bytes(run), run.machine.ram_used, run.machine.ram_total_bytes
+    return size is not None and used is not None and total is not None and used * total + size <= _ROOMY_RAM * total
+
+
+def _row_bytes(run: RunProfile) -> float | None:
+    """Return the bytes of a decoded sample."""
+    for name in ("decode", "augment"):
+        part = run.part(name)
+        if part.samples:
+            return part.handled_bytes / part.samples
+    return run.facts.sample_bytes
+
+
+def _data_bytes(run: RunProfile) -> float | None:
+    facts = run.facts
+    return None if facts.samples is None or facts.sample_bytes is None else facts.samples * facts.sample_bytes
+
+
+def _needed_bytes_per_s(run: RunProfile) -> float:
+    """Return the stored bytes a second that the samples come to."""
+    return run.samples_per_s * (run.facts.sample_bytes or 0.0)
+
+
+def _quoted(path: str | None) -> str:
+    """Return a path as Python text; dots where it is not known."""
+    return "..." if path in (None, _NAMELESS) else repr(path)
+
+
+def _is_hdf5(run: RunProfile) -> bool:
+    """Return whether samples lie in a pack, or in somebody else's HDF5 file."""
+    return (run.facts.path or "").endswith(_HDF5)
+
+
+def _packing(run: RunProfile) -> str:
+    """Return the call that packs the samples decoded: of their files, also where these are in a pack as they were."""
+    facts = run.facts
+    if facts.source is None and facts.encoding == "python":
+        return "colabkit.pack(dataset, 'pack.h5')"
+    files = _quoted(facts.source if _is_hdf5(run) or facts.encoding == "python" else facts.path)
+    return f"colabkit.pack({files}, 'pack.h5', size=..., encoding='raw')"

@@ -1,0 +1,288 @@
+"""Rules about the machine: copies to the device, the step on it, the host's other work, and what may end the run.
+
+`table` lists them.
+"""
+
+from __future__ import annotations
+
+from colabkit.foundation import format_bytes, format_fill, format_seconds, format_share, format_things
+from colabkit.monitoring.doctor.diagnosis import HIGH, Advice
+from colabkit.monitoring.doctor.forecast import forecast_run
+from colabkit.monitoring.doctor.run_profile import RunProfile
+
+_EXPOSED_COPY = 0.05
+_SLOW_LINK = 4e9  # bytes a second; a T4 copies about 12 GB/s from page-locked memory
+_IDLE_GPU, _BUSY_GPU = 0.5, 0.9
+_OTHER_WORK = 0.10
+_TINY_STEP_S, _TINY_BATCH = 0.005, 16
+_ROOMY, _FULL = 0.5, 0.9
+_TENSOR_CORES = frozenset(
+    ("T4", "V100", "RTX", "A10", "A10G", "A30", "A40", "A100", "L4", "L40", "L40S", "H100", "H200", "GH200", "B200")
+)
+_SLOWED = 0.2
+_SLOWED_BY = {"power": "its power limit"}
+_OTHERS_BYTES = 2 << 30  # what CUDA itself takes is a few hundred MiB for each process
+_ON_GPU = "model.to('cuda'); colabkit.Loader(..., device='cuda')"
+_FOREIGN_CPUS = 0.25  # of those that may be used
+_RAM = 0.85
+_SHM = 0.1
+_DISK_BYTES = 2 << 30
+_PANEL = 0.01
+_PANEL_SETTLED_S = 20.0  # its first frames are the nearest; a costly one doubles the time to the next, up to 8 s
+
+
+def pageable_copies(run: RunProfile) -> Advice | None:
+    """Batches are copied out of memory that is not page-locked, where the step waits for them."""
+    is_foreign = run.facts.kind == "foreign"  # which copies within the step
+    if run.facts.is_pinned is not False or not run.is_on_gpu:
+        return None
+    if is_foreign and not run.is_starved:
+        return Advice(
+            "pageable_copies",
+            "batches come from memory that is not page-locked, so the step waits for their copies",
+            "Let the loader lock its pages, and copy with non_blocking=True",
+            "pin_memory=True",
+            confidence="low",
+        )
+    if run.shares.copy < _EXPOSED_COPY:
+        return None
+    return Advice(
+        "pageable_copies",
+        f"copies to the GPU take {format_share(run.shares.copy)} of each step, and nothing hides them",
+        "Copy ahead, from page-locked memory, on a stream of its own",
+        "colabkit.Loader(..., device='cuda')",
+        forecast_run(run).samples_per_s(saved_s=run.step.copy_s),
+    )
+
+
+def slow_copies(run: RunProfile) -> Advice | None:
+    """Copies take long: too many bytes, or too many small ones."""
+    part = run.part("transfer")
+    if run.shares.copy < _EXPOSED_COPY or not part.busy_s:
+        return None
+    rate = part.handled_bytes / part.busy_s
+    if rate >= _SLOW_LINK and not run.facts.is_pinned:
+        return None
+    action, keep = "Send uint8 and normalise on the GPU", ""
+    if run.machine.gpu is not None and run.machine.gpu.used is not None and run.machine.gpu.used < _ROOMY:
+        action, keep = f"{action}, or keep the data there", "keep='gpu', "
+    return Advice(
+        "slow_copies",
+        f"copies run at {format_bytes(rate)}/s and take {format_share(run.shares.copy)} of each step",
+        action,
+        f"colabkit.Loader(..., device='cuda', {keep}transform=colabkit.augment.Normalize())",
+        forecast_run(run).samples_per_s(saved_s=run.step.copy_s),
+    )
+
+
+def tiny_batches(run: RunProfile) -> Advice | None:
+    """Steps are so short that what comes around them counts most."""
+    samples, seconds = run.step.samples, run.step.seconds
+    if run.shares.wait >= HIGH or not 0 < samples <= _TINY_BATCH or not 0 < seconds <= _TINY_STEP_S:
+        return None
+    return Advice(
+        "tiny_batches",
+        f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it to launch it",
+        "Use larger batches",
+        f"batch_size={8 * samples}",
+        check="images a second rise with the batch size",
+    )
+
+
+def launches(run: RunProfile) -> Advice | None:
+    """The GPU is idle though its stream always has work: kernels are too short."""
+    gpu = run.machine.gpu
+    if not run.is_on_gpu or run.shares.wait >= HIGH or gpu is None or gpu.utilization_rate is None:
+        return None
+    if gpu.utilization_rate >= _IDLE_GPU or run.shares.compute < HIGH:
+        return None
+    return Advice(
+        "launches",
+        f"the GPU works {format_share(gpu.utilization_rate)} of the time although data is there",
+        "Use larger batches, torch.compile, channels_last, a fused optimizer",
+        "colabkit.supervised_step(..., compile=True, channels_last=True)",
+        check="a larger batch_size takes hardly longer",
+    )
+
+
+def host_work(run: RunProfile) -> Advice | None:
+    """Logging, `.item()`, checkpoints or the like hold the loop up between steps."""
+    if run.shares.other < _OTHER_WORK:
+        return None
+    seconds = format_seconds(run.step.other_s)
+    return Advice(
+        "host_work",
+        f"work between steps takes {seconds} each time, {format_share(run.shares.other)} in all",
+        "Log, read values and save less often",
+        "colabkit.train(..., save_to=..., save_every='5min')",
+        forecast_run(run).samples_per_s(saved_s=run.step.other_s),
+        check="torch.cuda.set_sync_debug_mode('warn') names lines that wait for the GPU" if run.is_on_gpu else "",
+    )
+
+
+def no_mixed_precision(run: RunProfile) -> Advice | None:
+    """A card with tensor cores computes in float32."""
+    gpu = run.machine.gpu
+    if not run.is_on_gpu or run.precision != "fp32" or gpu is None or run.shares.compute < HIGH:
+        return None
+    if gpu.name is None or not _TENSOR_CORES.intersection(gpu.name.replace("-", " ").split()):
+        return None
+    return Advice(
+        "no_mixed_precision",
+        f"{gpu.name} has tensor cores, and the step computes in float32",
+        "Use mixed precision",
+        "colabkit.supervised_step(..., amp='auto')",
+        check="headspace() with and without it",
+    )
+
+
+def room_on_the_gpu(run: RunProfile) -> Advice | None:
+    """Half of the GPU's memory is free, and it is not always busy."""
+    gpu = run.machine.gpu
+    if not run.is_on_gpu or gpu is None or gpu.used is None or run.is_starved or gpu.used >= _ROOMY:
+        return None
+    if gpu.utilization_rate is None or gpu.utilization_rate >= _BUSY_GPU or not run.step.samples:
+        return None
+    return Advice(
+        "room_on_the_gpu",
+        f"{format_share(1 - gpu.used)} of the GPU's memory is free",
+        "Use larger batches",
+        f"batch_size={2 * run.step.samples}",
+        confidence="low",
+        check="images a second rise with the batch size",
+    )
+
+
+def full_gpu(run: RunProfile) -> Advice | None:
+    """Hardly any memory is left on the GPU."""
+    gpu = run.machine.gpu
+    if not run.is_on_gpu or gpu is None or gpu.used is None or gpu.used <= _FULL:
+        return None
+    return Advice(
+        "full_gpu",
+        f"{format_share(gpu.used)} of the GPU's memory is in use",
+        "Use smaller batches with accumulate=, mixed precision or activation checkpointing",
+        "colabkit.supervised_step(..., accumulate=2)",
+    )
+
+
+def slowed_gpu(run: RunProfile) -> Advice | None:
+    """The card itself holds its clocks down."""
+    gpu = run.machine.gpu
+    if gpu is None or gpu.slowed <= _SLOWED or not gpu.slowed_by:
+        return None
+    why = " and ".join(_SLOWED_BY.get(name, name) for name in gpu.slowed_by)
+    return Advice(
+        "slowed_gpu",
+        f"the GPU's clocks were held down {format_share(gpu.slowed)} of the time by {why}",
+        "Leave the code as it is, since the card itself holds back",
+    )
+
+
+def lost_gpu(run: RunProfile) -> Advice | None:
+    """The card does not answer any more."""
+    gpu = run.machine.gpu
+    if gpu is None or not gpu.is_lost:
+        return None
+    return Advice("lost_gpu", "the GPU does not answer any more", "Restart the runtime, and resume from the checkpoint")
+
+
+def wrong_device(run: RunProfile) -> Advice | None:
+    """There is a GPU, and everything runs on the CPU."""
+    gpu = run.machine.gpu
+    if gpu is None or run.is_on_gpu or gpu.is_lost or (gpu.torch_bytes or 0) > 0 or (gpu.utilization_rate or 0) > 0.05:
+        return None
+    if run.facts.kind == "foreign":
+        found, call = "there is a GPU that holds no tensor", "model.to('cuda'); batch.to('cuda')"
+    else:
+        found, call = "there is a GPU, and batches stay on the CPU", _ON_GPU
+    return Advice(
+        "wrong_device",
+        found,
+        "Put the model and the batches on the GPU",
+        call,
+        confidence="high",
+    )
+
+
+def others_on_the_gpu(run: RunProfile) -> Advice | None:
+    """Somebody else holds memory of the GPU."""
+    gpu = run.machine.gpu
+    if not run.is_on_gpu or gpu is None or gpu.torch_bytes is None or (gpu.other_bytes or 0) < _OTHERS_BYTES:
+        return None
+    return Advice(
+        "others_on_the_gpu",
+        f"{format_bytes(gpu.other_bytes or 0)} of the GPU's memory is held by others",
+        "Restart other notebooks and kernels that use it",
+        confidence="low",
+    )
+
+
+def others_on_the_cpu(run: RunProfile) -> Advice | None:
+    """Other processes take the CPU's time."""
+    foreign, cpus = run.machine.foreign_cpus, run.machine.cpus
+    if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
+        return None
+    return Advice(
+        "others_on_the_cpu",
+        f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}",
+        "End other processes",
+        "",
+        confidence="high",
+        check="top shows who they are",
+    )
+
+
+def full_ram(run: RunProfile) -> Advice | None:
+    """RAM is nearly full: the kernel kills without a message."""
+    machine = run.machine
+    if machine.ram_used is None or machine.ram_used <= _RAM or machine.ram_total_bytes is None:
+        return None
+    used = machine.ram_used * machine.ram_total_bytes
+    found = f"{format_fill(used, machine.ram_total_bytes)} of RAM is in use"
+    staged = (machine.tmpfs_bytes or 0) > 0.1 * machine.ram_total_bytes
+    if staged:
+        found += f", {format_bytes(machine.tmpfs_bytes or 0)} of it by files in tmpfs"
+    action = "Give staged data back" if staged else "Free memory or use fewer workers"
+    call = "colabkit.unstage(...)" if staged else ""
+    return Advice("full_ram", found, f"{action}, since at the limit the kernel is killed without a message", call)
+
+
+def full_shm(run: RunProfile) -> Advice | None:
+    """Shared memory, through which worker processes send batches, is nearly full."""
+    free, workers = run.machine.shm_free, run.facts.workers or 0
+    if free is None or free >= _SHM or not workers:
+        return None
+    if run.facts.kind not in ("processes", "foreign"):
+        return None
+    return Advice(
+        "full_shm",
+        f"{format_share(free)} of /dev/shm is left, through which workers send batches",
+        "Use fewer workers or smaller batches, or give back what is staged there",
+        f"num_workers={workers // 2}",
+    )
+
+
+def full_disk(run: RunProfile) -> Advice | None:
+    """Hardly any room is left for checkpoints and staged data."""
+    free = run.machine.disk_free_bytes
+    if free is None or free >= _DISK_BYTES:
+        return None
+    return Advice(
+        "full_disk",
+        f"{format_bytes(free)} is left on the local disk",
+        "Give staged data back, or keep fewer checkpoints",
+        "colabkit.unstage(...)",
+    )
+
+
+def costly_panel(run: RunProfile) -> Advice | None:
+    """Watching takes more than a hundredth of the time, also after the panel has slowed down by itself."""
+    if run.cost_share is None or run.cost_share <= _PANEL or run.spent.seconds < _PANEL_SETTLED_S:
+        return None
+    return Advice(
+        "costly_panel",
+        f"the panel takes {format_share(run.cost_share)} of the time",
+        "Let it paint less often",
+        "colabkit.dashboard(refresh_s=30)",
+    )
