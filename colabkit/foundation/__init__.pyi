@@ -3,11 +3,16 @@ from . import meters as meters
 from . import partials as partials
 from . import processes as processes
 from .checks import check_callable as check_callable
+from .checks import check_number as check_number
 from .checks import check_one_of as check_one_of
 from .checks import check_seconds as check_seconds
+from .checks import check_size as check_size
+from .checks import check_type as check_type
 from .checks import check_whole_number as check_whole_number
+from .checks import import_optional as import_optional
 from .checks import is_finite_number as is_finite_number
 from .checks import kind_of as kind_of
+from .checks import shown as shown
 from .environment.limits import memory_limits as memory_limits
 from .environment.limits import usable_cpus as usable_cpus
 from .environment.places import Place as Place

@@ -1,61 +1,109 @@
-"""Checks of arguments, each with one clear error."""
+"""Checks of arguments, each with one clear `InvalidOption`, and the import of optional packages.
+
+`act` is the verb and object of the message, as in `"load 'birds.h5'"`; `name` is the argument, `value` what was given.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
 import operator
 import re
-from typing import TypeGuard, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeGuard
 
-from colabkit.foundation.errors import InvalidOption, cannot
-
-T = TypeVar("T")
-
-
-def check_one_of(act: str, name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise `InvalidOption` unless a value is one of several.
-
-    Args:
-        act: verb and object for the message.
-        name: of the argument.
-        value: what was given.
-        choices: the allowed values.
-    """
-    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
-        *first, last = map(repr, choices)
-        expected = f"{', '.join(first)} or {last}" if first else last
-        raise InvalidOption(cannot(act, f"{name}={value!r}", expected, f"Use {name}={choices[0]!r}"))
+from colabkit.foundation.errors import InvalidOption, MissingPackage, cannot
 
 
-def check_callable(act: str, name: str, value: object, next_step: str) -> None:
-    """Raise `InvalidOption` unless a value is None or can be called; a class is refused too.
+def check_one_of(act: str, name: str, value: object, choices: Iterable[object], next_step: str = "") -> None:
+    """Raise `InvalidOption` unless a value is one of several, compared by type and value."""
+    allowed = list(choices)
+    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+        return
+    *first, last = map(repr, allowed)
+    expected = f"{', '.join(first)} or {last}" if first else last
+    raise InvalidOption(cannot(act, f"{name}={value!r:.80}", expected, next_step or f"Use {name}={allowed[0]!r}"))
 
-    Args:
-        act: verb and object for the message.
-        name: of the argument.
-        value: what was given.
-        next_step: what to pass instead.
-    """
+
+def check_callable(act: str, name: str, value: object, next_step: str, *, optional: bool = True) -> None:
+    """Raise `InvalidOption` unless a value can be called, or is None and `optional`; a class is refused too."""
+    expected = "a callable or None" if optional else "a callable"
     if isinstance(value, type):
         found, next_step = f"{name}={value.__name__}, a class", f"Create an instance: {name}={value.__name__}(...)"
-        raise InvalidOption(cannot(act, found, "a callable or None", next_step))
-    if value is not None and not callable(value):
-        raise InvalidOption(cannot(act, f"{name}={value!r:.60}", "a callable or None", next_step))
+        raise InvalidOption(cannot(act, found, expected, next_step))
+    if not callable(value) and not (optional and value is None):
+        raise InvalidOption(cannot(act, f"{name}={shown(value)}", expected, next_step))
 
 
-def kind_of(value: object) -> str:
-    """Return what a value is, with its article, as in `"an int"`, `"a list"`, `"the class Linear"` or `"None"`."""
-    if value is None:
-        return "None"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    name = type(value).__name__
-    return f"{'an' if re.match('[AEIOaeio]|[FHLMNRSX][A-Z]|nd', name) else 'a'} {name}"
+def check_type(
+    act: str, name: str, value: object, kinds: type | tuple[type, ...], expected: str, next_step: str
+) -> None:
+    """Raise `InvalidOption` unless a value is an instance of one of the classes `kinds`."""
+    if not isinstance(value, kinds):
+        raise InvalidOption(cannot(act, f"{name} is {kind_of(value)}", expected, next_step))
+
+
+def check_whole_number(act: str, name: str, value: object, least: int, most: int | None = None) -> int:
+    """Return a whole number between two bounds as an `int`: NumPy's integers overflow, and JSON refuses them.
+
+    Raises:
+        InvalidOption: if the value is not a whole number, or out of bounds. Truth values are not numbers.
+    """
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if is_whole and least <= operator.index(value) <= (math.inf if most is None else most):  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
+    example = f"Use {name}={max(least, 1)}, say"
+    meant = _whole(value) if isinstance(value, float | str) else None
+    if meant is not None and least <= meant <= (1 << 53 if most is None else most):
+        example = f"Use {name}={meant}"
+    elif most is not None and is_whole and value > most:  # type: ignore[operator]
+        example = f"Use {name}={most} or less"
+    bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+    raise InvalidOption(cannot(act, f"{name}={shown(value)}", f"a whole number {bounds}", example))
+
+
+def check_number(
+    act: str,
+    name: str,
+    value: object,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    example: float,
+    above: float = -math.inf,
+) -> float:
+    """Return a finite number between two bounds, both allowed, and greater than `above`.
+
+    Raises:
+        InvalidOption: if the value is not such a number; the message proposes `example`.
+    """
+    if is_finite_number(value) and least <= value <= most and value > above:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    bounds = f" of {least:g} or more" if math.isfinite(least) else f" above {above:g}" if math.isfinite(above) else ""
+    if math.isfinite(most):
+        bounds = f" from {least:g} to {most:g}" if math.isfinite(least) else f"{bounds}, at most {most:g}"
+    raise InvalidOption(cannot(act, f"{name}={shown(value)}", f"a finite number{bounds}", f"Use {name}={example}"))
+
+
+def check_seconds(act: str, name: str, value: object) -> float:
+    """Return a finite number of seconds above 0; raises `InvalidOption` for anything else."""
+    if not is_finite_number(value) or value <= 0:
+        raise InvalidOption(cannot(act, f"{name}={shown(value)}", "seconds above 0", f"Use {name}=60"))
+    return value
+
+
+def check_size(act: str, name: str, value: object) -> tuple[int, int]:
+    """Return height and width; one whole number stands for both. Raises `InvalidOption` for anything else."""
+    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(sides) != 2:
+        expected = "one whole number, or height and width"
+        raise InvalidOption(cannot(act, f"{name}={shown(value)}", expected, f"Use {name}=224 or {name}=(240, 320)"))
+    return check_whole_number(act, name, sides[0], 1), check_whole_number(act, name, sides[1], 1)
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number; a truth value is none."""
+    """Return whether a value is a finite number; truth values are not."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -64,43 +112,46 @@ def is_finite_number(value: object) -> TypeGuard[float]:
         return False
 
 
-def check_whole_number(act: str, name: str, value: object, least: int) -> int:
-    """Return a whole number of at least `least` as a plain one: those of NumPy overflow, and are no JSON.
+def kind_of(value: object) -> str:
+    """Return the kind of a value with its article, as in `"an int"`, `"a list"`, `"the class Linear"` or `"None"`."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if re.match('[AEIOaeio]|[FHLMNRSX][A-Z]|nd', name) else 'a'} {name}"
+
+
+def shown(value: object) -> str:
+    """Return the `repr` of a value for a message: one line of at most 80 characters."""
+    return f"{' '.join(repr(value).split()):.80}"
+
+
+def import_optional(name: str, act: str, purpose: str, package: str = "", next_step: str = "") -> Any:
+    """Return the module of an optional package, imported now.
 
     Args:
+        name: of the module.
         act: verb and object for the message.
-        name: of the argument.
-        value: what was given; numbers of NumPy count.
-        least: the smallest allowed value.
+        purpose: what the package is needed for, as in `"to draw"`.
+        package: what pip calls it, if that differs from the module.
+        next_step: what to do, if that is not just installing it.
 
     Raises:
-        InvalidOption: if it is none.
+        MissingPackage: if it is not installed.
     """
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole or value < least:  # type: ignore[operator]
-        next_step = f"Use {name}={max(least, 1)}, say"
-        if isinstance(value, float | str) and (meant := _whole(value)) is not None and least <= meant < 1 << 53:
-            next_step = f"Use {name}={meant}"
-        raise InvalidOption(cannot(act, f"{name}={value!r}", f"a whole number of {least} or more", next_step))
-    return operator.index(value)  # type: ignore[arg-type]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = package or name.partition(".")[0]
+        found = f"the package {package} is not installed"
+        raise MissingPackage(cannot(act, found, f"it, {purpose}", next_step or f"Run pip install {package}")) from error
 
 
 def _whole(value: float | str) -> int | None:
-    """Return the whole number that a number or text is meant as, None if it is none."""
+    """Return the whole number that a number or text stands for, None if there is none."""
     try:
         number = float(value)
     except ValueError:
         return None
     return int(number) if number.is_integer() else None
-
-
-def check_seconds(act: str, name: str, value: object) -> None:
-    """Raise `InvalidOption` unless `value` is a finite number of seconds above 0.
-
-    Args:
-        act: verb and object for the message.
-        name: of the argument.
-        value: what was given.
-    """
-    if not is_finite_number(value) or value <= 0:
-        raise InvalidOption(cannot(act, f"{name}={value!r}", "seconds above 0", f"Use {name}=60, say"))

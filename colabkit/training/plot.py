@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from colabkit.foundation import InvalidOption, MissingPackage, Partial, cannot, file_changes, format_count, user_path
+from colabkit.foundation import (
+    InvalidOption,
+    Partial,
+    cannot,
+    file_changes,
+    format_count,
+    import_optional,
+    user_path,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,13 +47,10 @@ _TURNS = 30  # a line over so many means can still turn
 
 def plot_run(report: TrainReport) -> Figure:
     """Return the figure; see `TrainReport.plot`."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise MissingPackage(
-            cannot("plot the training", "no matplotlib", "it to draw", "Run pip install matplotlib")
-        ) from error
+    import_optional("matplotlib.figure", "plot the training", "to draw")
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     if not report.curve and not report.epochs:
         raise InvalidOption(cannot("plot the training", "no steps yet", "at least one", "Train first"))
     rows: list[list[Callable[[Axes], None]]] = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import sys
 import uuid
 from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
-from colabkit.foundation import MissingPackage, cannot
+from colabkit.foundation import import_optional
 
 ScreenName: TypeAlias = Literal["auto", "notebook", "widgets", "text", "none"]
 
@@ -125,15 +124,8 @@ def choose_screen(name: ScreenName) -> Screen | None:
         case "notebook":
             return NotebookScreen()
         case "widgets":
-            return WidgetScreen(_widgets())
+            act, advice = "show the panel", "Run pip install ipywidgets, or use screen='notebook'"
+            return WidgetScreen(import_optional("ipywidgets", act, "for screen='widgets'", next_step=advice))
         case "text":
             return TerminalScreen()
     return None
-
-
-def _widgets() -> Any:
-    try:
-        return importlib.import_module("ipywidgets")
-    except ImportError as error:
-        found, next_step = "ipywidgets is not installed", "Run pip install ipywidgets, or use screen='notebook'"
-        raise MissingPackage(cannot("show the panel", found, "it, for screen='widgets'", next_step)) from error

@@ -6,10 +6,9 @@ plan is shown as a cell, so that the panel is a beginning and not an end.
 
 from __future__ import annotations
 
-import importlib
 import sys
 
-from colabkit.foundation import MissingPackage, NoNotebook, cannot
+from colabkit.foundation import NoNotebook, cannot, import_optional
 from colabkit.notebook.launcher.launching import Launcher
 
 _open: list[Launcher] = []
@@ -35,13 +34,7 @@ def open_launcher() -> Launcher:
     if shell is None or not hasattr(shell, "kernel"):
         next_step = "Run it in Colab or Jupyter, or see python -m colabkit --help"
         raise NoNotebook(cannot(act, "this is no notebook", "a cell, below which it is shown", next_step))
-    try:
-        widgets = importlib.import_module("ipywidgets")
-    except ImportError as error:
-        needed = "it, for fields and buttons"
-        raise MissingPackage(
-            cannot(act, "ipywidgets is not installed", needed, "Run %pip install ipywidgets")
-        ) from error
+    widgets = import_optional("ipywidgets", act, "for fields and buttons", next_step="Run %pip install ipywidgets")
     close_launchers()
     launcher = Launcher(widgets)
     _open.append(launcher)

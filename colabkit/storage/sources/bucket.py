@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
-import importlib
 import io
 import os
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from colabkit.foundation import (
     MissingPackage,
     SourceMissing,
     cannot,
+    import_optional,
 )
 from colabkit.storage.addresses import FSSPEC, Address, address_of
 from colabkit.storage.sources.answering import answer_of
@@ -251,24 +251,17 @@ def file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
         InvalidOption: if fsspec does not know the protocol.
     """
     protocol = protocol_of(address)
-
-    def missing(what: str, next_step: str) -> MissingPackage:
-        needed = f"the package that reads {protocol}://"
-        return MissingPackage(cannot(act, f"{what} is not installed", needed, next_step))
-
-    package = _PACKAGES.get(protocol, "fsspec")
-    try:
-        fsspec = importlib.import_module("fsspec")
-        core = importlib.import_module("fsspec.core")
-        registry = importlib.import_module("fsspec.registry")
-    except ImportError:
-        raise missing("fsspec", f"Run pip install {package}") from None
+    purpose, package = f"to read {protocol}://", _PACKAGES.get(protocol)
+    advice = f"Run pip install {package}" if package else ""
+    fsspec = import_optional("fsspec", act, purpose, next_step=advice)
+    core = import_optional("fsspec.core", act, purpose, next_step=advice)
     try:
         fs, root = core.url_to_fs(address.text)
     except ImportError as error:
-        advice = registry.known_implementations.get(protocol, {}).get("err", str(error))
-        known = f"Run pip install {package}" if protocol in _PACKAGES else address.scrubbed(advice)
-        raise missing(_PACKAGES.get(protocol, "a package"), known.rstrip(".")) from None
+        known = import_optional("fsspec.registry", act, purpose).known_implementations
+        advice = advice or address.scrubbed(known.get(protocol, {}).get("err", str(error))).rstrip(".")
+        found = f"{package or 'a package'} is not installed"
+        raise MissingPackage(cannot(act, found, f"it, {purpose}", advice)) from None
     except ValueError as error:
         needed = "an address that fsspec knows"
         told = address.scrubbed(error)

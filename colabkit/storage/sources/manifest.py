@@ -22,6 +22,7 @@ from colabkit.foundation import (
     can_hang,
     cannot,
     format_things,
+    import_optional,
     kind_of,
     mounts,
     translated,
@@ -226,10 +227,10 @@ class ManifestSource:
         return frame.iloc[:, at].tolist(), columns
 
     def _frame(self, file: Path) -> Any:
-        pandas = self._package("pandas")
+        pandas = import_optional("pandas", self._act, "for tables of paths")
         try:
             if file.suffix.lower() == _PARQUET:
-                self._package("pyarrow")
+                import_optional("pyarrow", self._act, "for tables of paths")
                 return pandas.read_parquet(file)
             return self._read_text(pandas, file)
         except (MissingPackage, OSError):
@@ -255,15 +256,6 @@ class ManifestSource:
             names = [_undecodable(name) for name in frame.columns]
             cells = {n: [_undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
             return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
-
-    def _package(self, name: str) -> Any:
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            needed = "it, for tables of paths"
-            raise MissingPackage(
-                cannot(self._act, f"the package {name} is not installed", needed, f"Run pip install {name}")
-            ) from error
 
 
 def is_manifest(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import re
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from colabkit.foundation import BadSource, MissingPackage, SourceChanged, can_hang, cannot, mounts, translated
+from colabkit.foundation import BadSource, SourceChanged, can_hang, cannot, mounts, translated
 from colabkit.storage.sources.answering import answer_of
 from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Item, Listing, broken_archive
@@ -242,19 +241,6 @@ def text_of(data: bytes) -> str | None:
         return None if b"\0" in data else data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-
-
-def package(name: str, act: str, install: str) -> Any:
-    """Return a package, imported now.
-
-    Raises:
-        MissingPackage: if it is not installed; `install` is what pip calls it.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        found = f"the package {install} is not installed"
-        raise MissingPackage(cannot(act, found, "it, for records", f"Run pip install {install}")) from error
 
 
 def pread_all(fd: int, size: int, offset: int) -> bytes:

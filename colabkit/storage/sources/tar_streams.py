@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
-from colabkit.foundation import ColabkitError, MissingPackage, cannot
+from colabkit.foundation import ColabkitError, import_optional
 from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import broken_archive
 from colabkit.storage.sources.members import inflates_too_far, inflation_limit
@@ -155,12 +155,7 @@ def _inflated(name: str, file: BinaryIO, method: str) -> Any:
         return importlib.import_module("compression.zstd").ZstdFile(file)  # of Python 3.14 and later
     except ImportError:
         pass
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError as error:
-        found = "the package zstandard is not installed"
-        needed = "it, to inflate zstd"
-        raise MissingPackage(cannot(f"read {name!r}", found, needed, "Run pip install zstandard")) from error
+    zstandard = import_optional("zstandard", f"read {name!r}", "to inflate zstd")
     return io.BufferedReader(_Zstd(file, lambda: zstandard.ZstdDecompressor().decompressobj()), _STEP_BYTES)
 
 

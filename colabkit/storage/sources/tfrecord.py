@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from colabkit.foundation import BadArchive, BadSource, cannot
+from colabkit.foundation import BadArchive, BadSource, cannot, import_optional
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
@@ -19,7 +19,6 @@ from colabkit.storage.sources.ranges import (
     Indexing,
     RangeSource,
     is_image_head,
-    package,
     shard_names,
     split_of,
     text_of,
@@ -83,7 +82,7 @@ class _Examples:
 
     def __init__(self, found: Indexing) -> None:
         self.chosen = ""
-        self.crc = package("google_crc32c", found.act, "google-crc32c").value
+        self.crc = import_optional("google_crc32c", found.act, "for records", "google-crc32c").value
         self._found = found
         self._parse, self._error = _parser(found.act)
         self._lists: set[str] = set()
@@ -206,7 +205,7 @@ def _parser(act: str) -> tuple[Any, type[Exception]]:
     Source: tensorflow/core/example/example.proto and feature.proto. The descriptor has a pool of its own: TensorFlow,
     where it is loaded, has these names in the default one.
     """
-    protos = package("google.protobuf.descriptor_pb2", act, "protobuf")
+    protos = import_optional("google.protobuf.descriptor_pb2", act, "for records", "protobuf")
     field = protos.FieldDescriptorProto
     file = protos.FileDescriptorProto(name="colabkit_example.proto", package="tensorflow", syntax="proto3")
 
@@ -231,8 +230,8 @@ def _parser(act: str) -> tuple[Any, type[Exception]]:
     add(entry, "value", 2, field.TYPE_MESSAGE, ".tensorflow.Feature")
     add(features, "feature", 1, field.TYPE_MESSAGE, ".tensorflow.Features.FeatureEntry", many=True)
     add(message("Example"), "features", 1, field.TYPE_MESSAGE, ".tensorflow.Features")
-    pool = package("google.protobuf.descriptor_pool", act, "protobuf").DescriptorPool()
+    pool = import_optional("google.protobuf.descriptor_pool", act, "for records", "protobuf").DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    factory = package("google.protobuf.message_factory", act, "protobuf")
+    factory = import_optional("google.protobuf.message_factory", act, "for records", "protobuf")
     example = factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
-    return example.FromString, package("google.protobuf.message", act, "protobuf").DecodeError
+    return example.FromString, import_optional("google.protobuf.message", act, "for records", "protobuf").DecodeError
