@@ -1,0 +1,256 @@
+"""How fast this checkout is beside another one, for example the one before a change.
+
+    git worktree add ../before REVISION
+    python tests/benchmarks/bench_change.py ../before
+
+Each workload runs in two processes that live side by side, one for each checkout, and take turns, in the opposite order
+each round. A turn of `first batch` and of `import` is a new process. The table shows the ratio of medians with a
+bootstrapped 95% interval, above 1 where this checkout is faster. Workloads use public calls that both checkouts have:
+
+- `loader`: epochs of 50,000 shuffled images of 32x32 from a pack, batch 512
+- `decode`: an epoch of random crops of 224 from 300 photos, batch 32
+- `packing`: 3,000 small JPEGs to a raw pack; `packing photos`: 300 photos to 128x128
+- `staging`: a copy of 3,000 small files
+- `training`: steps of a small network by `train()`, batch 64
+- `first batch`: from `open_pack()` to the first batch in a new process; `import`: what importing `Loader` takes
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from rounds import machine, verdict
+
+CHECKOUT = Path(__file__).parents[2]
+NEEDED = 0.97
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", help="the folder of the other checkout")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", help="workloads to run, separated by commas")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS, metavar=("WORKLOAD", "FOLDER"))
+    options = parser.parse_args()
+    if options.child:
+        serve(*options.child)
+        return
+    wanted = options.only.split(",") if options.only else list(WORKLOADS)
+    print(f"{machine()}; {options.rounds} rounds in turns after a warm-up\n")
+    print(f"{'':<15} {'before':>10} {'after':>10}          ratio (95% interval)")
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        for name in wanted:
+            before, after = measure(name, options.before, folder, options.rounds)
+            ratio, low, high = compared(before, after)
+            _, _, bound, holds = verdict(name, ratio, NEEDED, "{:.3f}", at_most=False)
+            medians = f"{statistics.median(before) * 1e3:>7.1f} ms {statistics.median(after) * 1e3:>7.1f} ms"
+            print(f"{name:<15} {medians}   {ratio:>10.3f} ({low:.3f} to {high:.3f})   {bound}: {holds}", flush=True)
+
+
+def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each round, before and after."""
+    checkouts = (os.path.abspath(before), str(CHECKOUT))
+    figures: tuple[list[float], list[float]] = ([], [])
+    children = [start(name, checkout, folder) for checkout in checkouts]
+    for number in range(rounds + 1):
+        for which in (0, 1) if number % 2 else (1, 0):
+            if name in IN_NEW_PROCESSES and number:
+                stop(children[which])
+                children[which] = start(name, checkouts[which], folder)
+            seconds = turn(children[which])
+            if number:  # the first round warms up
+                figures[which].append(seconds)
+    for child in children:
+        stop(child)
+    return figures
+
+
+def start(name: str, checkout: str, folder: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, checkout, "--child", name, folder]
+    environment = {**os.environ, "PYTHONPATH": checkout, "COLABKIT_NEAR": os.path.join(folder, "near")}
+    return subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def turn(child: subprocess.Popen[str]) -> float:
+    assert child.stdin
+    assert child.stdout
+    child.stdin.write("\n")
+    child.stdin.flush()
+    return float(child.stdout.readline())
+
+
+def stop(child: subprocess.Popen[str]) -> None:
+    child.communicate()
+
+
+def compared(before: list[float], after: list[float]) -> tuple[float, float, float]:
+    """Return the ratio of medians and its 95% interval, by resampling whole rounds 2,000 times."""
+    chance = random.Random(0)
+    pairs = list(zip(before, after, strict=True))
+
+    def ratio(rounds: list[tuple[float, float]]) -> float:
+        return statistics.median(first for first, _ in rounds) / statistics.median(second for _, second in rounds)
+
+    drawn = sorted(ratio(chance.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return ratio(pairs), drawn[50], drawn[-50]
+
+
+def write_data(folder: Path) -> None:
+    """Write small images, photos and a pack, the same in each run."""
+    chance = np.random.default_rng(0)
+    for name, count, side, classes in (("small", 3000, 32, 10), ("photos", 300, 480, 3)):
+        for number in range(count):
+            coarse = chance.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+            target = folder / name / f"class{number % classes}" / f"{number:05}.jpg"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(target, quality=90)
+    np.save(folder / "X.npy", chance.integers(0, 256, (50_000, 32, 32, 3), dtype=np.uint8))
+
+
+def serve(name: str, folder: str) -> None:
+    """Run a workload once for each line that arrives, and answer with its seconds."""
+    run = WORKLOADS[name](Path(folder))
+    for _ in sys.stdin:
+        print(run(), flush=True)
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def loader(folder: Path) -> Callable[[], float]:
+    import colabkit
+
+    batches = colabkit.Loader(colabkit.open_pack(rows(folder))["train"], 512, shuffle=True)
+
+    def run() -> None:
+        for _ in range(10):
+            for _ in batches:
+                pass
+
+    return lambda: timed(run)
+
+
+def rows(folder: Path) -> Path:
+    """Return the path of a pack of 50,000 images, which the first process makes."""
+    import colabkit
+
+    out = folder / "rows.h5"
+    if not out.exists():
+        images = np.load(folder / "X.npy")
+        colabkit.pack({"X_train": images, "Y_train": np.arange(len(images)) % 10}, out, progress=False)
+    return out
+
+
+def decode(folder: Path) -> Callable[[], float]:
+    import colabkit
+
+    crop = colabkit.augment.RandomResizedCrop(224)
+    data = colabkit.FileDataset(str(folder / "photos"))
+    batches = colabkit.Loader(data, 32, shuffle=True, transform=crop)
+    return lambda: timed(lambda: [None for _ in batches])
+
+
+def packing(folder: Path, source: str = "small", size: int | None = None) -> Callable[[], float]:
+    import colabkit
+
+    def run() -> float:
+        out = folder / f"{os.getpid()}.h5"
+        seconds = timed(lambda: colabkit.pack(folder / source, out, size=size, encoding="raw", progress=False))
+        out.unlink()
+        return seconds
+
+    return run
+
+
+def packing_photos(folder: Path) -> Callable[[], float]:
+    return packing(folder, "photos", 128)
+
+
+def staging(folder: Path) -> Callable[[], float]:
+    import colabkit
+
+    def run() -> float:
+        out = folder / f"staged-{os.getpid()}"
+        seconds = timed(lambda: colabkit.stage(folder / "small", to=out, progress=False))
+        shutil.rmtree(out)
+        return seconds
+
+    return run
+
+
+def training(folder: Path) -> Callable[[], float]:
+    import torch
+
+    import colabkit
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8, 10),
+    )
+    step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    images = torch.randn(64 * 40, 3, 16, 16)
+    batches = colabkit.Loader((images, torch.randint(0, 10, (len(images),))), 64)
+    return lambda: timed(lambda: colabkit.train(step, batches, epochs=2))
+
+
+def first_batch(folder: Path) -> Callable[[], float]:
+    import colabkit
+
+    out = rows(folder)
+    _ = colabkit.Loader, colabkit.open_pack
+
+    def run() -> None:
+        batches = iter(colabkit.Loader(colabkit.open_pack(out)["train"], 512, shuffle=True))
+        next(batches)
+
+    return lambda: timed(run)
+
+
+def importing(folder: Path) -> Callable[[], float]:
+    import torch  # its own seconds are not colabkit's
+
+    assert torch
+
+    def run() -> None:
+        import colabkit
+
+        _ = colabkit.Loader, colabkit.pack, colabkit.stage, colabkit.train
+
+    return lambda: timed(run)
+
+
+WORKLOADS = {
+    "loader": loader,
+    "decode": decode,
+    "packing": packing,
+    "packing photos": packing_photos,
+    "staging": staging,
+    "training": training,
+    "first batch": first_batch,
+    "import": importing,
+}
+IN_NEW_PROCESSES = ("first batch", "import")
+
+
+if __name__ == "__main__":
+    main()
