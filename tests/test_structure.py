@@ -16,7 +16,8 @@ import pytest
 
 import colabkit
 
-PACKAGE = Path(colabkit.__file__).parent
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "colabkit"
 ROOMS = ("foundation", "storage", "packs", "loading", "training", "monitoring", "notebook")
 FACES = ("augment", "errors", "sampler")
 """Public namespaces beside the rooms: they only import from front doors."""
@@ -27,7 +28,7 @@ DOORS = {room: PACKAGE / room / "__init__.pyi" for room in ROOMS}
 
 def name_of(file: Path) -> str:
     """Return the dotted name of a module; a package has that of its folder."""
-    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -158,7 +159,7 @@ def used_names() -> dict[str, set[str]]:
     """Return, for each room, the names that anything imports through its front door."""
     used: dict[str, set[str]] = defaultdict(set)
     line = re.compile(r"from (?:colabkit)?\.(\w+) import (\([^)]*\)|[^\n\\(\"]*)")
-    for root in (PACKAGE, PACKAGE.parent / "tests", PACKAGE.parent / "notebooks"):
+    for root in (PACKAGE, ROOT / "tests", ROOT / "notebooks"):
         for file in root.rglob("*"):
             if file.suffix in (".py", ".ipynb") or file == PACKAGE / "__init__.pyi":
                 for room, names in line.findall(file.read_text(encoding="utf-8")):

@@ -25,6 +25,7 @@ from .sources.api import AnySource as AnySource
 from .sources.api import SlowSource as SlowSource
 from .sources.api import check_outside as check_outside
 from .sources.api import open_source as open_source
+from .sources.api import sample_archive as sample_archive
 from .sources.concurrency import STALLED_S as STALLED_S
 from .sources.concurrency import Calls as Calls
 from .sources.concurrency import Threads as Threads

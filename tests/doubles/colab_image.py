@@ -14,27 +14,37 @@ from pathlib import Path
 __all__ = ["CPU", "GPU", "make_image"]
 
 CPU: Mapping[str, str] = {
+    "certifi": "2026.7.22",
+    "charset-normalizer": "3.4.9",
+    "cloudpickle": "3.1.2",
     "filelock": "3.32.3",
     "fsspec": "2025.3.0",
     "h5py": "3.16.0",
+    "idna": "3.18",
     "jinja2": "3.1.6",
+    "lazy-loader": "0.5",
     "markupsafe": "3.0.3",
     "mpmath": "1.3.0",
     "networkx": "3.6.1",
     "numpy": "2.1.3",
+    "packaging": "26.3",
     "pillow": "11.3.0",
     "psutil": "5.9.5",
+    "requests": "2.32.4",
     "setuptools": "75.2.0",
     "sympy": "1.14.0",
     "torch": "2.11.0+cpu",
     "tqdm": "4.67.3",
     "typing-extensions": "4.16.0",
+    "urllib3": "2.5.0",
 }
 GPU: Mapping[str, str] = {**CPU, "nvidia-ml-py": "13.610.43", "torch": "2.11.0+cu128", "triton": "3.6.0"}
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "h5py": ("numpy>=1.21.2",),
     "jinja2": ("MarkupSafe>=2.0",),
+    "lazy-loader": ("packaging",),
+    "requests": ("charset_normalizer<4,>=2", "idna<4,>=2.5", "urllib3<3,>=1.21.1", "certifi>=2017.4.17"),
     "sympy": ("mpmath<1.4,>=1.1.0",),
     "torch": (
         "filelock",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from colabkit.packs.decode.images import decode_image
-from colabkit.storage.sources.api import sample_archive
+from colabkit.packs import decode_image
+from colabkit.storage import sample_archive
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +33,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_wheel_holds_every_module_and_the_samples(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "colabkit").rglob("*.py")}
-    assert names == sources | {"colabkit/py.typed", "colabkit/samples/digits.zip"}
+    sources = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "colabkit").rglob("*.py*") if path.suffix in (".py", ".pyi")
+    }
+    assert names == sources | {"colabkit/py.typed", "colabkit/storage/samples/digits.zip"}
 
 
 def test_the_wheel_has_the_command_and_lower_bounds_only(wheel: zipfile.ZipFile) -> None:
