@@ -4,12 +4,12 @@ from .dataset.pack import open_pack as open_pack
 from .dataset.packed import PackedDataset as PackedDataset
 from .dataset.packed import stacked as stacked
 from .dataset.samples import ImageFiles as ImageFiles
+from .decode.images import Region as Region
 from .decode.images import decode_image as decode_image
+from .decode.images import decode_region as decode_region
 from .decode.images import image_size as image_size
 from .decode.images import row_decoder as row_decoder
-from .decode.reasons import OtherSize as OtherSize
-from .decode.regions import Region as Region
-from .decode.regions import decode_region as decode_region
+from .decode.pixels import OtherSize as OtherSize
 from .format.layout import LABELS as LABELS
 from .format.layout import SAMPLES as SAMPLES
 from .labels.folders import ClassTree as ClassTree

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image, ImageOps
 from trees import needs
 
-import colabkit.packs.decode.images
-from colabkit.packs.decode import back_ends, jpeg_writing
+from colabkit.packs.decode import images, jpeg
+from colabkit.packs.decode.images import row_decoder
 
 AGREEMENT = 2
 """Two JPEG decoders may round differently, by at most this many of 255."""
@@ -68,6 +68,11 @@ def fitted_by_pillow(data: bytes, size: tuple[int, int], channels: int = 3) -> n
     return np.asarray(fitted).reshape(*size, channels)
 
 
+def fill_row(data: bytes, out: np.ndarray, fit: bool = False) -> None:
+    """Decode an image into a row of a batch."""
+    row_decoder(out.shape, fit)(data, out)
+
+
 def distance(one: np.ndarray, other: np.ndarray) -> int:
     """Return the largest difference of two arrays of one shape."""
     assert one.shape == other.shape
@@ -79,15 +84,15 @@ def take(package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = None
     if package is not None:
         try:
-            chosen = back_ends.PROBES[package]()
+            chosen = jpeg.PROBES[package]()
         except (ImportError, RuntimeError):
             needs(package, available=False)
-    monkeypatch.setattr(colabkit.packs.decode.images, "back_end", lambda: chosen)
+    monkeypatch.setattr(images, "find_decoder", lambda: chosen)
     if package != "simplejpeg":
-        monkeypatch.setattr(jpeg_writing, "_writer", lambda: None)
+        monkeypatch.setattr(jpeg, "_writer", lambda: None)
 
 
 def without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it an error that Pillow decodes anything for colabkit."""
-    monkeypatch.setattr(colabkit.packs.decode.images, "decode_with_pillow", lambda *a: pytest.fail("Pillow decodes"))
-    monkeypatch.setattr(colabkit.packs.decode.images, "check_with_pillow", lambda *a: pytest.fail("Pillow checks"))
+    monkeypatch.setattr(images, "decode_with_pillow", lambda *a: pytest.fail("Pillow decodes"))
+    monkeypatch.setattr(images, "check_with_pillow", lambda *a: pytest.fail("Pillow checks"))

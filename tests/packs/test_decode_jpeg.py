@@ -17,6 +17,7 @@ from pictures import (
     by_pillow,
     distance,
     exif,
+    fill_row,
     noise,
     photo,
     saved,
@@ -26,9 +27,9 @@ from pictures import (
 from PIL import Image
 
 from colabkit.errors import BadImage
-from colabkit.packs.decode import back_ends, jpeg_header
-from colabkit.packs.decode.images import check_image, decode_image, decode_into, image_size
-from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.decode import jpeg
+from colabkit.packs.decode.images import check_image, decode_image, image_size
+from colabkit.packs.decode.jpeg import encode_jpeg
 
 XMP = (
     b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
@@ -59,7 +60,7 @@ def test_every_decoder_agrees_with_pillow(package, progressive, subsampling, cha
     for data, picture in zip(files, expected, strict=True):
         found = decode_image(data, channels)
         row = np.full((2, *picture.shape), 77, np.uint8)[1]
-        decode_into(data, row)
+        fill_row(data, row)
         assert found.flags.c_contiguous
         assert distance(found, picture) <= AGREEMENT
         assert (row == found).all()
@@ -140,7 +141,7 @@ def test_a_profile_and_a_comment_do_not_change_the_pixels():
 
 def test_headers_out_of_the_ordinary_are_left_to_pillow():
     data = saved(photo(), "JPEG")
-    assert jpeg_header.read_header(data) == (45, 61, 3, 1)
+    assert jpeg.read_header(data) == (45, 61, 3, 1)
     start, end = segment_of(data, b"\xff\xc0")
     frame = data[start:end]
     odd = {
@@ -156,9 +157,9 @@ def test_headers_out_of_the_ordinary_are_left_to_pillow():
     one, until = segment_of(odd["two directories"], b"\xff\xe1")
     odd["two directories"] = odd["two directories"][:until] + odd["two directories"][one:]
     for name, header in odd.items():
-        assert jpeg_header.read_header(header) is None, name
+        assert jpeg.read_header(header) is None, name
     for length in range(data.index(b"\xff\xda") + 2):
-        assert jpeg_header.read_header(data[:length]) is None
+        assert jpeg.read_header(data[:length]) is None
     assert (decode_image(odd["a fill byte"]) == decode_image(data)).all()
 
 
@@ -168,10 +169,10 @@ def test_a_jpeg_whose_flaw_pillow_passes_over_is_decoded_and_checked_alike():
     ended = data[: len(data) * 2 // 3] + b"\xff\xd9"  # an end in the middle of the picture
     for flawed in (stray, ended):
         with pytest.raises(ValueError, match="Corrupt JPEG data"):
-            back_ends.PROBES["simplejpeg"]().decode(flawed, 3)
+            jpeg.PROBES["simplejpeg"]().decode(flawed, 3)
         assert distance(decode_image(flawed), by_pillow(flawed)) <= AGREEMENT
         row = np.empty((45, 61, 3), np.uint8)
-        decode_into(flawed, row)
+        fill_row(flawed, row)
         assert (row == decode_image(flawed)).all()
         assert check_image(flawed) == (45, 61)
 
@@ -185,9 +186,9 @@ def fake_torch_packages(monkeypatch: pytest.MonkeyPatch, codec: ModuleType, visi
 
 @pytest.fixture
 def probed():
-    back_ends.back_end.cache_clear()
-    yield back_ends.back_end
-    back_ends.back_end.cache_clear()
+    jpeg.find_decoder.cache_clear()
+    yield jpeg.find_decoder
+    jpeg.find_decoder.cache_clear()
 
 
 def test_the_first_decoder_that_is_installed_is_taken(probed, monkeypatch):
@@ -242,9 +243,9 @@ def test_a_broken_install_counts_as_missing(probed, monkeypatch):
 def test_decoding_imports_no_torch_where_simplejpeg_works():
     code = (
         "import sys; from colabkit.packs.decode.images import *;"
-        "from colabkit.packs.decode.back_ends import TRIAL, back_end;"
+        "from colabkit.packs.decode.jpeg import TRIAL, find_decoder;"
         "assert decode_image(TRIAL).shape == (8, 16, 3); check_image(TRIAL); decode_image(TRIAL, 1, (4, 4));"
-        "assert back_end().name == 'simplejpeg';"
+        "assert find_decoder().name == 'simplejpeg';"
         "print([name for name in sys.modules if name.startswith('torch')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -9,9 +9,8 @@ import pytest
 from pictures import exif, photo, saved, take
 from PIL import Image
 
-from colabkit.packs.decode import back_ends, regions
-from colabkit.packs.decode.images import decode_image, image_size
-from colabkit.packs.decode.regions import Region, decode_region
+from colabkit.packs.decode import images, jpeg
+from colabkit.packs.decode.images import Region, decode_image, decode_region, image_size
 
 HEIGHT, WIDTH = 301, 211
 SUBSAMPLINGS = ["444", "422", "420", "440", "411"]
@@ -229,7 +228,7 @@ def test_a_divided_box_is_never_empty_and_never_beyond_the_picture():
         top, left = random.integers(0, rows - height + 1), random.integers(0, columns - width + 1)
         factor = random.choice([2, 4, 8]).item()
         least = -(-rows // factor), -(-columns // factor)
-        box = regions._divided((int(top), int(left), int(height), int(width)), factor, least)
+        box = images._divide_region((int(top), int(left), int(height), int(width)), factor, least)
         assert min(box[2:]) >= 1
         assert min(box[:2]) >= 0
         assert box[0] + box[2] <= least[0]
@@ -239,6 +238,6 @@ def test_a_divided_box_is_never_empty_and_never_beyond_the_picture():
 @pytest.mark.parametrize("package", ["torchcodec", "torchvision", None])
 def test_decoders_that_cannot_do_less_say_so(package, monkeypatch):
     take(package, monkeypatch)
-    chosen = None if package is None else back_ends.PROBES[package]()
-    monkeypatch.setattr(regions, "back_end", lambda: chosen)
+    chosen = None if package is None else jpeg.PROBES[package]()
+    monkeypatch.setattr(images, "find_decoder", lambda: chosen)
     assert boxed(saved(noisy(), "JPEG"), (0, 0, 20, 20)) is None

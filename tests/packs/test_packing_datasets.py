@@ -19,7 +19,7 @@ from trees import leftovers, make_tree
 from colabkit.errors import BadImage, BadSource, InvalidOption
 from colabkit.packs.dataset.pack import Pack, open_pack
 from colabkit.packs.decode.images import decode_image
-from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.filling import Chunk, Filling
 from colabkit.packs.packing.verifying import verify

@@ -19,7 +19,7 @@ from trees import leftovers
 from colabkit.errors import BadImage, BadSource, InvalidOption, TargetExists
 from colabkit.packs.dataset.pack import open_pack
 from colabkit.packs.decode.images import decode_image
-from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.reading import read_pack
 from colabkit.packs.packing import planning
 from colabkit.packs.packing.api import pack

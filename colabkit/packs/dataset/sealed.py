@@ -25,7 +25,7 @@ from colabkit.packs.dataset.samples import (
     RaggedColumn,
     Samples,
 )
-from colabkit.packs.decode.reasons import MAX_PIXELS
+from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.format.layout import CRC, LABELS, Field, PackInfo, Shard, corrupt
 from colabkit.packs.format.reading import read_pack
 

@@ -11,34 +11,33 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from colabkit.foundation import BadImage
-from colabkit.packs.decode.fitting import Data, Pixels, Size, scale_factor, upright
-from colabkit.packs.decode.reasons import bad, check_pixels, unknown
+from colabkit.packs.decode.pixels import Data, Pixels, Size, check_pixels, choose_factor, turn_size
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-JPEG = ("JPEG", "MPO")  # a phone's file with several pictures is the latter
+JPEG = ("JPEG", "MPO")  # a phone's file with several images is the latter
 TIFF_WIDTH, TIFF_HEIGHT = 256, 257
 _ORIENTATION = 0x0112
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
 
 def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[Pixels, Size, int]:
-    """Return the picture, not yet turned, with its stored height and width and its orientation.
+    """Return the image, not yet turned, with its stored height and width and its orientation.
 
     Args:
         data: the bytes of an image file.
         channels: 3 for RGB, 1 for luminance.
         wanted: height and width the caller will bring it to, which allow a JPEG to be scaled while it is decoded.
     """
-    with _opened(data) as image:
+    with _open(data) as image:
         is_jpeg, stored = image.format in JPEG, (image.height, image.width)
         if is_jpeg:
-            _draft(image, channels, scale_factor(stored, _orientation(image), wanted))
+            _draft(image, channels, choose_factor(stored, _orientation(image), wanted))
         image.load()  # which turns a TIFF
         pixels = _to_channels(image, channels)
         return pixels, stored if is_jpeg else (image.height, image.width), _orientation(image)
 
 
-def pixels_of(image: Any, channels: int) -> tuple[Pixels, int]:
+def convert_pillow(image: Any, channels: int) -> tuple[Pixels, int]:
     """Return the pixels of an image of Pillow, not yet turned, and its orientation."""
     try:
         check_pixels(image.height, image.width)
@@ -47,33 +46,33 @@ def pixels_of(image: Any, channels: int) -> tuple[Pixels, int]:
     except (BadImage, MemoryError):
         raise
     except Exception as error:  # of a file that is read only now, and broken
-        raise bad(f"{type(error).__name__}: {error}") from error
+        raise BadImage(f"{type(error).__name__}: {error}") from error
 
 
 def check_with_pillow(data: Data) -> Size:
-    """Return the upright height and width of a picture that decodes wholly."""
-    with _opened(data) as image:
+    """Return the upright height and width of an image that decodes wholly."""
+    with _open(data) as image:
         is_jpeg, stored = image.format in JPEG, (image.height, image.width)
         if is_jpeg:
             _draft(image, 3, 8)
         image.load()
         _check_mode(image)
-        return upright(stored if is_jpeg else (image.height, image.width), _orientation(image))
+        return turn_size(stored if is_jpeg else (image.height, image.width), _orientation(image))
 
 
-def size_by_pillow(data: Data) -> Size:
-    """Return the upright height and width of a picture, undecoded but for rare PNG files with metadata at their end."""
-    with _opened(data) as image:
-        if image.format == "PNG" and _tells_more_behind(data):
+def measure_with_pillow(data: Data) -> Size:
+    """Return the upright height and width of an image, undecoded but for rare PNG files with metadata at their end."""
+    with _open(data) as image:
+        if image.format == "PNG" and _has_late_metadata(data):
             image.load()
         stored = image.height, image.width
         if image.format == "TIFF":  # whose size some versions of Pillow have already turned
             stored = int(image.tag_v2[TIFF_HEIGHT]), int(image.tag_v2[TIFF_WIDTH])
-        return upright(stored, _orientation(image))
+        return turn_size(stored, _orientation(image))
 
 
 @contextmanager
-def _opened(data: Data) -> Iterator[Any]:
+def _open(data: Data) -> Iterator[Any]:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             check_pixels(image.height, image.width)
@@ -82,9 +81,9 @@ def _opened(data: Data) -> Iterator[Any]:
         raise
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         bomb = isinstance(error, Image.DecompressionBombError)
-        raise (bad("more pixels than allowed") if bomb else unknown(bytes(data[:256]))) from error
+        raise BadImage("more pixels than allowed" if bomb else _describe_unknown(bytes(data[:256]))) from error
     except Exception as error:  # Pillow's plugins raise all sorts on broken files
-        raise bad(f"{type(error).__name__}: {error}") from error
+        raise BadImage(f"{type(error).__name__}: {error}") from error
 
 
 def _draft(image: Any, channels: int, factor: int) -> None:
@@ -95,14 +94,14 @@ def _draft(image: Any, channels: int, factor: int) -> None:
 
 def _orientation(image: Any) -> int:
     try:
-        # The general method: a PNG's own would decode the whole picture to look for EXIF behind it.
+        # The general method: a PNG's own would decode the whole image to look for EXIF behind it.
         value = Image.Image.getexif(image).get(_ORIENTATION, 1)
         return int(value) if value in range(2, 9) else 1
     except Exception:  # damaged EXIF: Pillow raises anything
         return 1
 
 
-def _tells_more_behind(png: Data) -> bool:
+def _has_late_metadata(png: Data) -> bool:
     """Return whether metadata stands behind a PNG's pixels, where it may hold an orientation."""
     at, pixels = 8, False
     while at + 8 <= len(png):
@@ -126,4 +125,13 @@ def _to_channels(image: Any, channels: int) -> Pixels:
 
 def _check_mode(image: Any) -> None:
     if image.mode == "F":
-        raise bad("floating-point pixels, which have no 8-bit meaning")
+        raise BadImage("floating-point pixels, which have no 8-bit meaning")
+
+
+def _describe_unknown(head: bytes) -> str:
+    """Return why a file that begins like this is not an image."""
+    if not head:
+        return "an empty file"
+    if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "a web page saved under an image's name"
+    return f"no image; it begins with {head[:8]!r}"

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of
-from colabkit.packs.decode.fitting import Pixels, fitted
 from colabkit.packs.decode.images import decode_pillow
-from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.decode.jpeg import encode_jpeg
+from colabkit.packs.decode.pixels import Pixels, fit_pixels
 from colabkit.packs.format.layout import LABELS, SAMPLES, Field
 from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
 from colabkit.packs.packing.makers import Encoding, Made, Unequal, Value, is_stored
@@ -70,7 +70,7 @@ class Pictures:
         if self.channels == 1 and pixels.shape[2] == 3:
             pixels = np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).convert("L"))[:, :, None]
         pixels = np.array(pixels, order="C")  # a copy: a data set may fill the same memory for each sample
-        return pixels if self.size is None else fitted(pixels, (pixels.shape[0], pixels.shape[1]), 1, self.size)
+        return pixels if self.size is None else fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), 1, self.size)
 
 
 class DatasetSamples:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from colabkit.foundation import BadImage, BadSource, cannot, kind_of
 from colabkit.packs.decode.arrays import decode_array
 from colabkit.packs.decode.images import check_image, decode_image, row_decoder
-from colabkit.packs.decode.jpeg_writing import encode_jpeg
+from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.layout import SAMPLES, Field
 from colabkit.storage import Item, Source
 

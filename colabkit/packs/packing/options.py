@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number
-from colabkit.packs.decode.reasons import MAX_PIXELS
+from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.function_digest import function_digest
 from colabkit.packs.packing.makers import Encoding

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pictures import AGREEMENT, PACKAGES, by_pillow, distance, exif, fitted_by_pillow, photo, saved, take
+from pictures import AGREEMENT, PACKAGES, by_pillow, distance, exif, fill_row, fitted_by_pillow, photo, saved, take
 from PIL import Image
 
-import colabkit.packs.decode.images
-from colabkit.packs.decode import fitting
-from colabkit.packs.decode.images import decode_image, decode_into
+from colabkit.packs.decode import images, pillow_images
+from colabkit.packs.decode.images import decode_image
+from colabkit.packs.decode.pixels import FACTORS, choose_factor, divide_size, turn_pixels
 
 
 @pytest.mark.parametrize("size", [(10, 10), (45, 61), (90, 30), (1, 1), (64, 200), (61, 45)])
@@ -19,7 +19,7 @@ def test_a_size_gives_what_pillows_fit_gives(size, channels):
     expected = fitted_by_pillow(data, size, channels)
     assert (decode_image(data, channels, size) == expected).all()
     row = np.empty((*size, channels), np.uint8)
-    decode_into(data, row, fit=True)
+    fill_row(data, row, fit=True)
     assert (row == expected).all()
 
 
@@ -31,7 +31,7 @@ def test_a_turned_image_is_fitted_as_if_it_were_turned_first(orientation, kind):
         expected = fitted_by_pillow(data, size)
         found = decode_image(data, 3, size)
         row = np.empty((*size, 3), np.uint8)
-        decode_into(data, row, fit=True)
+        fill_row(data, row, fit=True)
         assert distance(found, expected) <= (1 if kind != "JPEG" else 1 + AGREEMENT)
         assert (row == found).all()
 
@@ -78,22 +78,22 @@ def test_a_large_jpeg_fits_nearly_as_if_it_were_decoded_in_full(shape, size, pac
     ],
 )
 def test_twice_the_wanted_size_is_kept_while_decoding(stored, wanted, orientation, factor):
-    assert fitting.scale_factor(stored, orientation, wanted) == factor
+    assert choose_factor(stored, orientation, wanted) == factor
 
 
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("shape", [(64, 64), (65, 63), (71, 129), (97, 33), (9, 11)])
 def test_decoders_scale_by_exactly_the_factor_that_was_chosen(shape, channels, monkeypatch):
     data = saved(photo(*shape), "JPEG", quality=95)
-    for factor in fitting.FACTORS:
-        monkeypatch.setattr(colabkit.packs.decode.images, "scale_factor", lambda *a, factor=factor: factor)
-        monkeypatch.setattr(colabkit.packs.decode.pillow_images, "scale_factor", lambda *a, factor=factor: factor)
+    for factor in FACTORS:
+        monkeypatch.setattr(images, "choose_factor", lambda *a, factor=factor: factor)
+        monkeypatch.setattr(pillow_images, "choose_factor", lambda *a, factor=factor: factor)
         scaled = []
         for package in ("simplejpeg", None):
             take(package, monkeypatch)
-            pixels, stored, _ = colabkit.packs.decode.images._decode(data, channels, (1, 1))
+            pixels, stored, _ = images._decode(data, channels, (1, 1))
             assert stored == shape
-            assert pixels.shape == (*fitting.scaled(shape, factor), channels)
+            assert pixels.shape == (*divide_size(shape, factor), channels)
             scaled.append(pixels)
         assert distance(*scaled) <= AGREEMENT
 
@@ -109,7 +109,7 @@ def test_cmyk_files_are_scaled_while_they_are_decoded_too(monkeypatch):
     data = saved(Image.fromarray(photo(400, 600)).convert("CMYK"), "JPEG", quality=90)
     expected = fitted_by_pillow(data, (50, 50)).astype(int)
     assert np.abs(decode_image(data, 3, (50, 50)) - expected).mean() <= 1.4
-    assert colabkit.packs.decode.images._decode(data, 3, (50, 50))[0].shape == (100, 150, 3)
+    assert images._decode(data, 3, (50, 50))[0].shape == (100, 150, 3)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -118,7 +118,7 @@ def test_turning_is_that_of_pillow_bit_for_bit(orientation, channels):
     pixels = np.random.default_rng(2).integers(0, 256, (7, 5, channels), dtype=np.uint8)
     image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
     data = saved(image, "PNG", exif=exif(orientation))
-    found = fitting.turned(pixels, orientation)
+    found = turn_pixels(pixels, orientation)
     assert found.flags.c_contiguous
     assert (found == by_pillow(data, channels)).all()
-    assert (fitting.turned(np.repeat(pixels, 2, 1)[:, ::2], orientation) == found).all()
+    assert (turn_pixels(np.repeat(pixels, 2, 1)[:, ::2], orientation) == found).all()

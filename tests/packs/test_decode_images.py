@@ -7,11 +7,11 @@ import warnings
 
 import numpy as np
 import pytest
-from pictures import AGREEMENT, by_pillow, distance, exif, photo, saved
+from pictures import AGREEMENT, by_pillow, distance, exif, fill_row, photo, saved
 from PIL import Image, features
 from trees import needs
 
-from colabkit.packs.decode.images import check_image, decode_image, decode_into, image_size
+from colabkit.packs.decode.images import check_image, decode_image, image_size
 
 
 def whole(data: bytes, channels: int = 3) -> np.ndarray:
@@ -21,7 +21,7 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
     assert found.flags.c_contiguous
     assert image_size(data) == check_image(data) == found.shape[:2]
     row = np.full((2, *found.shape), 77, np.uint8)[1]
-    decode_into(data, row)
+    fill_row(data, row)
     assert (row == found).all()
     return found
 

@@ -1,0 +1,280 @@
+"""JPEG files: their headers, the decoders that are faster than Pillow, and the encoder.
+
+`read_header` reads size, components and orientation without decoding: segments by ITU-T T.81, annex B; EXIF by CIPA
+DC-008 (a TIFF header and its first directory). It leaves anything out of the ordinary to Pillow.
+
+`find_decoder` prefers simplejpeg, since it scales while it decodes and fills a given array; then torchcodec (0.16 or
+later has `decode_jpeg`) and torchvision, which Colab's image brings. torch is imported only where simplejpeg is
+missing. A package that is installed but broken counts as missing: each has to decode a small image first.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from colabkit.foundation import BadImage
+from colabkit.packs.decode.pixels import Data, Pixels, Size
+
+Header = tuple[int, int, int, int]
+"""Height and width as stored, the number of components, the orientation from 1 to 8; a plain tuple, which is cheap."""
+
+FRAMES = frozenset((0xFFC0, 0xFFC1, 0xFFC2))  # baseline, extended, progressive
+SOS = 0xFFDA
+APP1 = 0xFFE1
+PASSED = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))) - {APP1}  # DHT, DQT, DRI, COM, APPn
+EXIF = b"Exif\x00\x00"
+ORIENTATION = 0x0112
+SHORT = 3
+TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
+
+MAX_SIDE = 65_500
+"""libjpeg's bound; the format itself ends at 65,535."""
+
+TRIAL = bytes.fromhex(
+    "ffd8ffe000104a46494600010100000100010000ffdb004300080606070605080707070909080a0c140d0c0b0b0c1912130f141d1a1f"
+    "1e1d1a1c1c20242e2720222c231c1c2837292c30313434341f27393d38323c2e333432ffc0000b080008001001011100ffc400150001"
+    "0100000000000000000000000000000005ffc40014100100000000000000000000000000000000ffda0008010100003f00863fffd9"
+)
+"""An image of 8 by 16 pixels of value 100, by Pillow."""
+
+# libjpeg's words for data behind the last row.
+_ROWS_LEFT = "extraneous bytes before marker"
+
+_LATEST: list[tuple[bytes, Header | None]] = [(b"\xff\xd8\0", None)]
+"""What the last header was up to its scan, and what it said."""
+
+_marker_and_length = struct.Struct(">HH").unpack_from
+_frame = struct.Struct(">BHHB").unpack_from  # bits a value, height, width, components
+
+
+def read_header(data: Data) -> Header | None:
+    """Return what a JPEG's header says, or None for other formats and for headers that only Pillow should judge.
+
+    The whole header has to be there: everything up to the first scan.
+    """
+    head, header = _LATEST[0]
+    if isinstance(data, bytes) and data.startswith(head):  # files of one data set often differ behind it only
+        return header
+    if data[:2] != b"\xff\xd8":
+        return None
+    at, frame = 2, None
+    segments: list[bytes] = []
+    try:
+        while True:
+            marker, length = _marker_and_length(data, at)
+            if marker not in PASSED:
+                if marker == SOS:
+                    break
+                if marker in FRAMES and frame is None:
+                    frame = _frame(data, at + 4)
+                elif marker == APP1:
+                    segments.append(bytes(data[at + 4 : at + 2 + length]))
+                else:
+                    return None
+            at += 2 + length
+        if frame is None:
+            return None
+        bits, height, width, components = frame
+        orientation = _orientation(segments) if segments else 1
+    except struct.error:
+        return None  # cut short
+    if bits != 8 or not height or not width or orientation is None:
+        return None
+    header = height, width, components, orientation
+    _LATEST[0] = bytes(data[: at + 4]), header
+    return header
+
+
+def _orientation(segments: list[bytes]) -> int | None:
+    """Return the orientation that APP1 segments tell, None if Pillow should judge it."""
+    exif = [segment for segment in segments if segment.startswith(EXIF)]
+    if len(exif) > 1:
+        return None  # one directory in several parts
+    found = _exif_orientation(exif[0][len(EXIF) :]) if exif else 0
+    if found == 0:
+        return None if any(b"tiff:Orientation" in segment for segment in segments) else 1
+    return found
+
+
+def _exif_orientation(tiff: bytes) -> int | None:
+    """Return the orientation in an EXIF directory, 0 if it has none, None if the directory is odd or damaged."""
+    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
+    if order is None:
+        return None
+    found = 0
+    (start,) = struct.unpack_from(order + "I", tiff, 4)
+    (entries,) = struct.unpack_from(order + "H", tiff, start)
+    for entry in range(start + 2, start + 2 + 12 * entries, 12):
+        tag, kind, count, value = struct.unpack_from(order + "HHIH", tiff, entry)
+        (place,) = struct.unpack_from(order + "I", tiff, entry + 8)
+        length = count * TYPE_BYTES.get(kind, len(tiff))
+        if length > 4 and place + length > len(tiff):
+            return None  # Pillow reads no further
+        if tag == ORIENTATION:
+            if found or kind != SHORT or count != 1 or not 1 <= value <= 8:
+                return None
+            found = value
+    return found
+
+
+@dataclass(frozen=True)
+class JpegDecoder:
+    """A decoder for JPEG files of one or three components, which raises ValueError or RuntimeError for any flaw.
+
+    Attributes:
+        name: of the package.
+        decode: takes the file's bytes and channels (1 or 3), returns `uint8 [H, W, C]`.
+        decode_scaled: takes also a height and a width, and returns the smallest image that libjpeg makes of at least
+            these; None if the package cannot.
+        decode_into: takes the file's bytes and a C-contiguous array of the image's shape to fill; None if it cannot.
+        decode_top: as `decode_into`, for a file that holds more rows than it says, which is no flaw; None if it cannot.
+        turns: whether it turns the image, by rules of its own, so that it can be given upright ones only.
+    """
+
+    name: str
+    decode: Callable[[Data, int], Pixels]
+    decode_scaled: Callable[[Data, int, Size], Pixels] | None = None
+    decode_into: Callable[[Data, Pixels], object] | None = None
+    decode_top: Callable[[Data, Pixels], object] | None = None
+    turns: bool = False
+
+
+@functools.cache
+def find_decoder() -> JpegDecoder | None:
+    """Return the first decoder that works here, or None if Pillow has to do all."""
+    for probe in PROBES.values():
+        try:
+            found = probe()
+            if _works(found):
+                return found
+        except Exception:  # noqa: S112 - a broken install raises anything: a missing operator, a wrong ABI, a library
+            continue
+    return None
+
+
+def _simplejpeg() -> JpegDecoder:
+    import simplejpeg
+
+    decode_jpeg = simplejpeg.decode_jpeg
+    names = {3: "RGB", 1: "GRAY"}
+
+    def decode(data: Data, channels: int) -> Pixels:
+        pixels: Pixels = decode_jpeg(data, names[channels])
+        return pixels
+
+    def decode_scaled(data: Data, channels: int, least: Size) -> Pixels:
+        pixels: Pixels = decode_jpeg(data, names[channels], min_height=least[0], min_width=least[1])
+        return pixels
+
+    def decode_into(data: Data, out: Pixels) -> None:
+        decode_jpeg(data, names[out.shape[2]], buffer=out)
+
+    def decode_top(data: Data, out: Pixels) -> None:
+        try:
+            decode_into(data, out)
+        except ValueError as error:  # it tells of the first flaw, after all rows are there
+            if _ROWS_LEFT not in str(error):
+                raise
+
+    return JpegDecoder("simplejpeg", decode, decode_scaled, decode_into, decode_top)
+
+
+def _torchcodec() -> JpegDecoder:
+    decode_jpeg = import_module("torchcodec.decoders").decode_jpeg
+    return JpegDecoder(
+        "torchcodec",
+        lambda data, channels: _as_rows(decode_jpeg(bytes(data), mode="RGB" if channels == 3 else "GRAY")),
+        turns=True,
+    )
+
+
+def _torchvision() -> JpegDecoder:
+    import torch
+
+    io = import_module("torchvision.io")
+    modes = {3: io.ImageReadMode.RGB, 1: io.ImageReadMode.GRAY}
+
+    def decode(data: Data, channels: int) -> Pixels:
+        # A copy, since torch warns of memory that it could not write to.
+        file = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return _as_rows(io.decode_jpeg(file, mode=modes[channels]))
+
+    return JpegDecoder("torchvision", decode)
+
+
+PROBES: dict[str, Callable[[], JpegDecoder]] = {
+    "simplejpeg": _simplejpeg,
+    "torchcodec": _torchcodec,
+    "torchvision": _torchvision,
+}
+"""By name, in the order in which they are asked; each raises if its package is missing or broken."""
+
+
+def _as_rows(tensor: Any) -> Pixels:
+    # NumPy does the rest: torch's threads and a fork do not go together.
+    return np.ascontiguousarray(tensor.numpy().transpose(1, 2, 0))
+
+
+def _works(found: JpegDecoder) -> bool:
+    results = {(8, 16): found.decode(TRIAL, 3)}
+    if found.decode_scaled:
+        results[4, 8] = found.decode_scaled(TRIAL, 3, (4, 8))
+    if found.decode_into:
+        found.decode_into(TRIAL, np.empty((8, 16, 3), np.uint8))
+    return all(
+        pixels.shape == (*size, 3) and int(np.abs(pixels.astype(int) - 100).max()) <= 2
+        for size, pixels in results.items()
+    )
+
+
+def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
+    """Return pixels as a baseline JPEG file: colour halved in both directions (4:2:0), no metadata.
+
+    simplejpeg has only the fast DCT below a quality of 96, which costs up to 0.1 of 255 on average against Pillow.
+
+    Args:
+        pixels: `uint8 [H, W, C]` with C = 3 (RGB) or 1 (luminance).
+        quality: from 1 to 100, libjpeg's scale.
+
+    Raises:
+        BadImage: if the pixels have no such shape, or a side of 0 or more than 65,500. The message is the reason alone.
+    """
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
+        raise BadImage(f"{pixels.dtype} {list(pixels.shape)}, not uint8 [H, W, 1 or 3]")
+    height, width = pixels.shape[:2]
+    if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
+        raise BadImage(f"{width}x{height} pixels, which no JPEG file holds")
+    write = _writer() or _by_pillow
+    return write(np.ascontiguousarray(pixels), quality)
+
+
+@functools.cache
+def _writer() -> Callable[[Pixels, int], bytes] | None:
+    try:
+        import simplejpeg
+
+        def write(pixels: Pixels, quality: int) -> bytes:
+            colours, sampling = ("RGB", "420") if pixels.shape[2] == 3 else ("GRAY", "Gray")
+            file: bytes = simplejpeg.encode_jpeg(pixels, quality, colours, sampling)
+            return file
+
+        write(np.zeros((8, 8, 3), np.uint8), 90)
+    except Exception:  # missing or broken
+        return None
+    return write
+
+
+def _by_pillow(pixels: Pixels, quality: int) -> bytes:
+    file = io.BytesIO()
+    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    image.save(file, "JPEG", quality=quality, subsampling="4:2:0")
+    return file.getvalue()
