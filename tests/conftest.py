@@ -17,10 +17,8 @@ from hypothesis import settings
 from killing import Killing
 from trees import make_tree
 
-from colabkit.foundation import file_changes, meters
-from colabkit.foundation.reports import Report
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.foundation import Report, file_changes, meters
+from colabkit.packs import PackedDataset, open_pack
 
 MAIN = sys.modules["__main__"]
 settings.register_profile("full", deadline=None)
@@ -72,7 +70,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    items.sort(key=lambda item: item.path.name != "test_training_processes.py")
+    # With several workers, what takes longest begins first.
+    items.sort(key=lambda item: (item.path.name != "test_training_processes.py", item.path.parent.name != "system"))
 
 
 def pytest_collection_finish() -> None:

@@ -40,6 +40,7 @@ def test_the_first_block_is_the_two_commands_of_a_newcomer() -> None:
     assert BLOCKS[0] == ("bash", 'pip install . && colabkit demo\npip install ".[test]" && pytest\n')
 
 
+@pytest.mark.full
 def test_python_blocks_run_one_after_the_other(inside: Path) -> None:
     code = "\n".join(blocks("python"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -85,7 +86,7 @@ def test_the_six_magics_are_printed_with_what_they_say() -> None:
 
 def test_the_table_of_magics_is_that_of_the_options() -> None:
     written = re.search(r"<!-- begin verbs -->\n(.*)\n<!-- end verbs -->", README, re.DOTALL)[1]
-    assert written == verbs_table(), "python tests/readme_tables.py prints it"
+    assert written == verbs_table(), "python tests/doubles/readme_tables.py prints it"
 
 
 @pytest.mark.parametrize("session", blocks("console"))

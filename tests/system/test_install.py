@@ -52,6 +52,7 @@ def tree(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("image", "versions"), [("cpu", CPU), ("gpu", GPU)])
 def test_pip_sees_colabs_versions_and_finds_them_in_order(
     images: dict[str, Path], image: str, versions: Mapping[str, str]
@@ -61,13 +62,17 @@ def test_pip_sees_colabs_versions_and_finds_them_in_order(
     assert pip(images[image], "check").returncode == 0
 
 
-@pytest.mark.parametrize(("image", "new"), [("cpu", {*ALWAYS_NEW, "nvidia-ml-py"}), ("gpu", ALWAYS_NEW)])
+@pytest.mark.parametrize(
+    ("image", "new"),
+    [("cpu", {*ALWAYS_NEW, "nvidia-ml-py"}), pytest.param("gpu", ALWAYS_NEW, marks=pytest.mark.full)],
+)
 def test_installing_in_colab_changes_none_of_its_packages(
     images: dict[str, Path], tree: Path, image: str, new: set[str]
 ) -> None:
     assert set(would_install(images[image], tree)) == new
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bound", "raised"), [("psutil>=5.9", "psutil>=5.9.6"), ("numpy>=1.26", "numpy>=2.2"), ("tqdm>=4.64", "tqdm<4.67")]
 )

@@ -62,7 +62,7 @@ def test_readme_lists_each() -> None:
 def test_they_are_valid_and_stored_in_the_one_form(path: Path) -> None:
     notebook = read(path)
     nbformat.validate(notebook)
-    assert path.read_text(encoding="utf-8") == stored(notebook), "run python tests/notebook_files.py"
+    assert path.read_text(encoding="utf-8") == stored(notebook), "run python tests/doubles/notebook_files.py"
 
 
 def test_the_one_form_has_no_outputs_and_keeps_ids_and_forms(tmp_path: Path) -> None:

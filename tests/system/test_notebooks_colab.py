@@ -14,7 +14,7 @@ from notebook_runs import Ran, colab_kernel, with_parameters
 from slow_drive import detach
 from trees import needs
 
-from colabkit.storage.sources.api import sample_archive
+from colabkit.storage import sample_archive
 
 CONTENT = Path("/content")
 POINT = CONTENT / "drive"
@@ -50,6 +50,7 @@ def run_on_drive(colab: Colab, folder: Path) -> Ran:
         return started.run(notebook)
 
 
+@pytest.mark.full
 def test_the_template_trains_from_drive_saves_there_and_goes_on_in_the_next_session(
     drive: Colab, tmp_path: Path
 ) -> None:

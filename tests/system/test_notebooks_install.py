@@ -71,6 +71,7 @@ def installed(python: Path, folder: Path, work: Path, install_from: str) -> tupl
     return ran.text("install"), ran.text("where")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["wheel", "address", "repository"])
 def test_colabkit_is_installed_from(kind: str, python: Path, wheel: Path, tree: Path, tmp_path: Path) -> None:
     given = {"wheel": str(wheel), "address": wheel.as_uri(), "repository": ""}[kind]

@@ -1,6 +1,6 @@
 """Every notebook runs twice in one kernel, with this environment's packages and with Colab's, and says what it should.
 
-Here with its own settings, in Colab's kernel with smaller ones.
+Here with its own settings, in Colab's kernel with smaller ones. Without `--full` only the template runs, and only here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALLER: dict[str, dict[str, object]] = {
 Twice: TypeAlias = tuple[Ran, Ran]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["newest", pytest.param("colab", marks=pytest.mark.full)])
 def stack(request: pytest.FixtureRequest) -> str:
     """Return whose packages show a notebook."""
     return request.param
@@ -38,9 +38,11 @@ class Runs:
     Args:
         folder: for all that they write.
         pool: with a thread for each stack.
+        is_full: whether both stacks are needed.
     """
 
-    def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor, is_full: bool) -> None:
+        self._is_full = is_full
         self._folder = folder
         self._pool = pool
         self._begun: dict[str, dict[str, Future[Twice]]] = {}
@@ -48,7 +50,8 @@ class Runs:
     def of(self, name: str, stack: str) -> Twice:
         """Return both runs of a notebook with a stack."""
         if name not in self._begun:
-            self._begun[name] = {each: self._pool.submit(self._twice, name, each) for each in KINDS}
+            stacks = KINDS if self._is_full else (stack,)
+            self._begun[name] = {each: self._pool.submit(self._twice, name, each) for each in stacks}
         return self._begun[name][stack].result()
 
     def _twice(self, name: str, stack: str) -> Twice:
@@ -62,9 +65,9 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Runs]:
     with ThreadPoolExecutor(len(KINDS)) as pool:
-        yield Runs(tmp_path_factory.mktemp("runs"), pool)
+        yield Runs(tmp_path_factory.mktemp("runs"), pool, pytestconfig.getoption("--full"))
 
 
 @pytest.fixture
@@ -146,6 +149,7 @@ def test_the_templates_mistakes_name_their_next_step(template: Twice) -> None:
     assert all(re.fullmatch(r"Cannot .+: .+, .+\. [A-Z].+\.", line) for line in lines)
 
 
+@pytest.mark.full
 def test_a_slow_drive_answers_many_at_once(slow: Twice) -> None:
     speeds = [float(files.replace(",", "")) for _, files in rows(slow[0], "probe")]
     assert speeds[0] < speeds[1]
@@ -153,6 +157,7 @@ def test_a_slow_drive_answers_many_at_once(slow: Twice) -> None:
     assert "Probed 'slow-training/drive'" in slow[0].text("probe-disk")
 
 
+@pytest.mark.full
 def test_the_doctor_tells_why_it_is_slow_and_what_to_do(slow: Twice) -> None:
     for ran in slow:
         assert "waits for data" in ran.text("naive-doctor")
@@ -163,6 +168,7 @@ def test_the_doctor_tells_why_it_is_slow_and_what_to_do(slow: Twice) -> None:
             assert len(ran.panels(cell)) == 1
 
 
+@pytest.mark.full
 def test_the_table_holds_what_the_doctor_measured(slow: Twice, stack: str) -> None:
     latency_ms = {"newest": 20, "colab": 5}[stack]
     for ran in slow:
@@ -177,6 +183,7 @@ def test_the_table_holds_what_the_doctor_measured(slow: Twice, stack: str) -> No
         assert f"{packed:,.0f} images/s" in ran.text("packed-doctor")
 
 
+@pytest.mark.full
 def test_what_was_brought_near_is_given_back_and_comes_again(slow: Twice) -> None:
     for ran in slow:
         assert "Staged 1,797 files" in ran.text("drive")
@@ -185,6 +192,7 @@ def test_what_was_brought_near_is_given_back_and_comes_again(slow: Twice) -> Non
         assert "Packed 1,797 images" in ran.text("pack")
 
 
+@pytest.mark.full
 def test_a_plain_loop_and_a_cell_train_beside_the_panel(loop: Twice, stack: str) -> None:
     epochs = {"newest": 5, "colab": 1}[stack]
     for ran in loop:
@@ -195,6 +203,7 @@ def test_a_plain_loop_and_a_cell_train_beside_the_panel(loop: Twice, stack: str)
         assert "'samples': 64" in ran.text("state")
 
 
+@pytest.mark.full
 def test_other_frameworks_train_on_a_loader_or_say_that_they_are_skipped(loop: Twice, stack: str) -> None:
     for ran in loop:
         if stack == "colab":
@@ -207,6 +216,7 @@ def test_other_frameworks_train_on_a_loader_or_say_that_they_are_skipped(loop: T
         assert number(r"Keras: test accuracy ([\d.]+)", ran.text("keras-fit")) >= 0.5
 
 
+@pytest.mark.full
 def test_a_table_of_files_is_loaded_and_packed(loop: Twice) -> None:
     for ran in loop:
         assert "1,797 files, 10 classes" in ran.text("table-files")
@@ -214,12 +224,14 @@ def test_a_table_of_files_is_loaded_and_packed(loop: Twice) -> None:
         assert "Packed 1,797 images" in ran.text("table-pack")
 
 
+@pytest.mark.full
 def test_folds_are_compared(loop: Twice) -> None:
     for ran in loop:
         assert ran.text("folds").startswith("3 folds: ")
         assert number(r"accuracy ([\d.]+) ±", ran.text("folds")) >= 0.8
 
 
+@pytest.mark.full
 def test_they_end_in_time_without_a_complaint(template: Twice, slow: Twice, loop: Twice) -> None:
     for ran in (*template, *slow, *loop):
         assert ran.seconds < MOST_S
