@@ -21,6 +21,7 @@ setup(
     package_data={"colabkit": ["py.typed", "**/*.pyi", "storage/samples/*.zip"]},
     python_requires=">=3.11",
     install_requires=[
+        "cloudpickle>=2.2",
         "h5py>=3.8",
         "lazy-loader>=0.3",
         "numpy>=1.26",

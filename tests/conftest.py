@@ -62,16 +62,13 @@ def main_module_stays() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only `--full` runs.
-
-    Run first what forks processes that train: forked from one that has loaded all there is, some end in a crash.
-    """
+    """Deselect what only `--full` runs."""
     if not config.getoption("--full"):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     # With several workers, what takes longest begins first.
-    items.sort(key=lambda item: (item.path.name != "test_training_processes.py", item.path.parent.name != "system"))
+    items.sort(key=lambda item: item.path.parent.name != "system")
 
 
 def pytest_collection_finish() -> None:

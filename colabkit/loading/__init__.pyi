@@ -12,6 +12,9 @@ from .augment.normalize import Normalize as Normalize
 from .augment.per_batch import PerBatch as PerBatch
 from .augment.per_sample import PerSample as PerSample
 from .augment.transform import Transform as Transform
+from .inspection import bytes_in as bytes_in
+from .inspection import may_be_loader as may_be_loader
+from .inspection import samples_in as samples_in
 from .loader.api import Loader as Loader
 from .loader.facts import files_of as files_of
 from .loader.facts import is_far as is_far

@@ -26,12 +26,12 @@ from colabkit.foundation import (
     kind_of,
 )
 from colabkit.loading import Loader, mapped
-from colabkit.training.arguments import check_step, state_of
-from colabkit.training.checkpoints.randoms import random_state, restore_random_state
-from colabkit.training.durations import duration_s
-from colabkit.training.foreign_loaders import samples_in
-from colabkit.training.processes import Processes
-from colabkit.training.saving import Stateful, plain
+from colabkit.loading.inspection import samples_in
+from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
+from colabkit.training.models import Stateful, plain
+from colabkit.training.ranks import Ranks
+from colabkit.training.schedule import duration_s
+from colabkit.training.trainer import check_step, state_of
 
 _WARM_UP = 3
 
@@ -110,7 +110,7 @@ def headspace(
     if not getattr(step, "is_whole", True):
         found, needed = "gradients that wait to be applied", "a step between two updates"
         raise InvalidOption(cannot(act, found, needed, "Call step.flush() first"))
-    with _as_it_was(parts), Processes() as processes:
+    with _as_it_was(parts), Ranks() as processes:
         began = time.perf_counter()
         cached = _first_batches(loader, batches)
         loading_s = time.perf_counter() - began

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from colabkit.foundation import InvalidOption, Report, cannot, check_whole_number, format_things, kind_of
 from colabkit.packs import PackedDataset
+from colabkit.training.records import is_number
 from colabkit.training.report import TrainReport
-from colabkit.training.values import is_number
 
 RunFold = Callable[[PackedDataset, PackedDataset, int], TrainReport | Mapping[str, float]]
 

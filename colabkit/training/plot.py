@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from colabkit.foundation import HostSnapshot
-    from colabkit.training.report import EpochRecord, TrainReport
+    from colabkit.training.records import EpochRecord
+    from colabkit.training.report import TrainReport
 
 
 # Of Okabe and Ito's palette, told apart by all eyes; hatches and dashes tell them apart without colour.

@@ -1,4 +1,4 @@
-"""What `train()` did: one record an epoch, the curve, and where the checkpoints are."""
+"""What `train()` did: one record per epoch, the curves, the checkpoints; saved to a file and read again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from colabkit.foundation import (
+    BadSource,
+    FileFailed,
+    GpuSnapshot,
     HostSnapshot,
     LoaderFacts,
     MetersSnapshot,
     Partial,
+    PartSnapshot,
     Report,
     ShownInOneLine,
+    SourceMissing,
+    StepTimes,
+    cannot,
     file_changes,
     format_rate,
     format_seconds,
@@ -24,51 +32,18 @@ from colabkit.foundation import (
     format_things,
     user_path,
 )
-from colabkit.training.stops import Reason
+from colabkit.training.records import EpochRecord, Validation
+from colabkit.training.stop_requests import Reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_Record = TypeVar("_Record")
+
+_hints_of = cache(get_type_hints)
 
 _TOLD = 200  # epochs, validations and points of a curve that `to_dict` holds at most
 _TOLD_MACHINES = 240  # snapshots likewise, a GPU counted as a third of one
-
-
-@dataclass(frozen=True, slots=True)
-class EpochRecord:
-    """One epoch of training.
-
-    Attributes:
-        epoch: its number, from 0.
-        steps: calls of the step.
-        samples: samples seen, by all processes together.
-        seconds: its duration without validation.
-        wait_s: seconds of its steps spent waiting for data.
-        values: means over samples of what the step returned.
-        validation: what `validate` returned last in it.
-        copy_s: seconds of its steps spent waiting for copies to the device, which nothing hid.
-        compute_s: seconds of its steps that the steps themselves took.
-        other_s: seconds of its steps that went to other work of the host.
-    """
-
-    epoch: int
-    steps: int
-    samples: int
-    seconds: float
-    wait_s: float
-    values: Mapping[str, float]
-    validation: Mapping[str, float] = field(default_factory=dict)
-    copy_s: float = 0.0
-    compute_s: float = 0.0
-    other_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """What `validate` returned after a step, whose number counts from 1 over all epochs."""
-
-    step: int
-    values: Mapping[str, float]
 
 
 @dataclass(frozen=True, repr=False)
@@ -277,3 +252,87 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+class SavedRun(NamedTuple):
+    """What is kept of a run: what its loader counted and is, the machine meanwhile, the step's precision."""
+
+    spent: MetersSnapshot
+    facts: LoaderFacts | None
+    hosts: tuple[HostSnapshot, ...]
+    precision: str | None
+
+
+def read_run(path: str | os.PathLike[str]) -> SavedRun:
+    """Return what `TrainReport.save()` wrote.
+
+    Args:
+        path: of the file; `drive:` is allowed.
+
+    Raises:
+        SourceMissing: if there is no such file.
+        FileFailed: if it cannot be read.
+        BadSource: if it is no saved report.
+    """
+    found = user_path(path, "read the report")
+    try:
+        with file_changes.translated("read the report"), open(found, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except FileFailed as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        needed = "a file that TrainReport.save() wrote"
+        raise SourceMissing(cannot(f"read {str(found)!r}", "no such file", needed, "Check the path")) from error
+    try:
+        told = json.loads(text)
+        return SavedRun(
+            _spent_of(told["spent"]),
+            None if told["facts"] is None else _made(LoaderFacts, told["facts"]),
+            tuple(_host_of(host) for host in told["hosts"]),
+            told["precision"],
+        )
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        act = f"read the report {str(found)!r}"
+        needed, next_step = "a file that TrainReport.save() wrote", "Save the report again"
+        raise BadSource(cannot(act, "other contents", needed, next_step)) from error
+
+
+def _spent_of(told: dict[str, Any]) -> MetersSnapshot:
+    parts = tuple(_made(PartSnapshot, part) for part in told["parts"])
+    recent = tuple(map(_step_of, told["recent"]))
+    first = told.get("first_pass")
+    return _made(
+        MetersSnapshot, told, parts=parts, recent=recent, first_pass=None if first is None else _spent_of(first)
+    )
+
+
+def _step_of(told: list[Any]) -> StepTimes:
+    wait_s, copy_s, compute_s, other_s, samples, *rest = told
+    return StepTimes(float(wait_s), float(copy_s), float(compute_s), float(other_s), int(samples), *map(bool, rest))
+
+
+def _host_of(told: dict[str, Any]) -> HostSnapshot:
+    gpus = tuple(_made(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in told["gpus"])
+    return _made(HostSnapshot, told, gpus=gpus)
+
+
+def _made(kind: type[_Record], told: dict[str, Any], **made: Any) -> _Record:
+    """Return a record of plain values, and of some that were made of them.
+
+    Raises:
+        TypeError: if a value is not of its field's type.
+    """
+    hints = _hints_of(kind)  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    for name, value in told.items():
+        if name not in made and not _fits(hints.get(name), value):
+            raise TypeError(f"{kind.__name__}.{name} is {value!r}")
+    return kind(**{**told, **made})
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    options = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        return value in options
+    if any(get_origin(one) is Literal for one in options):
+        return any(_fits(one, value) for one in options)
+    return isinstance(value, (*options, int) if float in options else options)

@@ -16,16 +16,25 @@ from typing import Any, TypeAlias, cast
 
 from colabkit.foundation import InvalidOption, Sampler, cannot, meters
 from colabkit.loading import Loader
-from colabkit.training.checkpoints.randoms import random_state
-from colabkit.training.epoch import Begun
-from colabkit.training.foreign_loaders import samples_in
-from colabkit.training.judging import Judge
-from colabkit.training.processes import Processes
-from colabkit.training.report import EpochRecord, TrainReport, Validation
-from colabkit.training.saving import Saving, Schedule
+from colabkit.loading.inspection import samples_in
+from colabkit.training.checkpoints.snapshots import random_state
+from colabkit.training.ranks import Ranks
+from colabkit.training.records import (
+    EpochProgress,
+    EpochRecord,
+    SampleMeans,
+    Validation,
+    ValueCurve,
+    ValueRecorder,
+    Values,
+    values_of,
+)
+from colabkit.training.report import TrainReport
+from colabkit.training.run_checkpoints import RunCheckpoints
+from colabkit.training.schedule import SaveSchedule
 from colabkit.training.steps import SupervisedStep
-from colabkit.training.stops import RESERVE_S, StopNow, Stops
-from colabkit.training.values import Curve, Means, Recorder, Values, values_of
+from colabkit.training.stop_requests import RESERVE_S, StopNow, StopRequests
+from colabkit.training.validation import Validator
 
 Step: TypeAlias = Callable[[Any], object]
 OnStep: TypeAlias = Callable[[meters.StepDone], None]
@@ -33,18 +42,18 @@ OnStep: TypeAlias = Callable[[meters.StepDone], None]
 _RESERVE = 2.0  # a checkpoint before a deadline may take so many times as long as the slowest so far
 
 
-class Run:
+class TrainingRun:
     """What changes while `train()` goes on."""
 
     def __init__(
         self,
         step: Step,
         loader: Loader,
-        saving: Saving,
-        schedule: Schedule,
-        judge: Judge,
-        processes: Processes,
-        stops: Stops,
+        saving: RunCheckpoints,
+        schedule: SaveSchedule,
+        judge: Validator,
+        processes: Ranks,
+        stops: StopRequests,
         on_step: OnStep | None,
         watched: Sampler,
     ) -> None:
@@ -59,9 +68,9 @@ class Run:
         self._watched = watched
         self._epochs: list[EpochRecord] = []
         self._validations: list[Validation] = []
-        self._curve = Curve()
-        self._recorder = Recorder(self._curve, Means())
-        self._begun: Begun | None = None
+        self._curve = ValueCurve()
+        self._recorder = ValueRecorder(self._curve, SampleMeans())
+        self._begun: EpochProgress | None = None
         self._steps = 0
         self._step_s = self._validate_s = 0.0
         self._is_saved = False
@@ -84,16 +93,16 @@ class Run:
         self._schedule.saved(self._steps)
         self._epochs = [EpochRecord(**record) for record in saved["epochs"]]
         self._validations = [Validation(**validation) for validation in saved["validations"]]
-        self._curve = Curve.of(saved["curve"])
+        self._curve = ValueCurve.of(saved["curve"])
         if tuple(saved["judge"]) == self._judge.rule:
             self._judge.best, self._judge.score = saved["best"], saved.get("score")
         elif saved["best"] is not None:
             self._saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self._judge.rule)}",)
-        self._begun = None if saved["begun"] is None else Begun(**saved["begun"])
+        self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
         first = self._processes.is_first
         if self._begun is not None and not first:  # sums of all processes are with the first
             self._begun.samples = 0
-        self._recorder = Recorder(self._curve, Means(saved["means"] if first else None))
+        self._recorder = ValueRecorder(self._curve, SampleMeans(saved["means"] if first else None))
 
     def through(self, epochs: int, started: float) -> TrainReport:
         """Train what is left of so many epochs and return the report."""
@@ -161,8 +170,8 @@ class Run:
     def _epoch(self) -> bool:
         """Train an epoch, or what is left of it; return whether to go on."""
         if self._begun is None:
-            self._begun = Begun(len(self._epochs), self._trained[0])
-            self._recorder = Recorder(self._curve, Means())
+            self._begun = EpochProgress(len(self._epochs), self._trained[0])
+            self._recorder = ValueRecorder(self._curve, SampleMeans())
         try:
             if self._trained[0] == self._begun.loader_epoch and not self._batches(self._begun):
                 return False
@@ -176,7 +185,7 @@ class Run:
         self._end(self._begun)
         return not self._stops.look() or self._processes.count > 1
 
-    def _batches(self, begun: Begun) -> bool:
+    def _batches(self, begun: EpochProgress) -> bool:
         """Take the batches of an epoch; return false if something ended them before."""
         counts = self._loader.meters
         former, before = counts.snapshot(), copy(begun)
@@ -233,7 +242,7 @@ class Run:
         finally:
             self._stops.end_wait()
 
-    def _after_step(self, begun: Begun, values: Values, samples: int) -> None:
+    def _after_step(self, begun: EpochProgress, values: Values, samples: int) -> None:
         self._steps += 1
         self._is_saved = False
         self._judge.moved()
@@ -252,7 +261,7 @@ class Run:
         """Whether no gradients wait to be applied, which no checkpoint holds."""
         return bool(getattr(self._step, "is_whole", True))
 
-    def _goes_on(self, begun: Begun, count: Callable[[], None]) -> bool:
+    def _goes_on(self, begun: EpochProgress, count: Callable[[], None]) -> bool:
         """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
         if not self._is_whole:
             return True
@@ -267,8 +276,8 @@ class Run:
         self._stops.note(strength)
         return not strength
 
-    def _validate(self, begun: Begun) -> None:
-        """Judge the state; after a resume this comes first if it was interrupted here."""
+    def _validate(self, begun: EpochProgress) -> None:
+        """Validator the state; after a resume this comes first if it was interrupted here."""
         begun.is_validation_due = True
         random = random_state() if self._saving.folder is not None else None
         received, began = self._loader.received, time.monotonic()
@@ -297,15 +306,15 @@ class Run:
             self._save(wait=True)
             raise
 
-    def _is_last(self, begun: Begun) -> bool:
+    def _is_last(self, begun: EpochProgress) -> bool:
         """Return whether an epoch has had its last step: the state is saved once, at its end."""
         return self._trained[0] > begun.loader_epoch
 
-    def _end(self, begun: Begun) -> None:
+    def _end(self, begun: EpochProgress) -> None:
         """Close an epoch: its record, and its checkpoint."""
         self._recorder.read()  # which waits for the device: now all of the epoch's steps are over
         self._spend()
-        means = Means.of_all(self._processes.from_all(self._recorder.means.sums)).read()
+        means = SampleMeans.of_all(self._processes.from_all(self._recorder.means.sums)).read()
         samples = sum(self._processes.from_all(begun.samples))
         self._epochs.append(begun.record(samples, means))
         self._begun = None
@@ -321,7 +330,7 @@ class Run:
             return
         self._recorder.read()
         begun = self._begun
-        means = Means.of_all(self._processes.from_all(self._recorder.means.sums))
+        means = SampleMeans.of_all(self._processes.from_all(self._recorder.means.sums))
         begun_now = None
         if begun is not None:
             begun_now = {**asdict(begun), "samples": sum(self._processes.from_all(begun.samples))}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, is_finite_number, kind_of
-from colabkit.training.saving import Stateful
+from colabkit.training.models import Stateful
 
 _MAKE = "make a supervised step"
 

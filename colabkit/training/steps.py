@@ -14,19 +14,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colabkit.foundation import InvalidOption, cannot, kind_of
-from colabkit.training.precision import Amp, Precision, check_precision, precision_on
-from colabkit.training.saving import Stateful, plain
-from colabkit.training.step_arguments import check_objects, check_options, check_scheduler, pair_of
-from colabkit.training.wrapping import (
+from colabkit.training.models import (
+    Amp,
     Forward,
+    Precision,
+    Stateful,
     average,
+    check_precision,
     compiled,
     convolutions,
     ddp_in,
     fails_in_channels_last,
     is_one_of_several,
+    plain,
+    precision_on,
     to_channels_last,
 )
+from colabkit.training.step_arguments import check_objects, check_options, check_scheduler, pair_of
 
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_checkpoint.py --folder /content
 
-1. How long `Checkpoints.save()` holds its caller, beside a bare copy of the same tensors into fresh memory and into
-   memory that is kept, and `torch.save` in the caller's thread, which is what a loop of one's own does.
+1. How long `CheckpointFolder.save()` holds its caller, beside a bare copy of the same tensors into fresh memory and
+   into memory that is kept, and `torch.save` in the caller's thread, which is what a loop of one's own does.
 2. How many small steps a second are made while the checkpoint is written, against the same loop alone, just before and
    after; beside `torch.save` in a plain thread.
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rounds import interleaved, machine, report, verdict
 
-from colabkit.training.checkpoints.checkpoints import Checkpoints
+from colabkit.training.checkpoints.folder import CheckpointFolder
 
 LAYERS = 60
 ALONE_S = 1.5
@@ -93,7 +93,7 @@ def the_call(content: dict[str, Any], folder: Path, rounds: int, json_path: str 
         kept.finish()
         return held
 
-    with Checkpoints(folder / "kept", keep_last=1) as kept:
+    with CheckpointFolder(folder / "kept", keep_last=1) as kept:
         systems = {
             "copy, kept memory": lambda: timed(kept_copy),
             "copy, fresh": lambda: timed(lambda: [tensor.clone() for tensor in tensors]),
@@ -127,7 +127,7 @@ def the_steps(content: dict[str, Any], folder: Path, rounds: int) -> float:
         return rate(lambda: time.perf_counter() >= end)[0]
 
     def beside_colabkit() -> tuple[float, float]:
-        with Checkpoints(folder / "kept", keep_last=1) as kept:
+        with CheckpointFolder(folder / "kept", keep_last=1) as kept:
             kept.save(2, content)
             return rate(lambda: kept.is_free)
 

@@ -1,4 +1,4 @@
-"""Checkpoints with known content, shared by their tests: made, read back, and looked through for what was left."""
+"""CheckpointFolder with known content, shared by their tests: made, read back, and looked through for what was left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from trees import leftovers
 
 from colabkit.training.checkpoints import checkpoints, far
-from colabkit.training.checkpoints.checkpoints import Checkpoints
+from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def content(step: int) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def content(step: int) -> dict[str, Any]:
 
 def save(folder: Path, *steps: int, **options: Any) -> Path:
     """Save a checkpoint of each step, publish them where that applies, and return the path of the last."""
-    with Checkpoints(folder, **options) as kept:
+    with CheckpointFolder(folder, **options) as kept:
         for step in steps:
             kept.save(step, content(step), wait=True)
         kept.finish()
@@ -33,7 +33,7 @@ def save(folder: Path, *steps: int, **options: Any) -> Path:
 
 def found(folder: Path) -> tuple[int, list[str]]:
     """Return the step of the newest good checkpoint after checking its content, and the names passed over."""
-    newest = Checkpoints(folder).newest()
+    newest = CheckpointFolder(folder).newest()
     assert newest is not None
     assert torch.equal(newest.content["state"]["weights"], content(newest.step)["state"]["weights"])
     assert newest.content["history"] == content(newest.step)["history"]
@@ -64,7 +64,7 @@ def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
 
 def save_again(folder: Path, number: int) -> None:
     """Save the one checkpoint of a folder, of step 20, with a number in it."""
-    with Checkpoints(folder, keep_last=1) as kept:
+    with CheckpointFolder(folder, keep_last=1) as kept:
         kept.save(20, {**content(20), "number": number}, wait=True)
 
 

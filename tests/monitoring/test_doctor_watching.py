@@ -18,9 +18,9 @@ from trees import make_tree
 
 import colabkit
 from colabkit.foundation import errors, meters
+from colabkit.loading.inspection import samples_in
 from colabkit.monitoring.doctor import api
 from colabkit.monitoring.doctor.api import WatchedLoader, watch
-from colabkit.training.foreign_loaders import samples_in
 
 DATA = TensorDataset(torch.arange(10), torch.arange(10) % 3)
 Pair = namedtuple("Pair", "images labels")  # noqa: PYI024  # as torch's collate makes them

@@ -21,8 +21,8 @@ from checkpoint_folders import assert_nothing_runs, content, found, save, steps_
 from far_mounts import wait_for
 
 from colabkit.errors import Corrupt, FileFailed, InvalidOption
-from colabkit.training.checkpoints.checkpoints import Checkpoints
-from colabkit.training.checkpoints.randoms import random_state, restore_random_state
+from colabkit.training.checkpoints.folder import CheckpointFolder
+from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +49,13 @@ def test_what_was_saved_is_loaded(tmp_path):
         "history": [],
     }
     folder = tmp_path / "made" / "here"
-    with Checkpoints(folder) as kept:
+    with CheckpointFolder(folder) as kept:
         kept.save(120, saved)
         kept.finish()
         assert kept.latest == folder / "checkpoint-00000120.pt"
         assert (kept.best, kept.failures, kept.is_free) == (None, (), True)
         assert kept.save_s > 0
-    newest = Checkpoints(folder).newest()
+    newest = CheckpointFolder(folder).newest()
     assert newest is not None
     assert (newest.path, newest.step, newest.passed_over) == (folder / "checkpoint-00000120.pt", 120, ())
     assert newest.content["state"]["nested"] == saved["state"]["nested"]
@@ -81,7 +81,7 @@ def test_a_folder_without_checkpoints_gives_none(tmp_path):
     (tmp_path / "checkpoint-00000001.pt").write_bytes(b"no seal")
     (tmp_path / "checkpoint-x.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "none"):
-        kept = Checkpoints(folder)
+        kept = CheckpointFolder(folder)
         assert (kept.newest(), kept.newest_step(), kept.latest, kept.best) == (None, None, None, None)
     assert not (tmp_path / "none").exists()
 
@@ -91,7 +91,7 @@ def test_all_random_generators_go_on_where_they_were(tmp_path):
     np.random.seed(2)
     torch.manual_seed(3)
     draws()  # leaves a cached normal value in each
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"random": random_state()}, wait=True)
         expected = draws()
         draws()
@@ -123,12 +123,12 @@ def test_the_last_ones_are_kept(tmp_path, keep_last):
 @pytest.mark.parametrize(("mode", "best"), [("min", 20), ("max", 40)])
 def test_the_best_stays_beside_the_last_ones(tmp_path, mode, best):
     scores = {10: 0.5, 20: 0.1, 30: float("nan"), 40: 0.9, 50: None, 60: 0.5, 70: 0.5, 80: float("inf")}
-    with Checkpoints(tmp_path, mode=mode) as kept:
+    with CheckpointFolder(tmp_path, mode=mode) as kept:
         for step, score in scores.items():
             kept.save(step, content(step), score=score, wait=True)
         assert kept.best == tmp_path / f"checkpoint-{best:08d}.pt"
     assert steps_at(tmp_path) == sorted({best, 70, 80})
-    with Checkpoints(tmp_path, mode=mode) as resumed:  # the score is on disk
+    with CheckpointFolder(tmp_path, mode=mode) as resumed:  # the score is on disk
         assert resumed.newest().step == 80
         assert resumed.best == tmp_path / f"checkpoint-{best:08d}.pt"
         resumed.save(90, content(90), score=0.5, wait=True)
@@ -136,7 +136,7 @@ def test_the_best_stays_beside_the_last_ones(tmp_path, mode, best):
 
 
 def test_of_equal_scores_the_earliest_is_best_and_a_score_may_be_a_tensor(tmp_path):
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         for step in (1, 2, 3, 4):
             kept.save(step, content(step), score=torch.tensor(0.25), wait=True)
         assert kept.best == tmp_path / "checkpoint-00000001.pt"
@@ -144,7 +144,7 @@ def test_of_equal_scores_the_earliest_is_best_and_a_score_may_be_a_tensor(tmp_pa
 
 def test_the_newest_step_is_told_without_reading(tmp_path):
     save(tmp_path, 5, 10).write_bytes(b"damaged")
-    assert Checkpoints(tmp_path).newest_step() == 10
+    assert CheckpointFolder(tmp_path).newest_step() == 10
 
 
 def test_other_files_in_the_folder_are_left_alone(tmp_path):
@@ -159,7 +159,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
 def test_the_same_step_again_replaces_it(tmp_path):
     save(tmp_path, 10, 20)
     for number in range(3):
-        with Checkpoints(tmp_path) as kept:
+        with CheckpointFolder(tmp_path) as kept:
             kept.save(20, {**content(20), "number": number}, wait=True)
             assert kept.newest().content["number"] == number
         assert steps_at(tmp_path) == [10, 20]
@@ -239,7 +239,7 @@ def test_a_damaged_newest_is_passed_over_with_the_reason(tmp_path, damage: Calla
     save(tmp_path, 10)
     damage(save(tmp_path, 20))
     assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
-    newest = Checkpoints(tmp_path).newest()
+    newest = CheckpointFolder(tmp_path).newest()
     assert newest is not None
     assert re.search(reason, newest.passed_over[0][1])
 
@@ -249,7 +249,7 @@ def test_all_damaged_is_corrupt_and_names_each(tmp_path, damage, reason):
     for step in (20, 10):
         damage(save(tmp_path, step))
     with pytest.raises(Corrupt, match=reason) as caught:
-        Checkpoints(tmp_path).newest()
+        CheckpointFolder(tmp_path).newest()
     for name in ("checkpoint-00000010.pt", "checkpoint-00000020.pt"):
         assert name in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -270,7 +270,7 @@ def test_a_damaged_checkpoint_never_drives_out_a_good_one(tmp_path, damage):
     save(tmp_path, 10, 20, 30, 40, keep_last=4)
     for step in (30, 40):
         damage(tmp_path / f"checkpoint-{step:08d}.pt")
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         assert kept.newest().step == 20
         assert kept.latest == tmp_path / "checkpoint-00000020.pt"
         for step in (25, 30, 35, 45):  # past the damaged ones
@@ -339,7 +339,7 @@ def test_a_sealed_file_of_something_else_is_passed_over(tmp_path, made):
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, caplog, wait):
     (tmp_path / "file").write_text("x")
-    with Checkpoints(tmp_path / "file" / "folder") as kept:
+    with CheckpointFolder(tmp_path / "file" / "folder") as kept:
         for step in (1, 2):
             with contextlib.nullcontext() if not wait else pytest.raises(FileFailed, match="Cannot save"):
                 kept.save(step, content(step), wait=wait)
@@ -353,7 +353,7 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, caplog, wait):
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": 1.5}, {"mode": "best"}])
 def test_options_that_cannot_be_meant_are_refused(tmp_path, options):
     with pytest.raises(InvalidOption, match="Cannot keep checkpoints"):
-        Checkpoints(tmp_path, **options)
+        CheckpointFolder(tmp_path, **options)
 
 
 def test_a_close_takes_back_what_is_not_sealed_and_lets_nothing_follow(tmp_path, file_hook):
@@ -366,7 +366,7 @@ def test_a_close_takes_back_what_is_not_sealed_and_lets_nothing_follow(tmp_path,
 
     save(tmp_path, 10)
     file_hook(hold)
-    kept = Checkpoints(tmp_path)
+    kept = CheckpointFolder(tmp_path)
     kept.save(20, content(20))
     assert reached.wait(30)
     assert not kept.is_free

@@ -17,7 +17,7 @@ from checkpoint_folders import assert_nothing_runs
 from colabkit.errors import InvalidOption
 from colabkit.foundation.environment.limits import MemoryReport
 from colabkit.training.checkpoints import copies
-from colabkit.training.checkpoints.checkpoints import Checkpoints
+from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Return what comes back of content that is saved and loaded."""
-    with Checkpoints(folder) as kept:
+    with CheckpointFolder(folder) as kept:
         kept.save(1, content, wait=True)
         newest = kept.newest()
         assert newest is not None
@@ -52,7 +52,7 @@ class Held:
 def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
     held = Held(file_hook)
     weights, numbers = torch.ones(1000), {"list": [1, {"deep": 2}], "view": torch.zeros(4, 6)[:, 2:4]}
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"weights": weights, "numbers": numbers})
         assert held.reached.wait(30)
         weights.mul_(7)
@@ -72,7 +72,7 @@ def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
 def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path, file_hook):
     held = Held(file_hook)
     weights = torch.zeros(50)
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         assert kept.is_free
         kept.save(1, {"weights": weights})
         assert held.reached.wait(30)
@@ -145,7 +145,7 @@ def test_tied_weights_stay_tied(tmp_path):
 
 def test_a_slice_of_a_large_tensor_takes_the_slice_alone(tmp_path):
     large = torch.randn(1000, 1000)
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"row": large[500], "next": large[501, :10]}, wait=True)
         assert kept.latest.stat().st_size < 20_000
         content = kept.newest().content
@@ -186,7 +186,7 @@ class Colour(IntEnum):
 
 @pytest.mark.parametrize("value", [object(), np.datetime64("2020"), np.zeros(3), Colour.RED, Path("x"), lambda: 0])
 def test_what_cannot_be_loaded_safely_is_refused_at_once(tmp_path, value):
-    with Checkpoints(tmp_path / "run") as kept:
+    with CheckpointFolder(tmp_path / "run") as kept:
         with pytest.raises(InvalidOption, match=r"Cannot save .+: an object of the type [\w.<>]+, .+\. .+\.") as caught:
             kept.save(1, {"state": [{"deep": value}]})
         assert "\x1b" not in str(caught.value)
@@ -199,12 +199,12 @@ def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themse
     monkeypatch.setattr(copies, "memory_limits", lambda _: MemoryReport(1 << 30, 1000, "test"))
     monkeypatch.setattr(copies, "_UNASKED_BYTES", 1000)
     weights = torch.ones(100_000)
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"weights": weights})
         assert kept.is_free
         weights.fill_(2)
         assert torch.equal(kept.newest().content["weights"], torch.ones(100_000))
-    with Checkpoints(tmp_path / "file") as kept:
+    with CheckpointFolder(tmp_path / "file") as kept:
         (tmp_path / "file").write_text("x")
         kept.save(1, {"weights": weights})  # as with a copy: what fails in the middle of a training costs none of it
         assert "Cannot save" in kept.failures[0][1]
@@ -218,7 +218,7 @@ def test_tensors_of_a_gpu_come_back_and_later_changes_do_not_reach_the_file(tmp_
     held = Held(file_hook)
     weight = torch.randn(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
     expected = weight.cpu()
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"weight": weight, "tied": weight[3:]})
         weight.zero_()
         held.may_go_on.set()

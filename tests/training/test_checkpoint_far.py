@@ -1,4 +1,4 @@
-"""Checkpoints on a mount: near first, published behind, whatever the mount does."""
+"""CheckpointFolder on a mount: near first, published behind, whatever the mount does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trees import needs
 
 from colabkit.errors import Corrupt, FileFailed, NotMounted, TimedOut
 from colabkit.training.checkpoints import far, writing
-from colabkit.training.checkpoints.checkpoints import Checkpoints
+from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def elsewhere(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_a_checkpoint_on_a_drive_is_written_near_and_published(tmp_path, near_storage, drive, monkeypatch):
     drive()
     folder = tmp_path / "drive" / "my" / "run"
-    with Checkpoints(folder) as kept:
+    with CheckpointFolder(folder) as kept:
         for step in (10, 20, 30):
             kept.save(step, content(step), score=-step, wait=True)
             assert kept.latest.name == f"checkpoint-{step:08d}.pt"
@@ -63,7 +63,7 @@ def test_a_checkpoint_on_a_drive_is_written_near_and_published(tmp_path, near_st
     assert steps_at(tmp_path / "root" / "my" / "run") == steps_at(near_of(near_storage)) == [20, 30]
     assert found(folder) == (30, [])
     elsewhere(monkeypatch, tmp_path / "other")
-    with Checkpoints(folder) as resumed:
+    with CheckpointFolder(folder) as resumed:
         assert resumed.newest_step() == 30
         newest = resumed.newest()
         assert (newest.path, newest.step) == (folder / "checkpoint-00000030.pt", 30)
@@ -81,7 +81,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
     monkeypatch.setattr(far, "STALLED_S", 0.5)
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
-    with Checkpoints(folder) as kept, caplog.at_level(logging.WARNING, logger="colabkit"):
+    with CheckpointFolder(folder) as kept, caplog.at_level(logging.WARNING, logger="colabkit"):
         assert kept.newest().step == 10
         file_hook(lambda at, path: mount.hang() if at == "write" and folder in path.parents else None)
         kept.save(20, content(20), score=0.1)
@@ -108,7 +108,7 @@ def test_a_drive_that_hangs_for_long_holds_few_threads(tmp_path, drive, monkeypa
     mount = drive()
     monkeypatch.setattr(far, "STALLED_S", 0.1)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
-    with Checkpoints(tmp_path / "drive" / "run") as kept:
+    with CheckpointFolder(tmp_path / "drive" / "run") as kept:
         mount.hang()
         for step in range(6):
             kept.save(step, content(step), wait=True)
@@ -122,7 +122,7 @@ def test_a_drive_that_dies_fails_no_training(tmp_path, near_storage, drive, file
     mount = drive()
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
-    with Checkpoints(folder) as kept:
+    with CheckpointFolder(folder) as kept:
         file_hook(lambda at, path: mount.kill() if at == "write" and folder in path.parents else None)
         kept.save(20, content(20))
         kept.finish()
@@ -133,13 +133,13 @@ def test_a_drive_that_dies_fails_no_training(tmp_path, near_storage, drive, file
         assert all("is dead" in reason and "\n" not in reason for _, reason in kept.failures)
     assert steps_at(near_of(near_storage)) == [20, 30]
     with pytest.raises(FileFailed, match=r"Cannot resume from .+ is dead"):
-        Checkpoints(folder).newest()
+        CheckpointFolder(folder).newest()
 
 
 def test_a_drive_that_is_taken_away_is_not_written_beside(tmp_path, near_storage, drive):
     mount = drive()
     folder = tmp_path / "drive" / "run"
-    with Checkpoints(folder) as kept:
+    with CheckpointFolder(folder) as kept:
         mount.__exit__(None, None, None)
         mount.__exit__ = lambda *_: None
         kept.save(10, content(10))
@@ -159,7 +159,7 @@ def test_a_drive_that_hangs_at_resume_is_one_error_in_time(tmp_path, near_storag
     monkeypatch.setattr(far, "STALLED_S", 0.5)
     mount.hang(operation)
     with pytest.raises(TimedOut, match=r"Cannot resume from .+ has answered nothing"):
-        Checkpoints(folder).newest()
+        CheckpointFolder(folder).newest()
     mount.go_on()
     wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
     assert found(folder) == (10, [])
@@ -181,7 +181,7 @@ def test_an_interrupt_of_finish_comes_through_and_close_ends_all(tmp_path, near_
 
     file_hook(hang)
     interrupting = threading.Thread(target=interrupt)
-    with Checkpoints(folder) as kept:
+    with CheckpointFolder(folder) as kept:
         kept.save(10, content(10), wait=True)
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             interrupting.start()
@@ -196,7 +196,7 @@ def test_an_interrupt_of_finish_comes_through_and_close_ends_all(tmp_path, near_
 
 def test_other_bytes_that_are_read_back_are_no_publication(tmp_path, near_storage, drive):
     drive(plan={"faults": [{"on": "read", "path": "/run/.colabkit-*.partial", "do": "change", "count": 1}]})
-    with Checkpoints(tmp_path / "drive" / "run") as kept:
+    with CheckpointFolder(tmp_path / "drive" / "run") as kept:
         kept.save(10, content(10))
         kept.finish()
         assert "read back" in kept.failures[0][1]
@@ -213,7 +213,7 @@ def test_a_far_one_that_is_newer_wins_and_a_damaged_one_is_passed_over(tmp_path,
     with pytest.MonkeyPatch.context() as patch:
         elsewhere(patch, tmp_path / "other")
         save(folder, 20, 30)
-    assert Checkpoints(folder).newest_step() == 30
+    assert CheckpointFolder(folder).newest_step() == 30
     (folder / "checkpoint-00000030.pt").write_bytes(b"cut")
     assert found(folder) == (20, ["checkpoint-00000030.pt"])
     near = near_of(near_storage)
@@ -223,7 +223,7 @@ def test_a_far_one_that_is_newer_wins_and_a_damaged_one_is_passed_over(tmp_path,
     for path in [*near.iterdir(), *folder.iterdir()]:
         path.write_bytes(b"")
     with pytest.raises(Corrupt, match="seal cannot be read"):
-        Checkpoints(folder).newest()
+        CheckpointFolder(folder).newest()
 
 
 def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
@@ -238,7 +238,7 @@ def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
             assert go_on.wait(30)
 
     file_hook(hold)
-    with Checkpoints(folder, keep_last=2) as kept:
+    with CheckpointFolder(folder, keep_last=2) as kept:
         kept.save(10, content(10), score=5, wait=True)
         assert reached.wait(30)
         for step, score in ((20, 1), (30, 2), (40, 3), (50, 4)):
@@ -254,7 +254,7 @@ def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
 def test_a_writer_gives_way_to_training(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(writing.os, "setpriority", lambda which, thread, nice: given.append((thread, nice)))
-    with Checkpoints(tmp_path) as kept:
+    with CheckpointFolder(tmp_path) as kept:
         kept.save(1, content(1), wait=True)
         assert given == []  # who waits for it wants it soon
         kept.save(2, content(2))

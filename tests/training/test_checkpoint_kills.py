@@ -1,4 +1,4 @@
-"""Checkpoints under SIGKILL and full disks, at every change of files: a good one is always there."""
+"""CheckpointFolder under SIGKILL and full disks, at every change of files: a good one is always there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contract import AtChange, fill_disk, kills
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
-from colabkit.training.checkpoints.checkpoints import Checkpoints
+from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
 def restored(folder: Path, before: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_kill_at_any_operation_of_a_save_keeps_the_newest_good_one(tmp_path, k
 def test_a_kill_at_the_first_save_leaves_none_or_a_good_one(tmp_path, killed_at):
     folder = tmp_path / "run"
     for _ in kills(killed_at, partial(save, folder, 1)):
-        newest = Checkpoints(folder).newest()
+        newest = CheckpointFolder(folder).newest()
         assert newest is None or newest.step == 1
         save(folder, 1)
         assert steps_at(folder) == [1]
@@ -56,7 +56,7 @@ def test_a_kill_while_the_only_checkpoint_is_saved_again_keeps_it_or_the_new_one
     shutil.copytree(folder, before)
     seen = set()
     for _ in kills(killed_at, partial(save_again, folder, 1)):
-        newest = Checkpoints(folder).newest()
+        newest = CheckpointFolder(folder).newest()
         assert newest is not None
         assert newest.passed_over == ()
         seen.add(newest.content["number"])
@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_during_a_publication_fails_no_training(
     for folder, name in ((near, "near"), (far, "there")):
         shutil.copytree(folder, tmp_path / name)
     told = 0
-    with Checkpoints(far) as kept:
+    with CheckpointFolder(far) as kept:
 
         def work() -> None:
             kept.save(30, content(30), wait=True)

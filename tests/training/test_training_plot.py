@@ -13,8 +13,8 @@ import torch
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
 from colabkit.loading.loader.api import Loader
-from colabkit.training.api import train
 from colabkit.training.report import EpochRecord, TrainReport, Validation
+from colabkit.training.trainer import train
 
 RUN = TrainReport((), 0, 0, 1.0, 10.0, 0.2, {}, {}, (), None, None, None, None, None, (), (), ())
 

@@ -14,8 +14,8 @@ from colabkit.foundation.meters.facts import LoaderFacts
 from colabkit.foundation.meters.steps import StepTimes
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
 from colabkit.loading.loader.api import Loader
-from colabkit.training.api import train
 from colabkit.training.report import EpochRecord, TrainReport, Validation
+from colabkit.training.trainer import train
 
 BUDGET_BYTES = 200_000
 

@@ -23,9 +23,9 @@ from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
 from colabkit.packs.dataset.pack import open_pack
 from colabkit.packs.dataset.packed import PackedDataset
-from colabkit.training.api import train
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.steps import supervised_step
+from colabkit.training.trainer import train
 
 KILLS = 20
 EPOCHS = 4

@@ -20,7 +20,7 @@ from colabkit.loading.loader.api import Loader
 from colabkit.packs.dataset.packed import PackedDataset
 from colabkit.training import checkpoints as checkpoint
 from colabkit.training.report import TrainingInterrupted, TrainReport
-from colabkit.training.saving import Schedule
+from colabkit.training.run_checkpoints import SaveSchedule
 from colabkit.training.steps import supervised_step
 
 
@@ -121,8 +121,8 @@ def test_checkpoints_come_every_n_steps(tmp_path, data):
 
 def test_checkpoints_come_by_the_clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("colabkit.training.saving.time.monotonic", lambda: now[0])
-    schedule = Schedule("5min")
+    monkeypatch.setattr("colabkit.training.run_checkpoints.time.monotonic", lambda: now[0])
+    schedule = SaveSchedule("5min")
     now[0] += 299
     assert not schedule.is_late()
     now[0] += 1
@@ -134,7 +134,7 @@ def test_checkpoints_come_by_the_clock(monkeypatch):
 
 
 def test_a_schedule_of_steps_counts_from_the_last_checkpoint():
-    schedule = Schedule(4)
+    schedule = SaveSchedule(4)
     assert [step for step in range(9) if schedule.is_due(step)] == [4, 5, 6, 7, 8]
     schedule.saved(5)
     assert [step for step in range(5, 13) if schedule.is_due(step)] == [8, 9, 10, 11, 12]
@@ -401,7 +401,7 @@ def test_the_best_stays_the_best_if_a_stop_follows_its_validation_at_the_end_of_
         return train(nothing, Loader(data, 4), epochs=2, save_to=tmp_path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("colabkit.training.stops.time.monotonic", lambda: now[0])
+        patch.setattr("colabkit.training.stop_requests.time.monotonic", lambda: now[0])
         stopped = run(deadline=900.0)
     assert (stopped.stopped, stopped.steps, stopped.trained) == ("deadline", 6, 0)
     report = run()

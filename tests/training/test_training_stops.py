@@ -19,8 +19,8 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
 from colabkit.training import stops
-from colabkit.training.durations import duration_s, moment
 from colabkit.training.report import TrainingInterrupted
+from colabkit.training.schedule import duration_s, moment
 
 DEADLINE_S = 60.0
 
@@ -222,8 +222,8 @@ def test_a_deadline_ends_early_enough_with_a_checkpoint(tmp_path, data):
 
 def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("colabkit.training.stops.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("colabkit.training.durations.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("colabkit.training.stop_requests.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
 
     def step(batch: object) -> None:
         now[0] += 100

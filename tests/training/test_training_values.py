@@ -8,23 +8,23 @@ import math
 import pytest
 import torch
 
-from colabkit.training.values import Curve, Means, Recorder
+from colabkit.training.records import SampleMeans, ValueCurve, ValueRecorder
 
 
 @pytest.mark.parametrize("parts", [[3_000], [1, 2_999], [999, 1, 1_000, 1_000], [1_500, 1_500]])
 def test_reading_in_any_parts_comes_to_the_same_bits(parts):
     draws = torch.rand(3_000, generator=torch.Generator().manual_seed(1))
-    curve, means = Curve(), Means()
-    recorder = Recorder(curve, means)
+    curve, means = ValueCurve(), SampleMeans()
+    recorder = ValueRecorder(curve, means)
     step = 0
     for part in parts:
         for _ in range(part):
             step += 1
             recorder.add(step, step % 7 + 1, {"loss": draws[step - 1], "rate": 0.1 * step})
         recorder.read()
-        curve = Curve.of(json.loads(json.dumps(curve.state_dict())))
-        means = Means(json.loads(json.dumps(means.sums)))
-        recorder = Recorder(curve, means)
+        curve = ValueCurve.of(json.loads(json.dumps(curve.state_dict())))
+        means = SampleMeans(json.loads(json.dumps(means.sums)))
+        recorder = ValueRecorder(curve, means)
     weights = [number % 7 + 1 for number in range(1, 3_001)]
     total = 0.0
     for value, weight in zip(draws.double().tolist(), weights, strict=True):
@@ -36,7 +36,7 @@ def test_reading_in_any_parts_comes_to_the_same_bits(parts):
 
 @pytest.mark.parametrize("steps", [1, 10, 999, 1_000, 1_001, 12_345])
 def test_a_curve_has_at_most_a_thousand_points_which_are_means(steps):
-    curve = Curve()
+    curve = ValueCurve()
     for step in range(1, steps + 1):
         curve.add("step", step, float(step))
     points = curve.points()["step"]
@@ -49,8 +49,8 @@ def test_a_curve_has_at_most_a_thousand_points_which_are_means(steps):
 
 
 def test_values_may_be_of_any_kind_and_come_and_go():
-    curve, means = Curve(), Means()
-    recorder = Recorder(curve, means)
+    curve, means = ValueCurve(), SampleMeans()
+    recorder = ValueRecorder(curve, means)
     recorder.add(1, 2, {"loss": torch.tensor(1.0)})
     recorder.add(2, 2, {"loss": torch.tensor([2.0], dtype=torch.float64), "odd": 4})
     recorder.add(3, 4, {"loss": 3.0})
@@ -61,12 +61,12 @@ def test_values_may_be_of_any_kind_and_come_and_go():
 
 
 def test_what_is_no_number_stays_so():
-    curve, means = Curve(), Means()
-    recorder = Recorder(curve, means)
+    curve, means = ValueCurve(), SampleMeans()
+    recorder = ValueRecorder(curve, means)
     recorder.add(1, 1, {"loss": float("nan")})
     recorder.read()
     assert math.isnan(means.read()["loss"])
 
 
 def test_means_of_several_processes_count_samples():
-    assert Means.of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]).read() == {"a": 3.0, "b": 1.0}
+    assert SampleMeans.of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]).read() == {"a": 3.0, "b": 1.0}

@@ -27,11 +27,11 @@ from colabkit.foundation import (
     sampled,
     seen,
 )
-from colabkit.loading import Loader, files_of, is_far, marked, path_of
+from colabkit.loading import Loader, bytes_in, files_of, is_far, marked, may_be_loader, path_of, samples_in
 from colabkit.monitoring.doctor.diagnosis import Diagnosis, Shares
 from colabkit.monitoring.doctor.run_profile import SNAPSHOT_S, RunProfile, profile_run
 from colabkit.monitoring.doctor.verdict import judge
-from colabkit.training import HeadspaceReport, TrainReport, bytes_in, may_be_loader, read_run, samples_in
+from colabkit.training import HeadspaceReport, TrainReport, read_run
 
 T_co = TypeVar("T_co", covariant=True)
 

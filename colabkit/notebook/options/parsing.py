@@ -170,7 +170,8 @@ def _is_no_module(value: Any) -> bool:
 
 
 def _could_be_judged(value: Any) -> bool:
-    from colabkit.training import TrainReport, may_be_loader
+    from colabkit.loading import may_be_loader
+    from colabkit.training import TrainReport
 
     try:
         return isinstance(value, TrainReport) or (not isinstance(value, type | GenericAlias) and may_be_loader(value))

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from colabkit.foundation import Corrupt, NotMounted, can_hang, cannot, mounts
 from colabkit.storage import MOVED_BLOCK_BYTES, Moved, SlowMount, check_written, write_blocks
-from colabkit.training.checkpoints.sealed import Damaged, Sealed, prune, put, readable, sealed_in
-from colabkit.training.checkpoints.writing import give_way
+from colabkit.training.checkpoints.files import give_way
+from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpoint, prune, put, readable, sealed_in
 
 T = TypeVar("T")
 
@@ -50,13 +50,13 @@ class Far:
 
     def publish(
         self,
-        sealed: Sealed,
+        sealed: SealedCheckpoint,
         step: int,
         keep_last: int,
         judge: str,
         damaged: Collection[Path],
         on_wait: Callable[[], None],
-    ) -> list[Sealed]:
+    ) -> list[SealedCheckpoint]:
         """Bring a near checkpoint here, remove old ones, and return those that are here, newest first.
 
         Args:
@@ -73,13 +73,13 @@ class Far:
             give_way()
             try:
                 crc = write_blocks(path, _blocks(sealed), moved)
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 needed, next_step = "the bytes that were sealed", "See to the disk it is on"
                 raise Corrupt(cannot(act, str(error), needed, next_step)) from error
             check_written(act, sealed.path.name, path, sealed.size, crc, moved)
             return sealed.size, sealed.digest
 
-        def work(moved: Moved) -> list[Sealed]:
+        def work(moved: Moved) -> list[SealedCheckpoint]:
             is_there = any(one.digest == sealed.digest and one.is_whole() for one in sealed_in(self.folder))
             if not is_there:
                 put(self.folder, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
@@ -88,32 +88,32 @@ class Far:
 
         return self.ask(act, work, sealed.size, on_wait)
 
-    def fetch(self, sealed: Sealed, near: Path, act: str) -> Sealed:
+    def fetch(self, sealed: SealedCheckpoint, near: Path, act: str) -> SealedCheckpoint:
         """Bring a checkpoint from here near, and return it as it is there.
 
         Raises:
-            Damaged: if it is not what was sealed.
+            DamagedCheckpoint: if it is not what was sealed.
         """
 
         def fill(path: Path, moved: Moved) -> tuple[int, str]:
             write_blocks(path, _blocks(sealed), moved)
             return sealed.size, sealed.digest
 
-        def work(moved: Moved) -> Sealed | Damaged:
+        def work(moved: Moved) -> SealedCheckpoint | DamagedCheckpoint:
             try:
                 sealed.check_size()
                 return put(near, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 return error
 
         found = self.ask(act, work, sealed.size)
-        if isinstance(found, Damaged):
+        if isinstance(found, DamagedCheckpoint):
             raise found
         return found
 
 
-def _blocks(sealed: Sealed) -> Generator[bytes, None, None]:
-    """Yield the bytes of a checkpoint's file; raises `Damaged`, at the end, unless they are the sealed ones."""
+def _blocks(sealed: SealedCheckpoint) -> Generator[bytes, None, None]:
+    """Yield the bytes of a checkpoint's file; raises `DamagedCheckpoint`, at the end, unless they are the sealed ones."""
     sha256, size = hashlib.sha256(), 0
     with readable(sealed.path):
         file = sealed.path.open("rb", buffering=0)
@@ -127,6 +127,6 @@ def _blocks(sealed: Sealed) -> Generator[bytes, None, None]:
             size += len(block)
             yield block
     if size != sealed.size:
-        raise Damaged(f"{size} of {sealed.size} bytes")
+        raise DamagedCheckpoint(f"{size} of {sealed.size} bytes")
     if sha256.hexdigest() != sealed.digest:
-        raise Damaged("its bytes are not the sealed ones")
+        raise DamagedCheckpoint("its bytes are not the sealed ones")

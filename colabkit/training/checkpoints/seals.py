@@ -29,12 +29,12 @@ _in_hand: set[str] = set()
 """Files of this process that have their final name and wait for their seal."""
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint is not what was sealed; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedCheckpoint:
     """A checkpoint that has a seal.
 
     Attributes:
@@ -65,11 +65,11 @@ class Sealed:
     def check_size(self) -> None:
         """Raise `Damaged` unless the file is there with the sealed size."""
         if self.trouble:
-            raise Damaged(self.trouble)
+            raise DamagedCheckpoint(self.trouble)
         with readable(self.path):
             found = self.path.stat().st_size
         if found != self.size:
-            raise Damaged(f"{found} of {self.size} bytes")
+            raise DamagedCheckpoint(f"{found} of {self.size} bytes")
 
     def check(self) -> None:
         """Raise `Damaged` unless the file's bytes are the sealed ones."""
@@ -77,13 +77,13 @@ class Sealed:
         with readable(self.path):
             digest = file_changes.sha256(self.path)
         if digest != self.digest:
-            raise Damaged("its bytes are not the sealed ones")
+            raise DamagedCheckpoint("its bytes are not the sealed ones")
 
     def is_whole(self) -> bool:
         """Return whether the file is there with the sealed size."""
         try:
             self.check_size()
-        except Damaged:
+        except DamagedCheckpoint:
             return False
         return True
 
@@ -97,7 +97,7 @@ def readable(path: Path) -> Iterator[None]:
         if error.errno in _DEAD:
             error.filename = str(path)
             raise
-        raise Damaged(str(error.strerror or error)) from error
+        raise DamagedCheckpoint(str(error.strerror or error)) from error
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -105,12 +105,12 @@ def steps_in(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in map(_SEAL.fullmatch, _names(folder)) if match), reverse=True)
 
 
-def sealed_in(folder: Path) -> list[Sealed]:
+def sealed_in(folder: Path) -> list[SealedCheckpoint]:
     """Return a folder's sealed checkpoints, newest first; of these only the seals are read."""
     return _of_names(folder, _names(folder))
 
 
-def _of_names(folder: Path, names: Iterable[str]) -> list[Sealed]:
+def _of_names(folder: Path, names: Iterable[str]) -> list[SealedCheckpoint]:
     seals = [(int(match[1]), folder / name) for name in names if (match := _SEAL.fullmatch(name))]
     found = (_read(seal, step) for step, seal in sorted(seals, reverse=True))
     return [sealed for sealed in found if sealed is not None]
@@ -123,27 +123,29 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _read(seal: Path, step: int) -> Sealed | None:
+def _read(seal: Path, step: int) -> SealedCheckpoint | None:
     """Return what a seal says, None if it is gone."""
     path = seal.with_suffix(".pt")
     try:
         values = json.loads(seal.read_bytes())
         if values["format"] != FORMAT:
-            return Sealed(seal, path, step, trouble=f"checkpoint format {values['format']}, not {FORMAT}")
+            return SealedCheckpoint(seal, path, step, trouble=f"checkpoint format {values['format']}, not {FORMAT}")
         name, score = str(values["file"]), values["score"]
         match = _FILE.fullmatch(name)
         if match is None or int(match[1]) != step or values["step"] != step:
-            return Sealed(seal, path, step, trouble=_UNREADABLE)
+            return SealedCheckpoint(seal, path, step, trouble=_UNREADABLE)
         number, judge = None if score is None else float(score), str(values["judge"])
-        return Sealed(seal, seal.with_name(name), step, int(values["bytes"]), str(values["sha256"]), number, judge)
+        return SealedCheckpoint(
+            seal, seal.with_name(name), step, int(values["bytes"]), str(values["sha256"]), number, judge
+        )
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno in _DEAD:
             raise
-        return Sealed(seal, path, step, trouble=_UNREADABLE)
+        return SealedCheckpoint(seal, path, step, trouble=_UNREADABLE)
     except (ValueError, KeyError, TypeError, RecursionError):
-        return Sealed(seal, path, step, trouble=_UNREADABLE)
+        return SealedCheckpoint(seal, path, step, trouble=_UNREADABLE)
 
 
 def marker() -> str:
@@ -158,7 +160,7 @@ def put(
     size: int,
     fill: Callable[[Path], tuple[int, str]],
     act: str,
-) -> Sealed:
+) -> SealedCheckpoint:
     """Put a checkpoint into a folder, sealed last, and return it; one of the same step is replaced by one rename.
 
     Also removes what killed runs left in the folder unsealed.
@@ -203,12 +205,12 @@ def put(
         _in_hand.discard(os.fspath(path))
     if former is not None and former.path != path:
         file_changes.remove(former.path)
-    return Sealed(seal, path, step, written, digest, *rated)
+    return SealedCheckpoint(seal, path, step, written, digest, *rated)
 
 
 def prune(
     folder: Path, step: int, keep_last: int, judge: str, damaged: Collection[Path] = (), needed: Collection[int] = ()
-) -> list[Sealed]:
+) -> list[SealedCheckpoint]:
     """Remove a folder's old checkpoints, and return those that are left, newest first.
 
     The newest `keep_last` and the best stay. Nothing is removed while fewer than that have the size that was sealed.
@@ -236,7 +238,7 @@ def prune(
     return [one for one in found if one.step > step or one.step in kept]
 
 
-def best_of(found: Iterable[Sealed], judge: str) -> Sealed | None:
+def best_of(found: Iterable[SealedCheckpoint], judge: str) -> SealedCheckpoint | None:
     """Return the checkpoint with the best score by a judge, of equal ones the earliest; None if none has a score."""
     sign = -1 if judge.startswith("max") else 1
     scored = [(sign * one.score, one.step, one) for one in found if one.score is not None and one.judge == judge]

@@ -1,8 +1,9 @@
-"""Copies of what will be written, so that training may change its own while that is done."""
+"""Values at one instant: the state of the random generators, and copies that training cannot change."""
 
 from __future__ import annotations
 
 import io
+import random
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _PINNED_TIMES = 2  # torch rounds page-locked memory up to a power of two
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class ContentCopy:
     """What will be written.
 
     Attributes:
@@ -40,7 +41,7 @@ class Copied:
     is_apart: bool
 
 
-class _Extent:
+class _StorageRange:
     """The part of a storage that tensors look at, in elements, and its copy."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -81,8 +82,8 @@ class _Extent:
         return self.size, self.device.type != "cpu"
 
 
-class Copies:
-    """Copies content into memory of its own, the same each time: new pages would cost more than the copy.
+class ContentCopier:
+    """ContentCopier content into memory of its own, the same each time: new pages would cost more than the copy.
 
     Storages that tensors share are copied once, and strides stay, so tied weights stay tied. Tensors that are not
     plain ones of the CPU or a CUDA device, and objects that can change, go through `torch.save` and `torch.load` in
@@ -93,26 +94,26 @@ class Copies:
         self._kept: dict[tuple[int, bool], list[Tensor]] = {}
         self._pins = True
 
-    def copy(self, act: str, content: Mapping[str, Any]) -> Copied:
+    def copy(self, act: str, content: Mapping[str, Any]) -> ContentCopy:
         """Return a copy; where the memory for it is missing, the tensors themselves.
 
         Raises:
             InvalidOption: if there is something in it that only an unsafe load would bring back.
         """
         content = dict(content)  # its tensors are told apart by their ids, and must live on
-        extents: dict[_Key, _Extent] = {}
-        of_tensors: dict[int, _Extent] = {}
+        extents: dict[_Key, _StorageRange] = {}
+        of_tensors: dict[int, _StorageRange] = {}
         for tensor in _plain_tensors(content):
             key = _key(tensor)
             extent = extents.get(key)
             if extent is None:
-                extent = extents[key] = _Extent(tensor)
+                extent = extents[key] = _StorageRange(tensor)
             elif id(tensor) not in of_tensors:
                 extent.widen(tensor)
             of_tensors[id(tensor)] = extent
         size = sum(extent.size for extent in extents.values())
         if not self._has_buffers(extents):
-            return Copied(_Rebuilt(act, None).mapping(content), size, is_apart=False)
+            return ContentCopy(_ContentBuilder(act, None).mapping(content), size, is_apart=False)
         with torch.no_grad():
             devices = set()
             for extent in extents.values():
@@ -121,9 +122,9 @@ class Copies:
                     devices.add(extent.device)
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
-            return Copied(_Rebuilt(act, of_tensors).mapping(content), size, is_apart=True)
+            return ContentCopy(_ContentBuilder(act, of_tensors).mapping(content), size, is_apart=True)
 
-    def _has_buffers(self, extents: Mapping[_Key, _Extent]) -> bool:
+    def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
         """Give every extent a buffer, kept ones first; return false, and free all, if memory is missing."""
         kept, self._kept = self._kept, {}
         wanting = []
@@ -152,10 +153,10 @@ class Copies:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
-class _Rebuilt:
+class _ContentBuilder:
     """Containers like the given ones, with the copies in place of the tensors; without extents with the tensors."""
 
-    def __init__(self, act: str, extents: Mapping[int, _Extent] | None) -> None:
+    def __init__(self, act: str, extents: Mapping[int, _StorageRange] | None) -> None:
         self._act = act
         self._extents = extents  # by the tensors' ids
         self._made: dict[int, Any] = {}  # containers by the given ones' ids, so that each is one again
@@ -250,3 +251,31 @@ def _bounds(tensor: Tensor) -> tuple[int, int]:
         return first, first + tensor.numel()
     reach = sum((int(count) - 1) * int(stride) for count, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return first, first + reach + 1
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the generators of Python, NumPy (the global one), torch's CPU and every CUDA device."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to where they were; of CUDA devices those that are here as well.
+
+    Args:
+        state: what `random_state()` returned.
+    """
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if torch.cuda.is_available():
+        for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(generator.cpu(), device)

@@ -1,4 +1,4 @@
-"""Validation: when it is due, what it finds in every process, and which state it calls the best so far."""
+"""Validation: when it is due, what it returns in every rank, and which state is the best so far."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from colabkit.foundation import InvalidOption, LaunchFailed, cannot
-from colabkit.training.processes import Processes
-from colabkit.training.values import Values, numbers_of
+from colabkit.training.ranks import Ranks
+from colabkit.training.records import Values, numbers_of
 
 
-class Judge:
+class Validator:
     """Tells how good a state is.
 
     Args:
@@ -33,7 +33,7 @@ class Judge:
         every: int | None,
         monitor: str | None,
         mode: Literal["min", "max"],
-        processes: Processes,
+        processes: Ranks,
     ) -> None:
         self.best: float | None = None
         self.score: float | None = None

@@ -1,4 +1,4 @@
-"""`Checkpoints`: copied in the caller's thread, written, sealed and published behind it."""
+"""`CheckpointFolder`: copied in the caller's thread, written, sealed and published behind it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,19 @@ from colabkit.foundation import (
     mounts,
     near_folder,
 )
-from colabkit.training.checkpoints.copies import Copied, Copies
 from colabkit.training.checkpoints.far import Far
-from colabkit.training.checkpoints.sealed import Damaged, Mode, Sealed, best_of, prune, put, sealed_in, steps_in
-from colabkit.training.checkpoints.writing import Stopped, load, write
+from colabkit.training.checkpoints.files import WriteAborted, load, write
+from colabkit.training.checkpoints.seals import (
+    DamagedCheckpoint,
+    Mode,
+    SealedCheckpoint,
+    best_of,
+    prune,
+    put,
+    sealed_in,
+    steps_in,
+)
+from colabkit.training.checkpoints.snapshots import ContentCopier, ContentCopy
 
 logger = logging.getLogger("colabkit")
 
@@ -36,7 +45,7 @@ _HEADER_BYTES = 1 << 20  # of a file beside its tensors, about
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class LoadedCheckpoint:
     """A checkpoint that was loaded.
 
     Attributes:
@@ -53,11 +62,11 @@ class Checkpoint:
 
 
 @dataclass(slots=True)
-class _Job:
+class _SaveJob:
     """A checkpoint to write."""
 
     step: int
-    copied: Copied | None
+    copied: ContentCopy | None
     score: float | None
     started: float
     is_awaited: bool
@@ -66,7 +75,7 @@ class _Job:
     error: BaseException | None = None
 
 
-class Checkpoints:
+class CheckpointFolder:
     """The checkpoints of one folder: copied in the caller's thread, written, sealed and published behind it.
 
     Where `save_to` is on a local disk they are written there. Where it is on a mount that can hang, as Drive's, they
@@ -103,17 +112,17 @@ class Checkpoints:
             self._far = Far(self.folder)
         self._keep_last = keep_last
         self._judge = f"{mode} {monitor}".rstrip()
-        self._copies = Copies()
+        self._copies = ContentCopier()
         self._damaged: set[Path] = set()
         self._threads: list[threading.Thread] = []
 
         self._changed = threading.Condition()  # guards what follows
-        self._job: _Job | None = None
+        self._job: _SaveJob | None = None
         self._publisher: threading.Thread | None = None
-        self._publishing: Sealed | None = None
+        self._publishing: SealedCheckpoint | None = None
         self._tried: set[str] = set()  # digests that were tried to be published since the last save
-        self._near_sealed: list[Sealed] = []
-        self._far_sealed: list[Sealed] = []
+        self._near_sealed: list[SealedCheckpoint] = []
+        self._far_sealed: list[SealedCheckpoint] = []
         self._last_step: int | None = None
         self._last_error: BaseException | None = None
         self._failures: list[tuple[int, str]] = []
@@ -170,7 +179,7 @@ class Checkpoints:
             steps += self._far.ask(act, lambda _: steps_in(self.folder))
         return max(steps, default=None)
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self) -> LoadedCheckpoint | None:
         """Return the newest good checkpoint of `save_to` and the near folder, or None where there is none at all.
 
         Its digest is checked, and damaged ones are passed over. One that is far is brought near first. Files are read
@@ -192,23 +201,23 @@ class Checkpoints:
                 with file_changes.translated(act):
                     is_far = self._far is not None and sealed.seal in there
                     content = load(self._fetched(sealed, act) if is_far else sealed)
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 passed_over.append((sealed.path, str(error)))
                 self._damaged.add(sealed.path)
                 continue
             with self._changed, file_changes.translated(act):
                 self._near_sealed, self._far_sealed = sealed_in(self._near), far
                 self._last_step = sealed.step
-            return Checkpoint(sealed.path, sealed.step, content, tuple(passed_over))
+            return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(passed_over))
         if passed_over:
             found = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
             raise Corrupt(cannot(act, found, "one whole checkpoint", "Choose another folder to start anew"))
         return None
 
-    def _fetched(self, sealed: Sealed, act: str) -> Sealed:
+    def _fetched(self, sealed: SealedCheckpoint, act: str) -> SealedCheckpoint:
         assert self._far is not None
         if sealed.trouble:
-            raise Damaged(sealed.trouble)
+            raise DamagedCheckpoint(sealed.trouble)
         return self._far.fetch(sealed, self._near, act)
 
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
@@ -233,10 +242,10 @@ class Checkpoints:
         with self._changed:
             self._changed.wait_for(lambda: self._job is None)
             if self._is_over:
-                raise InvalidOption(cannot(act, "they are closed", "open ones", "Make new Checkpoints"))
+                raise InvalidOption(cannot(act, "they are closed", "open ones", "Make new CheckpointFolder"))
         copied = self._copies.copy(act, content)
         number = None if score is None or not math.isfinite(score) else float(score)
-        job = _Job(int(step), copied, number, started, wait or not copied.is_apart, wait)
+        job = _SaveJob(int(step), copied, number, started, wait or not copied.is_apart, wait)
         self._start(job)
         if not job.is_awaited:
             return
@@ -250,7 +259,7 @@ class Checkpoints:
         if job.error is not None and wait:
             raise job.error
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: _SaveJob) -> None:
         writer = threading.Thread(target=self._write, args=(job,), name="colabkit-checkpoint", daemon=True)
         with self._changed:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -263,7 +272,7 @@ class Checkpoints:
                 job.stop.set()
                 raise
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _SaveJob) -> None:
         """Write and seal a checkpoint, and hand it over to be published; in a thread of its own."""
         try:
             left = self._sealed(job)
@@ -271,7 +280,7 @@ class Checkpoints:
             job.copied = None
             with self._changed:
                 job.error = error
-                if not isinstance(error, Stopped):
+                if not isinstance(error, WriteAborted):
                     self._last_error = error
                     self._note_failure(job.step, str(error) or type(error).__name__, is_told=job.is_raised)
                 self._job = None
@@ -289,7 +298,7 @@ class Checkpoints:
             self._changed.notify_all()
             self._publish_soon()
 
-    def _sealed(self, job: _Job) -> list[Sealed]:
+    def _sealed(self, job: _SaveJob) -> list[SealedCheckpoint]:
         """Write and seal, remove old ones, and return those that are left."""
         path = self._near / f"checkpoint-{job.step:08d}.pt"
         act = f"save {str(path)!r}"
@@ -306,7 +315,7 @@ class Checkpoints:
             self._damaged.discard(sealed.path)
             return prune(self._near, job.step, self._keep_last, self._judge, self._damaged, self._needed())
 
-    def _put(self, job: _Job, copied: Copied, act: str) -> Sealed:
+    def _put(self, job: _SaveJob, copied: ContentCopy, act: str) -> SealedCheckpoint:
         return put(
             self._near,
             job.step,
@@ -343,7 +352,7 @@ class Checkpoints:
                 self._tried.add(sealed.digest)
             try:
                 far = self._far.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
-            except Stopped:
+            except WriteAborted:
                 continue
             except BaseException as error:
                 if not sealed.path.exists():
@@ -357,7 +366,7 @@ class Checkpoints:
                 if sealed.step in self._began:
                     self._save_s = max(self._save_s, time.monotonic() - self._began[sealed.step])
 
-    def _next_to_publish(self) -> Sealed | None:
+    def _next_to_publish(self) -> SealedCheckpoint | None:
         near = self._counting(self._near_sealed)
         there = {sealed.digest for sealed in self._far_sealed}
         for sealed in (next(iter(near), None), best_of(near, self._judge)):
@@ -367,7 +376,7 @@ class Checkpoints:
 
     def _go_on(self) -> None:
         if self._is_over:
-            raise Stopped
+            raise WriteAborted
 
     def _note_failure(self, step: int, reason: str, is_told: bool = False) -> None:
         reason = reason.splitlines()[0]
@@ -377,7 +386,7 @@ class Checkpoints:
             )
         self._failures.append((step, reason))
 
-    def _counting(self, found: Iterable[Sealed]) -> list[Sealed]:
+    def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
         """Return those that are not damaged as far as is known, newest first."""
         last = self._last_step
         return [
@@ -386,7 +395,7 @@ class Checkpoints:
             if last is not None and one.step <= last and one.path not in self._damaged and not one.trouble
         ]
 
-    def _place_of(self, sealed: Sealed) -> Path:
+    def _place_of(self, sealed: SealedCheckpoint) -> Path:
         return next((one.path for one in self._far_sealed if one.digest == sealed.digest), sealed.path)
 
     def finish(self) -> None:

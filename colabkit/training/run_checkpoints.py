@@ -1,82 +1,22 @@
-"""When training is saved, what a checkpoint holds, and how training goes on from one."""
+"""What the checkpoints of a run hold, and how a run resumes from one."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from colabkit.foundation import InvalidOption, LaunchFailed, TargetExists, cannot, check_whole_number, format_things
+from colabkit.foundation import InvalidOption, LaunchFailed, TargetExists, cannot, format_things
 from colabkit.loading import Loader
-from colabkit.training.checkpoints.checkpoints import Checkpoint, Checkpoints
-from colabkit.training.checkpoints.randoms import random_state, restore_random_state
-from colabkit.training.durations import duration_s
-from colabkit.training.processes import Processes
+from colabkit.training.checkpoints.folder import CheckpointFolder, LoadedCheckpoint
+from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
+from colabkit.training.models import Stateful, plain
+from colabkit.training.ranks import Ranks
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """A model, optimizer or scheduler: anything whose state can be taken and set."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Set the state."""
-
-
-def plain(part: Any) -> Any:
-    """Return the model inside those that torch wraps around it, so that names in checkpoints are the model's own."""
-    while isinstance(part, nn.Module):
-        inner = getattr(part, "_orig_mod", None)
-        if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = part.module
-        if inner is None:
-            break
-        part = inner
-    return part
-
-
-class Schedule:
-    """Says when a checkpoint is due.
-
-    Args:
-        every: a number of steps, a duration such as `"5min"`, or `"epoch"`.
-
-    Raises:
-        InvalidOption: if it is none of these.
-    """
-
-    def __init__(self, every: int | str) -> None:
-        self._steps: int | None = None
-        self._seconds: float | None = None
-        if isinstance(every, str) and every != "epoch":
-            self._seconds = duration_s("train", "save_every", every)
-        elif not isinstance(every, str):
-            check_whole_number("train", "save_every", every, 1)
-            self._steps = every
-        self.is_by_epoch = every == "epoch"
-        self._saved_step = 0
-        self._saved_at = time.monotonic()
-
-    def saved(self, step: int) -> None:
-        """Note that the state after a step is being saved."""
-        self._saved_step, self._saved_at = step, time.monotonic()
-
-    def is_late(self) -> bool:
-        """Return whether the clock says so, which may differ between processes."""
-        return self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
-
-    def is_due(self, step: int) -> bool:
-        """Return whether the number of the step says so, which is equal in all processes."""
-        return self._steps is not None and step // self._steps > self._saved_step // self._steps
-
-
-class Saving:
+class RunCheckpoints:
     """The checkpoints of a training, of which one process takes care for all.
 
     Args:
@@ -97,7 +37,7 @@ class Saving:
         state: Mapping[str, Stateful],
         step: Any,
         loader: Loader,
-        processes: Processes,
+        processes: Ranks,
     ) -> None:
         self.folder = save_to
         self.resumed_from: Path | None = None
@@ -107,9 +47,9 @@ class Saving:
         self._step = step if isinstance(step, Stateful) else None
         self._loader = loader
         self._processes = processes
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: CheckpointFolder | None = None
         if save_to is not None and processes.is_first:
-            self._checkpoints = Checkpoints(save_to, keep_last=keep_last, mode=rule[0], monitor=rule[1])
+            self._checkpoints = CheckpointFolder(save_to, keep_last=keep_last, mode=rule[0], monitor=rule[1])
 
     @property
     def is_free(self) -> bool:
@@ -133,7 +73,7 @@ class Saving:
 
     @property
     def failures(self) -> tuple[tuple[int, str], ...]:
-        """Checkpoints that could not be written or published, with the reason."""
+        """CheckpointFolder that could not be written or published, with the reason."""
         return () if self._checkpoints is None else self._checkpoints.failures
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
@@ -144,7 +84,7 @@ class Saving:
             InvalidOption: if a checkpoint is of other data or of another state.
             Corrupt: if all checkpoints are damaged.
         """
-        found: Checkpoint | None = None
+        found: LoadedCheckpoint | None = None
         trouble: BaseException | None = None
         if self._checkpoints is not None:
             try:
@@ -186,7 +126,7 @@ class Saving:
         run: Mapping[str, Any] = content["run"]
         return run
 
-    def _found(self, checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
+    def _found(self, checkpoints: CheckpointFolder, resume: bool) -> LoadedCheckpoint | None:
         if not resume and (step := checkpoints.newest_step()) is not None:
             near = checkpoints.near_folder
             place = "" if near == self.folder else f" there or near, in {str(near)!r}"
@@ -195,7 +135,7 @@ class Saving:
             raise TargetExists(cannot(act, found, "no checkpoints", "Use resume=True or another folder"))
         return checkpoints.newest()
 
-    def _load_parts(self, found: Checkpoint) -> None:
+    def _load_parts(self, found: LoadedCheckpoint) -> None:
         saved = found.content["state"]
         if set(saved) != set(self._state):
             names = ", ".join(saved) or "nothing"

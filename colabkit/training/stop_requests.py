@@ -30,7 +30,7 @@ class StopNow(KeyboardInterrupt):
     """Ends a wait between two steps."""
 
 
-class Stops:
+class StopRequests:
     """Notes what would end a training, and lets a step come to its end first.
 
     While a step runs, Ctrl-C, SIGTERM and SIGHUP are noted, and a second Ctrl-C is a `KeyboardInterrupt`, as without

@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 
 from colabkit.foundation import file_changes
-from colabkit.training.checkpoints.copies import unsafe
-from colabkit.training.checkpoints.sealed import Damaged, Sealed, is_marked, marker
+from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpoint, is_marked, marker
+from colabkit.training.checkpoints.snapshots import unsafe
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -29,7 +29,7 @@ _GATHERED_BYTES = 1 << 20
 _NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine would hardly ever write
 
 
-class Stopped(Exception):
+class WriteAborted(Exception):
     """Nobody wants the file any more."""
 
 
@@ -60,7 +60,7 @@ def write(
 
     Raises:
         InvalidOption: if `content` holds objects that only an unsafe load would bring back.
-        Stopped: after `stop`.
+        WriteAborted: after `stop`.
     """
     fd = file_changes.create(path)
     try:
@@ -78,7 +78,7 @@ def write(
     finally:
         os.close(fd)
     if stop.is_set():
-        raise Stopped
+        raise WriteAborted
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
@@ -147,7 +147,7 @@ class _Sink:
     def _put(self, view: memoryview) -> None:
         for start in range(0, len(view), _BLOCK_BYTES):
             if self._stop.is_set():
-                raise Stopped
+                raise WriteAborted
             block = view[start : start + _BLOCK_BYTES]
             self._sha256.update(block)
             file_changes.write_at(self._fd, block, self.size, self._path)
@@ -167,11 +167,11 @@ def _without_crc(sink: _Sink) -> Iterator[None]:
         yield
 
 
-def load(sealed: Sealed) -> dict[str, Any]:
+def load(sealed: SealedCheckpoint) -> dict[str, Any]:
     """Return the content of a checkpoint; nothing in it is executed.
 
     Raises:
-        Damaged: if it is not what was sealed, or something else.
+        DamagedCheckpoint: if it is not what was sealed, or something else.
     """
     sealed.check()
     try:
@@ -179,8 +179,8 @@ def load(sealed: Sealed) -> dict[str, Any]:
     except Exception as error:  # torch raises several kinds for files that it did not write
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
-        raise Damaged(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        raise DamagedCheckpoint(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
     if not isinstance(found, dict) or not is_marked(found.get("made_by")) or not isinstance(found.get("content"), dict):
-        raise Damaged("it is no checkpoint of colabkit")
+        raise DamagedCheckpoint("it is no checkpoint of colabkit")
     content: dict[str, Any] = found["content"]
     return content

@@ -1,4 +1,4 @@
-"""Durations and moments as users write them: `"5min"`, `300`, a `timedelta`, a `datetime`."""
+"""Durations and deadlines as users write them, and when a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
-from colabkit.foundation import InvalidOption, cannot
+from colabkit.foundation import InvalidOption, cannot, check_whole_number
 
 Moment: TypeAlias = float | str | timedelta | datetime
 
@@ -62,3 +62,38 @@ def moment(act: str, name: str, value: Moment) -> float:
     if not left > 0:
         raise InvalidOption(cannot(act, f"{name}={value}", "a moment to come", "Give a later one"))
     return time.monotonic() + left
+
+
+class SaveSchedule:
+    """Says when a checkpoint is due.
+
+    Args:
+        every: a number of steps, a duration such as `"5min"`, or `"epoch"`.
+
+    Raises:
+        InvalidOption: if it is none of these.
+    """
+
+    def __init__(self, every: int | str) -> None:
+        self._steps: int | None = None
+        self._seconds: float | None = None
+        if isinstance(every, str) and every != "epoch":
+            self._seconds = duration_s("train", "save_every", every)
+        elif not isinstance(every, str):
+            check_whole_number("train", "save_every", every, 1)
+            self._steps = every
+        self.is_by_epoch = every == "epoch"
+        self._saved_step = 0
+        self._saved_at = time.monotonic()
+
+    def saved(self, step: int) -> None:
+        """Note that the state after a step is being saved."""
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def is_late(self) -> bool:
+        """Return whether the clock says so, which may differ between processes."""
+        return self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the number of the step says so, which is equal in all processes."""
+        return self._steps is not None and step // self._steps > self._saved_step // self._steps

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,12 @@ import torch
 import training_rank
 from contract import seal_fields
 from torch import distributed
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 import colabkit
 from colabkit.errors import InvalidOption, LaunchFailed
 from colabkit.foundation import meters, processes
 from colabkit.foundation.units import format_things
-from colabkit.training.processes import Processes
+from colabkit.training.ranks import Ranks
 
 COUNT = 41
 BATCH = 4
@@ -77,6 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, numbers: Path) -> dict[int, 
     return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
 
 
+@pytest.mark.full
 def test_two_processes_and_one_see_the_same_samples_and_come_to_the_same_weights(whole):
     one, two = whole[1], whole[2]
     assert [len(one), len(two)] == [1, 2]
@@ -91,6 +93,7 @@ def test_two_processes_and_one_see_the_same_samples_and_come_to_the_same_weights
     assert (two[0]["checkpoint"] != "None", two[1]["checkpoint"]) == (True, "None")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
 def test_training_goes_on_with_another_number_of_processes(tmp_path, numbers, whole, before, after):
     first = trained(numbers, tmp_path, before, stop_after=3)
@@ -106,6 +109,7 @@ def test_training_goes_on_with_another_number_of_processes(tmp_path, numbers, wh
         assert rest[0]["weights"] == whole[after][0]["weights"]
 
 
+@pytest.mark.full
 def test_a_notebook_launches_its_own_functions_in_processes_of_one_group(tmp_path):
     def work(folder: Path, factor: int) -> list[int]:
         told = torch.tensor([distributed.get_rank() + 1])
@@ -120,6 +124,7 @@ def test_a_notebook_launches_its_own_functions_in_processes_of_one_group(tmp_pat
     assert not distributed.is_initialized()
 
 
+@pytest.mark.full
 def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
     data = colabkit.open_pack(numbers)["train"]
 
@@ -141,6 +146,7 @@ def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
     assert len(list(tmp_path.glob("*.pt"))) == 2
 
 
+@pytest.mark.full
 def test_a_process_that_fails_is_one_line_that_names_it():
     def work() -> None:
         if distributed.get_rank() == 1:
@@ -152,10 +158,11 @@ def test_a_process_that_fails_is_one_line_that_names_it():
     assert 'raise ValueError("planned")' in caught.value.__notes__[0]
 
 
+@pytest.mark.full
 def test_a_result_that_cannot_come_back_and_a_sudden_end_are_said():
     with pytest.raises(LaunchFailed, match="process 0: InvalidOption: Cannot bring back what the function returned"):
-        colabkit.notebook_launch(lambda: lambda: 1, 2)
-    with pytest.raises(LaunchFailed, match=r"process \d: exit code"):
+        colabkit.notebook_launch(lambda: (number for number in range(3)), 2)
+    with pytest.raises(LaunchFailed, match=r"process \d: exit code 3"):
         colabkit.notebook_launch(lambda: os._exit(3), 2)
 
 
@@ -165,20 +172,60 @@ def test_a_launch_that_cannot_be_meant_is_one_line(function, processes):
         colabkit.notebook_launch(function, processes)
 
 
-def test_cuda_in_use_is_said_before_anything_is_launched(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(InvalidOption, match=r"CUDA in use.*Restart the runtime"):
-        colabkit.notebook_launch(print, 2)
+def test_a_process_with_threads_launches_others_and_shows_what_they_print(capsys):
+    matrix, stop = torch.rand(256, 256), threading.Event()
+    busy = [threading.Thread(target=lambda: [matrix @ matrix for _ in iter(stop.is_set, True)]) for _ in range(3)]
+    for thread in busy:
+        thread.start()
+
+    def work() -> tuple[str, float]:
+        print(f"rank {distributed.get_rank()} of {threading.active_count()} thread")
+        return multiprocessing.current_process().name, float((matrix @ matrix).sum())
+
+    try:
+        assert colabkit.notebook_launch(work, 2)[1] == pytest.approx(float((matrix @ matrix).sum()), rel=1e-3)
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+    assert {"rank 0 of 1 thread", "rank 1 of 1 thread"} <= set(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.full
+def test_classes_of_the_notebook_come_back_as_the_same_classes(monkeypatch):
+    class Answer:
+        rank = -1
+
+    def work() -> Answer:
+        answer = Answer()
+        answer.rank = distributed.get_rank()
+        return answer
+
+    found = colabkit.notebook_launch(work, 2)
+    assert (type(found), found.rank) == (Answer, 0)
+
+
+def test_what_cannot_be_copied_to_another_process_is_named():
+    lock = threading.Lock()
+
+    def work() -> None:
+        lock.acquire()
+
+    with pytest.raises(InvalidOption, match=r"the function uses 'lock', a lock that cannot be copied.*inside"):
+        colabkit.notebook_launch(work, 2)
+    with pytest.raises(InvalidOption, match=r"the function uses 'argument 1', a generator"):
+        colabkit.notebook_launch(print, 2, (number for number in range(3)))
 
 
 def test_one_process_alone_asks_nobody():
-    with Processes() as alone:
+    with Ranks() as alone:
         assert (alone.rank, alone.count, alone.is_first) == (0, 1, True)
         assert alone.agreed(5, 0.1, [1, 0]) == [1, 0]
         assert alone.from_all("x") == ["x"]
         assert alone.from_first("x") == "x"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_processes_that_are_told_to_end_leave_a_checkpoint_and_signals_as_they_were(tmp_path, numbers, number):
     data = colabkit.open_pack(numbers)["train"]
@@ -195,7 +242,7 @@ def test_processes_that_are_told_to_end_leave_a_checkpoint_and_signals_as_they_w
         )
 
     try:
-        with pytest.raises((KeyboardInterrupt, SignalException)):
+        with pytest.raises(KeyboardInterrupt):
             colabkit.notebook_launch(work, 2)
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,14 +1,111 @@
-"""What steps return, kept without making the host wait for the device: means of an epoch, and the curve of a run."""
+"""What a run records: its epochs and validations, and the values that steps return, kept on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, cannot, kind_of
+from colabkit.foundation import InvalidOption, MetersSnapshot, cannot, kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """One epoch of training.
+
+    Attributes:
+        epoch: its number, from 0.
+        steps: calls of the step.
+        samples: samples seen, by all processes together.
+        seconds: its duration without validation.
+        wait_s: seconds of its steps spent waiting for data.
+        values: means over samples of what the step returned.
+        validation: what `validate` returned last in it.
+        copy_s: seconds of its steps spent waiting for copies to the device, which nothing hid.
+        compute_s: seconds of its steps that the steps themselves took.
+        other_s: seconds of its steps that went to other work of the host.
+    """
+
+    epoch: int
+    steps: int
+    samples: int
+    seconds: float
+    wait_s: float
+    values: Mapping[str, float]
+    validation: Mapping[str, float] = field(default_factory=dict)
+    copy_s: float = 0.0
+    compute_s: float = 0.0
+    other_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What `validate` returned after a step, whose number counts from 1 over all epochs."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass
+class EpochProgress:
+    """The epoch that is under way.
+
+    Attributes:
+        epoch: its number in the training.
+        loader_epoch: its number in the loader, which may have been used before.
+        steps: steps in it so far.
+        samples: of this process in it so far.
+        seconds: spent in it, validation apart.
+        wait_s: of the time of its whole steps, waiting for data.
+        copy_s: waiting for copies to the device, which nothing hid.
+        compute_s: the steps themselves.
+        other_s: other work of the host.
+        validation: what was returned last in it.
+        is_validation_due: whether a validation comes before its next step.
+    """
+
+    epoch: int
+    loader_epoch: int
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    copy_s: float = 0.0
+    compute_s: float = 0.0
+    other_s: float = 0.0
+    validation: dict[str, float] = field(default_factory=dict)
+    is_validation_due: bool = False
+
+    def spend(self, before: EpochProgress, spent: MetersSnapshot) -> None:
+        """Take in where the time went since `before`, by the loader's meters."""
+        self.wait_s = before.wait_s + spent.wait_s
+        self.copy_s = before.copy_s + spent.copy_s
+        self.compute_s = before.compute_s + spent.compute_s
+        self.other_s = before.other_s + spent.other_s
+
+    def record(self, samples: int, means: Mapping[str, float]) -> EpochRecord:
+        """Return the epoch's record.
+
+        Args:
+            samples: of all processes.
+            means: over samples of what the step returned.
+        """
+        return EpochRecord(
+            self.epoch,
+            self.steps,
+            samples,
+            self.seconds,
+            self.wait_s,
+            means,
+            self.validation,
+            self.copy_s,
+            self.compute_s,
+            self.other_s,
+        )
+
 
 Values: TypeAlias = Mapping[str, object]
 
@@ -63,8 +160,8 @@ def is_number(value: object) -> bool:
     return hasattr(value, "__float__") and not getattr(value, "shape", ())
 
 
-class Means:
-    """Means over samples, summed one by one, so that a sum taken up again comes to the same bits."""
+class SampleMeans:
+    """SampleMeans over samples, summed one by one, so that a sum taken up again comes to the same bits."""
 
     def __init__(self, sums: Mapping[str, tuple[float, int]] | None = None) -> None:
         self.sums: dict[str, tuple[float, int]] = {
@@ -77,7 +174,7 @@ class Means:
         self.sums[name] = total + value * samples, count + samples
 
     @classmethod
-    def of_all(cls, all_sums: list[dict[str, tuple[float, int]]]) -> Means:
+    def of_all(cls, all_sums: list[dict[str, tuple[float, int]]]) -> SampleMeans:
         """Return the means over the sums of several processes."""
         whole = cls()
         for sums in all_sums:
@@ -91,8 +188,8 @@ class Means:
         return {name: total / count for name, (total, count) in self.sums.items() if count}
 
 
-class Curve:
-    """Means of every value over bins of steps; bins grow so that a run of any length has at most 1,000 of them.
+class ValueCurve:
+    """SampleMeans of every value over bins of steps; bins grow so that a run of any length has at most 1,000 of them.
 
     Attributes:
         width: steps of a bin.
@@ -134,13 +231,13 @@ class Curve:
         return {"width": self.width, "bins": bins}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Curve:
+    def of(cls, state: Mapping[str, Any]) -> ValueCurve:
         """Return the curve of a state."""
         bins = {name: {point[0]: (point[1], point[2]) for point in points} for name, points in state["bins"].items()}
         return cls(state["width"], bins)
 
 
-class Recorder:
+class ValueRecorder:
     """Keeps what steps return where it is, on the device, until `read` brings it to means and curve.
 
     Args:
@@ -148,7 +245,7 @@ class Recorder:
         means: of an epoch that was begun before.
     """
 
-    def __init__(self, curve: Curve, means: Means) -> None:
+    def __init__(self, curve: ValueCurve, means: SampleMeans) -> None:
         self.means = means
         self._curve = curve
         self._steps: list[tuple[int, int, Values]] = []

@@ -1,0 +1,211 @@
+"""What training does to a model: precision, memory layout, other ranks, a compiler; and a small model to begin with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from colabkit.foundation import InvalidOption, MissingPackage, cannot, check_whole_number
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A model, optimizer or scheduler: anything whose state can be taken and set."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Set the state."""
+
+
+def plain(part: Any) -> Any:
+    """Return the model inside those that torch wraps around it, so that names in checkpoints are the model's own."""
+    while isinstance(part, nn.Module):
+        inner = getattr(part, "_orig_mod", None)
+        if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = part.module
+        if inner is None:
+            break
+        part = inner
+    return part
+
+
+Amp: TypeAlias = Literal["auto", "bf16", "fp16", False]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The numbers that a model computes with.
+
+    Attributes:
+        name: `"bf16"` or `"fp16"` for mixed precision, False for the model's own.
+        reason: why.
+    """
+
+    name: Literal["bf16", "fp16", False]
+    reason: str
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type that autocast computes in, None without autocast."""
+        return _DTYPES[self.name] if self.name else None
+
+
+def precision_on(device: torch.device, amp: Amp, weights: torch.dtype = torch.float32) -> Precision:
+    """Return the precision for a device.
+
+    NVIDIA GPUs compute in bfloat16 from compute capability 8.0 on, and in float16 from 7.0 on. What
+    `torch.cuda.is_bf16_supported()` says is not asked: it is true also where bfloat16 is emulated, and slow.
+
+    Args:
+        device: where the model is.
+        amp: what the user asks for.
+        weights: type of the model's weights.
+    """
+    if amp != "auto":
+        return Precision(amp, "as asked for")
+    if weights != torch.float32:
+        return Precision(False, f"its weights are {str(weights).removeprefix('torch.')}")
+    if device.type != "cuda":
+        return Precision(False, "only a CUDA GPU is sure to gain by it")
+    capability = torch.cuda.get_device_capability(device)
+    reason = f"the GPU is of compute capability {capability[0]}.{capability[1]}"
+    if capability >= (8, 0):
+        return Precision("bf16", reason)
+    return Precision("fp16" if capability >= (7, 0) else False, reason)
+
+
+def check_precision(act: str, precision: Precision, device: torch.device) -> None:
+    """Raise `InvalidOption` if a device cannot train with a precision."""
+    if precision.name == "fp16" and device.type != "cuda":
+        next_step = "Use amp='auto', or move the model to a GPU"
+        raise InvalidOption(cannot(act, f"amp='fp16' and a model on {device}", "a CUDA GPU for fp16", next_step))
+
+
+Forward: TypeAlias = Callable[[Tensor], Any]
+
+_LANES = 16
+_NO_COMPILER = re.compile(r"No working C\+\+ compiler|Failed to find C compiler")
+
+
+def convolutions(model: nn.Module) -> Iterable[Tensor]:
+    """Yield the weights of all two-dimensional convolutions."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+            yield module.weight
+
+
+def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
+    """Lay out weights of convolutions by channels last, and what the optimizer knows of each likewise."""
+    for weight in convolutions(model):
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        known = optimizer.state.get(weight, {})
+        for name, value in known.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                known[name] = value.contiguous(memory_format=torch.channels_last)
+
+
+def fails_in_channels_last(model: nn.Module) -> bool:
+    """Return whether the backward pass of a model crashes on a CPU, or is wrong, with images in channels-last memory.
+
+    That of strided 1x1 convolutions over fewer channels than a vector has lanes, 16 with AVX-512, writes past its
+    memory.
+    Source: https://github.com/uxlfoundation/oneDNN/issues/6035, open in November 2026.
+    """
+    return any(
+        isinstance(module, nn.Conv2d)
+        and module.kernel_size == (1, 1)
+        and module.stride != (1, 1)
+        and module.in_channels // module.groups < _LANES
+        for module in model.modules()
+    )
+
+
+def is_one_of_several() -> bool:
+    """Return whether this process trains together with others."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def ddp_in(model: nn.Module) -> DistributedDataParallel | None:
+    """Return what exchanges the gradients of a model, None if nothing does."""
+    return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+
+
+def average(ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
+    """Bring gradients that were kept from the exchange to their mean over all processes.
+
+    A parameter that no process has a gradient of keeps none, as after the exchange itself.
+    """
+    has = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device).int()
+    distributed.all_reduce(has, group=ddp.process_group)
+    for parameter, count in zip(parameters, has.tolist(), strict=True):
+        if count:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            distributed.all_reduce(parameter.grad, group=ddp.process_group)
+            parameter.grad.div_(distributed.get_world_size(ddp.process_group))
+
+
+def compiled(module: nn.Module, mode: str | None) -> Forward:
+    """Return a compiled model, which shares all with the model itself; its names in checkpoints stay the model's."""
+    act = f"compile {type(plain(module)).__name__}"
+    try:
+        run = torch.compile(module, mode=mode)
+    except RuntimeError as error:
+        raise InvalidOption(cannot(act, f"compile={mode!r}", "a mode of torch.compile", "Use compile=True")) from error
+
+    def forward(images: Tensor) -> Any:
+        try:
+            return run(images)
+        except Exception as error:
+            if _NO_COMPILER.search(str(error)):
+                needed, next_step = "one for torch.compile", "Install it (apt-get install g++), or use compile=False"
+                raise MissingPackage(cannot(act, "no C++ compiler", needed, next_step)) from error
+            raise
+
+    return forward
+
+
+_GRID = 8  # what the first layer brings the shorter side to, about
+
+
+def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Module:
+    """Return a small convolutional network for images of one shape, to begin with and to compare with.
+
+    Three convolutions with batch normalisation, a maximum over a grid of 2x2, and a linear layer: some 100,000
+    parameters, in channels-last memory, on the CPU. Its first layer brings images of any size to about 8x8, so it costs
+    little, and sees little of large ones.
+
+    Args:
+        classes: how many scores it gives.
+        shape: height, width and channels of the images, as `PackReport.sample_shape`.
+        seed: of the weights; torch's own generators stay as they are.
+
+    Raises:
+        InvalidOption: if there is no class, or the shape is none of an image.
+    """
+    act = "make a small network"
+    check_whole_number(act, "classes", classes, 1)
+    if len(shape) != 3 or min(shape) < 1:
+        found, needed = f"shape={tuple(shape)}", "height, width and channels of images"
+        raise InvalidOption(cannot(act, found, needed, "Pack images, all brought to one size"))
+    height, width, channels = shape
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        layers: list[nn.Module] = []
+        for features, stride in ((32, max(1, min(height, width) // _GRID)), (64, 1), (128, 2)):
+            convolution = nn.Conv2d(channels, features, 2 * stride + 1, stride, stride, bias=False)
+            layers += [convolution, nn.BatchNorm2d(features), nn.ReLU()]
+            channels = features
+        head = [nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(4 * channels, classes)]
+        return nn.Sequential(*layers, *head).to(memory_format=torch.channels_last)

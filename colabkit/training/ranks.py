@@ -1,0 +1,381 @@
+"""The ranks of one training: what they agree on, and `notebook_launch()`, which starts them from a notebook."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import inspect
+import json
+import math
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import connection
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import cloudpickle
+import torch
+from torch import distributed
+
+from colabkit.foundation import (
+    InvalidOption,
+    LaunchFailed,
+    cannot,
+    check_whole_number,
+    format_things,
+    kind_of,
+    usable_cpus,
+)
+
+T = TypeVar("T")
+
+_AGREE_EVERY_S = 0.25
+_AGREE_STEPS = 100
+_TRACE_CHARS = 20_000
+_TICK_S = 0.1
+_SIGNAL_GRACE_S = 60.0
+_FAILURE_GRACE_S = 5.0
+_MOST_SIGNALS = 3
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from colabkit.training.ranks import run_rank; "
+_START += "run_rank(*map(int, sys.argv[2:]))"
+
+
+def is_one_of_several() -> bool:
+    """Return whether this process trains together with others."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+class Ranks:
+    """The processes that train together; a context manager.
+
+    They agree over a group on the CPU, so that no process waits for its GPU.
+
+    Attributes:
+        rank: of this process.
+        count: of the processes.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.count = 0, 1
+        self._group: Any = None
+        self._own_group = False
+        self._next_agreement = 0
+        self._pause = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.rank == 0
+
+    def __enter__(self) -> Self:
+        if is_one_of_several():
+            self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
+            if "gloo" not in str(distributed.get_backend()):
+                self._group = distributed.new_group(backend="gloo")
+                self._own_group = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the others may never come to this point.
+        if self._own_group and kind is None:
+            distributed.destroy_process_group(self._group)
+
+    def from_first(self, value: T) -> T:
+        """Return the value of rank 0."""
+        if self.count == 1:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def from_all(self, value: T) -> list[T]:
+        """Return the value of each rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def agreed(self, step: int, step_s: float, wishes: list[int], at_once: bool = False) -> list[int]:
+        """Return the largest of each wish over all ranks, at steps that all of them take; zeros between.
+
+        Args:
+            step: number of the step, equal in all ranks.
+            step_s: seconds of a step, which decide how seldom the ranks ask each other.
+            wishes: numbers from 0.
+            at_once: ask at this step; equal in all ranks.
+        """
+        if self.count == 1:
+            return wishes
+        if step < self._next_agreement and not at_once:
+            return [0] * len(wishes)
+        sent = torch.tensor([*wishes, int(step_s * 1e6)], dtype=torch.int64, device="cpu")
+        distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
+        *agreed, step_us = sent.tolist()
+        most = max(1, min(_AGREE_STEPS, int(_AGREE_EVERY_S * 1e6 / max(1, step_us))))
+        # The first steps of a run say little about the others.
+        self._pause = min(2 * self._pause, most)
+        self._next_agreement = step + self._pause
+        return agreed
+
+
+def notebook_launch(function: Callable[..., Any], processes: int | None = None, *arguments: Any) -> Any:
+    """Call `function(*arguments)` in several processes of one `torch.distributed` group; return rank 0's result.
+
+    Each process has the GPU of its rank, with NCCL; without GPUs the processes share the CPUs, with gloo. Inside,
+    `Loader` and `train()` divide the work among them. The processes are fresh ones: `function` may be defined in the
+    notebook, and it gets copies of the arguments and of the variables that it uses. Make models inside it.
+
+    Args:
+        function: what each process runs. It, its arguments and its result must be picklable by `cloudpickle`.
+        processes: how many; None for one per GPU, or two without GPUs.
+        arguments: of the function.
+
+    Raises:
+        InvalidOption: if there are too few GPUs, or the function cannot be copied to another process.
+        LaunchFailed: if a process failed: the first that did, with its traceback as a note.
+    """
+    act = "launch training"
+    gpus = torch.cuda.device_count()
+    count = (gpus or 2) if processes is None else check_whole_number(act, "processes", processes, 1)
+    if not callable(function):
+        raise InvalidOption(cannot(act, kind_of(function), "a function", "Pass it without calling it"))
+    if gpus and count > gpus:
+        expected = f"at most one for each of {format_things(gpus, 'GPU')}"
+        raise InvalidOption(cannot(act, f"processes={count}", expected, "Use fewer"))
+    if distributed.is_available() and distributed.is_initialized():
+        found, expected = "a process that is already part of a group", "one on its own"
+        raise InvalidOption(cannot(act, found, expected, "Call the function itself"))
+    with ExitStack() as stack:
+        payload = stack.enter_context(tempfile.TemporaryFile())
+        payload.write(_pickled(act, function, arguments))
+        payload.flush()
+        return _Launch(count, bool(gpus), payload.fileno(), stack).result()
+
+
+def _pickled(act: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Return function and arguments for another process; an error names what cannot be copied there."""
+    try:
+        return bytes(cloudpickle.dumps((function, arguments)))
+    # Pickling runs the objects' own code.
+    except Exception as error:
+        used: dict[str, Any] = {}
+        with suppress(TypeError, ValueError):
+            variables = inspect.getclosurevars(function)
+            used = {**variables.globals, **variables.nonlocals}
+        used |= {f"argument {number}": value for number, value in enumerate(arguments, 1)}
+        culprit = next((f"{name!r}, {kind_of(value)}" for name, value in used.items() if not _is_picklable(value)), "")
+        found = f"the function uses {culprit or 'an object'} that cannot be copied to another process ({error})"
+        expected, next_step = "only what cloudpickle can copy", "Create it inside the function"
+        raise InvalidOption(cannot(act, found, expected, next_step)) from error
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+class _Launch:
+    """The processes of one `notebook_launch()`; `stack` ends them."""
+
+    def __init__(self, count: int, has_gpus: bool, payload: int, stack: ExitStack) -> None:
+        self._count = count
+        self._received: list[int] = []
+        self._forwarded = 0
+        self._kill_at = math.inf
+        self._failure: tuple[int, str, str] | None = None
+        self._pipes: dict[connection.Connection, int] = {}
+        self._answers: dict[int, tuple[Any, ...]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(self._kill)
+        # The ranks find each other through this store, as under torchrun.
+        self._store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        output, written = os.pipe()
+        self._output: list[int] = [output]
+        stack.callback(os.close, output)
+        os.set_blocking(output, False)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        environ = {
+            "OMP_NUM_THREADS": str(max(1, int(usable_cpus()) // count)),
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        try:
+            for rank in range(count):
+                reader, writer = connection.Pipe(duplex=False)
+                stack.enter_context(reader)
+                self._pipes[reader] = rank
+                with writer:
+                    numbers = [str(int(number)) for number in (payload, writer.fileno(), has_gpus, os.getpid())]
+                    process = subprocess.Popen(  # noqa: S603 - no shell; this Python
+                        [sys.executable, "-c", _START, json.dumps(sys.path), *numbers],
+                        stdin=subprocess.DEVNULL,
+                        stdout=written,
+                        stderr=written,
+                        env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        pass_fds=(payload, writer.fileno()),
+                        # Ctrl-C in a terminal reaches this process only, which passes it on once.
+                        start_new_session=True,
+                    )
+                self._processes.append(process)
+        finally:
+            os.close(written)
+
+    def result(self) -> Any:
+        """Return rank 0's result when all have ended."""
+        with self._signals():
+            while any(process.poll() is None for process in self._processes):
+                connection.wait([*self._pipes, *self._output], _TICK_S)
+                self._pass_signals_on()
+                self._look()
+                if time.monotonic() >= self._kill_at:
+                    self._kill()
+            self._look()
+        if self._received:
+            if signal.SIGINT not in self._received:
+                signal.raise_signal(self._received[0])
+            raise KeyboardInterrupt
+        if self._failure:
+            rank, text, trace = self._failure
+            act, next_step = f"train in {self._count} processes", "Call the function itself to debug it"
+            error = LaunchFailed(cannot(act, f"process {rank}: {text}", "all to end well", next_step))
+            if trace:
+                error.add_note(trace)
+            raise error
+        return cloudpickle.loads(self._answers[0][1])
+
+    def _look(self) -> None:
+        """Take answers and notice the first failure, after which the others have to end."""
+        ended = {rank: code for rank, process in enumerate(self._processes) if (code := process.poll()) is not None}
+        self._take()
+        if self._failure or self._received:
+            return
+        # A sudden end comes first: the others fail of it.
+        for rank, code in ended.items():
+            if rank not in self._answers:
+                text = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                self._failure = rank, text, ""
+                break
+        else:
+            failed = [(answer[1], rank, *answer[2:]) for rank, answer in self._answers.items() if answer[0] == "failed"]
+            if failed:
+                self._failure = min(failed)[1:]
+        if self._failure:
+            self._send(signal.SIGTERM)
+            self._kill_at = time.monotonic() + _FAILURE_GRACE_S
+
+    def _take(self) -> None:
+        """Show what the processes printed, and take their answers."""
+        for output in [*self._output]:
+            with suppress(BlockingIOError):
+                while data := os.read(output, 1 << 16):
+                    sys.stdout.write(self._decoder.decode(data))
+                    sys.stdout.flush()
+                self._output.clear()
+        for pipe in [pipe for pipe in self._pipes if pipe.poll()]:
+            rank = self._pipes.pop(pipe)
+            with suppress(EOFError, OSError):
+                self._answers[rank] = pipe.recv()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Note signals instead of acting on them; only the main thread hears them."""
+        former: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    former[number] = signal.signal(number, lambda number, _: self._received.append(number))
+        try:
+            yield
+        finally:
+            for noted, handler in former.items():
+                signal.signal(noted, handler)
+
+    def _pass_signals_on(self) -> None:
+        for number in self._received[self._forwarded :]:
+            self._send(number)
+            self._forwarded += 1
+            self._kill_at = min(self._kill_at, time.monotonic() + _SIGNAL_GRACE_S)
+        if len(self._received) >= _MOST_SIGNALS:
+            self._kill_at = 0.0
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
+    """Run the function of `notebook_launch()` in one of its processes, and send back what comes of it.
+
+    Args:
+        payload: descriptor of the file with function and arguments.
+        answer: descriptor of the pipe for the answer.
+        has_gpus: whether each process has a GPU.
+        parent: process that launched this one, with which it ends.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+    rank = int(os.environ["RANK"])
+    with connection.Connection(answer, readable=False) as pipe:
+        try:
+            if has_gpus:
+                torch.cuda.set_device(rank)
+            with mmap.mmap(payload, 0, prot=mmap.PROT_READ) as data:
+                function, arguments = cloudpickle.loads(data)
+            os.close(payload)
+            distributed.init_process_group("nccl" if has_gpus else "gloo")
+            result = function(*arguments)
+            packed = _packed_result(result) if rank == 0 else b""
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))[-_TRACE_CHARS:]
+            pipe.send(("failed", time.monotonic(), f"{type(error).__name__}: {error}"[:_TRACE_CHARS], trace))
+            # The group stays as it is: the others would fail of its end, and might be reported first.
+            sys.stdout.flush()
+            os._exit(1)
+        except KeyboardInterrupt:
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGINT)
+        distributed.destroy_process_group()
+        pipe.send(("done", packed))
+
+
+def _packed_result(result: Any) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(result))
+    # Pickling runs the objects' own code.
+    except Exception as error:
+        found = f"{kind_of(result)} ({error})"
+        needed, next_step = "something that can be pickled", "Return numbers, text, or what train() returns"
+        raise InvalidOption(cannot("bring back what the function returned", found, needed, next_step)) from error
