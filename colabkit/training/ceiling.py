@@ -25,8 +25,7 @@ from colabkit.foundation import (
     format_things,
     kind_of,
 )
-from colabkit.loading import Loader, mapped
-from colabkit.loading.inspection import samples_in
+from colabkit.loading import Loader, mapped, samples_in
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks

@@ -15,8 +15,7 @@ from dataclasses import asdict
 from typing import Any, TypeAlias, cast
 
 from colabkit.foundation import InvalidOption, Sampler, cannot, meters
-from colabkit.loading import Loader
-from colabkit.loading.inspection import samples_in
+from colabkit.loading import Loader, samples_in
 from colabkit.training.checkpoints.snapshots import random_state
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import (

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, kind_of, meters, sampled, user_path
-from colabkit.loading import Loader
-from colabkit.loading.inspection import may_be_loader
+from colabkit.loading import Loader, may_be_loader
 from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import Values

@@ -12,7 +12,8 @@ import pytest
 import torch
 from trees import leftovers
 
-from colabkit.training.checkpoints import checkpoints, far
+from colabkit.training.checkpoints import folder as checkpoint_folder
+from colabkit.training.checkpoints import remote
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
@@ -57,7 +58,7 @@ def near_of(near_storage: Path) -> Path:
 
 def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Let a folder of this disk count as one behind a mount."""
-    for module in (checkpoints, far):
+    for module in (checkpoint_folder, remote):
         patch.setattr(module, "can_hang", lambda path, table: path.startswith(str(folder)))
     return folder
 

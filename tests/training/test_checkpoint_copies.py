@@ -16,7 +16,7 @@ from checkpoint_folders import assert_nothing_runs
 
 from colabkit.errors import InvalidOption
 from colabkit.foundation.environment.limits import MemoryReport
-from colabkit.training.checkpoints import copies
+from colabkit.training.checkpoints import snapshots
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
@@ -90,7 +90,7 @@ def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path, file_ho
 
 
 def test_memory_is_kept_from_save_to_save(tmp_path):
-    kept = copies.Copies()
+    kept = snapshots.ContentCopier()
 
     def places(content: dict[str, Any]) -> set[int]:
         return {value.data_ptr() for value in kept.copy("save", content).content.values()}
@@ -196,8 +196,8 @@ def test_what_cannot_be_loaded_safely_is_refused_at_once(tmp_path, value):
 
 
 def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themselves(tmp_path, monkeypatch):
-    monkeypatch.setattr(copies, "memory_limits", lambda _: MemoryReport(1 << 30, 1000, "test"))
-    monkeypatch.setattr(copies, "_UNASKED_BYTES", 1000)
+    monkeypatch.setattr(snapshots, "memory_limits", lambda _: MemoryReport(1 << 30, 1000, "test"))
+    monkeypatch.setattr(snapshots, "_UNASKED_BYTES", 1000)
     weights = torch.ones(100_000)
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"weights": weights})

@@ -16,7 +16,7 @@ from far_mounts import FuseMount, has_fuse, wait_for
 from trees import needs
 
 from colabkit.errors import Corrupt, FileFailed, NotMounted, TimedOut
-from colabkit.training.checkpoints import far, writing
+from colabkit.training.checkpoints import files, remote
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
@@ -78,7 +78,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
     tmp_path, near_storage, drive, monkeypatch, caplog, file_hook
 ):
     mount = drive()
-    monkeypatch.setattr(far, "STALLED_S", 0.5)
+    monkeypatch.setattr(remote, "STALLED_S", 0.5)
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
     with CheckpointFolder(folder) as kept, caplog.at_level(logging.WARNING, logger="colabkit"):
@@ -95,7 +95,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
         assert kept.latest == near_of(near_storage) / "checkpoint-00000030.pt"
         assert len(caplog.records) == 1
         mount.go_on()
-        monkeypatch.setattr(far, "STALLED_S", 60.0)
+        monkeypatch.setattr(remote, "STALLED_S", 60.0)
         kept.save(40, content(40), score=0.3)
         kept.finish()
         assert len(kept.failures) == 3
@@ -106,7 +106,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
 
 def test_a_drive_that_hangs_for_long_holds_few_threads(tmp_path, drive, monkeypatch):
     mount = drive()
-    monkeypatch.setattr(far, "STALLED_S", 0.1)
+    monkeypatch.setattr(remote, "STALLED_S", 0.1)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
     with CheckpointFolder(tmp_path / "drive" / "run") as kept:
         mount.hang()
@@ -156,7 +156,7 @@ def test_a_drive_that_hangs_at_resume_is_one_error_in_time(tmp_path, near_storag
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
     elsewhere(monkeypatch, tmp_path / "other")
-    monkeypatch.setattr(far, "STALLED_S", 0.5)
+    monkeypatch.setattr(remote, "STALLED_S", 0.5)
     mount.hang(operation)
     with pytest.raises(TimedOut, match=r"Cannot resume from .+ has answered nothing"):
         CheckpointFolder(folder).newest()
@@ -253,7 +253,7 @@ def test_of_several_that_wait_only_the_newest_and_the_best_are_published(
 
 def test_a_writer_gives_way_to_training(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(writing.os, "setpriority", lambda which, thread, nice: given.append((thread, nice)))
+    monkeypatch.setattr(files.os, "setpriority", lambda which, thread, nice: given.append((thread, nice)))
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, content(1), wait=True)
         assert given == []  # who waits for it wants it soon

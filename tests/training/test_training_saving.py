@@ -18,9 +18,9 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
 from colabkit.packs.dataset.packed import PackedDataset
-from colabkit.training import checkpoints as checkpoint
+from colabkit.training.checkpoints import folder as checkpoint_folder
 from colabkit.training.report import TrainingInterrupted, TrainReport
-from colabkit.training.run_checkpoints import SaveSchedule
+from colabkit.training.schedule import SaveSchedule
 from colabkit.training.steps import supervised_step
 
 
@@ -121,7 +121,7 @@ def test_checkpoints_come_every_n_steps(tmp_path, data):
 
 def test_checkpoints_come_by_the_clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("colabkit.training.run_checkpoints.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
     schedule = SaveSchedule("5min")
     now[0] += 299
     assert not schedule.is_late()
@@ -156,7 +156,7 @@ def test_other_options_that_cannot_be_meant_are_one_line(data, options):
 
 def test_a_full_disk_in_the_middle_costs_no_training(tmp_path, data, monkeypatch):
     calls = []
-    written = checkpoint.checkpoints.write
+    written = checkpoint_folder.write
 
     def write(*arguments: object, **options: object) -> object:
         calls.append(arguments)
@@ -164,7 +164,7 @@ def test_a_full_disk_in_the_middle_costs_no_training(tmp_path, data, monkeypatch
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint.checkpoints, "write", write)
+    monkeypatch.setattr(checkpoint_folder, "write", write)
     report = train(nothing, Loader(data, 4), epochs=4, save_to=tmp_path)
     assert report.trained == 4
     assert len(report.failed_saves) == 2

@@ -18,7 +18,7 @@ from colabkit.augment import PerBatch
 from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
-from colabkit.training import stops
+from colabkit.training import stop_requests
 from colabkit.training.report import TrainingInterrupted
 from colabkit.training.schedule import duration_s, moment
 
@@ -87,7 +87,7 @@ def test_a_key_that_bounces_is_pressed_once(tmp_path, data):
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_the_checkpoint_before(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(stops, "BOUNCE_S", 0.0)
+    monkeypatch.setattr(stop_requests, "BOUNCE_S", 0.0)
     step = pressed(signal.SIGINT, 3, times=2)
     with pytest.raises(KeyboardInterrupt) as caught:
         train(step, Loader(data, 4), save_to=tmp_path)

@@ -25,8 +25,8 @@ from colabkit.foundation import (
     mounts,
     near_folder,
 )
-from colabkit.training.checkpoints.far import Far
 from colabkit.training.checkpoints.files import WriteAborted, load, write
+from colabkit.training.checkpoints.remote import RemoteFolder
 from colabkit.training.checkpoints.seals import (
     DamagedCheckpoint,
     Mode,
@@ -105,11 +105,11 @@ class CheckpointFolder:
             raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use mode='min' for a loss"))
         self.folder = Path(os.path.abspath(save_to))
         self._near = self.folder
-        self._far: Far | None = None
+        self._far: RemoteFolder | None = None
         if can_hang(str(self.folder), mounts()):
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
             self._near = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
-            self._far = Far(self.folder)
+            self._far = RemoteFolder(self.folder)
         self._keep_last = keep_last
         self._judge = f"{mode} {monitor}".rstrip()
         self._copies = ContentCopier()

@@ -63,7 +63,7 @@ class SealedCheckpoint:
         return self.score, self.judge
 
     def check_size(self) -> None:
-        """Raise `Damaged` unless the file is there with the sealed size."""
+        """Raise `DamagedCheckpoint` unless the file is there with the sealed size."""
         if self.trouble:
             raise DamagedCheckpoint(self.trouble)
         with readable(self.path):
@@ -72,7 +72,7 @@ class SealedCheckpoint:
             raise DamagedCheckpoint(f"{found} of {self.size} bytes")
 
     def check(self) -> None:
-        """Raise `Damaged` unless the file's bytes are the sealed ones."""
+        """Raise `DamagedCheckpoint` unless the file's bytes are the sealed ones."""
         self.check_size()
         with readable(self.path):
             digest = file_changes.sha256(self.path)
@@ -90,7 +90,7 @@ class SealedCheckpoint:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of reading `path` into `Damaged`; a mount that is dead is no damage."""
+    """Turn an `OSError` of reading `path` into `DamagedCheckpoint`; a mount that is dead is no damage."""
     try:
         yield
     except OSError as error:

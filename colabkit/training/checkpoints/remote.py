@@ -18,7 +18,7 @@ STALLED_S = 120.0
 """Seconds in which a mount has to answer, or to take or give something."""
 
 
-class Far:
+class RemoteFolder:
     """A folder behind a mount that may hang or die.
 
     Args:
@@ -113,7 +113,7 @@ class Far:
 
 
 def _blocks(sealed: SealedCheckpoint) -> Generator[bytes, None, None]:
-    """Yield the bytes of a checkpoint's file; raises `DamagedCheckpoint`, at the end, unless they are the sealed ones."""
+    """Yield the bytes of a checkpoint's file; raises `DamagedCheckpoint`, at the end, unless they are as sealed."""
     sha256, size = hashlib.sha256(), 0
     with readable(sealed.path):
         file = sealed.path.open("rb", buffering=0)
