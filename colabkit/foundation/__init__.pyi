@@ -51,6 +51,8 @@ from .errors import cannot as cannot
 from .errors import reword as reword
 from .file_changes import HDF5_USER_BLOCK_BYTES as HDF5_USER_BLOCK_BYTES
 from .file_changes import translated as translated
+from .locks import try_lock as try_lock
+from .locks import wait_while_busy as wait_while_busy
 from .meters.counts import LoaderMeters as LoaderMeters
 from .meters.counts import MetersSnapshot as MetersSnapshot
 from .meters.counts import PartSnapshot as PartSnapshot

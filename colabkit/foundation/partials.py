@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from colabkit.foundation import file_changes
 from colabkit.foundation.errors import TargetExists, cannot
+from colabkit.foundation.locks import LOCK, is_locked, lock_folder, unlock, wait_while_busy
 
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
@@ -140,12 +139,13 @@ class KeptPartial(Partial):
     Args:
         folder: where the final path will be.
         identity: a text of hexadecimal digits that tells this work from any other.
-        on_busy: called with the kept folder while another process has it; returns whether to wait on, after a moment.
+        on_wait: called about five times a second while another process has the kept folder and still changes files in
+            it; without it the call does not wait.
     """
 
-    def __init__(self, folder: Path, identity: str, on_busy: Callable[[Path], bool] | None = None) -> None:
+    def __init__(self, folder: Path, identity: str, on_wait: Callable[[], None] | None = None) -> None:
         super().__init__(folder / identity)
-        self._on_busy = on_busy
+        self._on_wait = on_wait
 
     @property
     def kept_folder(self) -> Path:
@@ -155,7 +155,7 @@ class KeptPartial(Partial):
     def __enter__(self) -> Self:
         super().__enter__()
         shared = self.kept_folder
-        self._lock = self._claim(shared)
+        self._lock = self._claim()
         self.folder = self.path if self._lock is None else shared
         self.data = self.folder / "data"
         self.record: dict[str, Any] = {}
@@ -168,7 +168,7 @@ class KeptPartial(Partial):
                 self.start_over()
         except BaseException:
             if self._lock is not None:
-                _close_lock(self._lock)
+                unlock(self._lock)
             raise
         return self
 
@@ -178,9 +178,8 @@ class KeptPartial(Partial):
         try:
             if self._lock is not None and not self._has_bytes():
                 try:
-                    file_changes.rename(
-                        self.folder, self.path
-                    )  # nobody can enter it any more, and so it can be removed
+                    # Under its new name nobody can enter it any more, so it can be removed.
+                    file_changes.rename(self.folder, self.path)
                 except OSError:
                     file_changes.remove(self.folder)
                     raise
@@ -189,42 +188,28 @@ class KeptPartial(Partial):
                 super().__exit__(kind, error, trace)
             finally:
                 if self._lock is not None:
-                    _close_lock(self._lock)
+                    unlock(self._lock)
 
     def is_begun(self) -> bool:
         """Return whether anything of this work, kept or left behind, lies in the folder."""
         return bool(self._partials())
 
-    def wait_while_busy(self) -> None:
-        """Return when no other process has the kept folder, or `on_busy` waits no longer; nothing is made."""
-        while self.is_busy() and self._on_busy is not None and self._on_busy(self.kept_folder):
-            pass
-
     def is_busy(self) -> bool:
         """Return whether another process has the kept folder."""
-        try:
-            fd = os.open(self.kept_folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
-        finally:
-            os.close(fd)
-        return False
+        return is_locked(self.kept_folder)
 
     def show_life(self) -> None:
         """Show other processes that the work goes on."""
         with contextlib.suppress(OSError):
-            file_changes.touch(self.folder / _LOCK)
+            file_changes.touch(self.folder / LOCK)
 
-    def _claim(self, folder: Path) -> int | None:
+    def _claim(self) -> int | None:
+        """Return the lock of the kept folder; None while another process keeps it, or where there are no locks."""
         while True:
             try:
-                return _locked(folder)
+                return lock_folder(self.kept_folder)
             except BlockingIOError:
-                if self._on_busy is None or not self._on_busy(folder):
+                if self._on_wait is None or not wait_while_busy(self.kept_folder, self.is_busy, self._on_wait):
                     return None
 
     def note(self, **values: Any) -> None:
@@ -239,7 +224,7 @@ class KeptPartial(Partial):
         """Remove what was kept, and the record."""
         self.record = {}
         for path in self.folder.iterdir():
-            if path.name != _LOCK:
+            if path.name != LOCK:
                 file_changes.remove(path)
 
     def publish_as(self, path: Path, final: Path, replace: bool = False) -> None:
@@ -249,69 +234,11 @@ class KeptPartial(Partial):
         self.start_over()
 
     def _has_bytes(self) -> bool:
-        own = {_LOCK, _RECORD, f"{_RECORD}.new"}
+        own = {LOCK, _RECORD, f"{_RECORD}.new"}
         return any(path.is_file() and path.name not in own and path.stat().st_size for path in self.folder.rglob("*"))
 
 
-_LOCK, _RECORD = "lock", "record"
-_LOCK_TRIES = 100  # others may come and go in between; a file system that answers wrongly must not hold us
-_locks: set[int] = set()
-
-
-@cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_let_go)
-
-
-def _let_go() -> None:
-    """Give up, in a process that was forked, its parent's locks, which it may outlive; their numbers stay taken."""
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    for fd in _locks:
-        os.dup2(null, fd, inheritable=False)
-    os.close(null)
-    _locks.clear()
-
-
-def _close_lock(fd: int) -> None:
-    _locks.discard(fd)
-    os.close(fd)
-
-
-def _locked(folder: Path) -> int | None:
-    """Make a folder and return the descriptor that locks it; None where there are no locks.
-
-    Raises:
-        BlockingIOError: while another process has it.
-    """
-    _watch_forks()
-    for _ in range(_LOCK_TRIES):
-        file_changes.make_folder(folder)
-        path = folder / _LOCK
-        try:
-            fd = file_changes.open_lock(path)
-        except FileNotFoundError:
-            continue  # its owner finished and removed the folder meanwhile
-        except BaseException:
-            with contextlib.suppress(OSError):
-                file_changes.remove_empty_folder(folder)
-            raise
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                _locks.add(fd)
-                return fd
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            os.close(fd)
-            if isinstance(error, BlockingIOError):
-                raise
-            with contextlib.suppress(OSError):  # others may be in it
-                file_changes.remove(path)
-                file_changes.remove_empty_folder(folder)
-            return None
-        os.close(fd)
-    return None
+_RECORD = "record"
 
 
 def _machine_start() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from test_files_partials import in_child, killed_at
 from trees import leftovers
 
 from colabkit.errors import TargetExists
-from colabkit.foundation import file_changes, partials
+from colabkit.foundation import file_changes
 from colabkit.foundation.partials import KeptPartial
 
 
@@ -104,7 +105,7 @@ def test_where_there_are_no_locks_nothing_is_kept(tmp_path, monkeypatch):
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, "no locks here")
 
-    monkeypatch.setattr(partials.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with KeptPartial(tmp_path, "ab") as kept:
         kept.note(version=1)
         file_changes.write_file(kept.data, b"half")

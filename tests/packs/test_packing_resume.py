@@ -282,7 +282,7 @@ def test_a_second_process_waits_for_the_first(tmp_path, small_tree, options, cod
 
 
 def test_a_process_that_does_not_move_any_more_is_not_waited_for(tmp_path, small_tree, monkeypatch):
-    monkeypatch.setattr(shards, "STALLED_S", -1)
+    monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", -1)
     with shards._kept_beside(tmp_path / "p.h5", ProgressBar("pack", None, "", enabled=False)) as kept:
         kept.note(path="", work="")
         report = packed(small_tree, tmp_path / "p.h5")

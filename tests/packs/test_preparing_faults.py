@@ -152,7 +152,7 @@ def test_another_process_that_stands_still_is_not_waited_for(image_tree, near_st
     path.unlink()
     with (path.parent / "lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(preparing, "STALLED_S", 0.05)
+        monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", 0.05)
         assert ready(image_tree).report.way == "saved"
 
 

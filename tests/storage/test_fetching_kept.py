@@ -12,7 +12,6 @@ from test_fetching import CONTENT, get, no_threads_stay, short_pauses
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, FetchFailed, TargetExists
-from colabkit.foundation import partials
 from colabkit.storage.fetching.api import fetch
 
 __all__ = ["no_threads_stay", "short_pauses"]  # fixtures
@@ -63,7 +62,7 @@ def test_going_on_is_not_promised_where_nothing_can_be_kept(tmp_path, monkeypatc
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, "no locks here")
 
-    monkeypatch.setattr(partials.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     with served(CONTENT, cut_after(300_000), servers.slammed) as server:
         assert CLAIM not in failure(server.url, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -171,7 +171,7 @@ def test_eight_processes_that_stage_the_same_all_end_right_and_copy_once(tmp_pat
 
 
 def test_without_locks_processes_work_beside_each_other_and_end_right(image_tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(partials.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
     assert data_of(copy(image_tree, tmp_path / "near").path) == data_of(image_tree)
     assert leftovers(tmp_path) == []
 

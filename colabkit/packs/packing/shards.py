@@ -32,7 +32,7 @@ from colabkit.packs.packing.index import names_in, write_index
 from colabkit.packs.packing.plan import Plan, digest_of
 from colabkit.packs.packing.reading import SampleReading
 from colabkit.packs.packing.writing import Written, none_good, whole_pack, write_pack
-from colabkit.storage import STALLED_S, Retries, Threads, Wanted
+from colabkit.storage import Retries, Threads, Wanted
 
 SHARD_BYTES = 256 << 20
 """What a shard holds where an executor packs and nothing else was asked for."""
@@ -40,7 +40,6 @@ SHARD_BYTES = 256 << 20
 _OWN = "own"  # the file with the names that are ours, which also keeps the folder
 _SIGN = "wanted-"
 _PROBED = 16
-_BUSY_S = 0.2
 _LIFE_S = 1.0
 
 
@@ -293,16 +292,7 @@ def _identity(final: Path) -> str:
 
 def _kept_beside(final: Path, bar: ProgressBar) -> partials.KeptPartial:
     """Return the hidden folder of a pack, which waits for a process that has it and still moves."""
-
-    def is_alive(folder: Path) -> bool:
-        bar.wait()
-        newest = time.time()  # of a folder that is gone: its owner has just finished
-        with contextlib.suppress(OSError):
-            newest = max(path.lstat().st_mtime for path in (folder, *folder.iterdir(), *(folder / "data").glob("*")))
-        time.sleep(_BUSY_S)
-        return time.time() - newest < 2 * STALLED_S
-
-    return partials.KeptPartial(final.parent, _identity(final), is_alive)
+    return partials.KeptPartial(final.parent, _identity(final), bar.wait)
 
 
 def _own(kept: partials.KeptPartial) -> list[str]:

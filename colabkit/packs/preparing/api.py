@@ -7,7 +7,6 @@ source was in. One process at a time makes one there. The folder's notes tell ho
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +27,9 @@ from colabkit.foundation import (
     mounts,
     near_folder,
     partials,
+    try_lock,
     user_path,
+    wait_while_busy,
 )
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.reading import read_pack
@@ -40,11 +41,10 @@ from colabkit.packs.packing.plan import OnBad
 from colabkit.packs.packing.verifying import verify
 from colabkit.packs.preparing.report import PreparedPack, PrepareReport, Way
 from colabkit.packs.preparing.state import state_of
-from colabkit.storage import STALLED_S, AnySource, Threads, answer_of, identity_of, publish, short_name, stage
+from colabkit.storage import AnySource, Threads, answer_of, identity_of, publish, short_name, stage
 
 _NAME_CHARS = 56  # with two digests at most 255 bytes, also of 4 a character
 _LOCK, _NOTES = "lock", "notes.json"
-_BUSY_S = 0.1
 
 
 def prepare(
@@ -236,20 +236,18 @@ class _Preparation:
         file_changes.make_folder(self._folder)
         fd = file_changes.open_lock(self._folder / _LOCK)
         try:
-            is_alone = _is_locked(fd)
+            is_alone = try_lock(fd)
             if is_alone is False:
+
+                def is_busy() -> bool:
+                    return try_lock(fd) is False and self._found() is None
+
                 with ProgressBar("wait for another prepare()", None, " s", self._progress) as bar:
-                    while is_alone is False and self._found() is None and self._is_moving():
-                        bar.wait()
-                        time.sleep(_BUSY_S)
-                        is_alone = _is_locked(fd)
+                    wait_while_busy(self._folder, is_busy, bar.wait)
+                is_alone = try_lock(fd)
             yield is_alone
         finally:
             os.close(fd)
-
-    def _is_moving(self) -> bool:
-        newest = max(map(_modified_ns, [self._folder, *self._folder.rglob("*")]))
-        return time.time() - newest / 1e9 < 2 * STALLED_S
 
     def _made(self) -> tuple[Literal["saved", "packed"], PackInfo]:
         """Bring the saved pack near, else pack the source."""
@@ -367,17 +365,6 @@ def _is_whole(path: Path, *, progress: bool) -> bool:
         return verify(path, progress=progress).is_good
     except ColabkitError:
         return False
-
-
-def _is_locked(fd: int) -> bool | None:
-    """Return whether the lock was free and is ours now; None where there are no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _modified_ns(path: Path) -> int:

@@ -22,8 +22,9 @@ from colabkit.foundation import (
     cannot,
     discard,
     discard_kept,
+    wait_while_busy,
 )
-from colabkit.storage.sources.concurrency import STALLED_S, Threads
+from colabkit.storage.sources.concurrency import Threads
 from colabkit.storage.sources.engine import Block, Reading
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item, Listing, Source
@@ -52,7 +53,6 @@ from colabkit.storage.staging.seal import Crcs, Seal, is_complete, read_manifest
 from colabkit.storage.staging.targets import Target, check_room, choose, give_back_tmpfs, prepare_place, room_of
 
 _ARCHIVE = "archive"
-_BUSY_S = 0.2
 _SIGN_S = 1.0
 
 
@@ -119,7 +119,7 @@ class Job:
                 return None
             target = self._prepared(target)
             try:
-                with KeptPartial(target.path.parent, kept_identity(self.key, target.path), self._on_busy) as kept:
+                with KeptPartial(target.path.parent, kept_identity(self.key, target.path), self._wait) as kept:
                     if found := self._found():
                         return found  # another process was faster
                     return self._fill(kept, target, reading, listing, ahead, begun)
@@ -355,27 +355,10 @@ class Job:
             self._signed = time.monotonic()
             self._kept.show_life()
 
-    def _on_busy(self, folder: Path) -> bool:
-        return _wait_a_moment(folder)
-
 
 def wait_for_others(path: Path, key: str, progress: bool) -> None:
     """Return once no other process stages the same to the same place, or nothing moves there any more."""
     kept = KeptPartial(path.parent, kept_identity(key, path))
-    if not kept.is_busy():
-        return
-    with ProgressBar("wait for another stage()", None, " s", progress) as bar:
-        started, shown = time.monotonic(), 0
-        while kept.is_busy() and _wait_a_moment(kept.kept_folder):
-            passed = int(time.monotonic() - started)
-            bar.advance(passed - shown)
-            shown = passed
-
-
-def _wait_a_moment(folder: Path) -> bool:
-    """Wait a moment for the process that has a kept folder; return whether it still moves."""
-    newest = time.time()  # of a folder that is gone: its owner has just finished
-    with contextlib.suppress(OSError):
-        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    time.sleep(_BUSY_S)
-    return time.time() - newest < 2 * STALLED_S
+    if kept.is_busy():
+        with ProgressBar("wait for another stage()", None, " s", progress) as bar:
+            wait_while_busy(kept.kept_folder, kept.is_busy, bar.wait)
