@@ -82,7 +82,7 @@ setup(
         "fetch": ["fsspec>=2024.2", "gdown>=5.2"],
         "manifest": ["pandas>=2.1", "pyarrow>=14"],
         "plot": ["matplotlib>=3.7"],
-        "records": ["google-crc32c>=1.5", "protobuf>=4.25"],
+        "records": ["google-crc32c>=1.5", "lmdb>=1.4", "protobuf>=4.25"],
     },
     entry_points={"console_scripts": ["colabkit = colabkit.notebook.command_line:main"]},
     classifiers=[

@@ -52,7 +52,7 @@ def run(
         next_step: what the message advises after the deadline.
         environ: its environment; by default this process's.
         on_tick: called about five times a second with the seconds that have passed.
-        on_line: called with each line of output as it comes.
+        on_line: called with each line of output as it comes; the output is then not kept.
 
     Raises:
         TimedOut: at the deadline.
@@ -88,11 +88,13 @@ def run(
                 elif selector.select(min(_TICK_S, timeout - passed)):
                     block = os.read(child.stdout.fileno(), 1 << 16)
                     is_open = bool(block)
-                    output += block
+                    if on_line is None:
+                        output += block
+                        continue
                     line += block
                     *whole, line = line.split(b"\n")
-                    for text in whole if on_line is not None else ():
-                        on_line(text.decode("utf-8", "replace"))  # type: ignore[misc]
+                    for text in whole:
+                        on_line(text.decode("utf-8", "replace"))
                 elif child.poll() is not None:
                     break  # it ended; a child of its own still holds the output
         return Finished(child.returncode, output.decode("utf-8", "replace"))

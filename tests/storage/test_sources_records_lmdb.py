@@ -10,7 +10,8 @@ import lmdb
 import pytest
 from record_files import image, lmdb_of
 
-from colabkit.errors import BadArchive, BadSource, ColabkitError
+from colabkit.errors import BadArchive, BadSource, ColabkitError, MissingPackage, TimedOut
+from colabkit.storage.sources import lmdb_records
 from colabkit.storage.sources.lmdb_records import LmdbSource
 from colabkit.storage.sources.reads import Retries, read_item
 
@@ -155,7 +156,22 @@ def test_a_database_with_flags_is_refused(tmp_path, flags):
     for page in range(2):
         struct.pack_into("<H", data, page * 4096 + 16 + 24 + 48 + 4, flags)
     path.write_bytes(data)
-    with pytest.raises(BadArchive, match=f"flags {flags}"):
+    with pytest.raises(BadArchive, match="of a kind that is not read"):
+        LmdbSource(path).list()
+
+
+def test_without_the_package_the_error_names_what_to_install(tmp_path, monkeypatch):
+    path = lmdb_of(tmp_path / "db", {b"1": b"1"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"Run pip install lmdb\.$"):
+        LmdbSource(path).list()
+
+
+def test_a_library_that_says_nothing_for_long_is_a_typed_error(tmp_path, monkeypatch):
+    path = lmdb_of(tmp_path / "db", {b"1": b"1"})
+    monkeypatch.setattr(lmdb_records.inspect, "getsource", lambda module: "import time; time.sleep(60)")
+    monkeypatch.setattr(lmdb_records, "STALLED_S", 0.1)
+    with pytest.raises(TimedOut, match="no key in"):
         LmdbSource(path).list()
 
 
@@ -172,27 +188,29 @@ def test_files_that_are_none_are_refused(tmp_path, data):
         LmdbSource(path).list()
 
 
-def test_a_cut_database_is_a_typed_error_or_whole(tmp_path):
+@pytest.mark.parametrize("rounds", [12, pytest.param(100, marks=pytest.mark.full)])
+def test_a_cut_database_is_a_typed_error_or_whole(tmp_path, rounds):
     values = noise([50, 3000, 9000, 200] * 60)
     whole = lmdb_of(tmp_path / "db", values, subdir=False).read_bytes()
     drawn = random.Random(3)
     refused = 0
-    for _ in range(150):
+    for _ in range(rounds):
         path = tmp_path / "cut.lmdb"
         path.write_bytes(whole[: drawn.randrange(len(whole))])
         try:
             assert contents(path) == {key.decode(): value for key, value in values.items()}
         except BadArchive:
             refused += 1
-    assert refused > 140
+    assert refused > 0.9 * rounds
 
 
-def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path):
+@pytest.mark.parametrize("rounds", [12, pytest.param(100, marks=pytest.mark.full)])
+def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     values = noise([50, 3000, 9000, 200] * 60)
     whole = lmdb_of(tmp_path / "db", values, subdir=False).read_bytes()
     drawn = random.Random(4)
     refused = 0
-    for number in range(400):
+    for number in range(rounds):
         data = bytearray(whole)
         for _ in range(1 + number % 5):  # in the heads of pages, where the tree is
             data[drawn.randrange(len(data) // 4096) * 4096 + drawn.randrange(120)] ^= 1 << drawn.randrange(8)
@@ -204,7 +222,7 @@ def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path):
             refused += 1
         else:
             assert sum(map(len, found.values())) <= len(whole)
-    assert refused > 50
+    assert refused
 
 
 def test_pages_that_name_each_other_end(tmp_path):

@@ -1,23 +1,27 @@
-"""An LMDB as a source: its file is read here, page by page, not by LMDB's own library.
+"""An LMDB as a source: LMDB's own library lists where the values are, in a child process.
 
-That library maps the file and trusts what is in it: a cut file ends the process by a signal. Its environments must not
-cross a fork either. Each value lies in one piece, so that its place is all that a read needs.
+The library maps the file and trusts what is in it: a file that is cut short ends the process by a signal, and its
+environments must not cross a fork. So only a child runs it, and only to list. Each value lies in one piece, so its
+place in the file is all that a read needs.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import json
+import math
 import re
-import struct
+import time
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from colabkit.foundation import BadArchive, BadSource, cannot, format_things
-from colabkit.storage.sources.concurrency import still_moving
+from colabkit.foundation import BadSource, MissingPackage, TimedOut, cannot, format_things, processes
+from colabkit.storage.sources import lmdb_child
+from colabkit.storage.sources.concurrency import STALLED_S, still_moving
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
-    HEAD_BYTES,
     MOST_TEXT_BYTES,
     Indexing,
     RangeSource,
@@ -31,21 +35,6 @@ DATA_FILE = "data.mdb"
 
 LMDB_SUFFIXES = (".lmdb", ".mdb")
 """How the names of LMDBs that are one file end."""
-
-# lmdb.h and mdb.c of LMDB 0.9, on a 64-bit little-endian machine
-_PAGE = struct.Struct("<QHHHH")  # number, padding, flags, then end of the table of nodes and start of the nodes
-_OVERFLOW = struct.Struct("<QHHI")  # number, padding, flags, pages
-_META = struct.Struct("<IIQQ")  # magic, version, address, size of the map
-_DB = struct.Struct("<IHHQQQQQ")  # page size or padding, flags, depth, pages of three kinds, entries, root
-_NODE = struct.Struct("<HHHH")  # low and high half of the size, flags, length of the key
-_MAGIC, _VERSION = 0xBEEFC0DE, 1
-_NO_PAGE = (1 << 64) - 1
-_IS_BRANCH, _IS_LEAF, _IS_OVERFLOW, _IS_META, _IS_LEAF2 = 1, 2, 4, 8, 32
-_IN_OVERFLOW, _IS_DATABASE = 1, 2
-_MOST_DEPTH = 32
-
-_FIRST_META_BYTES = _PAGE.size + _META.size + 2 * _DB.size + 16
-_PAGE_SIZES = frozenset(1 << power for power in range(9, 17))
 
 _LABEL_KEY = re.compile(rb"\Alabel-(?=\d+\Z)")
 _COUNT_KEY = b"num-samples"
@@ -70,14 +59,12 @@ class LmdbSource(RangeSource):
         super().__init__(str(path), [path / DATA_FILE if path.is_dir() else path])
 
     def _indexed(self) -> Listing:
-        """Return where the values are, by one walk through the tree of keys."""
         found = Indexing(self.name)
         (path,) = self.files
         file, size = found.open_next(path)
         with file:
-            values = _Values(file.fileno())
-            for value in _Database(str(path), file.fileno(), size).values(found.skipped):
-                values.add(value)
+            values = _Values(str(path), file.fileno(), size)
+            values.list_all(found)
             rows = values.images or values.all_unless_pickled(found.act)
             paths = _paths(found, values.keys)
             labels = values.labels(found) if values.images else {}
@@ -94,34 +81,70 @@ class LmdbSource(RangeSource):
         return found.finish()
 
 
-class _Value(NamedTuple):
-    """A key, where its value is, and the value's first bytes."""
-
-    key: bytes
-    offset: int
-    size: int
-    head: bytes
-
-
 class _Values:
     """All keys of a database, and what their values are by the first bytes."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, name: str, fd: int, size: int) -> None:
+        self._name = name
         self._fd = fd
+        self._size = size
         self.keys: list[bytes] = []
         self.offsets = array("q")
         self.sizes = array("q")
         self.images = array("L")
         self._may_be_pickle = bytearray()
 
-    def add(self, value: _Value) -> None:
-        still_moving()
-        if is_image_head(value.head):
-            self.images.append(len(self.keys))
-        self.keys.append(value.key)
-        self.offsets.append(value.offset)
-        self.sizes.append(value.size)
-        self._may_be_pickle.append(value.head.startswith(_PICKLE_HEADS))
+    def list_all(self, found: Indexing) -> None:
+        """Have a child process list all keys and the places of their values.
+
+        Raises:
+            MissingPackage: if the package lmdb is not installed.
+            BadArchive: if the file is no LMDB, or is broken.
+            TimedOut: if the child says nothing for a minute.
+        """
+        if importlib.util.find_spec("lmdb") is None:
+            needed = "it, for LMDB"
+            raise MissingPackage(cannot(found.act, "the package lmdb is not installed", needed, "Run pip install lmdb"))
+        heard = time.monotonic()
+        is_whole = False
+
+        def on_line(line: str) -> None:
+            nonlocal heard, is_whole
+            heard = time.monotonic()
+            still_moving()
+            try:
+                record = json.loads(line)
+            except ValueError:
+                return  # a warning of the interpreter or of the library
+            if "error" in record:
+                raise broken_archive(self._name, record["error"])
+            found.skipped += [(name, "a database inside of the database") for name in record["databases"]]
+            is_whole = record["is_last"]
+            self._add(record)
+
+        def on_tick(_: float) -> None:
+            if time.monotonic() - heard > STALLED_S:
+                needed, next_step = "keys", "Copy the database to this machine, or write it again"
+                raise TimedOut(cannot(found.act, f"no key in {STALLED_S:g} s", needed, next_step))
+
+        command = processes.python(inspect.getsource(lmdb_child), self._name, isolated=False)
+        ended = processes.run(command, found.act, math.inf, on_line=on_line, on_tick=on_tick)
+        if not is_whole:
+            raise broken_archive(self._name, f"LMDB's library ended early, with status {ended.status}")
+
+    def _add(self, record: dict[str, Any]) -> None:
+        first = len(self.keys)
+        keys, heads = ([bytes.fromhex(text) for text in record[name]] for name in ("keys", "heads"))
+        offsets, sizes = record["offsets"], record["sizes"]
+        if keys and pread_all(self._fd, len(heads[0]), offsets[0]) != heads[0]:
+            raise broken_archive(self._name, f"{keys[0]!r:.80} is not where it should be")
+        if any(offset < 0 or offset + size > self._size for offset, size in zip(offsets, sizes, strict=True)):
+            raise broken_archive(self._name, "it is cut short")
+        self.keys += keys
+        self.offsets.extend(offsets)
+        self.sizes.extend(sizes)
+        self.images.extend(first + at for at, head in enumerate(heads) if is_image_head(head))
+        self._may_be_pickle.extend(head.startswith(_PICKLE_HEADS) for head in heads)
 
     def read(self, row: int) -> bytes:
         return pread_all(self._fd, self.sizes[row], self.offsets[row])
@@ -170,137 +193,6 @@ class _Values:
             told = f"{self.keys[row]!r} is no text"
             raise BadSource(cannot(act, told, "a text as label", "Repair or leave out this sample"))
         return text
-
-
-class _Database:
-    """The main database of an LMDB file.
-
-    Source: mdb.c of LMDB 0.9: two pages that each name a root, the newer of which holds; below it a B+ tree.
-
-    Raises:
-        BadArchive: if the file is none, or is broken.
-    """
-
-    def __init__(self, name: str, fd: int, size: int) -> None:
-        self._name = name
-        self._fd = fd
-        self._size = size
-        self._page_bytes = _FIRST_META_BYTES
-        self._page_bytes, *first = self._meta(0)
-        _, *second = self._meta(1)
-        _, self._flags, self._depth, self._entries, self._root = max(first, second, key=lambda meta: meta[0])
-
-    def values(self, skipped: list[tuple[str, str]]) -> Iterator[_Value]:
-        """Yield every key with its value's place, in the order of keys.
-
-        Args:
-            skipped: gets the names of databases inside.
-        """
-        if self._flags:
-            raise self._broken(f"keys or values of a kind that is not read, by its flags {self._flags}")
-        if self._root == _NO_PAGE:
-            return
-        count, total = 0, 0
-        before: bytes | None = None
-        for page in self._leaves(self._root, self._depth):
-            for at, low, high, flags, key_bytes in self._nodes(page):
-                key = page[at : at + key_bytes]
-                if before is not None and key <= before:
-                    raise self._broken(f"the key {key!r:.80} is out of order")
-                before = key
-                count += 1
-                if flags & _IS_DATABASE:
-                    skipped.append((key.decode("utf-8", "backslashreplace"), "a database inside of the database"))
-                    continue
-                if flags & ~_IN_OVERFLOW:
-                    raise self._broken(f"{key!r:.80} is of a kind that is not known")
-                value = self._value(page, at + key_bytes, key, low | high << 16, bool(flags & _IN_OVERFLOW))
-                total += value.size
-                if total > self._size:
-                    raise self._broken("its values are larger than itself")
-                yield value
-        if count != self._entries:
-            raise self._broken(f"{count} keys of {self._entries}")
-
-    def _meta(self, number: int) -> tuple[int, int, int, int, int, int]:
-        """Return page size, transaction, and flags, depth, entries and root of the main database."""
-        page = self._page(number, _FIRST_META_BYTES)
-        magic, version, _, _ = _META.unpack_from(page, _PAGE.size)
-        if magic != _MAGIC or not self._flags_of(page) & _IS_META:
-            raise self._broken("it has no mark of LMDB on a 64-bit little-endian machine")
-        if version != _VERSION:
-            found = f"LMDB data of version {version}"
-            raise BadArchive(cannot(f"read {self._name!r}", found, f"version {_VERSION}", "Write it with LMDB 0.9"))
-        at = _PAGE.size + _META.size
-        page_bytes = _DB.unpack_from(page, at)[0]
-        if page_bytes not in _PAGE_SIZES or (number and page_bytes != self._page_bytes):
-            raise self._broken(f"pages of {page_bytes} bytes")
-        _, flags, depth, _, _, _, entries, root = _DB.unpack_from(page, at + _DB.size)
-        if depth > _MOST_DEPTH:
-            raise self._broken(f"a tree {depth} pages deep")
-        (transaction,) = struct.unpack_from("<Q", page, at + 2 * _DB.size + 8)
-        return page_bytes, transaction, flags, depth, entries, root
-
-    def _leaves(self, number: int, depth: int) -> Iterator[bytes]:
-        """Yield the leaf pages below a page, from left to right."""
-        page = self._page(number, self._page_bytes)
-        flags = self._flags_of(page)
-        if depth == 1 and flags & _IS_LEAF and not flags & (_IS_BRANCH | _IS_OVERFLOW | _IS_META | _IS_LEAF2):
-            yield page
-        elif depth > 1 and flags & _IS_BRANCH and not flags & (_IS_LEAF | _IS_OVERFLOW | _IS_META):
-            for _, low, high, top, _ in self._nodes(page):
-                yield from self._leaves(low | high << 16 | top << 32, depth - 1)
-        else:
-            raise self._broken(f"page {number} is of another kind than its place")
-
-    def _nodes(self, page: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield for each node of a page where its key begins, its size's halves, its flags and its key's length."""
-        _, _, _, lower, upper = _PAGE.unpack_from(page)
-        if not _PAGE.size < lower <= upper <= len(page) or lower % 2:
-            raise self._broken("a page without a table of nodes")
-        for at in struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", page, _PAGE.size):
-            if not upper <= at <= len(page) - _NODE.size:
-                raise self._broken("a node outside of its page")
-            low, high, flags, key_bytes = _NODE.unpack_from(page, at)
-            if at + _NODE.size + key_bytes > len(page):
-                raise self._broken("a key outside of its page")
-            yield at + _NODE.size, low, high, flags, key_bytes
-
-    def _value(self, page: bytes, at: int, key: bytes, size: int, is_in_overflow: bool) -> _Value:
-        (own,) = struct.unpack_from("<Q", page)
-        if not is_in_overflow:
-            if at + size > len(page):
-                raise self._broken(f"the value of {key!r:.80} lies outside of its page")
-            return _Value(key, own * self._page_bytes + at, size, page[at : at + min(size, HEAD_BYTES)])
-        if at + 8 > len(page):
-            raise self._broken(f"the value of {key!r:.80} lies outside of its page")
-        (number,) = struct.unpack_from("<Q", page, at)
-        head = self._page(number, _OVERFLOW.size + min(size, HEAD_BYTES))
-        _, _, flags, pages = _OVERFLOW.unpack_from(head)
-        if not flags & _IS_OVERFLOW or _OVERFLOW.size + size > pages * self._page_bytes:
-            raise self._broken(f"the value of {key!r:.80} is not where it should be")
-        offset = number * self._page_bytes + _OVERFLOW.size
-        if offset + size > self._size:
-            raise self._broken(f"it is cut short within the value of {key!r:.80}")
-        return _Value(key, offset, size, head[_OVERFLOW.size :])
-
-    def _page(self, number: int, size: int) -> bytes:
-        """Return so many bytes of a page, which has its own number in front."""
-        offset = number * self._page_bytes
-        if offset + size > self._size:
-            raise self._broken(f"it is cut short before byte {offset + size}")
-        page = pread_all(self._fd, size, offset)
-        if len(page) < size or struct.unpack_from("<Q", page)[0] != number:
-            raise self._broken(f"page {number} is not where it should be")
-        return page
-
-    @staticmethod
-    def _flags_of(page: bytes) -> int:
-        return int(_PAGE.unpack_from(page)[2])
-
-    def _broken(self, reason: str) -> BadArchive:
-        """Return the error for a file whose bytes make no sense."""
-        return broken_archive(self._name, reason)
 
 
 def _paths(found: Indexing, keys: list[bytes]) -> list[str]:

@@ -1,0 +1,91 @@
+"""The part of an LMDB source that runs LMDB's library, as a script in a process of its own.
+
+It writes where each value lies in the file, one JSON record a batch. The library returns views of the mapped file, so a
+value's place is its address less that of the mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import lmdb
+import numpy as np
+
+_BATCH = 1000
+_HEAD_BYTES = 16
+_DATABASE_BYTES = 48  # of the value that describes a database inside
+_MOST_DATABASES = 1024
+
+
+def mappings() -> set[int]:
+    """Return the addresses at which this process has mapped files to share them."""
+    with open("/proc/self/maps") as file:
+        rows = [line.split(maxsplit=2) for line in file]
+    return {int(span.partition("-")[0], 16) for span, access, _ in rows if access.endswith("s")}
+
+
+def is_database(environment: Any, transaction: Any, key: bytes) -> bool:
+    """Return whether a key names a database inside of the main one."""
+    if b"\0" in key:
+        return False  # the library would look for what stands before it
+    try:
+        environment.open_db(key, txn=transaction, create=False)
+    except (lmdb.IncompatibleError, lmdb.NotFoundError):
+        return False
+    except lmdb.DbsFullError:
+        pass
+    return True
+
+
+def say_line(record: dict[str, Any]) -> None:
+    """Print a record."""
+    sys.stdout.write(f"{json.dumps(record)}\n")
+    sys.stdout.flush()
+
+
+def walk(path: str) -> None:
+    """Print the key, place, size and first bytes of every value."""
+    before = mappings()
+    environment: Any = lmdb.open(
+        path, subdir=False, readonly=True, lock=False, readahead=False, max_dbs=_MOST_DATABASES
+    )
+    (start,) = mappings() - before
+    count, entries = 0, environment.stat()["entries"]
+    batch: dict[str, list[Any]] = {"keys": [], "heads": [], "offsets": [], "sizes": [], "databases": []}
+
+    def say(is_last: bool) -> None:
+        say_line({**batch, "is_last": is_last})
+        for values in batch.values():
+            values.clear()
+
+    with environment.begin(buffers=True) as transaction:
+        flags = environment.open_db(None, txn=transaction).flags(transaction)
+        if kinds := [name for name, is_set in flags.items() if is_set]:
+            raise lmdb.Error(f"keys or values of a kind that is not read: {', '.join(kinds)}")
+        for key, value in transaction.cursor():
+            count += 1
+            if count > entries:
+                break
+            size = len(value)
+            if size == _DATABASE_BYTES and is_database(environment, transaction, bytes(key)):
+                batch["databases"].append(bytes(key).decode("utf-8", "backslashreplace"))
+                continue
+            address = np.frombuffer(value, np.uint8).__array_interface__["data"][0] if size else start
+            batch["keys"].append(bytes(key).hex())
+            batch["heads"].append(bytes(value[:_HEAD_BYTES]).hex())
+            batch["offsets"].append(address - start)
+            batch["sizes"].append(size)
+            if len(batch["keys"]) == _BATCH:
+                say(is_last=False)
+    if count != entries:
+        raise lmdb.Error(f"{count} keys of {entries}")
+    say(is_last=True)
+
+
+if __name__ == "__main__":
+    try:
+        walk(sys.argv[1])
+    except Exception as error:
+        say_line({"error": str(error)})
