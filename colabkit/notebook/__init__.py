@@ -5,7 +5,7 @@
 - `launcher`: `open_launcher()`, the panel with buttons.
 - `demonstration`: `demo()`.
 
-A new verb needs a row in `options.verbs` and a public function of the same name.
+To add a magic or a command, add a row to the table in `options/verbs.py` and a public function of the same name.
 """
 
 import lazy_loader

@@ -24,8 +24,7 @@ from typing import Any
 import colabkit
 from colabkit.foundation import ColabkitError, InvalidOption, SourceMissing, cannot, printable
 from colabkit.notebook.options.parsing import VerbParser, arguments_of, look_up_in, parser_of
-from colabkit.notebook.options.verb import Verb
-from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.options.verbs import VERBS, Verb
 from colabkit.notebook.options.wording import tell_in, words_of
 
 _STATUS = (

@@ -7,9 +7,7 @@ prints it, to be put between README's marks.
 
 from __future__ import annotations
 
-from colabkit.notebook.options.cells import CELLS, DASHBOARD
-from colabkit.notebook.options.verb import Verb
-from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.options.verbs import CELLS, DASHBOARD, VERBS, Verb
 
 __all__ = ["verbs_table"]
 

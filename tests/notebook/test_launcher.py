@@ -19,66 +19,65 @@ from IPython.core.interactiveshell import InteractiveShell
 import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.foundation.environment.storage import DiskReport
-from colabkit.notebook.launcher.code import code_of, quoted
-from colabkit.notebook.launcher.plan import Plan, plan_of
-from colabkit.notebook.launcher.running import carry_out
+from colabkit.notebook.launcher.pipeline import Pipeline, ResultPath, code_of, make_pipeline, run_pipeline
 from colabkit.notebook.launcher.settings import Settings, places
-from colabkit.notebook.magics.words import split_line
+from colabkit.notebook.magics.lines import line_parser, split_line
 
 GIB = 1 << 30
 
 
-def verbs(plan: Plan) -> list[str]:
-    return [step.verb.call for step in plan.steps]
+def verbs(plan: Pipeline) -> list[str]:
+    return [step.verb.call for step in plan.calls]
 
 
 def test_each_button_does_what_those_before_it_do() -> None:
-    assert verbs(plan_of(Settings("birds"), "probe")) == ["read_probe"]
-    assert verbs(plan_of(Settings("birds"), "stage")) == ["stage"]
-    assert verbs(plan_of(Settings("birds"), "pack")) == ["stage", "pack"]
-    whole = plan_of(Settings("birds", epochs=7, batch_size=9), "train")
+    assert verbs(make_pipeline(Settings("birds"), "probe")) == ["read_probe"]
+    assert verbs(make_pipeline(Settings("birds"), "stage")) == ["stage"]
+    assert verbs(make_pipeline(Settings("birds"), "pack")) == ["stage", "pack"]
+    whole = make_pipeline(Settings("birds", epochs=7, batch_size=9), "train")
     assert verbs(whole) == ["stage", "pack"]
     assert (whole.training.epochs, whole.training.batch_size) == (7, 9)
-    assert plan_of(Settings("birds"), "pack").training is None
+    assert make_pipeline(Settings("birds"), "pack").training is None
 
 
 def test_drive_is_mounted_first_unless_another_folder_stands_for_it() -> None:
-    assert verbs(plan_of(Settings("drive:birds"), "probe")) == ["mount", "read_probe"]
-    assert verbs(plan_of(Settings("birds", work="drive:work"), "pack")) == ["mount", "stage", "pack"]
-    assert verbs(plan_of(Settings("birds", work="drive:work"), "stage")) == ["stage"]
-    assert verbs(plan_of(Settings("drive:birds"), "stage", needs_mount=False)) == ["stage"]
+    assert verbs(make_pipeline(Settings("drive:birds"), "probe")) == ["mount", "read_probe"]
+    assert verbs(make_pipeline(Settings("birds", work="drive:work"), "pack")) == ["mount", "stage", "pack"]
+    assert verbs(make_pipeline(Settings("birds", work="drive:work"), "stage")) == ["stage"]
+    assert verbs(make_pipeline(Settings("drive:birds"), "stage", needs_mount=False)) == ["stage"]
 
 
 @pytest.mark.parametrize(
     "source", ["data.tfrecord", "part.tfrecord-00000-of-00010", "data.lmdb", "s-{000..012}.tar", "birds.CSV"]
 )
 def test_records_and_tables_are_packed_from_where_they_are(source: str) -> None:
-    assert verbs(plan_of(Settings(source), "train")) == ["pack"]
+    assert verbs(make_pipeline(Settings(source), "train")) == ["pack"]
 
 
 def test_the_calls_have_the_forms_values() -> None:
     form = Settings("birds", "disk", "240x320", "jpeg", "a,b", "train=0.5,dev=0.5", "1", "skip", work="w")
-    staging, packing = plan_of(form, "pack").steps
-    assert staging.arguments({})["to"] == "disk"
-    found = packing.arguments({"staged": SimpleNamespace(path=Path("near copy"))})
-    assert found["source"] == "near copy"
-    assert found["size"] == (240, 320)
-    assert found["labels"] == ["a", "b"]
-    assert found["splits"] == {"train": 0.5, "dev": 0.5}
-    assert (found["encoding"], found["channels"], found["on_bad"]) == ("jpeg", 1, "skip")
-    assert found["out"].startswith("w/birds-")
+    staging, packing = make_pipeline(form, "pack").calls
+    assert staging.arguments == {"source": "birds", "to": "disk"}
+    assert packing.arguments == {
+        "source": ResultPath("staged"),
+        "out": packing.arguments["out"],
+        "size": (240, 320),
+        "encoding": "jpeg",
+        "channels": 1,
+        "labels": ["a", "b"],
+        "splits": {"train": 0.5, "dev": 0.5},
+        "on_bad": "skip",
+    }
+    assert packing.arguments["out"].startswith("w/birds-")
 
 
 def test_empty_options_are_those_of_the_public_function() -> None:
-    packing = plan_of(Settings("birds", splits=""), "pack").steps[-1]
-    found = packing.arguments({"staged": SimpleNamespace(path="near")})
-    defaults = inspect.signature(colabkit.pack).parameters
-    assert all(found[name] == defaults[name].default for name in found if name not in ("source", "out"))
+    assert list(make_pipeline(Settings("birds", splits=""), "pack").calls[-1].arguments) == ["source", "out"]
 
 
 def test_other_options_make_another_pack_and_other_epochs_do_not() -> None:
     def folder(form: Settings) -> str:
-        return plan_of(form, "train").training.save_to
+        return make_pipeline(form, "train").training.save_to
 
     assert folder(Settings("birds")) == folder(Settings(" birds ", epochs=9, batch_size=1, to="disk"))
     assert len({folder(form) for form in (Settings("birds"), Settings("b/birds"), Settings("birds", size="64"))}) == 3
@@ -96,46 +95,48 @@ def test_other_options_make_another_pack_and_other_epochs_do_not() -> None:
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(form: Settings, said: str) -> None:
     with pytest.raises(InvalidOption, match=said):
-        plan_of(form, "pack")
+        make_pipeline(form, "pack")
 
 
 @pytest.mark.parametrize("source", ["samples:digits", "https://example.org/a.zip"])
 def test_what_lies_on_no_mount_is_not_probed(source: str) -> None:
     with pytest.raises(InvalidOption, match="nothing on a mount"):
-        plan_of(Settings(source), "probe")
+        make_pipeline(Settings(source), "probe")
 
 
 def test_a_wrong_size_is_an_error_of_the_family() -> None:
-    packing = plan_of(Settings("birds", size="wide"), "pack").steps[-1]
     said = "Cannot pack it: 'wide' as Image size, one number, or height x width as in 240x320. Check Image size."
     with pytest.raises(InvalidOption, match=re.escape(said)):
-        packing.arguments({"staged": SimpleNamespace(path="near")})
+        make_pipeline(Settings("birds", size="wide"), "pack")
 
 
 def test_a_path_that_looks_like_an_option_is_a_path() -> None:
-    staging, packing = plan_of(Settings("--to", work="-w", size="-3"), "pack").steps
-    assert staging.arguments({})["source"] == "./--to"
-    found = packing.arguments({"staged": SimpleNamespace(path="near")})
-    assert found["out"].startswith("./-w/")
-    assert found["size"] == -3
+    pipeline = make_pipeline(Settings("--to", work="-w", size="-3", labels="-x"), "pack")
+    staging, packing = pipeline.calls
+    assert staging.arguments["source"] == "./--to"
+    assert packing.arguments["out"].startswith("./-w/")
+    assert (packing.arguments["size"], packing.arguments["labels"]) == (-3, "-x")
+    line = dict(lines_of(code_of(pipeline)))["pack"]
+    parsed = line_parser(packing.verb, "%pack").parse_args(split_line(line, {}))
+    assert (parsed.size, parsed.labels) == (-3, "-x")
 
 
 ADDRESS = "https://user:secret1@example.org/a/birds.zip?token=secret2"
 
 
 def test_an_address_with_secrets_is_asked_for_and_not_shown() -> None:
-    plan = plan_of(Settings(ADDRESS), "train")
+    plan = make_pipeline(Settings(ADDRESS), "train")
     code = code_of(plan)
     assert "secret" not in code
     assert 'ADDRESS = getpass("' in code
     assert "staged = %stage $ADDRESS --to auto" in code
-    assert plan.steps[0].arguments({})["source"] == ADDRESS
+    assert plan.calls[0].arguments["source"] == ADDRESS
     assert plan.training.save_to.startswith("colabkit-work/birds-")
-    assert "secret" not in plan_of(Settings("https://user:secret@example.org"), "train").training.save_to
+    assert "secret" not in make_pipeline(Settings("https://user:secret@example.org"), "train").training.save_to
 
 
 def test_plain_addresses_are_shown() -> None:
-    assert "%stage https://example.org/a.zip" in code_of(plan_of(Settings("https://example.org/a.zip"), "stage"))
+    assert "%stage https://example.org/a.zip" in code_of(make_pipeline(Settings("https://example.org/a.zip"), "stage"))
 
 
 def lines_of(code: str) -> list[tuple[str, str]]:
@@ -152,23 +153,29 @@ PATHS = ONE_LINE.map(
 )  # maps, so none is drawn anew
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # where others work, too
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # where others work, too
 @given(PATHS, PATHS)
 def test_any_path_survives_in_the_code(source: str, work: str) -> None:
-    plan = plan_of(Settings(source, work=work), "train")
-    found = dict(lines_of(code_of(plan)))
-    known = {"staged": SimpleNamespace(path="near"), "x": 1}
-    for step in plan.steps:
-        words = [word if isinstance(word, str) else "near" for word in step.words]
-        assert split_line(found[step.verb.name], known) == words
-    assert split_line(found["train"], known)[5] == plan.training.save_to
+    check_code(source, work)
 
 
 @pytest.mark.parametrize(
-    "word", ["{x}", "$x", "a b", "it's", 'say "x"', "back\\", "\\'\"", "", "?", "x?", "%x", "!x", "~"]
+    "word", ["{x}", "$x", "a b", "it's", 'say "x"', "back\\", "\\'\"", "?", "x?", "%x", "!x", "~", "-x", "--to"]
 )
 def test_quotes_braces_and_dollar_signs_survive(word: str) -> None:
-    assert split_line(quoted(word), {"x": 1}) == [word]
+    check_code(word, word)
+
+
+def check_code(source: str, work: str) -> None:
+    """Check that the words of the shown magics, read back, are the arguments of the calls."""
+    pipeline = make_pipeline(Settings(source, work=work), "train")
+    found = dict(lines_of(code_of(pipeline)))
+    known = {"staged": SimpleNamespace(path="near"), "x": 1}
+    for call in pipeline.calls:
+        parsed = line_parser(call.verb, "%it").parse_args(split_line(found[call.verb.name], known))
+        for name, value in call.arguments.items():
+            assert getattr(parsed, name) == ("near" if value == ResultPath("staged") else value)
+    assert split_line(found["train"], known)[5] == pipeline.training.save_to
 
 
 CALLED = ("stage", "pack", "open_pack", "Loader", "small_network", "supervised_step", "train")
@@ -234,12 +241,12 @@ def test_the_shown_code_makes_the_same_calls_with_the_same_arguments(
     source = tmp_path / 'it\'s {x} $x "tree"'
     image_tree.rename(source)
     form = Settings(str(source), "disk", "8", splits=splits, batch_size=5, epochs=2, work="my {work}")
-    plan = plan_of(form, "train")
+    plan = make_pipeline(form, "train")
     for folder in ("panel", "cell"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "panel")
     reports: dict[str, object] = {}
-    carry_out(plan, Screen(), lambda doing: None, reports.__setitem__)
+    run_pipeline(plan, Screen(), lambda doing: None, reports.__setitem__)
     by_panel = calls()
     monkeypatch.chdir(tmp_path / "cell")
     shell.user_ns["x"] = "wrong"

@@ -12,11 +12,10 @@ from PIL import Image
 
 import colabkit
 from colabkit.foundation.errors import BadImage, BadSource, InvalidOption, SourceMissing, TargetExists, cannot
-from colabkit.notebook.launcher.fields import in_fields
-from colabkit.notebook.launcher.launching import Launcher
-from colabkit.notebook.launcher.plan import Action
-from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
-from colabkit.notebook.launcher.texts import POINTED
+from colabkit.notebook.launcher.api import Launcher
+from colabkit.notebook.launcher.html import POINTED
+from colabkit.notebook.launcher.pipeline import Action
+from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings, reword_for_form
 from colabkit.notebook.options.verbs import VERBS
 from colabkit.storage.sources.folder import FolderSource
 
@@ -188,7 +187,7 @@ def test_a_next_step_names_fields_where_there_are_such_and_stays_where_not(
     error: type[colabkit.errors.ColabkitError], step: str, action: Action, said: str | None, fields: list[str]
 ) -> None:
     found = "labels=3 in 'a. labels=None'"
-    text, names = in_fields(error(cannot("pack 'a'", found, "none", step)), action)
+    text, names = reword_for_form(error(cannot("pack 'a'", found, "none", step)), action)
     assert text.startswith(f"Cannot pack 'a': {found}, none. ")
     assert said is None or text.endswith(said)
     assert list(names) == fields

@@ -24,7 +24,7 @@ from colabkit.errors import MissingPackage, NoNotebook
 from colabkit.foundation import meters
 from colabkit.foundation.progress import ProgressBar
 from colabkit.notebook.launcher import api as launcher_module
-from colabkit.notebook.launcher.launching import Launcher
+from colabkit.notebook.launcher.api import Launcher
 
 
 def widgets_there() -> int:
@@ -61,8 +61,8 @@ def test_a_click_does_its_work_and_shows_the_reports(panel: Launcher, action: st
     assert panel.view.said.startswith("Done in ")
     assert list(panel.results) == results
     tables = [report._repr_html_().partition("</div>") for report in panel.results.values()]
-    assert all(f"{line}</div></summary>{table}</details>" in panel.view.html for line, _, table in tables)
-    assert panel.view.html.count("<details open") == 1
+    assert all(f"{line}</div></summary>{table}</details>" in panel.view.shown for line, _, table in tables)
+    assert panel.view.shown.count("<details open") == 1
 
 
 def test_stage_and_train_trains_beside_the_live_panel_with_checkpoints(
@@ -72,8 +72,8 @@ def test_stage_and_train_trains_beside_the_live_panel_with_checkpoints(
     report = panel.results["report"]
     assert report.trained == 1
     assert report.checkpoint.is_relative_to(Path("colabkit-work").absolute())
-    assert "aria-label='Training panel'" in panel.view.html
-    assert "epoch 1/1" in panel.view.html
+    assert "aria-label='Training panel'" in panel.view.shown
+    assert "epoch 1/1" in panel.view.shown
     assert capsys.readouterr() == ("", "")
     fill(panel, epochs=2)
     click(panel, "train")
@@ -105,9 +105,9 @@ def test_an_error_is_told_inside_as_one_line_and_nothing_is_injected(
     fill(panel, source=f"/no/such/{HOSTILE}")
     click(panel, "pack")
     assert panel.view.said.startswith(f"Cannot read '/no/such/{HOSTILE}'")
-    assert "role='alert'" in panel.view.html
+    assert "role='alert'" in panel.view.shown
     panel.view.code_switch.value = True
-    shown = panel.view.html + panel.view._code.value
+    shown = panel.view.shown + panel.view._code.value
     assert "<script" not in shown
     assert "&lt;script&gt;" in panel.view._code.value
     assert capsys.readouterr() == ("", "")
@@ -118,7 +118,7 @@ def test_names_of_classes_are_not_injected(panel: Launcher, image_tree: Path) ->
     (image_tree / "ants").rename(image_tree / "<b>ants")
     click(panel, "train")
     assert panel.results["packed"].classes[0] == "<b>ants"
-    assert "<b>ants" not in panel.view.html
+    assert "<b>ants" not in panel.view.shown
 
 
 def test_any_other_exception_is_one_line_as_well(
@@ -131,7 +131,7 @@ def test_any_other_exception_is_one_line_as_well(
     click(panel, "stage")
     assert panel.view.said.startswith("ZeroDivisionError: <i>no</i>")
     assert "Traceback" not in panel.view.said
-    assert "<i>no" not in panel.view.html
+    assert "<i>no" not in panel.view.shown
     monkeypatch.setenv("COLABKIT_DEBUG", "1")
     click(panel, "stage")
     assert "Traceback" in panel.view.said
@@ -161,7 +161,7 @@ def test_training_that_is_interrupted_goes_on_where_it_was(panel: Launcher) -> N
     unsubscribe()
     assert panel.view.said == "Stopped. A click goes on where it was."
     assert panel.results["report"].steps == 1
-    assert "stopped by KeyboardInterrupt" in panel.view.html
+    assert "stopped by KeyboardInterrupt" in panel.view.shown
     click(panel, "train")
     assert panel.view.said.startswith("Done")
     assert panel.results["report"].steps == 3
@@ -217,7 +217,7 @@ def test_warnings_of_the_run_are_told_inside(
     monkeypatch.setattr(colabkit, "stage", warns)
     click(panel, "stage")
     assert panel.view.said.endswith(f"slow {HOSTILE}")
-    assert "<script" not in panel.view.html
+    assert "<script" not in panel.view.shown
     click(panel, "probe")
     assert HOSTILE not in panel.view.said
 
@@ -241,7 +241,7 @@ def test_pack_options_are_shown_when_asked_for(panel: Launcher) -> None:
 
 def test_what_is_free_is_looked_up_again_and_the_choice_stays(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "colabkit.notebook.launcher.launching.places", lambda *_: [("a", "auto"), ("b", "tmpfs"), ("c", "disk")]
+        "colabkit.notebook.launcher.api.places", lambda *_: [("a", "auto"), ("b", "tmpfs"), ("c", "disk")]
     )
     click(panel, "stage")
     assert panel.view.fields["to"].label == "c"

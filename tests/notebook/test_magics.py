@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import colabkit
 from colabkit.errors import BadSource, InvalidOption, SourceMissing
 from colabkit.foundation import meters
-from colabkit.notebook.magics.words import split_line
+from colabkit.notebook.magics.lines import split_line
 from colabkit.notebook.options.verbs import VERBS
 
 MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabkit"]

@@ -16,9 +16,8 @@ from magic_shells import loaded_shell
 
 import colabkit
 from colabkit.errors import ColabkitError, InvalidOption
-from colabkit.notebook.magics.lines import LINES
-from colabkit.notebook.magics.words import begun_word, quoted, split_line
-from colabkit.notebook.options.verb import Option, Verb
+from colabkit.notebook.magics.lines import begun_word, quoted, split_line
+from colabkit.notebook.options.verbs import LINES, Option, Verb
 
 TAKING_PATHS = [(verb, option) for verb in LINES for option in verb.options if option.kind in ("text", "path")]
 by_path = pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from trees import needs
 
 from colabkit.errors import TimedOut
 from colabkit.notebook.magics import completion
-from colabkit.notebook.magics.lines import LINES
+from colabkit.notebook.options.verbs import LINES
 
 AGREED_S, MOST_S = completion._LIST_S, 20.0
 FOUND = (r"bird\ list.csv", r"bird\ songs/", "birds.h5", "birds/")
@@ -131,7 +131,7 @@ def test_paths_are_offered_as_they_have_to_be_typed(shell: InteractiveShell, lin
 
 
 def test_what_is_offered_is_read_as_the_path_again(shell: InteractiveShell, tmp_path: Path) -> None:
-    from colabkit.notebook.magics.words import split_line
+    from colabkit.notebook.magics.lines import split_line
 
     names = ["two words", "one's", 'say "hi"', "back\\slash", "$my_step", "{my_step}", "tab\there"]
     for name in names:
@@ -161,7 +161,7 @@ def test_a_mount_that_hangs_is_given_up(shell: InteractiveShell, monkeypatch: py
         asked.append(timeout)
         raise TimedOut(act)
 
-    monkeypatch.setattr(completion._processes, "run", hangs)
+    monkeypatch.setattr(completion.processes, "run", hangs)
     check(shell, "%stage drive_/bir", ["%stage drive_/bir"])
     assert asked
     assert max(asked) <= 2.0

@@ -17,7 +17,7 @@ from magic_shells import loaded_shell, run, shown_by
 
 import colabkit
 from colabkit.errors import InvalidOption, MissingSplit, SourceMissing
-from colabkit.notebook.magics.training import NAMES
+from colabkit.notebook.magics.cells import NAMES
 from colabkit.training.report import TrainingInterrupted
 
 EPOCHS = 3
@@ -198,7 +198,7 @@ def test_the_whole_traceback_is_there_for_who_asks(
 ) -> None:
     monkeypatch.setenv("COLABKIT_DEBUG", "1")
     run(shell, "%%train data --on cpu\n1 / 0")
-    assert "loop.py" in "\n".join(shown_by(capsys))
+    assert "colabkit/training/" in "\n".join(shown_by(capsys))
 
 
 @pytest.mark.parametrize(

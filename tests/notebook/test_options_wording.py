@@ -15,11 +15,9 @@ from magic_shells import loaded_shell, shown_by
 import colabkit
 from colabkit.errors import ColabkitError, MissingPackage
 from colabkit.notebook.command_line import main
-from colabkit.notebook.magics.words import split_line
-from colabkit.notebook.options.cells import CELLS, DASHBOARD
+from colabkit.notebook.magics.lines import split_line
 from colabkit.notebook.options.parsing import arguments_of, parser_of
-from colabkit.notebook.options.verb import Option, Verb
-from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.options.verbs import CELLS, DASHBOARD, VERBS, Option, Verb
 from colabkit.notebook.options.wording import words_of
 
 ALL = [*VERBS, *CELLS, DASHBOARD]
@@ -186,7 +184,7 @@ def test_every_kind_of_error_is_told_in_the_words_of_a_line(
     def refuse(**options: object) -> None:
         raise kind("Cannot stage 'x': nothing, something. Use refresh=True.")
 
-    monkeypatch.setattr("colabkit.storage.staging.api.stage", refuse)
+    monkeypatch.setattr(colabkit, "stage", refuse)
     error = shell.run_cell("%stage x").error_in_exec
     assert isinstance(error, kind)
     assert str(error).endswith("Use --refresh.")

@@ -1,1 +1,1 @@
-"""`open_launcher()` opens a panel with buttons: from far files to a trained network without a line of code."""
+"""The launcher: `api` opens a panel with buttons; `settings` become a `pipeline` of calls; `view` shows them."""

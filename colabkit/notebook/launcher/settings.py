@@ -1,11 +1,23 @@
-"""What the launcher's form holds, and what its choices say beside them; no widgets here."""
+"""The launcher's form without its widgets: its values, its choices, and errors in the words of its fields."""
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from colabkit.foundation import DiskReport, RuntimeReport, format_bytes
+from colabkit.foundation import (
+    BadSource,
+    ColabkitError,
+    DiskReport,
+    RuntimeReport,
+    SourceMissing,
+    TargetExists,
+    format_bytes,
+)
+from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.options.wording import in_other_words, option_words
 
 FIELDS = {
     "source": "Source",
@@ -25,7 +37,20 @@ FIELDS = {
 PACK_OPTIONS = ("size", "encoding", "labels", "splits", "channels", "on_bad")
 """The fields that are options of `pack()`, by the same names, which unfold."""
 
+_OF_PACK = {
+    option.name: option
+    for verb in VERBS
+    for option in verb.options
+    if verb.name == "pack" and option.name in PACK_OPTIONS
+}
 _SHARED_TMPFS = "/dev/shm"
+_SHARES = re.compile(r"(?<!=)\{('train'[^}]*)\}")
+_LEFT_OUT = re.compile(rf"\bLeave ({'|'.join(FIELDS)}) out\b")
+_IN_CODE = re.compile(r"\b(a function|functions) of the path\b(?! in code)")
+_MOUNT = "run colabkit.mount() if it is on Drive"
+_ABOUT = {"label": "labels", "split": "splits", "read": "source", "fetch": "source"}
+"""The field to look at where the next step names none, by the verb of what cannot be done."""
+_PATH, _ANOTHER = "Check the path", "Choose another path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +107,40 @@ def _disk_of(disks: tuple[DiskReport, ...], near: str) -> DiskReport | None:
 
 def _free(place: DiskReport | None) -> str:
     return "none found" if place is None else f"{format_bytes(place.budget_bytes)} free"
+
+
+def reword_for_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
+    """Return an error's message, its next step in the words of the form, and the names of the fields that it names.
+
+    What was found stays unchanged.
+
+    Args:
+        error: of any call that a button makes.
+        action: the button. Packing without labels is advised as such where the button trains.
+    """
+    before, dot, step = str(error).rpartition(". ")
+    if isinstance(error, SourceMissing | BadSource):
+        step = step.replace(_PATH, f"Check {FIELDS['source']}").replace(_MOUNT, "begin it with drive: if it is there")
+    if isinstance(error, TargetExists):
+        step = step.replace(_ANOTHER, f"Choose another {FIELDS['work']}")
+    step = _LEFT_OUT.sub(lambda found: f"Leave {FIELDS[found[1]]} empty", step)
+    step = _SHARES.sub(r"splits={\1}", step)
+    step = in_other_words(step, lambda name, value: _labelled(name, value, action))
+    step = _IN_CODE.sub(r"\1 of the path in code", step)
+    named = tuple(name for name, label in FIELDS.items() if label in step)
+    verb = before.removeprefix("Cannot ").partition(" ")[0]
+    return f"{before}{dot}{step}", named or ((_ABOUT[verb],) if verb in _ABOUT else ())
+
+
+def _labelled(name: str, value: str, action: str) -> str:
+    """Return a field and what to put into it, as in `"Labels: none"`; empty for an option without a field."""
+    label = FIELDS.get(name, "")
+    if not value or not label:
+        return label
+    try:
+        given = ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError):
+        return label
+    plain = option_words(_OF_PACK[name], given)[-1] if name in _OF_PACK else str(given)
+    text = f"{label}: {plain}"
+    return f"Pack with {text}" if (action, name, plain) == ("train", "labels", "none") else text

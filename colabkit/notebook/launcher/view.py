@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from colabkit.foundation import Progress, Report
-from colabkit.notebook.launcher import texts
-from colabkit.notebook.launcher.plan import Action
+from colabkit.notebook.launcher import html
+from colabkit.notebook.launcher.pipeline import Action
 from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
 
 _ACTIONS: dict[Action, tuple[str, str]] = {
@@ -70,7 +70,7 @@ class View:
         self.options_switch, self.code_switch = self._switch(_OPTIONS), self._switch(_CODE)
         self._message, self._numbers, self._panel, self._table, self._code = (self._html("") for _ in range(5))
         self._bar = widgets.FloatProgress(max=1.0, layout=self._layout(width="auto", height="16px", margin="0"))
-        self._bar.style.bar_color = texts.ACCENT
+        self._bar.style.bar_color = html.ACCENT
         self._work = self._column(self._bar, self._numbers)
         self._options = self._column(*(self.fields[name] for name in PACK_OPTIONS))
         self._lines = [self._line(*row.values()) for row in self._rows]
@@ -92,7 +92,7 @@ class View:
         return "\n".join(filter(None, [self._said, self._noted]))
 
     @property
-    def html(self) -> str:
+    def shown(self) -> str:
         """What the last run came to, as it is shown."""
         return f"{self._message.value}{self._panel.value}{self._table.value}"
 
@@ -131,13 +131,13 @@ class View:
     def say(self, text: str, *, is_error: bool = False) -> None:
         """Show a message in place of the one before; notes stay."""
         self._said, self._is_error = text, is_error
-        _put(self._message, texts.message(self.said, is_error=is_error))
+        _put(self._message, html.message(self.said, is_error=is_error))
 
     def point_to(self, names: Iterable[str]) -> None:
         """Mark these fields, and no others; those that are folded away unfold."""
         names = set(names)
         for name, field in self.fields.items():
-            (field.add_class if name in names else field.remove_class)(texts.POINTED)
+            (field.add_class if name in names else field.remove_class)(html.POINTED)
         if not names.isdisjoint(PACK_OPTIONS):
             self.options_switch.value = True
 
@@ -153,7 +153,7 @@ class View:
             self._bar.value = 0.0
             return
         self._bar.value = min(1.0, progress.done / progress.total) if progress.total else 0.0
-        _put(self._numbers, texts.how_far(progress))
+        _put(self._numbers, html.numbers(progress))
         self._work.layout.display = None
 
     def report(self, report: Report) -> None:
@@ -162,7 +162,7 @@ class View:
 
     def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
         """Show a line of each report, and unfolded the last one's table once nothing runs any more."""
-        _put(self._table, "".join(texts.report(one, is_open=is_over and one is reports[-1]) for one in reports))
+        _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
         self.reports = reports
 
     def paint(self, html: str, text: str, final: bool) -> None:
@@ -178,16 +178,16 @@ class View:
             widget.close()
 
     def _built(self, kept: str) -> Any:
-        style = self._widgets.HTML(texts.sheet(kept), layout=self._layout(display="none"))
+        style = self._widgets.HTML(html.sheet(kept), layout=self._layout(display="none"))
         numbers = self._line(self.fields["batch_size"], self.fields["epochs"], gap="6px 28px")
         form = [self.fields["to"], numbers, self.fields["work"]]
-        hint = self._html(texts.hint(_HINT, _LABEL_PX + 8))
+        hint = self._html(html.hint(_HINT, _LABEL_PX + 8))
         frame = self._layout(
-            padding="16px 18px", border=f"1px solid {texts.LINE}", max_width="760px", grid_gap="12px", margin="0"
+            padding="16px 18px", border=f"1px solid {html.LINE}", max_width="760px", grid_gap="12px", margin="0"
         )
         parts = [
             style,
-            self._html(texts.heading()),
+            self._html(html.heading()),
             self._column(self.fields["source"], hint, *form, self.options_switch, self._options),
             self._column(*self._lines),
             self._message,
@@ -198,7 +198,7 @@ class View:
             self._code,
         ]
         root = self._widgets.VBox(parts, layout=frame)
-        root.add_class(texts.ROOT)
+        root.add_class(html.ROOT)
         return root
 
     def _form(self, near: list[tuple[str, str]]) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class View:
     def _update_code(self, change: Any) -> None:
         is_shown = self.code_switch.value
         self.code_switch.description = f"{_OPEN if is_shown else _SHUT} {_CODE}"
-        _put(self._code, texts.code(self._code_of(self.settings)) if is_shown else "")
+        _put(self._code, html.code(self._code_of(self.settings)) if is_shown else "")
 
     def _html(self, text: str) -> Any:
         return self._widgets.HTML(text, layout=self._layout(margin="0", **({} if text else {"display": "none"})))

@@ -1,1 +1,1 @@
-"""Magics: each makes one public call and returns its report; `%%train` and `%%dashboard` run the cell below them."""
+"""Magics, made from the table in `options/verbs.py`; to add one, add a row there."""

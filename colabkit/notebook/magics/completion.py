@@ -10,10 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from colabkit.foundation import ColabkitError, processes, user_path
-from colabkit.notebook.magics.lines import LINES
-from colabkit.notebook.magics.words import begun_word, quoted
-from colabkit.notebook.options.cells import CELLS
-from colabkit.notebook.options.verb import Option, Verb
+from colabkit.notebook.magics.lines import begun_word, quoted
+from colabkit.notebook.options.verbs import CELLS, LINES, Option, Verb
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -79,7 +77,7 @@ def following(shell: InteractiveShell, magic: str, rest: str, symbol: str) -> li
         verb = next(verb for verb in of if verb.name == magic.lstrip("%"))
     if verb is None:
         return []
-    option, typed = _asked(verb, words, begun)
+    option, typed = _option_at(verb, words, begun)
     if option is None:
         return _fitting(_flags(verb), begun, symbol) if begun.startswith("-") else []
     found = [*option.words, *(_variables(shell.user_ns, shell) if option.kind in _VARIABLES else ())]
@@ -91,7 +89,7 @@ def following(shell: InteractiveShell, magic: str, rest: str, symbol: str) -> li
     return offered
 
 
-def _asked(verb: Verb, words: list[str], begun: str) -> tuple[Option | None, str]:
+def _option_at(verb: Verb, words: list[str], begun: str) -> tuple[Option | None, str]:
     """Return the option whose value stands at the end of a line, None for the name of one; and what there is of it."""
     places = [option for option in verb.options if not option.flag]
     by_flag = {option.flag: option for option in verb.options if option.flag}

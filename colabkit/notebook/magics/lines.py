@@ -1,162 +1,121 @@
-"""Magics as IPython calls them: each parses its line by the table of options and makes one public call."""
+"""The words of a magic's line and their parser.
+
+Nothing is expanded by IPython: braces, quotes and dollar signs in paths survive. As a whole word, `{name}`,
+`{name.attribute}` or `$name` is replaced by that variable's value, as data that is never parsed again.
+"""
 
 from __future__ import annotations
 
-import difflib
-import os
+import argparse
 import re
-from collections.abc import Callable
-from functools import partial
-from traceback import walk_tb
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+import shlex
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, NoReturn
 
-import colabkit
-from colabkit.foundation import InvalidOption, ShownInOneLine, cannot, reword
-from colabkit.notebook.magics.panels import NOTHING_SEEN, Panels, run_beside_panel
-from colabkit.notebook.magics.parsers import line_parser
-from colabkit.notebook.magics.training import train_on_cell
-from colabkit.notebook.magics.words import split_line
-from colabkit.notebook.options.cells import CELLS, DASHBOARD
-from colabkit.notebook.options.parsing import arguments_of, look_up_in, parser_of
-from colabkit.notebook.options.verb import Verb
-from colabkit.notebook.options.verbs import VERBS
-from colabkit.notebook.options.wording import tell_in, words_of
+from colabkit.foundation import InvalidOption, cannot
+from colabkit.notebook.options.parsing import RaisingParser, parser_of
+from colabkit.notebook.options.verbs import Verb
 
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+_RAW_TOKEN = re.compile(r"""(?:\\.|[^\s"'\\]|"(?:\\.|[^"\\])*"|'[^']*')+|["'\\].*""", re.DOTALL)
+_VARIABLE = re.compile(r"\{([\w.]+)\}|\$(\w+)")
+_SPECIAL = re.compile(r"""([\s"'\\])""")
 
 
-LineMagic = Callable[[str], Any]
-CellMagic = Callable[[str, str], Any]
+class DataWord(str):
+    """A word that a variable stands for, which is no option whatever it looks like."""
 
-LINES = (*(verb for verb in VERBS if verb.is_magic), DASHBOARD)
-"""What there are line magics of, `%colabkit` apart."""
-
-_EXPRESSION = re.compile(r"[A-Za-z_][\w.]*[(\[]")
-_HELP = ("--help", "-h")
-_VARIABLES = "\nA word {NAME} or $NAME is the variable's value; within a longer word these stay as they are written.\n"
-_SHOWN = "The panel is shown beside each cell that loops over a Loader; %dashboard --off ends that"
+    __slots__ = ()
 
 
-def line_magics(shell: InteractiveShell, panels: Panels) -> dict[str, LineMagic]:
-    """Return the line magics by name."""
-    found = {verb.name: _of_verb(shell, verb) for verb in LINES if verb is not DASHBOARD}
-    found[DASHBOARD.name] = _dashboard(shell, panels)
-    return {**found, "colabkit": _colabkit(found)}
+def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
+    """Return the words of a magic's line; quotes hold words together, bare `{name}` and `$name` are variables.
 
+    The values of variables are `DataWord`.
 
-def cell_magics(shell: InteractiveShell) -> dict[str, CellMagic]:
-    """Return the cell magics by name."""
-    train, dashboard = CELLS
-
-    def run_dashboard(line: str, cell: str) -> None:
-        run_beside_panel(shell, cell, **_arguments(shell, dashboard, line, f"%%{dashboard.name}"))
-
-    def run_train(line: str, cell: str) -> Any:
-        return train_on_cell(shell, line, cell)
-
-    return {verb.name: _told(shell, verb, run) for verb, run in ((train, run_train), (dashboard, run_dashboard))}
-
-
-def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
-    def run(line: str) -> Any:
-        return getattr(colabkit, verb.call)(**_arguments(shell, verb, line, f"%{verb.name}"))
-
-    return _told(shell, verb, run)
-
-
-def _dashboard(shell: InteractiveShell, panels: Panels) -> LineMagic:
-    def run(line: str) -> None:
-        options = _arguments(shell, DASHBOARD, line, f"%{DASHBOARD.name}")
-        if options.pop("off"):
-            if panels.hide():
-                print(NOTHING_SEEN)  # noqa: T201 - nothing else tells why
-        else:
-            panels.show(**options)
-            print(_SHOWN)  # noqa: T201 - nothing else is to be seen of it yet
-
-    return _told(shell, DASHBOARD, run)
-
-
-def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
-    text = (
-        "usage: %colabkit [VERB ...]\n\nOpen the launcher, or do what a magic does: %colabkit stage is %stage.\n\n"
-        + "\n".join(f"  {verb.name:12} {verb.help}" for verb in LINES)
-        + "\n"
-    )
-
-    def magic(line: str) -> Any:
-        name, rest = [*line.split(maxsplit=1), "", ""][:2]
-        name = name.lstrip("%")
-        if not name:
-            return colabkit.open_launcher()
-        if name in _HELP:
-            print(text)  # noqa: T201 - help is what is asked for
-            return None
-        if name not in magics:
-            near = difflib.get_close_matches(name, magics, n=1)
-            next_step = f"Did you mean {near[0]}" if near else "See %colabkit --help"
-            needed = f"there are {', '.join(magics)}"
-            raise InvalidOption(cannot(f"run %colabkit {name}", "no such verb", needed, next_step))
-        return magics[name](rest)
-
-    return _known_to_ipython(magic, "colabkit", text)
-
-
-def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a magic that tells its options, those of the cell magic of its name among them.
-
-    What it returns or raises speaks in the words of its line.
+    Raises:
+        InvalidOption: if a quote is not closed.
     """
-    is_cell = verb in CELLS
-    text = parser_of(verb, f"{'%%' if is_cell else '%'}{verb.name}").format_help()
-    if not is_cell:  # IPython takes no cell magic without a cell, so this is where its options can be asked for
-        cells = (parser_of(cell, f"%%{cell.name}") for cell in CELLS if cell.name == verb.name)
-        text += "".join(f"\n{parser.format_help()}" for parser in cells)
-    text += _VARIABLES if verb.options else ""
+    return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
-    def magic(line: str, *cell: str) -> Any:
-        if any(word in _HELP for word in split_line(line, {})):
-            print(text)  # noqa: T201 - help is what is asked for
-            return None
+
+def begun_word(line: str) -> tuple[list[str], str]:
+    """Return the words of a line that has been typed so far, and the last one as it stands, with its quotes.
+
+    That is empty where a new word begins; variables are left as they are.
+    """
+    tokens = [match.group() for match in _RAW_TOKEN.finditer(line)]
+    is_open = bool(tokens) and line.endswith(tokens[-1])
+    last = tokens.pop() if is_open else ""
+    return [_word_of(token, line, {}) for token in tokens], last
+
+
+def quoted(word: str, begun: str) -> str | None:
+    """Return a word as it is typed after what has been typed of it; None if it cannot go on so.
+
+    Args:
+        word: the whole word.
+        begun: what stands there, whose first character says how it is quoted.
+    """
+    if begun.startswith('"'):
+        return '"' + word.replace("\\", "\\\\").replace('"', '\\"')
+    if begun.startswith("'"):
+        return None if "'" in word else f"'{word}"
+    escaped = _SPECIAL.sub(r"\\\1", word)
+    return f"\\{escaped}" if _VARIABLE.fullmatch(word) else escaped
+
+
+def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
+    variable = _VARIABLE.fullmatch(raw)
+    name, *attributes = (variable[1] or variable[2]).split(".") if variable else [""]
+    if name and name in namespace:
         try:
-            found = run(line, *cell)
-        except ShownInOneLine as error:
-            if not _is_of(shell.user_ns, error.__traceback__):
-                reword(error, words_of(verb, "%"))
-            raise
-        tell_in(found, verb, "%")
-        return found
-
-    return _known_to_ipython(magic, verb.name, text)
-
-
-def _is_of(namespace: dict[str, Any], trace: TracebackType | None) -> bool:
-    """Return whether an error came through code of the notebook, whose calls are in Python."""
-    return any(frame.f_globals is namespace for frame, _ in walk_tb(trace))
+            return DataWord(reduce(getattr, attributes, namespace[name]))
+        except AttributeError as error:
+            needed = "and one that is there is needed"
+            raise InvalidOption(cannot(f"use {raw!r}", str(error), needed, "Check its name")) from error
+    try:
+        return "".join(shlex.split(raw))
+    except ValueError as error:
+        raise InvalidOption(
+            cannot(f"read {line.strip()!r}", str(error).lower(), "each that is opened needs one", "Close the quote")
+        ) from error
 
 
-def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callable[..., Any]:
-    """Return a magic with its help, whose line IPython leaves as it is."""
-    magic.__name__ = name
-    magic.__doc__ = text
-    magic._ipython_magic_no_var_expand = True  # type: ignore[attr-defined]  # noqa: SLF001 - IPython asks for it
-    return magic
+class _LineParser(RaisingParser):
+    """A parser that raises instead of leaving the kernel, and never takes the value of a variable for an option.
+
+    A word of data is parsed as a stand-in that looks like nothing, and put back where a value is read.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._data: dict[str, str] = {}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return what `argparse` does, where everything is known."""
+        self._data = {f"\0{at}\0": str(word) for at, word in enumerate(args) if isinstance(word, DataWord)}
+        words = [f"\0{at}\0" if isinstance(word, DataWord) else word for at, word in enumerate(args)]
+        return super().parse_known_args(words, namespace)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        return super()._get_value(action, self._data.get(arg_string, arg_string))
+
+    def error(self, message: str) -> NoReturn:
+        for stand_in, word in self._data.items():
+            message = message.replace(stand_in, word)
+        super().error(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Raise, as `-h` with more letters asks for help too and nothing may be done then."""
+        self.error(message or "-h has more letters beside it")
 
 
-def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dict[str, Any]:
-    namespace = shell.user_ns
-    words = split_line(line, namespace)
-    if any(option.kind == "subject" for option in verb.options):
-        _check_is_named(verb, line, words)
-    parsed = line_parser(verb, prog).parse_args(words)
-    return arguments_of(verb, parsed, partial(look_up_in, namespace))
+def line_parser(verb: Verb, prog: str) -> argparse.ArgumentParser:
+    """Return the parser of a magic's line; unsuited words raise `InvalidOption`.
 
-
-def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:
-    """Refuse an expression, whose words would pass for the path of a report and more arguments."""
-    if any(_EXPRESSION.match(word) and not os.path.exists(word) for word in words):
-        found, needed = "this is an expression", f"and %{verb.name} takes the name of a variable"
-        next_step = f"Assign it first, as in loader = ..., and run %{verb.name} loader"
-        raise InvalidOption(cannot(f"use {line.strip()!r}", found, needed, next_step))
+    Args:
+        verb: whose options.
+        prog: the name in usage lines, as in `"%stage"`.
+    """
+    return parser_of(verb, prog, _LineParser)

@@ -6,11 +6,12 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
 from colabkit.foundation import InvalidOption, cannot, parse_bytes
-from colabkit.notebook.options.verb import Verb
+from colabkit.notebook.options.verbs import Verb
 
 _MOST_NAMED = 3  # loaders in a message
 
@@ -53,23 +54,11 @@ def parser_of(
         prog: the name in usage lines, as in `"%stage"` or `"colabkit stage"`.
         make: makes an empty parser.
     """
-    parser = make(prog=prog, description=_sentence(verb.help), epilog=verb.more or None, allow_abbrev=False)
-    kinds: Mapping[str, Callable[[str], Any]] = {
-        **dict.fromkeys(("text", "path", "object", "data", "subject"), str),
-        "number": _kind(int, "a whole number"),
-        "seconds": _kind(float, "a number of seconds"),
-        "threads": _kind(lambda text: text if text == "auto" else int(text), "auto or a whole number"),
-        "steps": lambda text: int(text) if text.lstrip("-").isdecimal() else text,
-        "size": _kind(_size, "one number, or height x width as in 240x320"),
-        "folder": _kind(lambda text: None if text.lower() == "none" else text, "a folder or none"),
-        "labels": _kind(_labels, "a column, or several as in a,b,c"),
-        "splits": _kind(_splits, "shares, as in train=0.8,test=0.2, or a column"),
-        "fields": _kind(_fields, "columns, as in age,caption or Z=age"),
-        "amount": _kind(lambda text: int(text) if text.isdecimal() else float(text), "a number"),
-        "bytes": _kind(parse_bytes, "a number of bytes, as in 256MiB"),
-    }
-    for kind, function in kinds.items():
-        parser.register("type", kind, function)
+    parser = make(
+        prog=prog, description=f"{verb.help[:1].upper()}{verb.help[1:]}.", epilog=verb.more or None, allow_abbrev=False
+    )
+    for kind in _KINDS:
+        parser.register("type", kind, partial(parse_value, kind))
     for option in verb.options:
         text = option.help.replace("%", "%%")
         if option.is_required:
@@ -101,6 +90,19 @@ def parser_of(
                 help=text + shown,
             )
     return parser
+
+
+def parse_value(kind: str, text: str) -> Any:
+    """Return the value of an option's text.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is no text of this kind; its message reads `'TEXT' is not WHAT IT HAS TO BE`.
+    """
+    parse, expected = _KINDS[kind]
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from error
 
 
 def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str, str], Any]) -> dict[str, Any]:
@@ -155,16 +157,6 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
     raise InvalidOption(cannot(f"use {name!r}", "there is no variable of this name", "and one is needed", hint))
 
 
-def _kind(parse: Callable[[str], Any], needed: str) -> Callable[[str], Any]:
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {needed}") from error
-
-    return parsed
-
-
 def _is_no_module(value: Any) -> bool:
     return not isinstance(value, ModuleType)
 
@@ -208,5 +200,22 @@ def _splits(text: str) -> dict[str, float] | str | None:
     return {name.strip(): float(share) for name, _, share in pairs}
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
+def _steps(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+_KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    **dict.fromkeys(("text", "path", "object", "data", "subject"), (str, "text")),
+    "number": (int, "a whole number"),
+    "seconds": (float, "a number of seconds"),
+    "threads": (lambda text: text if text == "auto" else int(text), "auto or a whole number"),
+    "steps": (_steps, "a whole number, or text"),
+    "size": (_size, "one number, or height x width as in 240x320"),
+    "folder": (lambda text: None if text.lower() == "none" else text, "a folder or none"),
+    "labels": (_labels, "a column, or several as in a,b,c"),
+    "splits": (_splits, "shares, as in train=0.8,test=0.2, or a column"),
+    "fields": (_fields, "columns, as in age,caption or Z=age"),
+    "amount": (lambda text: int(text) if text.isdecimal() else float(text), "a number"),
+    "bytes": (parse_bytes, "a number of bytes, as in 256MiB"),
+}
+"""How the text of each kind of option is parsed, and what it has to be."""

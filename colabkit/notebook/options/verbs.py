@@ -1,8 +1,74 @@
-"""The verbs: each is a magic and a command."""
+"""The verbs: each is a magic and a command, and makes one public call.
+
+To add one, write the public function, export it in `colabkit/__init__.pyi`, and add a row to `VERBS`: that makes the
+magic, the command, their help and their completion. Names, defaults and meanings are those of the function; a test
+compares them. Cell magics stand in `CELLS`.
+"""
 
 from __future__ import annotations
 
-from colabkit.notebook.options.verb import Option, Verb
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An argument of a verb.
+
+    Attributes:
+        name: the function's parameter.
+        help: one line, for `--help` and `?`.
+        default: the function's default; without one it has to be given.
+        kind: `text`, `path`, `number`, `amount`, `bytes`, `seconds`, `flag` (also `--no-...`), `switch`, `threads`,
+            `steps`, `size`, `folder`, `labels`, `splits`, `fields`, `object`, `objects`, `data` (a path or a variable)
+            or `subject` (a variable, or the path of a saved report).
+        is_positional: whether it is given by its place instead of its name; what has to be given always is.
+        words: values with a meaning of their own, which are offered where a line is completed.
+    """
+
+    name: str
+    help: str
+    default: Any = ...
+    kind: str = "text"
+    is_positional: bool = False
+    words: tuple[str, ...] = ()
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has to be given."""
+        return self.default is ...
+
+    @property
+    def flag(self) -> str:
+        """How it is named in a line, as in `--batch-size`; empty for what is given by its place."""
+        return "" if self.is_required or self.is_positional else "--" + self.name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A magic and a command.
+
+    Attributes:
+        name: of both.
+        help: one line.
+        options: positional ones first.
+        is_magic: whether there is a magic of it.
+        function: the public function, where its name is another.
+        more: what its help says below the options.
+    """
+
+    name: str
+    help: str
+    options: tuple[Option, ...] = ()
+    is_magic: bool = True
+    function: str = ""
+    more: str = ""
+
+    @property
+    def call(self) -> str:
+        """Name of the public function."""
+        return self.function or self.name
+
 
 _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
@@ -235,7 +301,7 @@ VERBS: tuple[Verb, ...] = (
             Option("seconds", "how long to iterate a loader that was not used before", 5.0, "seconds"),
             Option(
                 "headspace",
-                "what headspace returned, to foretell by what the step takes alone; in a terminal FILE.py:NAME",
+                "what headspace returned, to predict from what the step takes alone; in a terminal FILE.py:NAME",
                 None,
                 "object",
             ),
@@ -256,3 +322,55 @@ VERBS: tuple[Verb, ...] = (
         is_magic=False,
     ),
 )
+
+LOADING = (
+    Option("split", "of the pack", "train", words=("train", "dev", "test")),
+    Option("batch_size", "samples of a batch", 64, "number"),
+    Option("shuffle", "mix the samples anew in every epoch", True, "flag"),
+    Option("seed", "of the orders and of the transform", 0, "number"),
+    Option("on", "the device: cuda, cpu; else a GPU if there is one", None, words=("cuda", "cpu")),
+    Option("transform", "applied to the images of each batch: a variable", None, "object"),
+)
+"""How batches are made, where no `Loader` is named."""
+
+_HERE = {
+    "state": "what checkpoints hold, as in: model optimizer; needed with --save-to",
+    "validate": "a function that returns a dict of numbers",
+}
+
+_SHOWN = (
+    Option("refresh_s", "seconds between frames, at least 0.5", 0.5, "seconds"),
+    Option(
+        "screen",
+        "auto, notebook, widgets, text or none",
+        "auto",
+        words=("auto", "notebook", "widgets", "text", "none"),
+    ),
+)
+
+CELLS = (
+    Verb(
+        "train",
+        "run the cell once for each batch, with x, y, batch, step and epoch in scope; it may set loss",
+        (
+            Option("pack", "a pack's path, or a variable that holds a pack, a data set or a Loader", kind="data"),
+            *LOADING,
+            *(replace(option, help=_HERE.get(option.name, option.help)) for option in TRAINING),
+        ),
+        more="x is a batch's first field and y its second, None without one; batch is the whole of it, for further "
+        "fields. step and epoch count from 0 over the whole run, also after a resume. What the cell sets loss to, a "
+        "number or a dict of numbers, is the step's value. Afterwards these names but loss are what they were before. "
+        "A Loader has its own options.",
+    ),
+    Verb("dashboard", "run the cell beside the live panel", _SHOWN),
+)
+"""Below the first line of a cell magic stands the code that it runs."""
+
+DASHBOARD = Verb(
+    "dashboard",
+    "show the live panel beside every loop over a Loader in the cells that follow",
+    (*_SHOWN, Option("off", "show it no more", False, "switch")),
+)
+
+LINES = (*(verb for verb in VERBS if verb.is_magic), DASHBOARD)
+"""What there are line magics of, `%colabkit` apart."""

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from colabkit.foundation import Report
-from colabkit.notebook.options.verb import Option, Verb
-from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.options.verbs import VERBS, Option, Verb
 
 _QUOTED = r"""(?:'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
 _TOLD = re.compile(
@@ -105,21 +104,25 @@ def _told_call(verb: Verb, text: str, prefix: str) -> str:
     return " ".join([f"{prefix}{verb.name}", *places, *flags]) if all(flags) else ""
 
 
-def _given(option: Option, value: Any) -> str:
-    """Return an option and its value as a line gives them; empty if it cannot."""
+def option_words(option: Option, value: Any) -> list[str]:
+    """Return an option and its value as the words of a line, without quotes; none if a line cannot give it."""
     if not option.flag:
-        return ""
+        return []
     if option.kind in ("flag", "switch"):
-        return option.flag if value is True else f"--no-{option.flag[2:]}" if value is False else ""
+        return [option.flag] if value is True else [f"--no-{option.flag[2:]}"] if value is False else []
     if value is None:
-        return f"{option.flag} none" if "none" in option.words else ""
+        return [option.flag, "none"] if "none" in option.words else []
     if isinstance(value, dict):
         value = [f"{name}={one}" for name, one in value.items()]
-    if isinstance(value, tuple | list | dict):
+    if isinstance(value, tuple | list):
         value = ("x" if option.kind == "size" else ",").join(map(str, value))
-        return f"{option.flag} {value}" if value else ""
-    return f"{option.flag} {_word(value)}"
+        return [option.flag, value] if value else []
+    return [option.flag, "..." if value is ... else str(value)]
+
+
+def _given(option: Option, value: Any) -> str:
+    return " ".join(map(_word, option_words(option, value)))
 
 
 def _word(value: Any) -> str:
-    return "..." if value is ... else shlex.quote(str(value))
+    return "..." if value in (..., "...") else shlex.quote(str(value))

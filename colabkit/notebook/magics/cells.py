@@ -1,22 +1,28 @@
-"""`%%train`: the body of a cell as the step of a training."""
+"""The cell magics: `%%train` takes the cell as the step of a training, `%%dashboard` runs it beside the panel.
+
+The code below the magic's line is compiled once, with the line numbers of the cell, and runs in the user's namespace.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
+import linecache
 import os
+import tokenize
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import colabkit
-from colabkit.foundation import InvalidOption, SourceMissing, cannot, kind_of
-from colabkit.notebook.magics.bodies import Body
-from colabkit.notebook.magics.parsers import line_parser
-from colabkit.notebook.magics.words import split_line
-from colabkit.notebook.options.cells import CELLS, LOADING
+from colabkit.foundation import InvalidOption, ShownInOneLine, SourceMissing, cannot, kind_of
+from colabkit.notebook.magics.lines import line_parser, split_line
 from colabkit.notebook.options.parsing import arguments_of, given_in, look_up_in
+from colabkit.notebook.options.verbs import CELLS, LOADING
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -24,11 +30,24 @@ if TYPE_CHECKING:
     from colabkit.training import TrainReport
 
 
+_UNSEEN = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 NAMES = ("x", "y", "batch", "step", "epoch")
 """What the body finds in its namespace, and nobody afterwards."""
 
 _VERB = CELLS[0]
 _ABSENT = object()
+NOTHING_SEEN = (
+    "No panel: nothing was trained, and no Loader was iterated. Another loader is seen through colabkit.watch(loader)"
+)
+
+
+def run_beside_panel(shell: InteractiveShell, cell: str, **options: Any) -> None:
+    """Run a cell's body beside `colabkit.dashboard()`; its last expression is displayed as in any cell."""
+    body = CellCode(shell, cell, is_shown=True)
+    with body.traced(), colabkit.dashboard(**options) as panel:
+        body.run()
+    if not panel.has_heard:
+        print(NOTHING_SEEN)  # noqa: T201 - nothing else tells why
 
 
 def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
@@ -47,19 +66,19 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     namespace = shell.user_ns
     words = split_line(line, namespace)
     arguments = arguments_of(_VERB, _parser().parse_args(words), partial(look_up_in, namespace))
-    body = Body(shell, cell)
+    body = CellCode(shell, cell)
     if arguments["save_to"] is not None and arguments["state"] is None:
         raise _unnamed_state(body, namespace)
     loading = {option.name: arguments.pop(option.name) for option in LOADING}
     loader = _loader_of(namespace, arguments.pop("pack"), loading, given_in(_parser(), words))
     with body.traced():
-        return colabkit.train(_BodyStep(body, namespace, loader), loader, **arguments)
+        return colabkit.train(_CellStep(body, namespace, loader), loader, **arguments)
 
 
-class _BodyStep:
+class _CellStep:
     """The body of a cell as a step; checkpoints hold what it counts."""
 
-    def __init__(self, body: Body, namespace: dict[str, Any], loader: colabkit.Loader) -> None:
+    def __init__(self, body: CellCode, namespace: dict[str, Any], loader: colabkit.Loader) -> None:
         self._body = body
         self._namespace = namespace
         self._loader = loader
@@ -73,7 +92,7 @@ class _BodyStep:
             self._first_epoch = epoch
         x, y = _pair_of(batch)
         values = (x, y, batch, self._steps, epoch - self._first_epoch)
-        names = _Assigned(self._namespace)
+        names = _LossNamespace(self._namespace)
         with _given(self._namespace, dict(zip(NAMES, values, strict=True))):
             self._body.run(names)
         self._steps += 1
@@ -88,7 +107,7 @@ class _BodyStep:
         self._steps, self._first_epoch = state_dict["steps"], state_dict["first_epoch"]
 
 
-class _Assigned(UserDict[str, Any]):
+class _LossNamespace(UserDict[str, Any]):
     """A namespace that knows whether `loss` was assigned in it; all else goes through."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
@@ -194,7 +213,7 @@ def _device() -> str | None:
     return "cuda" if torch.cuda.is_available() else None
 
 
-def _unnamed_state(body: Body, namespace: Mapping[str, Any]) -> InvalidOption:
+def _unnamed_state(body: CellCode, namespace: Mapping[str, Any]) -> InvalidOption:
     """Return the error that names what of the body's variables has a state."""
     used = sorted(body.names() & namespace.keys())
     have = [name for name in used if hasattr(type(namespace[name]), "load_state_dict")]
@@ -204,3 +223,90 @@ def _unnamed_state(body: Body, namespace: Mapping[str, Any]) -> InvalidOption:
 
 def _parser() -> Any:
     return line_parser(_VERB, "%%train")
+
+
+class CellCode:
+    """The code of a cell, ready to be run again and again.
+
+    Magics and `!` lines in it work as anywhere. An error that comes out of it is shown from the cell's own line on.
+
+    Args:
+        shell: whose namespace it runs in.
+        cell: the text below the magic's line.
+        is_shown: whether its last expression is displayed, as in any cell.
+
+    Raises:
+        InvalidOption: if it is no valid Python; the message holds the line.
+    """
+
+    def __init__(self, shell: InteractiveShell, cell: str, *, is_shown: bool = False) -> None:
+        self._shell = shell
+        lines = cell.splitlines(keepends=True)
+        first = next((number for number, line in enumerate(lines) if line.strip()), len(lines))
+        try:
+            # IPython drops empty lines at the start; they and the magic's own line are put there again.
+            source = "\n" * (first + 1) + shell.transform_cell("".join(lines[first:]))
+            self._name: str = shell.compile.cache(source, shell.execution_count)
+            tree = shell.transform_ast(shell.compile.ast_parse(source, filename=self._name))
+            shown = _shown_of(tree.body, shell.ast_node_interactivity, source) if is_shown else []
+            tree.body = tree.body[: len(tree.body) - len(shown)]
+            self._codes: list[CodeType] = [self._compiled(tree), self._compiled(ast.Interactive(shown), "single")]
+        except SyntaxError as error:
+            raise _bad_line(error) from error
+
+    def names(self) -> set[str]:
+        """Return the names that the code uses outside of its functions."""
+        return {name for code in self._codes for name in code.co_names}
+
+    def run(self, names: MutableMapping[str, Any] | None = None) -> None:
+        """Run it; `names` takes what it assigns, in place of the namespace itself."""
+        namespace = self._shell.user_ns
+        for code in self._codes:
+            exec(code, namespace, namespace if names is None else names)  # noqa: S102 - it is the user's own cell
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Return a block whose errors are shown from the cell's own line on, without the frames that run it."""
+        try:
+            yield
+        except BaseException as error:
+            trace = self._own(error.__traceback__)
+            is_told = isinstance(error, ShownInOneLine | SyntaxError) or os.environ.get("COLABKIT_DEBUG") == "1"
+            if trace is not None and not is_told:
+                with contextlib.suppress(AttributeError):  # an error with slots is shown with all frames
+                    error._render_traceback_ = partial(self._rendered, error, trace)  # type: ignore[attr-defined]
+            raise
+
+    def _rendered(self, error: BaseException, trace: TracebackType) -> list[str]:
+        shown: list[str] = self._shell.InteractiveTB.structured_traceback(type(error), error, trace, tb_offset=0)
+        return shown
+
+    def _own(self, trace: TracebackType | None) -> TracebackType | None:
+        while trace is not None and trace.tb_frame.f_code.co_filename != self._name:
+            trace = trace.tb_next
+        return trace
+
+    def _compiled(self, tree: ast.AST, mode: str = "exec") -> CodeType:
+        code: CodeType = self._shell.compile(tree, self._name, mode)
+        return code
+
+
+def _shown_of(statements: list[ast.stmt], interactivity: str, source: str) -> list[ast.stmt]:
+    """Return the statements whose values IPython displays."""
+    if not statements or interactivity == "none" or _is_quiet(source):
+        return []
+    if interactivity == "all":
+        return statements
+    return statements[-1:] if interactivity == "last" or isinstance(statements[-1], ast.Expr) else []
+
+
+def _is_quiet(source: str) -> bool:
+    """Return whether a semicolon at the end keeps the value from being displayed."""
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _UNSEEN]
+    return bool(tokens) and tokens[-1].string == ";"
+
+
+def _bad_line(error: SyntaxError) -> InvalidOption:
+    text = error.text or linecache.getline(error.filename or "", error.lineno or 0)
+    found = f"{error.msg} in line {error.lineno or 1}{f', {text.strip()!r}' if text.strip() else ''}"
+    return InvalidOption(cannot("run the cell", found, "which is no valid Python", "Mend that line"))

@@ -1,4 +1,4 @@
-"""The launcher's texts as HTML: everything that comes from outside is escaped, colours are the theme's own.
+"""The launcher's texts as HTML: everything from outside is escaped, colours are the theme's own.
 
 One style sheet, for this panel alone, makes of widgets a calm form; without it the form still works.
 """
@@ -101,13 +101,13 @@ def message(text: str, *, is_error: bool = False) -> str:
     )
 
 
-def how_far(progress: Progress) -> str:
+def numbers(progress: Progress) -> str:
     """Return the numbers of some work, for beside its bar."""
     style = f"{_FONT};color:{_TEXT};{_FAINT};font-variant-numeric:tabular-nums"
-    return f"<div style='{style}'>{escape(as_text(progress))}</div>"
+    return f"<div style='{style}'>{escape(_as_text(progress))}</div>"
 
 
-def as_text(progress: Progress) -> str:
+def _as_text(progress: Progress) -> str:
     """Return the numbers of some work: how much of it, how fast, how long it still takes."""
     unit = progress.unit.strip()
     count = format_bytes if unit == "B" else format_count

@@ -1,0 +1,348 @@
+"""What a button does: public calls with keyword arguments, the cell that makes the same calls, and their execution.
+
+Each button does what those before it do, and what is there already is used as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import colabkit
+from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, Report, cannot
+from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
+from colabkit.notebook.options.parsing import parse_value
+from colabkit.notebook.options.verbs import VERBS, Option, Verb
+from colabkit.notebook.options.wording import option_words
+from colabkit.packs import label_samples
+from colabkit.storage import FSSPEC, WEB, Listing, address_of, looked_at_by
+
+if TYPE_CHECKING:
+    from colabkit.monitoring import Screen
+
+Action: TypeAlias = Literal["probe", "stage", "pack", "train"]
+
+_READ_BY_PACK = re.compile(
+    r"\.(csv|tsv|parquet)$|\.(tfrecords?|tfrec|lmdb|mdb)(-\d+-of-\d+)?/?$|\*|\{(\d+\.\.\d+|[^{},]*,[^{}]*)\}",
+    re.IGNORECASE,
+)
+"""How the names of tables and records end, or hold a pattern of shards: `pack()` reads those itself, a table's labels
+with its files, and stages remote records."""
+
+_VERBS = {verb.name: verb for verb in VERBS}
+_DRIVE = "drive:"
+_NAME_CHARS = 40
+_PLAIN = re.compile(r"[\w./:=,@%+-]+", re.ASCII)
+_ADDRESS = "ADDRESS"
+_HELD_OUT_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPath:
+    """An argument that stands for the path in an earlier call's report, by its variable."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCall:
+    """One public call.
+
+    Attributes:
+        name: the variable that its report gets.
+        verb: of the magic.
+        arguments: of the call, by name; defaults are left out.
+        doing: what is done, for the panel.
+    """
+
+    name: str
+    verb: Verb
+    arguments: Mapping[str, Any]
+    doing: str
+
+    def make(self, results: Mapping[str, Any]) -> Any:
+        """Make the call and return its report; `results` are those of the calls before, by name."""
+        arguments = {
+            name: results[value.name].path if isinstance(value, ResultPath) else value
+            for name, value in self.arguments.items()
+        }
+        return getattr(colabkit, self.verb.call)(**arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """How a small network is trained on what was packed: until `epochs` are done, with checkpoints in `save_to`."""
+
+    batch_size: int
+    epochs: int
+    channels: int
+    save_to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What a button does.
+
+    Attributes:
+        source: what the user named, as it may be shown.
+        calls: in their order.
+        training: what follows them, or None.
+        secret: the source where it is an address that holds more than may be shown, else empty.
+    """
+
+    source: str
+    calls: tuple[PipelineCall, ...]
+    training: TrainingSettings | None = None
+    secret: str = ""
+
+
+def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = True) -> Pipeline:
+    """Return what a button does. Nothing is done here, nothing looked at.
+
+    Args:
+        settings: the form's values.
+        action: the button.
+        needs_mount: whether paths that begin with `drive:` need Drive to be mounted; not where another folder stands
+            for it.
+
+    Raises:
+        InvalidOption: if a value is invalid.
+    """
+    act = f"{action} it" if action != "train" else "train on it"
+    source = _checked(act, "source", settings.source)
+    work = _checked(act, "work", settings.work)
+    shown = _shown(source)
+    secret = source if shown != source else ""
+    calls: list[PipelineCall] = []
+    remote = (source,) if action in ("probe", "stage") else (source, work)
+    if needs_mount and any(path.startswith(_DRIVE) for path in remote):
+        calls.append(PipelineCall("mounted", _VERBS["mount"], {}, "Mounting Drive"))
+    if action == "probe":
+        if source.startswith("samples:") or "://" in source:
+            needed = "a folder or a file, on this machine or a mount"
+            raise InvalidOption(cannot(f"probe {shown!r}", "nothing on a mount", needed, "Stage it instead"))
+        calls.append(PipelineCall("probed", _VERBS["probe"], {"path": _path(source)}, "Probing"))
+        return Pipeline(source, tuple(calls))
+    near: Any = _path(source)
+    if action == "stage" or not is_read_by_pack(source):
+        calls.append(PipelineCall("staged", _VERBS["stage"], {"source": near, "to": settings.to}, "Staging"))
+        near = ResultPath("staged")
+    if action == "stage":
+        return Pipeline(shown, tuple(calls), secret=secret)
+    options = _pack_options(act, settings)
+    folder = f"{_path(work).rstrip('/') or '/'}/{_folder_name(source, options)}"
+    packing = {"source": near, "out": f"{folder}/pack.h5", **options}
+    calls.append(PipelineCall("packed", _VERBS["pack"], packing, "Packing"))
+    if action == "pack":
+        return Pipeline(shown, tuple(calls), secret=secret)
+    training = TrainingSettings(settings.batch_size, settings.epochs, int(settings.channels), f"{folder}/checkpoints")
+    return Pipeline(shown, tuple(calls), training, secret)
+
+
+def is_read_by_pack(source: str) -> bool:
+    """Return whether `pack()` reads a source itself, by its name."""
+    return _READ_BY_PACK.search(source) is not None
+
+
+def _checked(act: str, name: str, text: str) -> str:
+    """Return a field's text without the space around it, if there is any, and it is one line."""
+    text, label = text.strip(), FIELDS[name]
+    if not text:
+        found = f"an empty {label.lower()}"
+        raise InvalidOption(cannot(act, found, "a path or an address", f"Fill in {label}"))
+    if len(text.splitlines()) > 1 or "\0" in text:
+        found = f"a line break in the {label.lower()}"
+        raise InvalidOption(cannot(act, found, "one line of text", f"Check {label}"))
+    return text
+
+
+def _path(text: str) -> str:
+    """Return a path that is not taken for an option."""
+    return f"./{text}" if text.startswith("-") else text
+
+
+def _pack_options(act: str, settings: Settings) -> dict[str, Any]:
+    """Return the options of `pack()` that differ from its defaults."""
+    options = {}
+    for option in _VERBS["pack"].options:
+        if option.name in PACK_OPTIONS and (text := getattr(settings, option.name).strip()):
+            value = _value(option, _checked(act, option.name, text))
+            if value != option.default:
+                options[option.name] = value
+    return options
+
+
+def _value(option: Option, text: str) -> Any:
+    try:
+        return parse_value(option.kind, text)
+    except argparse.ArgumentTypeError as error:
+        given, _, needed = str(error).partition(" is not ")
+        label = FIELDS[option.name]
+        raise InvalidOption(cannot("pack it", f"{given} as {label}", needed, f"Check {label}")) from error
+
+
+def _folder_name(source: str, options: Mapping[str, Any]) -> str:
+    """Return the name of the folder of a pack and its checkpoints: other options make another pack."""
+    bare = re.split(r"[?#]", source, maxsplit=1)[0].rstrip("/") if "://" in source else source
+    path = bare.partition("://")[2].partition("/")[2] if "://" in source else bare.rpartition(":")[2]
+    stem = PurePosixPath(path).name.partition(".")[0]
+    name = re.sub(r"[^\w-]+", "-", stem).strip("-")[:_NAME_CHARS] or "data"
+    digest = hashlib.sha256(f"{source}\0{options}".encode("utf-8", "surrogateescape"))
+    return f"{name}-{digest.hexdigest()[:8]}"
+
+
+def _shown(source: str) -> str:
+    """Return a source as it may be shown: of an address without what can be a secret."""
+    if "://" not in source:
+        return source
+    address = address_of(source)
+    return address.shown if address.kind in (WEB, FSSPEC) else source
+
+
+def code_of(pipeline: Pipeline) -> str:
+    """Return the cell that makes the same calls: magics, and the training in plain Python, to be copied and changed.
+
+    An address that holds more than may be shown is asked for when the cell runs.
+    """
+    imports = ["import colabkit", "import torch"] if pipeline.training else []
+    asking = ["from getpass import getpass"] if pipeline.secret else []
+    lines = ["%load_ext colabkit", *asking, *imports, ""]
+    if pipeline.secret:
+        lines += [f'{_ADDRESS} = getpass("Address of the data: ")', ""]
+    lines += [_line(call, pipeline.secret) for call in pipeline.calls]
+    lines += _training_lines(pipeline.training) if pipeline.training else [pipeline.calls[-1].name]
+    return "\n".join(lines) + "\n"
+
+
+def _line(call: PipelineCall, secret: str) -> str:
+    words = [f"{call.name} = %{call.verb.name}"]
+    for option in call.verb.options:
+        value = call.arguments.get(option.name)
+        if isinstance(value, ResultPath):
+            words.append(f"{{{value.name}.path}}")
+        elif secret and value == secret:
+            words.append(f"${_ADDRESS}")
+        elif not option.flag and value is not None:
+            words.append(_quoted(value))
+        elif option.name in call.arguments:
+            flag, text = option_words(option, value)
+            words.append(f"{flag}={_quoted(text)}" if text.startswith("-") else f"{flag} {_quoted(text)}")
+    return " ".join(words)
+
+
+def _quoted(word: str) -> str:
+    """Return a word of a magic's line that is read back unchanged: quotes, braces and dollar signs mean nothing."""
+    if _PLAIN.fullmatch(word):
+        return word
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _training_lines(training: TrainingSettings) -> list[str]:
+    """Return the code that does what `_train` does; a test compares the calls of both."""
+    how = f"--epochs {training.epochs} --save-to {_quoted(training.save_to)} --validate validate"
+    return [
+        "",
+        "data = colabkit.open_pack(packed.path)",
+        'device = "cuda" if torch.cuda.is_available() else "cpu"',
+        f"shape = packed.sample_shape or (64, 64, {training.channels})",
+        'options = {"size": shape[:2], "device": device, "transform": colabkit.augment.Normalize()}',
+        f'loader = colabkit.Loader(data["train"], {training.batch_size}, shuffle=True, **options)',
+        'held_out = next((data[split] for split in ("test", "dev") if split in data), None)',
+        f"validate = None if held_out is None else colabkit.Loader(held_out, {_HELD_OUT_BATCH}, **options)",
+        "",
+        "model = colabkit.small_network(len(data.classes), shape).to(device)",
+        "step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=0.003))",
+        f"report = %train step loader {how}",
+        "report",
+    ]
+
+
+def run_pipeline(
+    pipeline: Pipeline, screen: Screen, begin: Callable[[str], None], done: Callable[[str, Report], None]
+) -> None:
+    """Make the calls of a pipeline.
+
+    Args:
+        pipeline: what to do.
+        screen: where the live panel of the training is shown.
+        begin: called before each call with what it does.
+        done: called after each call with its variable and its report.
+
+    Raises:
+        ColabkitError: what the calls raise; `KeyboardInterrupt` as well.
+    """
+    results: dict[str, Any] = {}
+    for call in pipeline.calls:
+        begin(call.doing)
+        with _naming(pipeline.source, results), looked_at_by(functools.partial(_check_labels, pipeline)):
+            results[call.name] = call.make(results)
+        done(call.name, results[call.name])
+    if pipeline.training is not None:
+        begin("Training")
+        done("report", _train(pipeline.source, pipeline.training, results["packed"], screen))
+
+
+@contextlib.contextmanager
+def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
+    """Have errors of the block that judge the data name what the user named, and not its local copy."""
+    try:
+        yield
+    except (BadSource, BadImage, InvalidOption) as error:
+        if "staged" not in results:
+            raise
+        raise type(error)(str(error).replace(repr(str(results["staged"].path)), repr(source))) from error
+
+
+def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
+    """Refuse files that cannot be packed or trained on, by their names, before they are copied.
+
+    Raises:
+        ColabkitError: as `pack()` raises it once they are local, and the training.
+    """
+    packing = next((call.arguments for call in pipeline.calls if call.name == "packed"), None)
+    if packing is None:
+        return
+    labels, splits = packing.get("labels", "auto"), packing.get("splits")
+    try:
+        labelled = label_samples(listing, pipeline.source, labels=labels, splits=splits)
+    except ColabkitError:
+        if any(is_read_by_pack(item.path) or item.path.endswith(".tar") for item in listing.items):
+            return  # a folder of records: what is in them is not known yet
+        raise
+    if pipeline.training is not None:
+        _check_kind(pipeline.source, labelled.kind)
+
+
+def _check_kind(source: str, kind: str) -> None:
+    """Refuse labels that a small network is not trained on."""
+    if kind != "class":
+        found = "no labels" if kind == "none" else f"{kind} labels"
+        next_step = f"Check {FIELDS['labels']}, or train on it with a loss of your own"
+        raise InvalidOption(cannot(f"train a small network on {source!r}", found, "a class for each image", next_step))
+
+
+def _train(source: str, training: TrainingSettings, packed: Any, screen: Screen) -> Report:
+    """Train a small network on a pack and return the report."""
+    import torch
+
+    from colabkit.monitoring import Dashboard
+
+    data = colabkit.open_pack(packed.path)
+    _check_kind(source, data.info.meta["label_kind"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = packed.sample_shape or (64, 64, training.channels)
+    options: dict[str, Any] = {"size": shape[:2], "device": device, "transform": colabkit.augment.Normalize()}
+    loader = colabkit.Loader(data["train"], training.batch_size, shuffle=True, **options)
+    held_out = next((data[split] for split in ("test", "dev") if split in data), None)
+    validate = None if held_out is None else colabkit.Loader(held_out, _HELD_OUT_BATCH, **options)
+    model = colabkit.small_network(len(data.classes), shape).to(device)
+    step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=0.003))
+    with Dashboard(screen):
+        return colabkit.train(step, loader, epochs=training.epochs, save_to=training.save_to, validate=validate)
