@@ -1,8 +1,8 @@
-from .dataset.files import FileDataset as FileDataset
-from .dataset.pack import Pack as Pack
-from .dataset.pack import open_pack as open_pack
-from .dataset.packed import PackedDataset as PackedDataset
-from .dataset.packed import stacked as stacked
+from .dataset.file_dataset import FileDataset as FileDataset
+from .dataset.opened_pack import Pack as Pack
+from .dataset.opened_pack import open_pack as open_pack
+from .dataset.packed_dataset import PackedDataset as PackedDataset
+from .dataset.packed_dataset import stack_samples as stack_samples
 from .dataset.samples import ImageFiles as ImageFiles
 from .decode.images import Region as Region
 from .decode.images import decode_image as decode_image

@@ -18,8 +18,7 @@ import pytest
 
 from colabkit.errors import ColabkitError
 from colabkit.packs.format.layout import DataSet
-from colabkit.packs.format.reading import read_pack
-from colabkit.packs.format.sealing import create_pack, seal_pack
+from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 
 Samples = list[Any]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed
 
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.opened_pack import open_pack
 
 DEADLINE_S = 60
 

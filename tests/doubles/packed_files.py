@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pictures import photo, saved
 
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import filling
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verifying import verify

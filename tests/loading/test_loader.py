@@ -22,8 +22,7 @@ from colabkit.foundation import meters
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading.loader.api import Loader
 from colabkit.loading.loader.slots import RecycledSlots
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 
 DEADLINE_S = 60.0
 

@@ -19,8 +19,7 @@ from colabkit.augment import Compose, PerBatch, RandomHorizontalFlip
 from colabkit.errors import InvalidOption
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 
 COUNT = 23
 RANDOM = np.random.default_rng(3)

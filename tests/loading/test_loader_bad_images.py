@@ -17,8 +17,7 @@ from torch import Tensor
 from colabkit.augment import Compose, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import BadImage
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled
 
 BAD = {4: b"<html> not found", 9: b""}

@@ -13,8 +13,7 @@ from test_dataset_fields import png
 from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 
 
 @pytest.fixture(scope="module")

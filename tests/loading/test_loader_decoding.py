@@ -28,10 +28,7 @@ from colabkit.augment import (
 )
 from colabkit.errors import BadImage, InvalidOption
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
-from colabkit.packs.decode.images import decode_image
+from colabkit.packs import FileDataset, PackedDataset, decode_image, open_pack
 
 KINDS: dict[str, dict[str, Any]] = {
     "baseline": {"format": "JPEG"},

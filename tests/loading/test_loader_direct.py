@@ -16,7 +16,7 @@ from colabkit.loading.loader import direct, threaded
 from colabkit.loading.loader.api import Loader
 from colabkit.loading.loader.direct import DirectRows
 from colabkit.loading.loader.gather import RowGather
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import open_pack
 
 WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda images: images,

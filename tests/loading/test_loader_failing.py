@@ -17,7 +17,7 @@ from colabkit.augment import Draws, PerBatch, Transform
 from colabkit.errors import LoaderFailed
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
+from colabkit.packs import FileDataset
 
 SEED = 6
 

@@ -17,9 +17,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from colabkit.augment import Compose, Cutout, Normalize, RandomCrop, RandomHorizontalFlip
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import FileDataset, PackedDataset, open_pack
 
 SEVEN = torch.full((3, 8, 8), 7, dtype=torch.uint8)
 

@@ -25,7 +25,7 @@ from colabkit.augment import RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import BadImage, ColabkitError, FileFailed, SourceChanged, TimedOut
 from colabkit.loading.loader import reading
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
+from colabkit.packs import FileDataset
 from colabkit.sampler import Shuffled
 from colabkit.storage.sources import answering, concurrency, reads
 from colabkit.storage.sources.api import SlowSource

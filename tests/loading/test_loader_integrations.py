@@ -20,8 +20,7 @@ from trees import needs
 
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 
 COUNT = 22
 BATCH = 4
@@ -164,7 +163,7 @@ def test_accelerates_checkpoints_take_a_loaders_state(tmp_path, data):
 KERAS = """
 import json, sys
 import keras, numpy as np, torch
-from colabkit.packs.dataset import open_pack
+from colabkit.packs import open_pack
 from colabkit.loading.loader.api import Loader
 
 assert keras.backend.backend() == "torch"

@@ -25,8 +25,7 @@ from colabkit.errors import FileFailed, NotEnoughSpace
 from colabkit.loading.loader import tiers
 from colabkit.loading.loader.api import Loader
 from colabkit.loading.loader.kept import KeptRows, promised_bytes
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import FileDataset, open_pack
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
 

@@ -34,8 +34,7 @@ from colabkit.augment import (
 )
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import FileDataset, open_pack
 
 COUNT = 60
 DEADLINE_S = 60.0

@@ -17,8 +17,7 @@ from torchvision.transforms import v2
 from colabkit.augment import Compose, MixUp, Normalize, PerSample, RandomCrop, RandomHorizontalFlip
 from colabkit.errors import InvalidOption
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import Pack, open_pack
+from colabkit.packs import FileDataset, Pack, open_pack
 
 IMAGES = torch.zeros(20, 3, 8, 8, dtype=torch.uint8)
 

@@ -22,7 +22,7 @@ from colabkit.loading.loader.api import Loader
 from colabkit.loading.loader.gather import RowGather
 from colabkit.loading.loader.paging import MappedRows, Populating, looked_ahead, mapped_rows
 from colabkit.loading.loader.portions import OrderedPlan, Portion, Share
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import open_pack
 from colabkit.sampler import Shuffled
 
 Range = tuple[str, int, int]

@@ -35,8 +35,7 @@ from colabkit.augment import Compose, Normalize, PerSample, RandomHorizontalFlip
 from colabkit.errors import BadImage, InvalidOption, LoaderFailed
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import FileDataset, open_pack
 
 WORKERS = [0, 1, 2]
 DEADLINE_S = 30.0

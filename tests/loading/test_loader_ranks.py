@@ -23,7 +23,7 @@ from colabkit.loading.loader.api import Loader
 from colabkit.loading.sampler.blocks import BlockShuffled
 from colabkit.loading.sampler.classes import Balanced
 from colabkit.loading.sampler.weights import Weighted
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import open_pack
 
 WORLDS = (1, 2, 3, 4, 5)
 TORCHRUN_S = 100.0

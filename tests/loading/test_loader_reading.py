@@ -15,7 +15,7 @@ from test_loader_files import Far
 from colabkit.foundation.meters.counts import LoaderMeters
 from colabkit.loading.loader.portions import Portion
 from colabkit.loading.loader.reading import ReadingAhead
-from colabkit.packs.dataset.files import FileDataset
+from colabkit.packs import FileDataset
 from colabkit.storage.sources import concurrency
 
 

@@ -38,9 +38,7 @@ from colabkit.augment import (
 )
 from colabkit.errors import InvalidOption
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import FileDataset, PackedDataset, open_pack
 from colabkit.sampler import Balanced
 from colabkit.storage.staging.api import stage, unstage
 

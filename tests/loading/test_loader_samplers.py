@@ -26,7 +26,7 @@ from colabkit.augment import RandomResizedCrop
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import open_pack
 from colabkit.sampler import Balanced, BlockShuffled, Sequential, Shuffled, Weighted
 
 N = 23

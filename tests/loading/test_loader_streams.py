@@ -10,7 +10,7 @@ from contract import StreamContract, make_shards
 from test_loader_resume import AUGMENT, BATCH, N, encoded, folder, make, no_thread_is_left, raw, samples, take
 
 from colabkit.augment import Compose, PerSample
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import open_pack
 
 __all__ = ["TestAugmentedStream", "encoded", "folder", "no_thread_is_left", "raw"]
 

@@ -19,7 +19,7 @@ from colabkit.loading.loader.feeds import feed_of
 from colabkit.loading.loader.portions import OrderedPlan, Share
 from colabkit.loading.loader.resident import Resident
 from colabkit.loading.loader.tiers import Room, Tier, choose_tier
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs import open_pack
 from colabkit.sampler import Shuffled
 
 GIB = 1 << 30

@@ -35,8 +35,7 @@ from colabkit.augment import (
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 
 COUNT = 26
 SEED = 6

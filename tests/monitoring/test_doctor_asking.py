@@ -24,8 +24,7 @@ from colabkit.loading.loader.api import Loader
 from colabkit.monitoring.doctor import api
 from colabkit.monitoring.doctor.api import diagnose
 from colabkit.monitoring.doctor.diagnosis import Diagnosis
-from colabkit.packs.dataset.files import FileDataset
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import FileDataset, PackedDataset
 
 BRIEF = 0.05
 RUBBISH = [

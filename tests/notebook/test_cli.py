@@ -15,7 +15,7 @@ import colabkit
 from colabkit.foundation import meters
 from colabkit.notebook.command_line import main
 from colabkit.notebook.options.verbs import VERBS
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.pack_file import read_pack
 
 
 def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

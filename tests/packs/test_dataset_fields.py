@@ -15,10 +15,9 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
 
 from colabkit.errors import BadImage, Corrupt, InvalidOption
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
-from colabkit.packs.format.reading import read_pack
-from colabkit.packs.format.sealing import seal_pack
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.dataset.packed_dataset import PackedDataset
+from colabkit.packs.format.pack_file import read_pack, seal_pack
 
 RANDOM = np.random.default_rng(3)
 IMAGES = RANDOM.integers(0, 256, (10, 6, 5, 3)).astype("|u1")

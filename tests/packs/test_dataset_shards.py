@@ -13,8 +13,8 @@ from contract import make_pack, make_shards
 from torch.utils.data import DataLoader
 
 from colabkit.errors import Corrupt, FileFailed, NotSealed, SourceMissing
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format.pack_file import read_pack
 
 COUNTS = ({"train": 9, "test": 2}, {"train": 4}, {"test": 3}, {"train": 8, "test": 1})
 

@@ -24,8 +24,8 @@ from colabkit.errors import (
     TargetExists,
 )
 from colabkit.foundation import file_changes
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verifying import verify
 from colabkit.storage.staging.api import stage

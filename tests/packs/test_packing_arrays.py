@@ -15,7 +15,7 @@ import torch
 from trees import leftovers
 
 from colabkit.errors import BadSource, InvalidOption, TargetExists
-from colabkit.packs.dataset.pack import Pack, open_pack
+from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verifying import verify
 

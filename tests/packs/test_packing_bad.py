@@ -17,8 +17,8 @@ from pictures import photo, saved
 from trees import leftovers
 
 from colabkit.errors import BadArchive, BadImage, BadSource
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import planning
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.reports import PackReport

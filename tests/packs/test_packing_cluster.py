@@ -17,7 +17,7 @@ from test_packing_shards import ROW, assert_same, identity, shards_beside
 from trees import leftovers, make_tree
 
 from colabkit.errors import BadImage
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.api import pack
 
 

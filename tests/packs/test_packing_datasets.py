@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, rand
 from trees import leftovers, make_tree
 
 from colabkit.errors import BadImage, BadSource, InvalidOption
-from colabkit.packs.dataset.pack import Pack, open_pack
+from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.packing.api import pack

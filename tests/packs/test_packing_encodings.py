@@ -17,10 +17,10 @@ from PIL import Image
 from trees import leftovers
 
 from colabkit.errors import BadImage, BadSource, InvalidOption, TargetExists
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import planning
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verifying import verify

@@ -12,8 +12,8 @@ from packed_files import WAYS, files_of, fork, labels_of, packed, photos, stored
 from trees import leftovers
 
 from colabkit.errors import BadSource, InvalidOption, TargetExists
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
 
 

@@ -20,7 +20,7 @@ from record_files import example, framed, lmdb_of, shards_of, tar_of
 from trees import make_tree, needs
 
 from colabkit.errors import BadSource, InvalidOption
-from colabkit.packs.dataset.pack import Pack, open_pack
+from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verifying import verify
 from colabkit.storage.staging import targets

@@ -19,8 +19,8 @@ from trees import leftovers, make_tree
 from colabkit.errors import BadImage, NotEnoughSpace, TargetExists
 from colabkit.foundation import file_changes
 from colabkit.foundation.progress import ProgressBar
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import shards
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.filling import Filling

@@ -20,7 +20,7 @@ from test_preparing import begin_anew, left_near, ready, samples
 from test_staging_faults import reader_threads
 from trees import leftovers, needs
 
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.verifying import verify
 from colabkit.packs.preparing import api as preparing
 from colabkit.packs.preparing.api import prepare

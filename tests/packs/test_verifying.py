@@ -11,9 +11,9 @@ from packed_files import files_of, packed, photos
 from pictures import photo, saved
 
 from colabkit.errors import ColabkitError, Corrupt
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.layout import PackInfo
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.verifying import verify
 
 FLIPS = 300

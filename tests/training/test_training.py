@@ -22,8 +22,7 @@ from colabkit.augment import Normalize
 from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 from colabkit.training.report import EpochRecord, TrainReport
 from colabkit.training.steps import supervised_step
 

@@ -13,7 +13,7 @@ import colabkit
 from colabkit.augment import Normalize
 from colabkit.errors import InvalidOption
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset
 from colabkit.training import ceiling
 
 

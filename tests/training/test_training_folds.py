@@ -11,8 +11,7 @@ from contract import make_pack
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ import colabkit
 from colabkit.augment import Compose, Cutout, Normalize, RandomCrop, RandomHorizontalFlip
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset, open_pack
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.steps import supervised_step
 from colabkit.training.trainer import train

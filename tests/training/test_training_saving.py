@@ -17,7 +17,7 @@ import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.packed import PackedDataset
+from colabkit.packs import PackedDataset
 from colabkit.training.checkpoints import folder as checkpoint_folder
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.schedule import SaveSchedule

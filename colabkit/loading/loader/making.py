@@ -23,7 +23,7 @@ from colabkit.loading.loader.portions import Numbers, Portion
 from colabkit.loading.loader.slots import Memory, RecycledSlots
 from colabkit.loading.loader.stages import Stages
 from colabkit.loading.loader.workers import Batch, Group
-from colabkit.packs import stacked
+from colabkit.packs import stack_samples
 
 _PIECES_A_THREAD = 4  # so that no thread has nothing to do while another makes the rest of a batch
 _LEAST_PIECE = 4
@@ -131,7 +131,7 @@ class BatchMaker:
             if stop > samples:
                 break
             batch = Batch(
-                [stacked(value[start:stop]) for value in group.values], portion.positions[start:stop], reached
+                [stack_samples(value[start:stop]) for value in group.values], portion.positions[start:stop], reached
             )
             if bad := [number - start for number in group.bad if start <= number < stop]:
                 _leave_out(batch, bad)
@@ -216,7 +216,7 @@ def sliced(values: list[Any], sizes: Sequence[int]) -> Iterator[Any]:
     """Yield the values of each batch, of as many as its size."""
     start = 0
     for size in sizes:
-        yield stacked(values[start : start + size])
+        yield stack_samples(values[start : start + size])
         start += size
 
 

@@ -13,7 +13,7 @@ from colabkit.loading.loader.gather import RowGather
 from colabkit.loading.loader.portions import Portion
 from colabkit.loading.loader.structures import mapped
 from colabkit.loading.loader.workers import Batch
-from colabkit.packs import stacked
+from colabkit.packs import stack_samples
 
 _STEP_BYTES = 64 << 20
 
@@ -46,7 +46,7 @@ class Resident:
         start = 0
         for size, reached in zip(portion.sizes, portion.reached, strict=True):
             stop = start + size
-            parts = [stacked(value[start:stop]) for value in values]
+            parts = [stack_samples(value[start:stop]) for value in values]
             yield Batch(parts, portion.positions[start:stop], reached)
             start = stop
 

@@ -1,4 +1,4 @@
-"""How samples are read: a column for each field of a split, and the CRC of each sample over them.
+"""The samples of a split: a column for each field, in one file or in shards, and the CRC of each sample.
 
 A sample read alone is checked against its CRC. Batches of rows are not, since that would take as long as reading them;
 `verify()` checks every sample.
@@ -6,8 +6,10 @@ A sample read alone is checked against its CRC. Batches of rows are not, since t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 from zlib import crc32
@@ -17,65 +19,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.foundation import BadImage, Corrupt, cannot
+from colabkit.foundation import BadImage, Corrupt, InvalidOption, SourceMissing, cannot
 from colabkit.packs.decode.images import decode_image
+from colabkit.packs.decode.pixels import MAX_PIXELS
+from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, Shard, corrupt
+from colabkit.packs.format.pack_file import read_pack
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
-"""Rows of a split, or samples of a view."""
 Batch: TypeAlias = Tensor | list[Any]
-"""One field of several samples: stacked, or a list where that cannot be."""
+"""One field of several samples: one tensor, or a list where samples differ in shape."""
 Stored: TypeAlias = npt.NDArray[Any] | bytes
-
-
-class Column(Protocol):
-    """One field of one split in one file."""
-
-    def stored(self, row: int) -> Stored:
-        """Return a copy of what is stored of a sample."""
-
-    def value(self, stored: Stored) -> Any:
-        """Return what the user gets for it."""
-
-    def many(self, rows: Numbers) -> Batch:
-        """Return the values of several samples."""
-
-
-class Samples(Protocol):
-    """The samples of one split, by row, without labels."""
-
-    names: tuple[str, ...]
-
-    def one(self, row: int) -> tuple[Any, ...]:
-        """Return the fields of one sample, checked.
-
-        Raises:
-            Corrupt: if its bytes are not the sealed ones.
-            BadImage: if it cannot be decoded.
-        """
-
-    def many(self, rows: Numbers) -> tuple[Batch, ...]:
-        """Return the fields of several samples, each as one batch."""
-
-    def column(self, name: str, rows: Numbers) -> Batch:
-        """Return one field of several samples."""
-
-    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return a field's rows as stored, `[N, ...]`, of each file; None if they have to be decoded or converted."""
-
-    def encoded(self, row: int) -> bytes:
-        """Return the bytes of X of one sample as stored, checked.
-
-        Raises:
-            Corrupt: if its bytes are not the sealed ones.
-        """
-
-    def about_images(self) -> ImageFiles | None:
-        """Return what X is if it holds the bytes of image files, else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """What images that are stored as files become.
+    """How images that are stored as files are decoded.
 
     Attributes:
         channels: of decoded images.
@@ -86,8 +43,21 @@ class ImageFiles:
     blank: tuple[int, int] | None
 
 
-def values_of(array: npt.NDArray[Any], content: str) -> Batch:
-    """Return stored rows, or one row, as what the user gets: images with their channels before height and width."""
+class Column(Protocol):
+    """One field of one split in one file."""
+
+    def stored(self, row: int) -> Stored:
+        """Return a copy of the stored bytes or values of a sample."""
+
+    def value(self, stored: Stored) -> Any:
+        """Return the user's value for them."""
+
+    def many(self, rows: Indices) -> Batch:
+        """Return the values of several samples."""
+
+
+def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
+    """Return stored rows, or one row, as the user's values: images with their channels before height and width."""
     if array.dtype.kind == "S":
         values = array.tolist()
         return [value.decode("utf-8", "surrogateescape") for value in values] if content == "text" else values
@@ -99,7 +69,7 @@ def values_of(array: npt.NDArray[Any], content: str) -> Batch:
     return tensor.permute(2, 0, 1) if array.ndim == 3 else tensor.permute(0, 3, 1, 2)
 
 
-def image_of(pixels: npt.NDArray[np.uint8]) -> Tensor:
+def convert_pixels(pixels: npt.NDArray[np.uint8]) -> Tensor:
     """Return decoded pixels `[H, W, C]`, perhaps read-only, as an image `[C, H, W]` that may be written to."""
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
@@ -112,21 +82,21 @@ class ArrayColumn:
     content: str
 
     def stored(self, row: int) -> Stored:
-        """Return a copy of a row."""
+        """Return a copy of a sample."""
         return np.array(self.array[row, ...])
 
     def value(self, stored: Stored) -> Any:
-        """Return a row as a tensor, or as text or bytes."""
+        """Return a tensor, text or bytes."""
         assert isinstance(stored, np.ndarray)
         if stored.dtype.kind == "S":
-            return values_of(stored.reshape(1), self.content)[0]
-        return values_of(stored, self.content)
+            return convert_rows(stored.reshape(1), self.content)[0]
+        return convert_rows(stored, self.content)
 
-    def many(self, rows: Numbers) -> Batch:
+    def many(self, rows: Indices) -> Batch:
         """Return rows gathered in one pass, in one thread, which is safe in forked processes."""
         gathered = np.empty((len(rows), *self.array.shape[1:]), self.array.dtype)
         np.take(self.array, rows, axis=0, out=gathered, mode="clip")  # "raise" would copy all of it once more
-        return values_of(gathered, self.content)
+        return convert_rows(gathered, self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,25 +112,24 @@ class RaggedColumn:
     """
 
     flat: npt.NDArray[np.uint8]
-    index: Numbers
+    index: Indices
     content: str
     channels: int = 3
     blank: tuple[int, int] = (1, 1)
 
     def stored(self, row: int) -> Stored:
-        """Return the bytes of a sample."""
+        """Return a copy of a sample."""
         offset, length = self.index[row].tolist()
         return self.flat[offset : offset + length].tobytes()
 
     def value(self, stored: Stored) -> Any:
-        """Return bytes as an image, text, bytes, or a tensor of them."""
+        """Return a tensor, text or bytes."""
         assert isinstance(stored, bytes)
         match self.content:
             case "image" if not stored:
                 return torch.zeros((self.channels, *self.blank), dtype=torch.uint8, device="cpu")
             case "image":
-                pixels = decode_image(stored, self.channels)
-                return image_of(pixels)
+                return convert_pixels(decode_image(stored, self.channels))
             case "text":
                 return stored.decode("utf-8", "surrogateescape")
             case "bytes":
@@ -168,18 +137,18 @@ class RaggedColumn:
             case _:
                 return torch.from_numpy(np.frombuffer(bytearray(stored), np.uint8))
 
-    def many(self, rows: Numbers) -> Batch:
+    def many(self, rows: Indices) -> Batch:
         """Return the values one by one."""
         return [self.value(self.stored(row)) for row in rows.tolist()]
 
 
-class FileSamples:
+class SingleFileSamples:
     """The samples of one split in one file.
 
     Args:
         path: the file, for messages.
         split: of the file.
-        columns: its fields, by name, in order.
+        columns: its fields without the labels, by name, in order.
         checked: names of the fields whose bytes a CRC covers.
         crcs: CRC32 of each sample, `uint32 [N]`; None if there are none.
         first: number, in the split of the whole pack, of this file's first sample, for messages.
@@ -205,7 +174,12 @@ class FileSamples:
         self._is_ragged = any(isinstance(column, RaggedColumn) for column in columns.values())
 
     def one(self, row: int) -> tuple[Any, ...]:
-        """Return the fields of one sample, checked."""
+        """Return the fields of one sample, checked.
+
+        Raises:
+            Corrupt: if its bytes are not the sealed ones.
+            BadImage: if it cannot be decoded.
+        """
         stored = self._stored(row)
         try:
             return tuple([column.value(some) for column, some in zip(self._in_order, stored, strict=True)])
@@ -219,8 +193,31 @@ class FileSamples:
         assert isinstance(stored, bytes)
         return stored
 
+    def many(self, rows: Indices) -> tuple[Batch, ...]:
+        """Return the fields of several samples: gathered, or one by one and checked if there are ragged ones."""
+        if self._is_ragged and len(rows):
+            return tuple(map(list, zip(*map(self.one, rows.tolist()), strict=True)))
+        return tuple(column.many(rows) for column in self._in_order)
+
+    def column(self, name: str, rows: Indices) -> Batch:
+        """Return one field of several samples."""
+        return self._columns[name].many(rows)
+
+    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
+        """Return a field's rows as stored, `[N, ...]`, of each file; None if they have to be decoded or converted."""
+        column = self._columns[name]
+        is_plain = isinstance(column, ArrayColumn) and column.array.dtype.isnative and column.array.dtype.kind != "S"
+        return (column.array,) if isinstance(column, ArrayColumn) and is_plain else None
+
+    def image_files(self) -> ImageFiles | None:
+        """Return how X is decoded if it holds the bytes of image files, else None."""
+        column = self._in_order[0]
+        if isinstance(column, RaggedColumn) and column.content == "image":
+            return ImageFiles(column.channels, column.blank)
+        return None
+
     def _stored(self, row: int) -> list[Stored]:
-        """Return what is stored of one sample, checked against its CRC."""
+        """Return the stored fields of one sample, checked against its CRC."""
         stored = [column.stored(row) for column in self._in_order]
         if self._crcs is not None:
             crc = 0
@@ -232,28 +229,175 @@ class FileSamples:
                 raise Corrupt(cannot(self._act("read", row), found, needed, next_step))
         return stored
 
-    def many(self, rows: Numbers) -> tuple[Batch, ...]:
-        """Return the fields of several samples: gathered, or one by one and checked if there are ragged ones."""
-        if self._is_ragged and len(rows):
-            return tuple(map(list, zip(*map(self.one, rows.tolist()), strict=True)))
-        return tuple(column.many(rows) for column in self._in_order)
-
-    def column(self, name: str, rows: Numbers) -> Batch:
-        """Return one field of several samples."""
-        return self._columns[name].many(rows)
-
-    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return a field's rows as stored; None if they have to be decoded or converted."""
-        column = self._columns[name]
-        is_plain = isinstance(column, ArrayColumn) and column.array.dtype.isnative and column.array.dtype.kind != "S"
-        return (column.array,) if isinstance(column, ArrayColumn) and is_plain else None
-
-    def about_images(self) -> ImageFiles | None:
-        """Return what X is if it holds the bytes of image files, else None."""
-        column = self._in_order[0]
-        if isinstance(column, RaggedColumn) and column.content == "image":
-            return ImageFiles(column.channels, column.blank)
-        return None
-
     def _act(self, verb: str, row: int) -> str:
         return f"{verb} {self.split}[{self.first + row}] of {str(self.path)!r}"
+
+
+class ShardedSamples:
+    """The samples of one split in the shards beside an index, which are opened when they are first needed.
+
+    Args:
+        info: of the index.
+        split: of the index.
+    """
+
+    def __init__(self, info: PackInfo, split: str) -> None:
+        self.names = tuple(name for name in info.fields if name != LABELS)
+        self._info = info
+        self._split = split
+        self._shards = [shard for shard in info.shards if shard.splits.get(split)]
+        self._starts = list(accumulate((shard.splits[split] for shard in self._shards), initial=0))
+        self._opened: dict[int, SingleFileSamples] = {}
+        if self._starts[-1] != info.count(split):
+            raise corrupt(info.path, f"its shards hold {self._starts[-1]} samples of {split} of {info.count(split)}")
+
+    def one(self, row: int) -> tuple[Any, ...]:
+        """Return the fields of one sample, checked."""
+        number = bisect_right(self._starts, row) - 1
+        return self._shard(number).one(row - self._starts[number])
+
+    def encoded(self, row: int) -> bytes:
+        """Return the bytes of X of one sample as stored, checked."""
+        number = bisect_right(self._starts, row) - 1
+        return self._shard(number).encoded(row - self._starts[number])
+
+    def many(self, rows: Indices) -> tuple[Batch, ...]:
+        """Return the fields of several samples, read shard by shard."""
+        columns, place = self._by_shard(rows, lambda shard, some: shard.many(some))
+        return tuple(_reorder([column[number] for column in columns], place) for number in range(len(self.names)))
+
+    def column(self, name: str, rows: Indices) -> Batch:
+        """Return one field of several samples."""
+        columns, place = self._by_shard(rows, lambda shard, some: shard.column(name, some))
+        return _reorder(columns, place)
+
+    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
+        """Return a field's rows as stored, shard by shard; None if they have to be decoded."""
+        found: list[npt.NDArray[Any]] = []
+        for number in range(len(self._shards)):
+            maps = self._shard(number).maps(name)
+            if maps is None:
+                return None
+            if found and (maps[0].shape[1:], maps[0].dtype) != (found[0].shape[1:], found[0].dtype):
+                raise corrupt(self._shard(number).path, f"samples {maps[0].shape[1:]} unlike those of its index")
+            found.extend(maps)
+        return tuple(found)
+
+    def image_files(self) -> ImageFiles | None:
+        """Return how X is decoded if it holds the bytes of image files, else None."""
+        return self._shard(0).image_files() if self._shards else None
+
+    def _by_shard(self, rows: Indices, read: Callable[[SingleFileSamples, Indices], Any]) -> tuple[list[Any], Indices]:
+        """Return the results of reading each shard, and for each of `rows` its place among them."""
+        owner = np.searchsorted(self._starts, rows, side="right") - 1
+        order = np.argsort(owner, kind="stable")
+        numbers, firsts = np.unique(owner[order], return_index=True)
+        pieces = np.split(rows[order], firsts[1:])
+        results = [
+            read(self._shard(number), some - self._starts[number])
+            for number, some in zip(numbers.tolist() or [0][: len(self._shards)], pieces, strict=False)
+        ]
+        place = np.empty(len(rows), np.int64)
+        place[order] = np.arange(len(rows))
+        return results, place
+
+    def _shard(self, number: int) -> SingleFileSamples:
+        if number not in self._opened:
+            info = _read_shard(self._info, self._shards[number], self._split)
+            self._opened[number] = _file_samples(info, self._split, self._starts[number])
+        return self._opened[number]
+
+
+@dataclass(frozen=True)
+class OpenSplit:
+    """One split, ready to be read.
+
+    Attributes:
+        info: of its pack.
+        split: its name.
+        samples: all fields but the labels.
+        labels: `[N]` or `[N, K]`; None if there are none.
+        reopen: the function that opens it in another process, and its arguments.
+    """
+
+    info: PackInfo
+    split: str
+    samples: SingleFileSamples | ShardedSamples
+    labels: Tensor | None
+    reopen: tuple[Callable[..., OpenSplit], tuple[Any, ...]]
+
+
+def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:
+    """Return a split of the pack at `path`.
+
+    Raises:
+        InvalidOption: if another pack has taken its place since `seal` was read.
+        Corrupt: if its tables are not the sealed ones.
+    """
+    info = read_pack(path)
+    if info.seal != seal:
+        act, found = f"open {str(path)!r} again", "another pack is there now"
+        raise InvalidOption(cannot(act, found, "the one it was", "Open the pack and create the data set again"))
+    samples = ShardedSamples(info, split) if info.shards else _file_samples(info, split)
+    labels = torch.from_numpy(_table(info, f"{LABELS}_{split}")) if LABELS in info.fields else None
+    if labels is not None and info.meta["label_kind"] == "class":
+        labels = labels.long()
+    return OpenSplit(info, split, samples, labels, (open_sealed, (path, seal, split)))
+
+
+def _file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSamples:
+    columns = {name: _column(info, field, split) for name, field in info.fields.items() if name != LABELS}
+    checked = [field.name for field in info.sample_fields()]
+    crcs = _table(info, f"{CRC}_{split}")
+    if len(crcs) != info.count(split):
+        raise corrupt(info.path, f"{len(crcs)} CRCs for {info.count(split)} samples of {split}")
+    return SingleFileSamples(info.path, split, columns, checked, crcs, first)
+
+
+def _column(info: PackInfo, field: Field, split: str) -> Column:
+    name = field.data_set(split)
+    array = info.table(name) if name in info.table_crcs else np.asarray(info.map(name))
+    if not field.is_ragged:
+        return ArrayColumn(array, field.content)
+    index = _table(info, field.index(split))
+    starts, lengths = index[:, 0], index[:, 1]
+    if len(index) and (index.min() < 0 or (starts > array.size - lengths).any()):
+        raise corrupt(info.path, f"{field.index(split)!r} points beyond {name!r}")
+    if field.content != "image":
+        return RaggedColumn(array, index, field.content)
+    height, width = [*(info.meta["sample_shape"] or ()), 1, 1][:2]
+    channels = info.meta.get("channels")
+    if channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
+        raise corrupt(info.path, f"it declares images of {height}x{width}x{channels}")
+    return RaggedColumn(array, index, field.content, channels, (height, width))
+
+
+def _table(info: PackInfo, name: str) -> npt.NDArray[Any]:
+    table = info.table(name)
+    return table.astype(table.dtype.newbyteorder("="), copy=False)
+
+
+def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
+    """Return the description of a shard that is the one named by the index."""
+    path = index.path.with_name(shard.name)
+    act = f"read samples of {str(index.path)!r}"
+    next_step = "Stage or pack it again, the index together with all its shards"
+    try:
+        info = read_pack(path)
+    except SourceMissing as error:
+        found = f"its shard {shard.name!r} is not beside it"
+        raise SourceMissing(cannot(act, found, "all shards in one folder", next_step)) from error
+    counted = info.meta["splits"].get(split)
+    if info.seal != shard.seal or counted != shard.splits[split] or dict(info.fields) != dict(index.fields):
+        found = f"{shard.name!r} beside it is another pack"
+        raise Corrupt(cannot(act, found, f"the shard with seal {shard.seal[:16]}", next_step))
+    return info
+
+
+def _reorder(pieces: list[Batch], place: Indices) -> Batch:
+    """Return pieces that lie shard by shard in the requested order."""
+    tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
+    if tensors and len(tensors) == len(pieces):
+        return torch.cat(tensors)[torch.from_numpy(place)] if len(tensors) > 1 else tensors[0]
+    values = [value for piece in pieces for value in piece]
+    return [values[number] for number in place.tolist()]

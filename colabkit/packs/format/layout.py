@@ -24,6 +24,9 @@ SPLITS = ("train", "dev", "test")
 
 Content: TypeAlias = Literal["image", "array", "text", "bytes", "labels"]
 
+Indices: TypeAlias = npt.NDArray[np.int64]
+"""Numbers of samples or rows, from 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from colabkit.foundation import BadSource, cannot, format_things
-from colabkit.packs.format.layout import SPLITS
+from colabkit.packs.format.layout import SPLITS, Indices
 from colabkit.packs.labels.splits import split_named
 from colabkit.storage import Item, Listing
 
@@ -24,7 +23,6 @@ _ARRAY = "npy"
 _ENDINGS = _IMAGES | {_ARRAY}
 _LAYOUT = "labels need one folder of images for each class, as in 'cats/1.jpg'"
 
-Rows = npt.NDArray[np.int64]
 ByFolder = Mapping[str, list[int]]
 
 
@@ -67,11 +65,11 @@ class Tree:
         """Return the split that a folder's samples are in."""
         return (self.has_splits and split_named(self._inside[folder][0])) or "train"
 
-    def splits(self, count: int) -> Rows:
+    def splits(self, count: int) -> Indices:
         """Return the place in `SPLITS` of each row's split, `int64 [count]`."""
         return self._spread(count, {folder: SPLITS.index(self.split_of(folder)) for folder in self.folders})
 
-    def classes(self, act: str, items: Sequence[Item]) -> tuple[tuple[str, ...], Rows]:
+    def classes(self, act: str, items: Sequence[Item]) -> tuple[tuple[str, ...], Indices]:
         """Return the sorted classes, and the class of each row, `int64 [len(items)]`.
 
         Raises:
@@ -90,13 +88,13 @@ class Tree:
         numbers = {folder: number[name] for folder, name in named.items() if name is not None}
         return tuple(names), self._spread(len(items), numbers)
 
-    def order(self, items: Sequence[Item]) -> Rows:
+    def order(self, items: Sequence[Item]) -> Indices:
         """Return the rows sorted by class, folder and name, as `ImageFolder` of torchvision sorts them."""
         ranked = sorted(self.folders, key=lambda folder: (self.class_of(folder) or "", folder))
         sorted_rows = (sorted(self.folders[folder], key=lambda row: items[row].path) for folder in ranked)
         return np.fromiter(chain.from_iterable(sorted_rows), np.int64)
 
-    def _spread(self, count: int, numbers: Mapping[str, int]) -> Rows:
+    def _spread(self, count: int, numbers: Mapping[str, int]) -> Indices:
         spread = np.zeros(count, np.int64)
         for folder, rows in self.folders.items():
             spread[rows] = numbers[folder]

@@ -6,16 +6,14 @@ import math
 import numbers
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, epoch_order, format_things
-from colabkit.packs.format.layout import SPLITS
+from colabkit.packs.format.layout import SPLITS, Indices
 from colabkit.packs.labels.label_values import LabelKind
-
-Numbers: TypeAlias = npt.NDArray[np.int64]
 
 SPLIT_FOLDERS = {
     "train": "train",
@@ -62,7 +60,7 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
     return {split: float(found_shares[split]) for split in SPLITS if split in found_shares}
 
 
-def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Numbers]:
+def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Indices]:
     """Return the numbers of the samples in each part, `int64` and sorted: every number from 0 to `n` is in one part.
 
     Each stratum is shuffled by itself and cut at its rounded shares, so that every part has the stratum's share to
@@ -80,7 +78,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     act = f"split into {dict(shares)!r:.200}"
     check_whole_number(act, "seed", seed, 0)
     total = _check_shares(act, shares)
-    parts: dict[str, list[Numbers]] = {name: [] for name in shares}
+    parts: dict[str, list[Indices]] = {name: [] for name in shares}
     for stratum, members in _members(act, strata, n):
         random.Random(f"{seed}/{stratum}").shuffle(members)
         dealt = np.array(members, np.int64)
@@ -97,7 +95,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     return found
 
 
-def strata_of(kind: LabelKind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Numbers | None:
+def strata_of(kind: LabelKind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Indices | None:
     """Return the strata by which labels are dealt, `int64 [n]`; None where all samples are dealt as one.
 
     Classes are strata as they are. Of several labels each combination is one; those too rare for the smallest share to
@@ -133,7 +131,7 @@ def fold_numbers(
     strata: Sequence[Any] | npt.NDArray[Any] | None = None,
     groups: Sequence[Any] | npt.NDArray[Any] | None = None,
     seed: int = 0,
-) -> Numbers:
+) -> Indices:
     """Return the fold of each sample, `int64 [n]`, from 0 to `k - 1`; no fold is empty.
 
     Without groups the folds' sizes differ by at most one sample, and so do their counts of each stratum. With groups no
@@ -168,7 +166,7 @@ def fold_numbers(
     return folds
 
 
-def _folds_of_groups(act: str, k: int, stratum_of: Numbers, group_of: Numbers, seed: int) -> Numbers:
+def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, seed: int) -> Indices:
     """Return the fold of each group."""
     count = int(group_of.max()) + 1
     if count < k:
@@ -220,7 +218,7 @@ def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[An
     return [(value, part.tolist()) for value, part in zip(values, np.split(order, ends[:-1]), strict=False)]
 
 
-def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int) -> Numbers:
+def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int) -> Indices:
     """Return values as numbers from 0, in their order."""
     array = np.asarray(values)
     if array.shape != (n,):

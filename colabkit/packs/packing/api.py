@@ -26,7 +26,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.packs.format.layout import PackInfo
-from colabkit.packs.format.reading import is_pack, read_pack
+from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.executors import check_executor
 from colabkit.packs.packing.in_memory import plan_arrays, plan_dataset

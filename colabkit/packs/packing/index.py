@@ -12,8 +12,7 @@ import numpy as np
 
 from colabkit.foundation import ColabkitError, file_changes, partials
 from colabkit.packs.format.layout import LABELS, DataSet, Field, PackInfo
-from colabkit.packs.format.reading import read_pack
-from colabkit.packs.format.sealing import create_pack, seal_pack
+from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.plan import Plan
 from colabkit.packs.packing.writing import Written
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from colabkit.foundation import BadImage, ColabkitError, ProgressBar, TargetExists, cannot, file_changes, partials
 from colabkit.packs.format.layout import PackInfo
-from colabkit.packs.format.reading import is_pack, read_pack
+from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.packs.packing.executors import Task, run_tasks
 from colabkit.packs.packing.filling import too_many_bad
 from colabkit.packs.packing.index import names_in, write_index

@@ -12,7 +12,7 @@ import numpy as np
 
 from colabkit.foundation import Corrupt, ProgressBar, cannot, file_changes, user_path
 from colabkit.packs.format.layout import CRC, PackInfo
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.reports import VerifyReport
 from colabkit.storage import StageReport, StageVerifyReport, near_copy_at, verify_near_copy
 

@@ -19,8 +19,7 @@ from colabkit.foundation import (
     format_things,
     partials,
 )
-from colabkit.packs.format.reading import read_pack
-from colabkit.packs.format.sealing import create_pack, seal_pack
+from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.compaction import Compaction
 from colabkit.packs.packing.filling import Bad, Filling, too_many_bad
 from colabkit.packs.packing.plan import Plan

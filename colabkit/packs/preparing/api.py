@@ -32,7 +32,7 @@ from colabkit.foundation import (
     wait_while_busy,
 )
 from colabkit.packs.format.layout import PackInfo
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.makers import Encoding

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from colabkit.foundation import Report, format_bytes, format_seconds
-from colabkit.packs.dataset.pack import Pack
-from colabkit.packs.dataset.sealed import open_sealed
+from colabkit.packs.dataset.opened_pack import Pack
+from colabkit.packs.dataset.samples import open_sealed
 from colabkit.packs.format.layout import PackInfo
 
 Way: TypeAlias = Literal["near", "saved", "packed"]

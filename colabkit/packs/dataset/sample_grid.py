@@ -14,8 +14,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from colabkit.foundation import format_count, format_things, printable
-from colabkit.packs.dataset.packed import PackedDataset
-from colabkit.packs.dataset.samples import Numbers
+from colabkit.packs.dataset.packed_dataset import PackedDataset
+from colabkit.packs.format.layout import Indices
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw, ImageFont
@@ -35,7 +35,7 @@ _PAPER, _INK, _GREY, _TILE, _EDGE = "#ffffff", "#1f2328", "#656d76", "#f3f4f6", 
 
 
 @dataclass(frozen=True, repr=False)
-class Picture:
+class SampleGrid:
     """A picture that shows itself in a notebook.
 
     Attributes:
@@ -74,7 +74,7 @@ class Picture:
         return written.getvalue()
 
 
-def draw(data: PackedDataset, chosen: Numbers, label_kind: str, title: str) -> Picture:
+def draw_samples(data: PackedDataset, chosen: Indices, label_kind: str, title: str) -> SampleGrid:
     """Return samples of a data set in a grid, as square as it can be, their labels beneath.
 
     Args:
@@ -104,7 +104,7 @@ def draw(data: PackedDataset, chosen: Numbers, label_kind: str, title: str) -> P
         _paste(page, pen, image, (left * _SCALE, upper * _SCALE), (wide * _SCALE, high * _SCALE))
         if below:
             _write(pen, (left, upper + high + 5), text, font, _INK, wide)
-    return Picture(page, tuple(int(number) for number in chosen))
+    return SampleGrid(page, tuple(int(number) for number in chosen))
 
 
 def _grid(sizes: list[tuple[int, int]]) -> tuple[int, int, int]:

@@ -12,8 +12,8 @@ from PIL import Image
 from test_dataset_fields import png
 
 from colabkit.errors import Corrupt, InvalidOption, MissingSplit
-from colabkit.packs.dataset.pack import Pack, open_pack
-from colabkit.packs.dataset.picture import _grid
+from colabkit.packs.dataset.opened_pack import Pack, open_pack
+from colabkit.packs.dataset.sample_grid import _grid
 
 RANDOM = np.random.default_rng(2)
 LEFT, TOP, SMALL = 2 * 16, 2 * (16 + 13 + 12), 2 * 112  # of the first tile, in pixels

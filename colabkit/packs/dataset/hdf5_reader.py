@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from colabkit.foundation import BadSource, ColabkitError, SourceChanged, cannot, format_bytes
-from colabkit.packs.dataset.samples import Numbers
+from colabkit.packs.format.layout import Indices
 
 if TYPE_CHECKING:
     import h5py
@@ -33,7 +33,7 @@ _NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Hdf5Dataset:
     """A data set of somebody else's file.
 
     Attributes:
@@ -54,7 +54,7 @@ class Found:
 
 
 @contextmanager
-def opened(act: str, path: Path) -> Iterator[h5py.File]:
+def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
     """Yield the file, open for reading; what HDF5 says of damage becomes `BadSource`."""
     import h5py
 
@@ -68,7 +68,7 @@ def opened(act: str, path: Path) -> Iterator[h5py.File]:
         raise BadSource(cannot(act, found, "a whole HDF5 file", "Get the file again")) from error
 
 
-def names_in(file: h5py.File) -> list[str]:
+def list_datasets(file: h5py.File) -> list[str]:
     """Return the paths of all data sets in the file itself; links are not followed."""
     import h5py
 
@@ -77,7 +77,7 @@ def names_in(file: h5py.File) -> list[str]:
     return names
 
 
-def examined(act: str, file: h5py.File, name: str, length: int, trusted: bool) -> Found:
+def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: bool) -> Hdf5Dataset:
     """Return where and what a data set is.
 
     Raises:
@@ -85,18 +85,18 @@ def examined(act: str, file: h5py.File, name: str, length: int, trusted: bool) -
     """
     import h5py
 
-    dataset = _followed(act, file, name) if trusted else _walked(act, file, name)
+    dataset = _follow_links(act, file, name) if trusted else _walk_groups(act, file, name)
     properties = dataset.get_create_plist()
     layout = properties.get_layout()
     filters = [properties.get_filter(number)[0] for number in range(properties.get_nfilters())]
     strange = [number for number in filters if number not in _FILTERS]
     if not trusted:
         if layout == h5py.h5d.VIRTUAL:
-            raise _refused(act, name, "a virtual data set, which reads other files")
+            raise _refused_error(act, name, "a virtual data set, which reads other files")
         if properties.get_external_count():
-            raise _refused(act, name, "external storage, which reads another file")
+            raise _refused_error(act, name, "external storage, which reads another file")
         if strange:
-            raise _refused(act, name, f"stored with filter {strange[0]}, whose code comes from elsewhere")
+            raise _refused_error(act, name, f"stored with filter {strange[0]}, whose code comes from elsewhere")
     elif missing := [number for number in strange if not h5py.h5z.filter_avail(number)]:
         found = f"{name!r} is stored with filter {missing[0]}, which is not installed"
         raise BadSource(cannot(act, found, "filters that are there", "Install hdf5plugin and import it first"))
@@ -108,10 +108,10 @@ def examined(act: str, file: h5py.File, name: str, length: int, trusted: bool) -
         found = f"{name!r} is {'one value' if not shape else f'of dtype {dtype}'}"
         raise BadSource(cannot(act, found, "an array of numbers", "Name another data set"))
     if dtype.kind == "O" and not trusted:
-        raise _refused(act, name, "of elements of varying length")
+        raise _refused_error(act, name, "of elements of varying length")
     declared = math.prod(shape) * dtype.itemsize
     if declared > _MOST_EXPANSION * length and not trusted:
-        raise _refused(act, name, f"{format_bytes(declared)} in a file of {format_bytes(length)}")
+        raise _refused_error(act, name, f"{format_bytes(declared)} in a file of {format_bytes(length)}")
     chunk_rows = int(properties.get_chunk()[0]) if layout == h5py.h5d.CHUNKED else 1
     offset = None
     is_here = h5py.h5f.get_name(dataset) == h5py.h5f.get_name(file.id)
@@ -122,20 +122,20 @@ def examined(act: str, file: h5py.File, name: str, length: int, trusted: bool) -
             raise BadSource(cannot(act, found, "a whole file", "Get the file again"))
         is_as_numpy = dtype.kind != "O" and dataset.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
         offset = offset if is_as_numpy else None
-    return Found(name, shape, dtype, None if offset is None else int(offset), chunk_rows, varies)
+    return Hdf5Dataset(name, shape, dtype, None if offset is None else int(offset), chunk_rows, varies)
 
 
-def _followed(act: str, file: h5py.File, name: str) -> Any:
+def _follow_links(act: str, file: h5py.File, name: str) -> Any:
     """Return a data set's HDF5 id, over any links."""
     import h5py
 
     found = file.get(name)
     if not isinstance(found, h5py.Dataset):
-        raise _absent(act, file, name)
+        raise _missing_error(act, file, name)
     return found.id
 
 
-def _walked(act: str, file: h5py.File, name: str) -> Any:
+def _walk_groups(act: str, file: h5py.File, name: str) -> Any:
     """Return a data set's HDF5 id, going down group by group over links that stay in the file."""
     import h5py
 
@@ -147,24 +147,24 @@ def _walked(act: str, file: h5py.File, name: str) -> Any:
             break
         if not isinstance(link, h5py.HardLink):
             kind = "an external link, which leads to another file" if isinstance(link, h5py.ExternalLink) else "a link"
-            raise _refused(act, "/".join(parts[:depth]), kind)
+            raise _refused_error(act, "/".join(parts[:depth]), kind)
         kind = group.get(part, getclass=True)
         if kind is h5py.Dataset and depth == len(parts):
             return h5py.h5d.open(group.id, part.encode())
         if kind is not h5py.Group:
             break
         group = group[part]
-    raise _absent(act, file, name)
+    raise _missing_error(act, file, name)
 
 
-def _absent(act: str, file: h5py.File, name: str) -> BadSource:
-    names = names_in(file)
+def _missing_error(act: str, file: h5py.File, name: str) -> BadSource:
+    names = list_datasets(file)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     listed = ", ".join(map(repr, names[:_NAMES_SHOWN])) + more or "none at all"
     return BadSource(cannot(act, f"no data set {name!r}", f"one of {listed}", "Name it by x= or y="))
 
 
-def _refused(act: str, name: str, found: str) -> BadSource:
+def _refused_error(act: str, name: str, found: str) -> BadSource:
     needed = "numbers in this very file"
     next_step = "Name another data set, or pass trusted=True if you know where the file comes from"
     return BadSource(cannot(act, f"{name!r} is {found}", needed, next_step))
@@ -180,10 +180,10 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
 
 
 _lock = threading.RLock()  # one for all readers: HDF5 lets in one thread at a time anyway
-_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+_readers: weakref.WeakSet[Hdf5Reader] = weakref.WeakSet()
 
 
-class Reader:
+class Hdf5Reader:
     """Reads rows of a file's data sets through HDF5, from any thread, also after a fork.
 
     The file is opened when it is needed, and closed before this process forks: HDF5 would share its state with the
@@ -202,7 +202,7 @@ class Reader:
         with _lock:
             _readers.add(self)
 
-    def rows(self, found: Found, rows: Numbers) -> npt.NDArray[Any]:
+    def rows(self, found: Hdf5Dataset, rows: Indices) -> npt.NDArray[Any]:
         """Return some rows, `[B, ...]`, each chunk read once."""
         wanted, place = np.unique(rows, return_inverse=True)
         gathered = np.empty((len(wanted), *found.shape[1:]), found.dtype)
@@ -234,7 +234,7 @@ class Reader:
         import h5py
 
         if self._file is None:
-            if stamp_of(self._path) != self._stamp:
+            if file_stamp(self._path) != self._stamp:
                 raise SourceChanged(
                     cannot(act, "another file is there now", "the one that was opened", "Open it again")
                 )
@@ -246,16 +246,16 @@ class Reader:
 def _close_before_forks() -> None:
     """Have all files closed while this process forks."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_hold, after_in_parent=_lock.release, after_in_child=_lock.release)
+        os.register_at_fork(before=_lock_closed, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
-def _hold() -> None:
+def _lock_closed() -> None:
     _lock.acquire()
     for reader in list(_readers):
         reader.close()
 
 
-def stamp_of(path: Path) -> tuple[int, ...]:
+def file_stamp(path: Path) -> tuple[int, ...]:
     """Return size, time of change and number of a file."""
     try:
         about = path.stat()

@@ -21,12 +21,12 @@ from colabkit.foundation import (
     html_table,
     user_path,
 )
-from colabkit.packs.dataset.foreign import DataSetNames, find_foreign, is_foreign, open_foreign
-from colabkit.packs.dataset.packed import PackedDataset
-from colabkit.packs.dataset.picture import Picture, draw
-from colabkit.packs.dataset.sealed import OpenSplit, open_sealed
+from colabkit.packs.dataset.hdf5_files import DataSetNames, inspect_hdf5, is_plain_hdf5, open_hdf5_split
+from colabkit.packs.dataset.packed_dataset import PackedDataset
+from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
+from colabkit.packs.dataset.samples import OpenSplit, open_sealed
 from colabkit.packs.format.layout import SAMPLES, PackInfo
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.splits import SPLIT_FOLDERS
 
 _SEAL_CHARS = 16
@@ -61,9 +61,10 @@ def open_pack(
     """
     act = f"open {os.fspath(path)!r}"
     found = user_path(path, act).absolute()
-    if is_foreign(found):
-        foreign = find_foreign(found, x, y, trusted)
-        return Pack(foreign.info, partial(open_foreign, found, foreign.x, foreign.y, trusted, foreign.info.seal))
+    if is_plain_hdf5(found):
+        contents = inspect_hdf5(found, x, y, trusted)
+        reopen = partial(open_hdf5_split, found, contents.x, contents.y, trusted, contents.info.seal)
+        return Pack(contents.info, reopen)
     info = read_pack(found)
     if x is not None or y is not None:
         needed = "data sets by name only for HDF5 files that are no packs"
@@ -116,7 +117,7 @@ class Pack(Mapping[str, PackedDataset]):
         """Return the path, so that an open pack stands for its file."""
         return str(self.path)
 
-    def show(self, split: str | None = None, n: int = 16, *, seed: int = 0) -> Picture:
+    def show(self, split: str | None = None, n: int = 16, *, seed: int = 0) -> SampleGrid:
         """Return a picture of some samples with their labels, which shows itself in a notebook.
 
         Args:
@@ -131,7 +132,7 @@ class Pack(Mapping[str, PackedDataset]):
         check_whole_number(f"show {str(self.path)!r}", "n", n, 1)
         data = self[next(iter(self)) if split is None else split]
         chosen = np.random.default_rng(seed).choice(len(data), min(n, len(data)), replace=False)
-        return draw(data, np.sort(chosen), self.info.meta["label_kind"], f"{self.path.name}, {data.split_name}")
+        return draw_samples(data, np.sort(chosen), self.info.meta["label_kind"], f"{self.path.name}, {data.split_name}")
 
     def __repr__(self) -> str:
         rows = self._split_rows()

@@ -8,15 +8,14 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from colabkit.foundation import BadImage, BadSource, InvalidOption, MissingSplit, cannot, format_things
-from colabkit.packs.dataset.indices import chosen_numbers
-from colabkit.packs.dataset.samples import ImageFiles, image_of
+from colabkit.packs.dataset.packed_dataset import resolve_indices
+from colabkit.packs.dataset.samples import ImageFiles, convert_pixels
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.labels.labelling import Labels, Splits, label_samples
 from colabkit.storage import AnySource, Item, Retries, SequentialSource, Source, answer_of, open_source, read_item
@@ -99,7 +98,7 @@ class FileDataset(Dataset[Any]):
         except BadImage as error:
             next_step = "Remove or repair this file"
             raise BadImage(cannot(f"decode {self.name_of(place)}", str(error), "an image", next_step)) from error
-        image = image_of(pixels)
+        image = convert_pixels(pixels)
         if self.labels is None:
             return image
         return image, self.labels[place].item() if self._is_class else self.labels[place].clone()
@@ -118,10 +117,7 @@ class FileDataset(Dataset[Any]):
             InvalidOption: if they are something else.
             IndexError: if one of them is no sample.
         """
-        chosen = indices if isinstance(indices, slice) else np.asarray(indices)
-        if not isinstance(chosen, slice) and not chosen.size:
-            chosen = slice(0)  # NumPy takes an empty list for one of floats
-        numbers = chosen_numbers(indices, len(self))
+        numbers = resolve_indices(indices, len(self))
         view = copy.copy(self)
         view._items = tuple(self._items[number] for number in numbers.tolist())  # noqa: SLF001 - its own class
         view.labels = None if self.labels is None else self.labels[torch.from_numpy(numbers)]

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, InvalidOption, NotSealed, SourceChanged, SourceMissing
 from colabkit.loading.loader.api import Loader
-from colabkit.packs.dataset.pack import open_pack
-from colabkit.packs.format.reading import read_pack
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format.pack_file import read_pack
 
 IMAGES = np.random.default_rng(5).integers(0, 256, (30, 6, 5, 3)).astype("|u1")
 LABELS = np.arange(30) % 4

@@ -17,10 +17,9 @@ import pytest
 from contract import make_pack, whole_content
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, NotSealed, SourceMissing
-from colabkit.packs.dataset.pack import open_pack
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.layout import DataSet
-from colabkit.packs.format.reading import read_pack
-from colabkit.packs.format.sealing import create_pack, seal_pack
+from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.verifying import verify
 
 META = {
@@ -348,7 +347,7 @@ def test_every_flip_inside_a_field_is_found_and_samples_are_named(packed, split)
 
 
 def test_reading_a_pack_imports_no_torch(packed):
-    code = "import sys; from pathlib import Path; from colabkit.packs.format import read_pack; "
+    code = "import sys; from pathlib import Path; from colabkit.packs.format.pack_file import read_pack; "
     code += "read_pack(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(packed)], check=False).returncode == 0
 

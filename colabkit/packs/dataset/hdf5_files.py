@@ -25,20 +25,26 @@ from colabkit.foundation import (
     format_things,
     translated,
 )
-from colabkit.packs.dataset.hdf5 import Found, Reader, examined, names_in, opened, stamp_of
+from colabkit.packs.dataset.hdf5_reader import (
+    Hdf5Dataset,
+    Hdf5Reader,
+    examine_dataset,
+    file_stamp,
+    list_datasets,
+    open_hdf5,
+)
 from colabkit.packs.dataset.samples import (
     ArrayColumn,
     Batch,
     Column,
-    FileSamples,
-    Numbers,
+    OpenSplit,
     RaggedColumn,
+    SingleFileSamples,
     Stored,
-    values_of,
+    convert_rows,
 )
-from colabkit.packs.dataset.sealed import OpenSplit
-from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, DataSet, PackInfo
-from colabkit.packs.format.reading import META, hdf5_start, is_pack
+from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, DataSet, Indices, PackInfo
+from colabkit.packs.format.pack_file import META, hdf5_start, is_pack
 from colabkit.packs.labels.label_values import LabelValues, convert_labels, infer_array, number_classes
 from colabkit.packs.labels.splits import SPLIT_FOLDERS
 
@@ -72,7 +78,7 @@ _WHOLE = (
 
 
 @dataclass(frozen=True)
-class Foreign:
+class Hdf5Contents:
     """A foreign file that was looked at.
 
     Attributes:
@@ -86,11 +92,11 @@ class Foreign:
     info: PackInfo
     x: Mapping[str, str]
     y: Mapping[str, str]
-    samples: Mapping[str, Found]
+    samples: Mapping[str, Hdf5Dataset]
     labels: Mapping[str, Tensor]
 
 
-def is_foreign(path: Path) -> bool:
+def is_plain_hdf5(path: Path) -> bool:
     """Return whether a file is HDF5 that `pack()` has never touched; a pack that lost its seal is not."""
     with translated(f"open {str(path)!r}"):
         if not path.is_file() or is_pack(path):
@@ -101,7 +107,7 @@ def is_foreign(path: Path) -> bool:
     return start is not None and not (start == HDF5_USER_BLOCK_BYTES and META.encode() in head)
 
 
-def find_foreign(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Foreign:
+def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Hdf5Contents:
     """Return what a foreign file holds under the names given, or under usual ones; its labels are read.
 
     Raises:
@@ -110,21 +116,21 @@ def find_foreign(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
         InvalidOption: if names are not names.
     """
     act = f"open {str(path)!r}"
-    stamp = stamp_of(path)
+    stamp = file_stamp(path)
     xs, ys = _by_split(act, "x", x), _by_split(act, "y", y)
-    with opened(act, path) as file:
+    with open_hdf5(act, path) as file:
         if META in file.attrs:
             raise NotSealed(cannot(act, "a pack that lost its seal", "a sealed pack", "Pack or stage it again"))
         if not xs:
             if ys:
                 raise InvalidOption(cannot(act, "y without x", "the names of both", "Name the samples by x="))
-            xs, ys = _guessed(act, file)
+            xs, ys = _guess_names(act, file)
         if ys and set(ys) != set(xs):
             found = f"x for {', '.join(xs)} and y for {', '.join(ys)}"
             raise InvalidOption(cannot(act, found, "the same splits in both", "Name the labels of each split"))
-        samples = {split: examined(act, file, name, stamp[0], trusted) for split, name in xs.items()}
-        told = {split: examined(act, file, name, stamp[0], trusted) for split, name in ys.items()}
-        content, is_ragged = _content(act, list(samples.values()))
+        samples = {split: examine_dataset(act, file, name, stamp[0], trusted) for split, name in xs.items()}
+        told = {split: examine_dataset(act, file, name, stamp[0], trusted) for split, name in ys.items()}
+        content, is_ragged = _infer_content(act, list(samples.values()))
         for split, labels_of in told.items():
             if labels_of.shape[0] != samples[split].shape[0]:
                 of_each = (samples[split].shape[0], "sample"), (labels_of.shape[0], "label")
@@ -150,10 +156,10 @@ def find_foreign(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
         for split, x in samples.items()
     }
     info = PackInfo(path, data_sets, meta, {}, _identity(path, json.dumps([layouts, list(ys.items())]), stored))
-    return Foreign(info, xs, ys, samples, labels)
+    return Hdf5Contents(info, xs, ys, samples, labels)
 
 
-def open_foreign(
+def open_hdf5_split(
     path: Path, x: Mapping[str, str], y: Mapping[str, str], trusted: bool, seal: str, split: str
 ) -> OpenSplit:
     """Return a split of the foreign file at `path`.
@@ -161,32 +167,32 @@ def open_foreign(
     Raises:
         SourceChanged: if it is not the file any more whose identity is `seal`.
     """
-    stamp = stamp_of(path)
-    foreign = find_foreign(path, x, y or None, trusted)
-    if foreign.info.seal != seal or stamp_of(path) != stamp:
+    stamp = file_stamp(path)
+    contents = inspect_hdf5(path, x, y or None, trusted)
+    if contents.info.seal != seal or file_stamp(path) != stamp:
         act = f"open {str(path)!r} again"
         raise SourceChanged(cannot(act, "another file is there now", "the one it was", "Open it anew"))
-    found = foreign.samples[split]
-    content, _ = foreign.info.meta["fields"][SAMPLES]
+    found = contents.samples[split]
+    content, _ = contents.info.meta["fields"][SAMPLES]
     column: Column
     if found.offset is None:
-        column = _ReadColumn(Reader(path, stamp), found, content)
+        column = _ReadColumn(Hdf5Reader(path, stamp), found, content)
     else:
-        array = np.asarray(foreign.info.map(f"{SAMPLES}_{split}"))
+        array = np.asarray(contents.info.map(f"{SAMPLES}_{split}"))
         column = ArrayColumn(
             array.reshape(len(array), *_image_shape(array.shape[1:])) if content == "image" else array, content
         )
-    samples = FileSamples(path, split, {SAMPLES: column})
-    again = open_foreign, (path, x, y, trusted, seal, split)
-    return OpenSplit(foreign.info, split, samples, foreign.labels.get(split), again)
+    samples = SingleFileSamples(path, split, {SAMPLES: column})
+    reopen = open_hdf5_split, (path, x, y, trusted, seal, split)
+    return OpenSplit(contents.info, split, samples, contents.labels.get(split), reopen)
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadColumn:
     """Samples that are read through HDF5: compressed, of varying length, or in another byte order's company."""
 
-    reader: Reader
-    found: Found
+    reader: Hdf5Reader
+    found: Hdf5Dataset
     content: str
 
     def stored(self, row: int) -> Stored:
@@ -198,14 +204,14 @@ class _ReadColumn:
             return RaggedColumn(np.empty(0, np.uint8), np.empty((0, 2), np.int64), self.content).value(stored)
         return self._values(stored)[0]
 
-    def many(self, rows: Numbers) -> Batch:
+    def many(self, rows: Indices) -> Batch:
         block = self.reader.rows(self.found, rows)
         return [self.value(bytes(one)) for one in block] if self.found.dtype.kind == "O" else self._values(block)
 
     def _values(self, block: npt.NDArray[Any]) -> Batch:
         if self.content == "image":
             block = block.reshape(len(block), *_image_shape(block.shape[1:]))
-        return values_of(block, self.content)
+        return convert_rows(block, self.content)
 
 
 def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, str]:
@@ -224,9 +230,9 @@ def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, st
     return {split: splits[split] for split in SPLITS if split in splits}
 
 
-def _guessed(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
+def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
     """Return the data sets whose names tell that they are samples and labels."""
-    names = names_in(file)
+    names = list_datasets(file)
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:
             pairs = {word: (pattern.format(word), of_labels.format(word)) for word in SPLIT_FOLDERS}
@@ -256,7 +262,7 @@ def _check_all_labelled(act: str, has_labels: bool, names: Collection[str], pair
         raise BadSource(cannot(act, found, "labels for all splits", next_step))
 
 
-def _content(act: str, found: list[Found]) -> tuple[str, bool]:
+def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
     """Return what the samples are, and whether they vary in length."""
     first = found[0]
     for other in found:

@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_count, format_things
-from colabkit.packs.dataset.indices import chosen_numbers, no_index
-from colabkit.packs.dataset.samples import Batch, ImageFiles, Numbers
-from colabkit.packs.dataset.sealed import OpenSplit
-from colabkit.packs.format.layout import LABELS, SAMPLES
+from colabkit.packs.dataset.samples import Batch, ImageFiles, OpenSplit
+from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
 
@@ -51,7 +49,7 @@ class PackedDataset(Dataset[Any]):
         numbers: rows of the split that a view has, `int64 [N]`; None for the whole split.
     """
 
-    def __init__(self, opened: OpenSplit, numbers: Numbers | None = None) -> None:
+    def __init__(self, opened: OpenSplit, numbers: Indices | None = None) -> None:
         self._opened = opened
         self._numbers = numbers
         self.info = opened.info
@@ -81,7 +79,7 @@ class PackedDataset(Dataset[Any]):
             what = "a view" if self._numbers is not None else "samples that lie in shards or are decoded"
             next_step = "Index the data set, as in dataset[:100]"
             raise InvalidOption(cannot("give all rows as one tensor", what, "one raw file", next_step))
-        return _over_map(maps[0])
+        return _map_tensor(maps[0])
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
         """Return a field's rows of the whole split as stored, `[N, ...]`, a tensor over each file's read-only map.
@@ -89,7 +87,7 @@ class PackedDataset(Dataset[Any]):
         None if samples have to be decoded, or be read through HDF5.
         """
         maps = self._opened.samples.maps(name)
-        return None if maps is None else tuple(map(_over_map, maps))
+        return None if maps is None else tuple(map(_map_tensor, maps))
 
     def mapped_files(self, name: str = SAMPLES) -> tuple[tuple[Path, int], ...] | None:
         """Return for each map of a field its file and where in it the rows begin; None if one is no map of a file."""
@@ -101,8 +99,8 @@ class PackedDataset(Dataset[Any]):
             found.append((Path(mapped.filename), mapped.offset))
         return tuple(found) or None
 
-    def column(self, name: str, numbers: Numbers) -> Tensor | list[Any]:
-        """Return one field of some samples: a tensor, or a list if samples may differ in shape; see `stacked`.
+    def column(self, name: str, numbers: Indices) -> Tensor | list[Any]:
+        """Return one field of some samples: a tensor, or a list if samples may differ in shape; see `stack_samples`.
 
         Args:
             name: one of `fields`, but not the labels.
@@ -112,7 +110,7 @@ class PackedDataset(Dataset[Any]):
 
     def image_files(self) -> ImageFiles | None:
         """Return what X is if it holds the bytes of image files, which have to be decoded; else None."""
-        return self._opened.samples.about_images()
+        return self._opened.samples.image_files()
 
     def encoded(self, number: int) -> bytes:
         """Return the bytes of a sample's image file, checked; empty for one that was bad when it was packed.
@@ -133,15 +131,15 @@ class PackedDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice | Sequence) and getattr(index, "ndim", 0) == 0:
             return self._sample(index)
-        chosen = chosen_numbers(index, len(self))
-        fields = [stacked(field) for field in self._opened.samples.many(self._rows_of(chosen))]
+        chosen = resolve_indices(index, len(self))
+        fields = [stack_samples(field) for field in self._opened.samples.many(self._rows_of(chosen))]
         if self.labels is not None:
             fields.insert(self._place, self.labels[torch.from_numpy(chosen)])
         return tuple(fields) if len(fields) > 1 else fields[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples at once, as `DataLoader` asks for them: rows are gathered in one pass."""
-        chosen = chosen_numbers(indices, len(self))
+        chosen = resolve_indices(indices, len(self))
         fields: list[Iterable[Any]] = list(self._opened.samples.many(self._rows_of(chosen)))
         if self.labels is not None:
             labels = self.labels[torch.from_numpy(chosen)]
@@ -158,7 +156,7 @@ class PackedDataset(Dataset[Any]):
             InvalidOption: if they are something else.
             IndexError: if one of them is no sample.
         """
-        return PackedDataset(self._opened, self._rows_of(chosen_numbers(indices, len(self))))
+        return PackedDataset(self._opened, self._rows_of(resolve_indices(indices, len(self))))
 
     @overload
     def split(
@@ -228,7 +226,7 @@ class PackedDataset(Dataset[Any]):
         return self.subset(numbers != k), self.subset(numbers == k)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (*self._opened.again, self._numbers)
+        return _reopen, (*self._opened.reopen, self._numbers)
 
     def __repr__(self) -> str:
         meta = self.info.meta
@@ -243,7 +241,7 @@ class PackedDataset(Dataset[Any]):
         try:
             place = operator.index(index)
         except TypeError:
-            raise no_index(index, len(self)) from None
+            raise index_error(index, len(self)) from None
         if not -self._count <= place < self._count:
             raise IndexError(f"sample {place} of {self._count}")
         place %= self._count
@@ -254,11 +252,11 @@ class PackedDataset(Dataset[Any]):
         label = self.labels[place].item() if self._is_class else self.labels[place].clone()
         return *fields[: self._place], label, *fields[self._place :]
 
-    def _rows_of(self, chosen: Numbers) -> Numbers:
+    def _rows_of(self, chosen: Indices) -> Indices:
         """Return the rows of the split that samples of this view lie in."""
         return chosen if self._numbers is None else self._numbers[chosen]
 
-    def _strata(self, shares: Mapping[str, float]) -> Numbers | None:
+    def _strata(self, shares: Mapping[str, float]) -> Indices | None:
         return strata_of(self.info.meta["label_kind"], None if self.labels is None else self.labels.numpy(), shares)
 
     def _field(self, act: str, name: str) -> npt.NDArray[Any]:
@@ -271,19 +269,56 @@ class PackedDataset(Dataset[Any]):
         return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
 
 
-def stacked(field: Batch) -> Batch:
+def resolve_indices(indices: Any, count: int) -> Indices:
+    """Return indices of any kind as numbers of samples from 0, `int64 [B]`.
+
+    Args:
+        indices: integers, bools for all samples, or a slice.
+        count: samples of the data set.
+
+    Raises:
+        InvalidOption: if they are something else.
+        IndexError: if one of them is no sample.
+    """
+    if isinstance(indices, slice):
+        return np.arange(*indices.indices(count), dtype=np.int64)
+    try:
+        found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
+    except ValueError:  # lists of several lengths
+        raise index_error(indices, count) from None
+    if found.dtype == bool and found.shape == (count,):
+        return np.flatnonzero(found)
+    if found.ndim == 1 and not len(found):
+        return np.empty(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise index_error(indices, count)
+    beyond = (found < -count) | (found >= count)
+    if beyond.any():
+        raise IndexError(f"sample {found[beyond.argmax()]} of {count}")
+    numbers = found.astype(np.int64)
+    return np.where(numbers < 0, numbers + count, numbers)
+
+
+def index_error(index: object, count: int) -> InvalidOption:
+    """Return the error for what is no index of a data set of so many samples."""
+    found = f"an index of type {type(index).__name__}"
+    needed = f"integers, {count} bools or a slice"
+    return InvalidOption(cannot("take samples", found, needed, "Use data[0], data[:10] or data[[0, 5]], say"))
+
+
+def stack_samples(field: Batch) -> Batch:
     """Return a field of a batch as one tensor, where its samples are tensors of one shape; else as it is."""
     if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
         return torch.stack(field) if len({value.shape for value in field}) == 1 else field
     return field
 
 
-def _over_map(array: npt.NDArray[Any]) -> Tensor:
+def _map_tensor(array: npt.NDArray[Any]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
-def _again(reopen: Callable[..., OpenSplit], about: tuple[Any, ...], numbers: Numbers | None) -> PackedDataset:
+def _reopen(reopen: Callable[..., OpenSplit], about: tuple[Any, ...], numbers: Indices | None) -> PackedDataset:
     """Return a data set that was pickled."""
     return PackedDataset(reopen(*about), numbers)
