@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract import make_pack, make_shards, seal_fields
 from test_dataset_fields import IMAGES, png
-from test_dataset_foreign import STORED, write
+from test_dataset_hdf5_files import STORED, write
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from colabkit.packs.dataset.opened_pack import open_pack
