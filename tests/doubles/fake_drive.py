@@ -7,6 +7,7 @@ gdown 5 reads it (`_DRIVE_ivd`) and as gdown 6 does (`embeddedfolderview`).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import html
 import json
 import os
@@ -210,7 +211,10 @@ def installed(line: str, config: pytest.Config) -> str:
     """Return the folder of a line of gdown, installed there once."""
     name = f"{line.translate(str.maketrans('=>', '--'))}-{sys.version_info.major}.{sys.version_info.minor}"
     folder = config.cache.mkdir("gdown") / name
-    if not (folder / "whole").exists():
+    with (folder.parent / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "whole").exists():
+            return str(folder)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), line]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
         needs(f"{line} from PyPI", done.returncode == 0)

@@ -291,10 +291,11 @@ def test_a_report_made_on_a_hanging_mount_does_not_wait_for_it(tmp_path):
     with FuseMount(tmp_path / "point", tmp_path) as mounted:
         code = """
 import os, sys
-from colabkit import environment, mounts
-from colabkit.foundation.environment.runtime_report import is_tmpfs, runtime
+from colabkit.foundation import mounts, runtime
+from colabkit.foundation.environment import runtime_report as environment
+from colabkit.foundation.environment.storage import is_tmpfs
 from pathlib import Path
-environment.mounts = lambda: [one for one in mounts.mounts() if one.point == sys.argv[1] or not one.is_remote]
+environment.mounts = lambda: [one for one in mounts() if one.point == sys.argv[1] or not one.is_remote]
 os.chdir(sys.argv[1])
 runtime()
 print("there", sys.path[0], flush=True)

@@ -27,7 +27,12 @@ HOSTILE = (
     "' onmouseover='alert(1)",
     "</td></table><h1>out\n<b>&lt;i&gt;</b>",
 )
-OWN = ("_reports.py", "dataset/pack.py", "preparing/report.py", "probing/report.py")
+OWN = (
+    "foundation/reports.py",
+    "packs/dataset/opened_pack.py",
+    "packs/preparing/report.py",
+    "storage/probing/report.py",
+)
 
 
 class Page(HTMLParser):

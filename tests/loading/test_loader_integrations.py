@@ -163,8 +163,7 @@ def test_accelerates_checkpoints_take_a_loaders_state(tmp_path, data):
 KERAS = """
 import json, sys
 import keras, numpy as np, torch
-from colabkit.packs import open_pack
-from colabkit.loading.loader.api import Loader
+from colabkit import Loader, open_pack
 
 assert keras.backend.backend() == "torch"
 data = open_pack(sys.argv[1])["train"]

@@ -325,7 +325,7 @@ def test_two_processes_of_torchrun_go_on_from_the_state_of_three_and_one_from_th
     state = tmp_path / "state.json"
     state.write_text(json.dumps(state_of(three)))
 
-    script = str(Path(__file__).with_name("loader_rank.py"))
+    script = str(Path(__file__).parents[1] / "doubles" / "loader_rank.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [*launch, str(pack), str(state), str(tmp_path), "3", "4"]

@@ -173,7 +173,7 @@ def test_auto_stores_no_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, s
     if short_of == "memory":
         monkeypatch.setattr(planning, "memory_limits", lambda read: SimpleNamespace(available_bytes=fitting))
     else:
-        monkeypatch.setattr(planning._files, "free_bytes", lambda path: fitting)
+        monkeypatch.setattr(planning.file_changes, "free_bytes", lambda path: fitting)
     report = pack(tree, tmp_path / "whole.h5", progress=False)
     assert report.encoding == "source"
     assert "more than fits in disk and RAM, so files as they are" in report.note

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from source_contract import UNDECODABLE, write_tree
 
 from colabkit.errors import BadSource, FileFailed, InvalidOption, MissingPackage, SourceChanged, SourceMissing
-from colabkit.storage.sources import api as sources
-from colabkit.storage.sources import manifest
+from colabkit.storage.sources import manifest, reads
 from colabkit.storage.sources.items import Listing
 from colabkit.storage.sources.manifest import ManifestSource
 from colabkit.storage.sources.reads import Retries, read_item
@@ -224,7 +223,7 @@ def test_each_file_is_asked_for_once_and_errors_that_pass_are_counted(tree, monk
 
     source = ManifestSource([tree / "a/1.png"] * 5)
     monkeypatch.setattr(os, "stat", flaky)
-    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0)
     listing = source.list()
     assert len(listing.items) == 5
     assert listing.retries == 1

@@ -16,7 +16,7 @@ from test_sources_tar import tar_bytes
 
 from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted, SourceMissing, TimedOut
 from colabkit.packs.labels.folders import class_tree
-from colabkit.storage.sources import answering
+from colabkit.storage.sources import answering, one_file, tar_archive, zip_archive
 from colabkit.storage.sources import api as sources
 from colabkit.storage.sources.api import open_source
 from colabkit.storage.sources.bucket import BucketSource
@@ -123,7 +123,7 @@ def test_a_parquet_file_is_a_table_of_paths_if_its_first_file_is_there(tmp_path,
 
 def test_a_table_of_files_on_drive_asks_for_the_mount(tmp_path, monkeypatch):
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
-    for module in ("mounts", "sources.manifest"):
+    for module in ("foundation.mount_table", "storage.sources.manifest"):
         monkeypatch.setattr(f"colabkit.{module}.mounts", lambda *_: [])
     (tmp_path / "a.csv").write_text("path\ndrive:1.png\n")
     with pytest.raises(NotMounted):
@@ -207,7 +207,7 @@ def test_a_place_that_never_answers_is_given_up(tmp_path, monkeypatch, kind):
         pass
     answer = threading.Event()
     monkeypatch.setattr(answering, "STALLED_S", 0.05)
-    for module in (sources, sources.one_file, sources.tar_archive, sources.zip_archive):
+    for module in (sources, one_file, tar_archive, zip_archive):
         monkeypatch.setattr(module, "can_hang", lambda path, table: True)
     source = kind(tmp_path / "a")
     stat = os.stat

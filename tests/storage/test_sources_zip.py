@@ -16,9 +16,9 @@ import pytest
 from trees import make_tree
 
 from colabkit.errors import BadArchive, ColabkitError
-from colabkit.storage.sources import api as sources
+from colabkit.storage.sources import zip_archive
 from colabkit.storage.sources.api import open_source
-from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.sources.reads import Retries, read_item
 from colabkit.storage.sources.zip_archive import ZipSource
 
@@ -78,7 +78,7 @@ def test_an_archive_gives_the_same_bytes_as_the_tree(tree, tmp_path, method):
 
 def test_large_members_are_streamed_with_the_same_bytes(tree, tmp_path, monkeypatch):
     archive = zipped(tree, tmp_path / "a.zip")
-    monkeypatch.setattr(sources.zip_archive, "_INFLATE_BYTES", 10)
+    monkeypatch.setattr(zip_archive, "_INFLATE_BYTES", 10)
     monkeypatch.setattr(ZipSource, "_inflated", lambda *_: pytest.fail("inflated in one piece"))
     (tree / "ants" / "empty.txt").unlink()
     source = ZipSource(archive)
@@ -214,8 +214,8 @@ def test_a_bomb_that_declares_little_is_never_inflated_further(tmp_path, monkeyp
             inflated.append(self.inner.decompress(*arguments))
             return inflated[-1]
 
-    make = sources.zip_archive.zlib.decompressobj
-    monkeypatch.setattr(sources.zip_archive.zlib, "decompressobj", Inflater)
+    make = zip_archive.zlib.decompressobj
+    monkeypatch.setattr(zip_archive.zlib, "decompressobj", Inflater)
     with pytest.raises(BadArchive):
         contents(archive)
     assert {len(data) for data in inflated} == {101}
@@ -268,7 +268,7 @@ def test_a_member_that_is_a_file_and_a_folder_is_refused(tmp_path):
 
 
 def test_the_seal_of_a_near_copy_is_no_data(tmp_path):
-    archive = zip_of(tmp_path / "a.zip", (sources.STAGE_SEAL, b"{}"), ("x", b"data"))
+    archive = zip_of(tmp_path / "a.zip", (STAGE_SEAL, b"{}"), ("x", b"data"))
     assert contents(archive) == {"x": b"data"}
 
 
@@ -313,7 +313,7 @@ def test_an_archive_of_more_than_32_bits_is_read(tmp_path):
 
 
 def test_a_streamed_member_that_is_broken_is_an_error_of_the_family_wherever_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.zip_archive, "_INFLATE_BYTES", 10)
+    monkeypatch.setattr(zip_archive, "_INFLATE_BYTES", 10)
     for method in METHODS.values():
         with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
             archive.writestr("x", os.urandom(50_000))

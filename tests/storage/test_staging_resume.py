@@ -139,10 +139,10 @@ def test_a_journal_that_was_cut_short_counts_to_its_last_whole_line(near_storage
 
 def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path, near_storage):
     code = (
-        "import sys, os, signal; from colabkit import file_changes, partials, stage\n"
+        "import sys, os, signal; from colabkit import stage; from colabkit.foundation import file_changes\n"
         "def hook(operation, path):\n"
         "    if operation == 'create' and path.name == '6.bin': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "_files.hook = hook; stage(sys.argv[1], sys.argv[2], progress=False)"
+        "file_changes.hook = hook; stage(sys.argv[1], sys.argv[2], progress=False)"
     )
     far = tmp_path / "far"
     for path, data in FILES.items():
