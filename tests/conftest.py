@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -38,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
         see_own_mounts_only()
+    # A shell starts background jobs with SIGINT ignored, which programs inherit. A handler is not inherited: programs
+    # that tests start get the default again.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("full" if config.getoption("--full") else "fast")
 
 

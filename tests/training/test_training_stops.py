@@ -170,6 +170,7 @@ def test_a_stop_waits_until_accumulated_gradients_are_applied(data, accumulate):
 def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, number, is_pressed_too):
     pid = os.fork()
     if pid == 0:
+        signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
         signals = [number, *[signal.SIGINT] * is_pressed_too]
         try:
             train(pressed(signals, 4), Loader(data, 4), epochs=9, save_to=tmp_path)
@@ -188,6 +189,7 @@ def test_a_process_that_is_told_to_end_does_so_even_if_the_training_fails(data, 
 
     pid = os.fork()
     if pid == 0:
+        signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
         try:
             train(step, Loader(data, 4))
         finally:
