@@ -12,12 +12,10 @@ import torch
 
 from colabkit.errors import InvalidOption
 from colabkit.loading.augment.compose import Compose, geometry_of, parted
-from colabkit.loading.augment.crops import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
-from colabkit.loading.augment.cutout import Cutout
 from colabkit.loading.augment.cutting import cut
 from colabkit.loading.augment.draws import Draws
-from colabkit.loading.augment.mixup import MixUp
-from colabkit.loading.augment.normalize import Normalize
+from colabkit.loading.augment.geometry import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.loading.augment.mixing import Cutout, MixUp, Normalize
 from colabkit.loading.augment.transform import Transform
 
 FLIP = RandomHorizontalFlip()

@@ -12,12 +12,9 @@ import torchvision.transforms.v2.functional as reference
 from torch.nn.functional import interpolate
 
 from colabkit.errors import InvalidOption
-from colabkit.loading.augment.batched import crop_batch, resize_batch
-from colabkit.loading.augment.boxes import Boxes
-from colabkit.loading.augment.crops import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
-from colabkit.loading.augment.cutting import cut
+from colabkit.loading.augment.cutting import Boxes, crop_batch, cut, resize_batch
 from colabkit.loading.augment.draws import Draws
-from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.augment.geometry import CenterCrop, Geometry, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.loading.augment.transform import Transform
 
 ALL = [

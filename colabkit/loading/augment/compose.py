@@ -11,8 +11,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from colabkit.foundation import InvalidOption, cannot, kind_of
-from colabkit.loading.augment.boxes import Boxes
 from colabkit.loading.augment.checks import shown
+from colabkit.loading.augment.cutting import Boxes
 from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.per_sample import is_per_sample

@@ -1,7 +1,8 @@
-"""Transforms whose result is a box of the image, perhaps resized, perhaps mirrored."""
+"""Transforms that only move pixels: crops, resizes and flips, as boxes of each image."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.loading.augment.batched import crop_batch, resize_batch
-from colabkit.loading.augment.boxes import Boxes
-from colabkit.loading.augment.cutting import crop_rows, cut
+from colabkit.foundation import InvalidOption, cannot, check_whole_number
+from colabkit.loading.augment.checks import checked_number, checked_range, checked_size
+from colabkit.loading.augment.cutting import Boxes, Sizes, crop_batch, crop_rows, cut, resize_batch
 from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.transform import Transform, check_images
 
@@ -70,3 +71,193 @@ def _resized(pixels: npt.NDArray[np.uint8], boxes: Boxes, size: tuple[int, int])
     for index, (top, left, height, width, mirrored) in enumerate(boxes.rows()):
         cut(pixels[index], top, left, height, width, mirrored, out[index])
     return out
+
+
+_TRIES = 10
+
+Uniforms = npt.NDArray[np.float64]
+
+
+class RandomResizedCrop(Geometry):
+    """Takes a box of random area and shape from each image and resizes it: the usual crop for training.
+
+    The rule is torchvision's: 10 tries of an area and the logarithm of a shape, both uniform, of which the first box
+    that fits is taken, at a uniform place; else the largest central box of an allowed shape.
+
+    Args:
+        size: height and width of the result; one number stands for both.
+        scale: smallest and largest area of the box, as shares of the image's.
+        ratio: smallest and largest width of the box divided by its height.
+
+    Raises:
+        InvalidOption: if an argument cannot be meant.
+    """
+
+    resizes = True
+
+    def __init__(
+        self,
+        size: int | tuple[int, int],
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    ) -> None:
+        act = "crop and resize images"
+        self.size: tuple[int, int] = checked_size(act, size)
+        self.scale = checked_range(act, "scale", scale, (0.08, 1.0), 1)
+        self.ratio = checked_range(act, "ratio", ratio, (0.75, 1.25), float("inf"))
+
+    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+        """Return the box of each sample; it lies inside the image.
+
+        Args:
+            sizes: height and width of each image, `int64 [B, 2]`.
+            draws: the random numbers of the B samples.
+        """
+        rows, columns = sizes[:, :1], sizes[:, 1:]
+        uniforms = draws.uniforms(2 * _TRIES + 2)
+        areas = rows * columns * _between(uniforms[:, :_TRIES], *self.scale)
+        shapes = np.exp(_between(uniforms[:, _TRIES : 2 * _TRIES], *np.log(self.ratio)))
+        widths = np.rint(np.sqrt(areas * shapes)).astype(np.int64)
+        heights = np.rint(np.sqrt(areas / shapes)).astype(np.int64)
+        fits = (widths > 0) & (widths <= columns) & (heights > 0) & (heights <= rows)
+        chosen = fits.argmax(1)
+        samples = np.arange(len(sizes))
+        width, height = widths[samples, chosen], heights[samples, chosen]
+        top = _place(uniforms[:, -2], rows[:, 0] - height)
+        left = _place(uniforms[:, -1], columns[:, 0] - width)
+        failed = np.flatnonzero(~fits[samples, chosen])
+        if failed.size:
+            height[failed], width[failed] = self._central(rows[failed, 0], columns[failed, 0])
+            top[failed] = (rows[failed, 0] - height[failed]) // 2
+            left[failed] = (columns[failed, 0] - width[failed]) // 2
+        return Boxes(top, left, height, width, np.zeros(len(sizes), np.bool_))
+
+    def _central(self, rows: Sizes, columns: Sizes) -> tuple[Sizes, Sizes]:
+        """Return height and width of the largest box of an allowed shape."""
+        heights = np.minimum(rows, np.rint(columns / self.ratio[0]).astype(np.int64))
+        widths = np.minimum(columns, np.rint(rows * self.ratio[1]).astype(np.int64))
+        return np.maximum(heights, 1), np.maximum(widths, 1)
+
+    def __repr__(self) -> str:
+        return f"RandomResizedCrop({self.size}, scale={self.scale}, ratio={self.ratio})"
+
+
+class RandomCrop(Geometry):
+    """Takes a box of one size from a random place of each image, after a border was added to it.
+
+    Args:
+        size: height and width of the result; one number stands for both.
+        padding: pixels added on every side; two numbers stand for left and right, top and bottom; four for left, top,
+            right, bottom.
+        fill: value of the border, 0 to 255 for `uint8` images.
+
+    Raises:
+        InvalidOption: if an argument cannot be meant, or, when it is used, an image is too small.
+    """
+
+    def __init__(self, size: int | tuple[int, int], padding: int | Sequence[int] = 0, fill: float = 0) -> None:
+        act = "crop images"
+        self.size: tuple[int, int] = checked_size(act, size)
+        sides: Sequence[Any] = padding if isinstance(padding, (tuple, list)) else (padding,)
+        if len(sides) not in (1, 2, 4):
+            needed = "1, 2 or 4 whole numbers"
+            raise InvalidOption(cannot(act, f"padding={padding!r}", needed, "Use padding=4, say"))
+        for side in sides:
+            check_whole_number(act, "padding", side, 0)
+        self.padding = tuple(int(side) for side in sides) * (4 // len(sides))
+        self.fill = checked_number(act, "fill", fill, 0)
+
+    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+        """Return the box of each sample; it may lie partly on the border.
+
+        Args:
+            sizes: height and width of each image, `int64 [B, 2]`.
+            draws: the random numbers of the B samples.
+
+        Raises:
+            InvalidOption: if an image with its border is smaller than the box.
+        """
+        height, width = self.size
+        left, top, right, bottom = self.padding
+        room = sizes + np.array([top + bottom - height, left + right - width])
+        if room.min(initial=0) < 0:
+            rows, columns = sizes[np.flatnonzero(room.min(1) < 0)[0]]
+            found = f"an image of {rows}x{columns} with padding {self.padding}"
+            needed = f"at least {height}x{width} with its padding"
+            raise InvalidOption(cannot("crop images", found, needed, "Use a smaller size or more padding"))
+        uniforms = draws.uniforms(2)
+        place_top, place_left = _place(uniforms[:, 0], room[:, 0]) - top, _place(uniforms[:, 1], room[:, 1]) - left
+        count = len(sizes)
+        return Boxes(place_top, place_left, np.full(count, height), np.full(count, width), np.zeros(count, np.bool_))
+
+    def __repr__(self) -> str:
+        return f"RandomCrop({self.size}, padding={self.padding}, fill={self.fill})"
+
+
+class CenterCrop(Geometry):
+    """Takes the central box of one size from each image; what lies beyond a smaller image is 0.
+
+    Args:
+        size: height and width of the result; one number stands for both.
+
+    Raises:
+        InvalidOption: if the size cannot be meant.
+    """
+
+    def __init__(self, size: int | tuple[int, int]) -> None:
+        self.size: tuple[int, int] = checked_size("crop images", size)
+
+    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+        """Return the box of each sample, placed as torchvision places it.
+
+        Args:
+            sizes: height and width of each image, `int64 [B, 2]`.
+            draws: not used.
+        """
+        room = sizes - self.size
+        # A smaller image gets the odd pixel of its border below and to the right, a larger one loses half a pixel to
+        # the nearest even place.
+        corner = np.where(room < 0, -(-room // 2), np.rint(room / 2).astype(np.int64))
+        count = len(sizes)
+        full = np.full(count, self.size[0]), np.full(count, self.size[1])
+        return Boxes(corner[:, 0], corner[:, 1], *full, np.zeros(count, np.bool_))
+
+    def __repr__(self) -> str:
+        return f"CenterCrop({self.size})"
+
+
+class RandomHorizontalFlip(Geometry):
+    """Mirrors some of the images, left to right.
+
+    Args:
+        p: how likely each image is mirrored.
+
+    Raises:
+        InvalidOption: if the probability does not lie in 0 to 1.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = checked_number("flip images", "p", p, 0.5, 0, 1)
+
+    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+        """Return the whole image of each sample, mirrored or not.
+
+        Args:
+            sizes: height and width of each image, `int64 [B, 2]`.
+            draws: the random numbers of the B samples.
+        """
+        corner = np.zeros(len(sizes), np.int64)
+        return Boxes(corner, corner, sizes[:, 0], sizes[:, 1], draws.uniforms(1)[:, 0] < self.p)
+
+    def __repr__(self) -> str:
+        return f"RandomHorizontalFlip({self.p})"
+
+
+def _between(uniforms: Uniforms, low: float, high: float) -> Uniforms:
+    """Return uniform numbers from low to high."""
+    return low + uniforms * (high - low)
+
+
+def _place(uniforms: Uniforms, room: Sizes) -> Sizes:
+    """Return uniform whole numbers from 0 to the room left over, both included."""
+    return np.floor(uniforms * (room + 1)).astype(np.int64)

@@ -1,0 +1,235 @@
+"""Transforms that change values: normalization, cutout, mixup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from colabkit.foundation import InvalidOption, cannot, check_whole_number, is_finite_number, kind_of
+from colabkit.loading.augment.checks import checked_number, checked_size, shown
+from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.transform import Transform, check_images
+
+
+class Normalize(Transform):
+    """Turns images `[B, C, H, W]` into `(x - mean) / std` of a floating dtype, keeping the memory format.
+
+    `uint8` images are divided by 255 before; floating ones are taken as they are, in [0, 1], as torchvision's are.
+    Computed in float64 for a result of float64, in float32 otherwise, and rounded once to the dtype of the result.
+
+    Args:
+        mean: one value a channel, or one for all, on the scale [0, 1].
+        std: one value a channel, or one for all, on the same scale.
+        dtype: of the result.
+
+    Raises:
+        InvalidOption: if a value is not a finite number, a standard deviation is not positive, the lengths differ, or
+            the dtype is not floating.
+    """
+
+    def __init__(
+        self, mean: Sequence[float] = (0.5,), std: Sequence[float] = (0.5,), dtype: torch.dtype = torch.float32
+    ) -> None:
+        if not isinstance(mean, Sequence) or not isinstance(std, Sequence):
+            found = f"mean={mean!r}, std={std!r}"
+            raise InvalidOption(cannot("normalize", found, "a sequence of numbers each", "Use mean=(0.5,), say"))
+        if not all(is_finite_number(value) for value in (*mean, *std)):
+            found = f"mean={shown(mean)}, std={shown(std)}"
+            raise InvalidOption(cannot("normalize", found, "finite numbers", "Use mean=(0.5,), std=(0.5,), say"))
+        if not 0 < len(mean) == len(std) or not all(value > 0 for value in std):
+            found = f"mean={tuple(mean)}, std={tuple(std)}"
+            needed = "as many means as positive standard deviations"
+            raise InvalidOption(cannot("normalize", found, needed, "Give one of each for every channel"))
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            found = f"dtype={shown(dtype)}"
+            raise InvalidOption(cannot("normalize", found, "a floating dtype", "Use torch.float32, say"))
+        self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
+        self._computed = torch.float64 if dtype == torch.float64 else torch.float32
+        self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
+        # (x - mean) / std is one multiplication and one addition, also of x / 255.
+        self._scale = _by_channel([1 / s for s in std])
+        self._scale_of_bytes = _by_channel([1 / (255 * s) for s in std])
+        self._shift = _by_channel([-m / s for m, s in zip(mean, std, strict=True)])
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        """Return the normalised images, on the device they are on, and the labels untouched.
+
+        Args:
+            images: `uint8` from 0 to 255, or floating from 0 to 1, `[B, C, H, W]`.
+            labels: anything.
+            draws: not used.
+
+        Raises:
+            InvalidOption: if these are no such images, or have another number of channels.
+        """
+        check_images("normalize", images)
+        if len(self.mean) not in (1, images.shape[1]):
+            found, needed = f"images of {images.shape[1]} channels", f"as many as there are means, {len(self.mean)}"
+            raise InvalidOption(cannot("normalize", found, needed, "Give one mean and one std for every channel"))
+        key = images.device, images.dtype == torch.uint8
+        if key not in self._constants:  # moving them makes the host wait for the device, so once is enough
+            scale = self._scale_of_bytes if key[1] else self._scale
+            self._constants[key] = (
+                scale.to(images.device, self._computed),
+                self._shift.to(images.device, self._computed),
+            )
+        scale, shift = self._constants[key]
+        return images.to(self._computed, copy=True).mul_(scale).add_(shift).to(self.dtype), labels
+
+    def __repr__(self) -> str:
+        return f"Normalize(mean={self.mean}, std={self.std}, dtype={self.dtype})"
+
+
+def _by_channel(values: list[float]) -> Tensor:
+    return torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
+
+
+class Cutout(Transform):
+    """Fills a square at a random place of some of the images; it is cut at the border.
+
+    Source: DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout" (2017): the
+    centre is uniform over the pixels.
+
+    Args:
+        size: height and width of the square; one number stands for both.
+        p: how likely an image gets one.
+        fill: value of the square; 0 to 255 for `uint8` images.
+
+    Raises:
+        InvalidOption: if an argument cannot be meant.
+    """
+
+    def __init__(self, size: int | tuple[int, int], p: float = 1.0, fill: float = 0) -> None:
+        act = "cut squares out of images"
+        self.size = checked_size(act, size)
+        self.p = checked_number(act, "p", p, 0.5, 0, 1)
+        self.fill = checked_number(act, "fill", fill, 0)
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        """Return the images with their squares, and the labels untouched.
+
+        Args:
+            images: `uint8` or floating `[B, C, H, W]`, on any device.
+            labels: anything.
+            draws: the random numbers of the B samples.
+
+        Raises:
+            InvalidOption: if these are no such images.
+        """
+        check_images("cut squares out of images", images, self.fill)
+        uniforms = draws.uniforms(3)
+        corner = np.floor(uniforms[:, 1:] * images.shape[2:]).astype(np.int64) - np.array(self.size) // 2
+        corner[uniforms[:, 0] >= self.p] = max(images.shape[2:])  # beyond the image, a square covers nothing
+        result = images.clone()
+        if images.device.type == "cpu" and images.dtype == torch.uint8:
+            pixels = result.permute(0, 2, 3, 1).numpy()
+            last = corner + self.size
+            for sample, (top, left), (bottom, right) in zip(
+                pixels, corner.clip(0).tolist(), last.clip(0).tolist(), strict=True
+            ):
+                sample[top:bottom, left:right] = self.fill
+        else:
+            first = torch.from_numpy(corner).to(images.device, non_blocking=True)
+            rows, columns = (_covered(first[:, axis, None], self.size[axis], images.shape[2 + axis]) for axis in (0, 1))
+            result.masked_fill_((rows[:, :, None] & columns[:, None])[:, None], self.fill)
+        return result, labels
+
+    def __repr__(self) -> str:
+        return f"Cutout({self.size}, p={self.p}, fill={self.fill})"
+
+
+def _covered(first: Tensor, side: int, length: int) -> Tensor:
+    """Return which of `length` places lie in the squares that begin at `first`, `bool [B, length]`."""
+    at = torch.arange(length, device=first.device)
+    return (at >= first) & (at < first + side)
+
+
+class MixUp(Transform):
+    """Mixes each image and its label with those of the sample before it in the batch; the first one with the last.
+
+    Labels, `int64 [B]`, become shares of the classes, `float32 [B, classes]`, which `cross_entropy` takes as they are.
+    Each sample has its own share from Beta(alpha, alpha). Images keep their dtype; `uint8` ones are mixed in float32
+    and rounded. Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
+
+    Args:
+        classes: how many there are.
+        alpha: of the beta distribution, 0.001 or more; the smaller, the closer to one of the two images.
+
+    Raises:
+        InvalidOption: if an argument cannot be meant, or, when it is used, the labels are not of these classes.
+    """
+
+    whole_batch = True
+    changes_labels = True
+
+    def __init__(self, classes: int, alpha: float = 0.2) -> None:
+        check_whole_number("mix images", "classes", classes, 1)
+        self.classes = int(classes)
+        self.alpha = checked_number("mix images", "alpha", alpha, 0.2, 0.001)
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        """Return mixed images of the same dtype, and labels `float32 [B, classes]` that sum to 1.
+
+        Args:
+            images: `uint8` or floating `[B, C, H, W]`, on any device.
+            labels: class numbers `int64 [B]`, or shares of the classes, floating `[B, classes]`. Class numbers on a
+                GPU are not compared with `classes`, as this would make the host wait for the device.
+            draws: the random numbers of the B samples.
+
+        Raises:
+            InvalidOption: if these are no such images or labels.
+        """
+        check_images("mix images", images)
+        one_hot = self._one_hot(labels, len(images))
+        shares = torch.from_numpy(_symmetric_beta(self.alpha, draws.uniforms(2)))
+        own_images = images.float() if images.dtype == torch.uint8 else images
+        own = shares.to(own_images.dtype).to(images.device, non_blocking=True)[:, None, None, None]
+        mixed = own_images.roll(1, 0).lerp_(own_images, own)
+        if images.dtype == torch.uint8:
+            mixed = mixed.round_().to(torch.uint8)
+        own = shares.to(one_hot.dtype).to(one_hot.device, non_blocking=True)[:, None]
+        return mixed, one_hot.roll(1, 0).lerp_(one_hot, own)
+
+    def _one_hot(self, labels: Any, count: int) -> Tensor:
+        """Return labels as shares of the classes."""
+        if isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape == (count, self.classes):
+            return labels
+        is_numbers = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.shape == (count,)
+        found = (
+            f"labels {labels.dtype} {list(labels.shape)}"
+            if isinstance(labels, Tensor)
+            else f"labels are {kind_of(labels)}"
+        )
+        if is_numbers and labels.device.type == "cpu" and count:
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= self.classes:
+                is_numbers, found = False, f"labels from {low} to {high}"
+        if not is_numbers:
+            needed = f"class numbers [{count}] below {self.classes} or shares [{count}, {self.classes}]"
+            raise InvalidOption(cannot("mix images", found, needed, "Give the labels that belong to the images"))
+        one_hot: Tensor = (labels[:, None] == torch.arange(self.classes, device=labels.device)).float()
+        return one_hot
+
+    def __repr__(self) -> str:
+        return f"MixUp({self.classes}, alpha={self.alpha})"
+
+
+def _symmetric_beta(alpha: float, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return numbers of Beta(alpha, alpha), `float64 [B]`, from `float64 [B, 2]` in [0, 1): exact for any alpha.
+
+    Source: Devroye, "Random variate generation in one line of code" (Winter Simulation Conference 1996), for the
+    symmetric beta: 1/2 + S / (2 sqrt(1 + 1 / ((U^(-1/a) - 1) cos^2(2 pi V)))) with S the sign of the cosine; here
+    without the division by what may be 0.
+    """
+    power: npt.NDArray[np.float64] = (1 - uniforms[:, 0]) ** (1 / alpha)
+    cosine = np.cos(2 * np.pi * uniforms[:, 1])
+    spread = (1 - power) * cosine**2
+    total = power + spread
+    shares = np.sqrt(np.divide(spread, total, out=np.ones_like(total), where=total > 0))
+    mixed: npt.NDArray[np.float64] = (1 + np.copysign(shares, cosine)) / 2
+    return mixed
