@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from colabkit.foundation import InvalidOption, Report, cannot, check_whole_number, format_things, kind_of
+from colabkit.foundation import InvalidOption, Report, cannot, check_type, check_whole_number, format_things, kind_of
 from colabkit.packs import PackedDataset
 from colabkit.training.records import is_number
 from colabkit.training.report import TrainReport
@@ -88,9 +88,9 @@ def k_fold(
         found = f"run is {kind_of(run)}"
         needed = "it has to be a function of the views for training and for testing and the number of the fold"
         raise InvalidOption(cannot("train on folds", found, needed, "Pass k_fold(run, dataset)"))
-    if not isinstance(dataset, PackedDataset):
-        found = kind_of(dataset)
-        raise InvalidOption(cannot("part the folds", found, "a split of a pack", "Pass open_pack(path)['train']"))
+    check_type(
+        "split the folds", "dataset", dataset, PackedDataset, "a split of a pack", "Pass open_pack(path)['train']"
+    )
     done: list[TrainReport | Mapping[str, float]] = []
     values: list[Mapping[str, float]] = []
     stopped: str | None = None

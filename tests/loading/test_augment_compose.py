@@ -235,9 +235,9 @@ def test_an_argument_that_cannot_be_meant_is_refused(make, found):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RandomHorizontalFlip(2), "p=2, a finite number from 0 to 1. Use p=0.5, say."),
-        (lambda: MixUp(3, alpha=0), "alpha=0, a finite number of 0.001 or more. Use alpha=0.2, say."),
-        (lambda: Cutout(3, fill=None), "fill=None, a finite number. Use fill=0, say."),
+        (lambda: RandomHorizontalFlip(2), "p=2, a finite number from 0 to 1. Use p=0.5."),
+        (lambda: MixUp(3, alpha=0), "alpha=0, a finite number of 0.001 or more. Use alpha=0.2."),
+        (lambda: Cutout(3, fill=None), "fill=None, a finite number. Use fill=0."),
         (lambda: CenterCrop(8.0), "size=8.0, a whole number of 1 or more. Use size=8."),
         (lambda: CenterCrop(8.5), "size=8.5, a whole number of 1 or more. Use size=1, say."),
         (lambda: Compose([CenterCrop]), "made transforms. Make one of it: CenterCrop(...)."),

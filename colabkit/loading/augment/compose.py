@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, cannot, kind_of
-from colabkit.loading.augment.checks import shown
+from colabkit.foundation import InvalidOption, cannot, kind_of, shown
 from colabkit.loading.augment.cutting import Boxes
 from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.geometry import Geometry

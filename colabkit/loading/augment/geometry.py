@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number
-from colabkit.loading.augment.checks import checked_number, checked_range, checked_size
+from colabkit.foundation import InvalidOption, cannot, check_number, check_size, check_whole_number, is_finite_number
 from colabkit.loading.augment.cutting import Boxes, Sizes, crop_batch, crop_rows, cut, resize_batch
 from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.transform import Transform, check_images
@@ -102,9 +102,9 @@ class RandomResizedCrop(Geometry):
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
     ) -> None:
         act = "crop and resize images"
-        self.size: tuple[int, int] = checked_size(act, size)
-        self.scale = checked_range(act, "scale", scale, (0.08, 1.0), 1)
-        self.ratio = checked_range(act, "ratio", ratio, (0.75, 1.25), float("inf"))
+        self.size: tuple[int, int] = check_size(act, "size", size)
+        self.scale = _checked_range(act, "scale", scale, (0.08, 1.0), 1)
+        self.ratio = _checked_range(act, "ratio", ratio, (0.75, 1.25), float("inf"))
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
         """Return the box of each sample; it lies inside the image.
@@ -157,7 +157,7 @@ class RandomCrop(Geometry):
 
     def __init__(self, size: int | tuple[int, int], padding: int | Sequence[int] = 0, fill: float = 0) -> None:
         act = "crop images"
-        self.size: tuple[int, int] = checked_size(act, size)
+        self.size: tuple[int, int] = check_size(act, "size", size)
         sides: Sequence[Any] = padding if isinstance(padding, (tuple, list)) else (padding,)
         if len(sides) not in (1, 2, 4):
             needed = "1, 2 or 4 whole numbers"
@@ -165,7 +165,7 @@ class RandomCrop(Geometry):
         for side in sides:
             check_whole_number(act, "padding", side, 0)
         self.padding = tuple(int(side) for side in sides) * (4 // len(sides))
-        self.fill = checked_number(act, "fill", fill, 0)
+        self.fill = check_number(act, "fill", fill, example=0)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
         """Return the box of each sample; it may lie partly on the border.
@@ -205,7 +205,7 @@ class CenterCrop(Geometry):
     """
 
     def __init__(self, size: int | tuple[int, int]) -> None:
-        self.size: tuple[int, int] = checked_size("crop images", size)
+        self.size: tuple[int, int] = check_size("crop images", "size", size)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
         """Return the box of each sample, placed as torchvision places it.
@@ -237,7 +237,7 @@ class RandomHorizontalFlip(Geometry):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        self.p = checked_number("flip images", "p", p, 0.5, 0, 1)
+        self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
         """Return the whole image of each sample, mirrored or not.
@@ -261,3 +261,23 @@ def _between(uniforms: Uniforms, low: float, high: float) -> Uniforms:
 def _place(uniforms: Uniforms, room: Sizes) -> Sizes:
     """Return uniform whole numbers from 0 to the room left over, both included."""
     return np.floor(uniforms * (room + 1)).astype(np.int64)
+
+
+def _checked_range(act: str, name: str, value: Any, example: tuple[float, float], most: float) -> tuple[float, float]:
+    """Return two numbers above 0, the second not below the first.
+
+    Args:
+        act: verb and object for the message.
+        name: of the argument.
+        value: what was given.
+        example: a value to propose.
+        most: the largest allowed value.
+
+    Raises:
+        InvalidOption: if they are no such numbers.
+    """
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_finite_number, value))
+    if not is_pair or not 0 < value[0] <= value[1] <= most:
+        needed = "two numbers above 0 in rising order" + (f", at most {most:g}" if math.isfinite(most) else "")
+        raise InvalidOption(cannot(act, f"{name}={value!r}", needed, f"Use {name}={example}, say"))
+    return float(value[0]), float(value[1])

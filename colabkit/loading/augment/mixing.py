@@ -10,8 +10,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number, is_finite_number, kind_of
-from colabkit.loading.augment.checks import checked_number, checked_size, shown
+from colabkit.foundation import (
+    InvalidOption,
+    cannot,
+    check_number,
+    check_size,
+    check_whole_number,
+    is_finite_number,
+    kind_of,
+    shown,
+)
 from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.transform import Transform, check_images
 
@@ -106,9 +114,9 @@ class Cutout(Transform):
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0, fill: float = 0) -> None:
         act = "cut squares out of images"
-        self.size = checked_size(act, size)
-        self.p = checked_number(act, "p", p, 0.5, 0, 1)
-        self.fill = checked_number(act, "fill", fill, 0)
+        self.size = check_size(act, "size", size)
+        self.p = check_number(act, "p", p, 0, 1, example=0.5)
+        self.fill = check_number(act, "fill", fill, example=0)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
         """Return the images with their squares, and the labels untouched.
@@ -170,7 +178,7 @@ class MixUp(Transform):
     def __init__(self, classes: int, alpha: float = 0.2) -> None:
         check_whole_number("mix images", "classes", classes, 1)
         self.classes = int(classes)
-        self.alpha = checked_number("mix images", "alpha", alpha, 0.2, 0.001)
+        self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
         """Return mixed images of the same dtype, and labels `float32 [B, classes]` that sum to 1.
