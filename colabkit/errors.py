@@ -23,6 +23,7 @@ ColabkitError
 ├── NoNotebook (RuntimeError)           what needs a notebook is asked for outside of one
 ├── PackingFailed (RuntimeError)        a process that packs died, here or on a cluster
 ├── LoaderFailed (RuntimeError)         the loader's background work failed
+├── TrainingDiverged (FloatingPointError)  a step returned NaN or infinity
 └── LaunchFailed (RuntimeError)         one of several training processes failed
 ```
 
@@ -53,6 +54,7 @@ from colabkit.foundation import (
     SourceMissing,
     TargetExists,
     TimedOut,
+    TrainingDiverged,
     UnsentWrites,
 )
 
@@ -79,5 +81,6 @@ __all__ = [
     "SourceMissing",
     "TargetExists",
     "TimedOut",
+    "TrainingDiverged",
     "UnsentWrites",
 ]

@@ -46,6 +46,7 @@ from .errors import SourceChanged as SourceChanged
 from .errors import SourceMissing as SourceMissing
 from .errors import TargetExists as TargetExists
 from .errors import TimedOut as TimedOut
+from .errors import TrainingDiverged as TrainingDiverged
 from .errors import UnsentWrites as UnsentWrites
 from .errors import cannot as cannot
 from .errors import reword as reword

@@ -116,6 +116,10 @@ class LoaderFailed(ColabkitError, RuntimeError):
     """The loader's background work failed; the cause is in the message."""
 
 
+class TrainingDiverged(ColabkitError, FloatingPointError):
+    """A step of training returned a number that is not finite."""
+
+
 class LaunchFailed(ColabkitError, RuntimeError):
     """One of several training processes failed; its own output says more."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from colabkit.foundation import HostSnapshot
-    from colabkit.training.records import EpochRecord
-    from colabkit.training.report import TrainReport
+    from colabkit.training.records import EpochRecord, Validation
 
 
 # Of Okabe and Ito's palette, told apart by all eyes; hatches and dashes tell them apart without colour.
@@ -46,25 +45,30 @@ _FOLLOWED = 150  # points of a line about the machine that the eye can follow
 _TURNS = 30  # a line over so many means can still turn
 
 
-def plot_run(report: TrainReport) -> Figure:
-    """Return the figure; see `TrainReport.plot`."""
+def plot_run(
+    headline: str,
+    epochs: Sequence[EpochRecord],
+    curve: Mapping[str, list[tuple[int, float]]],
+    validations: Sequence[Validation],
+    hosts: Sequence[HostSnapshot],
+) -> Figure:
+    """Return the figure of a run; see `TrainReport` for the arguments."""
     import_optional("matplotlib.figure", "plot the training", "to draw")
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    if not report.curve and not report.epochs:
+    if not curve and not epochs:
         raise InvalidOption(cannot("plot the training", "no steps yet", "at least one", "Train first"))
     rows: list[list[Callable[[Axes], None]]] = []
-    if report.epochs:
-        rows.append([partial(_draw_time, epochs=report.epochs), partial(_draw_speed, epochs=report.epochs)])
-    if len(report.hosts) > 1:
-        rows.append([partial(_draw_machine, hosts=report.hosts)])
-    names = list(dict.fromkeys([*report.curve, *(name for v in report.validations for name in v.values)]))
-    values = [partial(_draw_value, report=report, name=name) for name in names]
+    if epochs:
+        rows.append([partial(_draw_time, epochs=epochs), partial(_draw_speed, epochs=epochs)])
+    if len(hosts) > 1:
+        rows.append([partial(_draw_machine, hosts=hosts)])
+    names = list(dict.fromkeys([*curve, *(name for v in validations for name in v.values)]))
+    values = [partial(_draw_value, curve=curve, validations=validations, name=name) for name in names]
     rows += [list(values[first : first + 2]) for first in range(0, len(values), 2)]
     layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
     figure = Figure(figsize=(10, 0.6 + 2.6 * len(rows)), layout=layout)
-    headline = repr(report).split("\n")[0].split(";")[0]
     figure.suptitle(headline, x=0.012, ha="left", fontsize=12, fontweight="bold")
     grid = figure.add_gridspec(len(rows), 2)  # whose columns are those of all rows, so that edges are in line
     for row, drawings in enumerate(rows):
@@ -162,9 +166,11 @@ def _draw_machine(axes: Axes, *, hosts: Sequence[HostSnapshot]) -> None:
     _legend(axes)
 
 
-def _draw_value(axes: Axes, *, report: TrainReport, name: str) -> None:
-    points = report.curve.get(name, [])
-    judged = [(found.step, found.values[name]) for found in report.validations if name in found.values]
+def _draw_value(
+    axes: Axes, *, curve: Mapping[str, list[tuple[int, float]]], validations: Sequence[Validation], name: str
+) -> None:
+    points = curve.get(name, [])
+    judged = [(found.step, found.values[name]) for found in validations if name in found.values]
     if any(math.isfinite(value) for _, value in points):
         steps, values = zip(*points, strict=True)
         if len(points) > _TURNS:

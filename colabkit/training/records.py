@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, MetersSnapshot, cannot, kind_of
+from colabkit.foundation import InvalidOption, MetersSnapshot, TrainingDiverged, cannot, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,13 @@ class EpochRecord:
     copy_s: float = 0.0
     compute_s: float = 0.0
     other_s: float = 0.0
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """All numbers by label: those of a validation as `val_loss`, where training has a number of that name too."""
+        shared = {"loss", "accuracy", *self.values}
+        judged = {f"val_{name}" if name in shared else name: value for name, value in self.validation.items()}
+        return {**self.values, **judged}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +251,27 @@ class ValueRecorder:
     Args:
         curve: of the run.
         means: of an epoch that was begun before.
+        must_be_finite: whether a NaN or an infinity is an error. Numbers on the CPU are checked at once, those on
+            another device when they are read, since each check there would wait for the device.
     """
 
-    def __init__(self, curve: ValueCurve, means: SampleMeans) -> None:
+    def __init__(self, curve: ValueCurve, means: SampleMeans, must_be_finite: bool = False) -> None:
         self.means = means
+        self._must_be_finite = must_be_finite
         self._curve = curve
         self._steps: list[tuple[int, int, Values]] = []
         self._stacked: list[tuple[str, list[int], list[int], Tensor]] = []
 
     def add(self, step: int, samples: int, values: Values) -> None:
-        """Note what a step of so many samples returned."""
+        """Note what a step of so many samples returned.
+
+        Raises:
+            TrainingDiverged: if a number is not finite and has to be.
+        """
+        if self._must_be_finite:
+            for name, value in values.items():
+                if not isinstance(value, Tensor) or value.device.type == "cpu":
+                    _check_finite(step, name, float(cast(Any, value)))
         self._steps.append((step, samples, values))
         if len(self._steps) == _STACKED:  # thousands of small tensors on a device would be thousands of allocations
             self._stack()
@@ -272,9 +291,17 @@ class ValueRecorder:
         self._stack()
         for name, steps, samples_of, values in self._stacked:
             for step, samples, value in zip(steps, samples_of, values.tolist(), strict=True):
+                if self._must_be_finite:
+                    _check_finite(step, name, value)
                 self.means.add(name, value, samples)
                 self._curve.add(name, step, value)
         self._stacked.clear()
+
+
+def _check_finite(step: int, name: str, value: float) -> None:
+    if not math.isfinite(value):
+        next_step = "Lower the learning rate or clip gradients, or pass on_nonfinite='continue'"
+        raise TrainingDiverged(cannot("train", f"step {step} returned {name}={value}", "a finite number", next_step))
 
 
 def _joined(values: tuple[object, ...]) -> Tensor:

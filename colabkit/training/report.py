@@ -117,7 +117,9 @@ class TrainReport(Report):
         """
         from colabkit.training.plot import plot_run, write_figure
 
-        figure = plot_run(self)
+        figure = plot_run(
+            self._summary().partition(";")[0].partition("\n")[0], self.epochs, self.curve, self.validations, self.hosts
+        )
         if path is not None:
             write_figure(figure, path)
         return figure
@@ -172,7 +174,7 @@ class TrainReport(Report):
             lines[0] += f" in {format_seconds(self.seconds)}: {rate}, {format_share(self.wait_share)} waiting for data"
         else:
             lines[0] += "; nothing was left to do"
-        if self.epochs and (values := {**self.epochs[-1].values, **self.epochs[-1].validation}):
+        if self.epochs and (values := self.epochs[-1].shown):
             lines[0] += "; " + _listed(values)
         if self.stopped:
             saved = f"; checkpoint {str(self.checkpoint)!r}" if self.checkpoint else ", without a checkpoint"
@@ -194,7 +196,7 @@ class TrainReport(Report):
                     format_seconds(record.seconds),
                     rate,
                     f"{format_share(record.wait_s / max(record.seconds, 1e-9))} waiting",
-                    _listed({**record.values, **record.validation}),
+                    _listed(record.shown),
                 )
             )
         told = [("stopped", f"by {self.stopped} after step {self.steps}")] if self.stopped else []

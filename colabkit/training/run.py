@@ -55,6 +55,7 @@ class TrainingRun:
         stops: StopRequests,
         on_step: OnStep | None,
         watched: Sampler,
+        must_be_finite: bool,
     ) -> None:
         self._step = step
         self._loader = loader
@@ -65,10 +66,11 @@ class TrainingRun:
         self._stops = stops
         self._on_step = on_step
         self._watched = watched
+        self._must_be_finite = must_be_finite
         self._epochs: list[EpochRecord] = []
         self._validations: list[Validation] = []
         self._curve = ValueCurve()
-        self._recorder = ValueRecorder(self._curve, SampleMeans())
+        self._recorder = ValueRecorder(self._curve, SampleMeans(), self._must_be_finite)
         self._begun: EpochProgress | None = None
         self._steps = 0
         self._step_s = self._validate_s = 0.0
@@ -101,7 +103,9 @@ class TrainingRun:
         first = self._processes.is_first
         if self._begun is not None and not first:  # sums of all processes are with the first
             self._begun.samples = 0
-        self._recorder = ValueRecorder(self._curve, SampleMeans(saved["means"] if first else None))
+        self._recorder = ValueRecorder(
+            self._curve, SampleMeans(saved["means"] if first else None), self._must_be_finite
+        )
 
     def through(self, epochs: int, started: float) -> TrainReport:
         """Train what is left of so many epochs and return the report."""
@@ -170,7 +174,7 @@ class TrainingRun:
         """Train an epoch, or what is left of it; return whether to go on."""
         if self._begun is None:
             self._begun = EpochProgress(len(self._epochs), self._trained[0])
-            self._recorder = ValueRecorder(self._curve, SampleMeans())
+            self._recorder = ValueRecorder(self._curve, SampleMeans(), self._must_be_finite)
         try:
             if self._trained[0] == self._begun.loader_epoch and not self._batches(self._begun):
                 return False

@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number, kind_of, meters, sampled, user_path
+from colabkit.foundation import (
+    InvalidOption,
+    cannot,
+    check_one_of,
+    check_whole_number,
+    kind_of,
+    meters,
+    sampled,
+    user_path,
+)
 from colabkit.loading import Loader, may_be_loader
 from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
@@ -123,6 +132,7 @@ def train(
     monitor: str | None = None,
     mode: Literal["min", "max"] = "min",
     deadline: Moment | None = None,
+    on_nonfinite: Literal["raise", "continue"] = "raise",
     on_step: OnStep | None = None,
 ) -> TrainReport:
     """Call `step` on every batch of some epochs and return what came of it.
@@ -157,6 +167,8 @@ def train(
         mode: whether the lowest or the highest is best.
         deadline: when the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. The last
             checkpoint is begun early enough to be at its place by then.
+        on_nonfinite: what a NaN or an infinity does that a step returns: `"raise"` stops the training, `"continue"`
+            lets it go on. Numbers on a GPU are looked at when they are read, not after each step.
         on_step: called after each step with its record.
 
     Raises:
@@ -170,8 +182,8 @@ def train(
     check_whole_number(act, "epochs", epochs, 0)
     check_whole_number(act, "keep_last", keep_last, 1)
     check_step(act, "train", step, loader)
-    if mode not in ("min", "max"):
-        raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use one of these"))
+    check_one_of(act, "mode", mode, ("min", "max"))
+    check_one_of(act, "on_nonfinite", on_nonfinite, ("raise", "continue"))
     parts = state_of(act, state, step, save_to is not None)
     folder = None if save_to is None else user_path(save_to, "train").absolute()
     schedule = SaveSchedule(save_every)
@@ -191,7 +203,16 @@ def train(
         stack.callback(saving.close)
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
         run = TrainingRun(
-            step, loader, saving, schedule, judge, processes, stops, on_step, stack.enter_context(sampled())
+            step,
+            loader,
+            saving,
+            schedule,
+            judge,
+            processes,
+            stops,
+            on_step,
+            stack.enter_context(sampled()),
+            must_be_finite=on_nonfinite == "raise",
         )
         try:
             run.resume(resume)

@@ -102,10 +102,13 @@ class Validator:
         Raises:
             InvalidOption: if the number that was asked for is not among the values.
         """
-        if self._monitor is not None and self._monitor not in values:
+        name = self._monitor or "loss"
+        if name not in values and name.startswith("val_"):
+            name = name.removeprefix("val_")  # as reports label the numbers of a validation
+        if self._monitor is not None and name not in values:
             found = f"monitor={self._monitor!r} beside {', '.join(map(repr, values)) or 'no values'}"
             raise InvalidOption(cannot("tell the best checkpoint", found, "one of these", "Correct it and go on"))
-        value = values.get(self._monitor or "loss", math.nan)
+        value = values.get(name, math.nan)
         if not math.isfinite(value):
             return
         self.score = value

@@ -43,6 +43,7 @@ BUILTINS = {
     "PackingFailed": RuntimeError,
     "LoaderFailed": RuntimeError,
     "LaunchFailed": RuntimeError,
+    "TrainingDiverged": FloatingPointError,
 }
 REASON_ONLY = {(path.name, "BadImage") for path in (PACKAGE / "packs" / "decode").iterdir()}
 """`decode` knows no file name: its message is the reason, and its caller builds the whole message."""

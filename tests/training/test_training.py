@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from trainings import train
 
 from colabkit.augment import Normalize
-from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists
+from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists, TrainingDiverged
 from colabkit.foundation import meters
 from colabkit.loading.loader.api import Loader
 from colabkit.packs import PackedDataset, open_pack
@@ -273,8 +274,36 @@ def test_values_are_means_over_samples_and_not_over_batches(data):
     assert report.epochs[0].values["index"] == pytest.approx(data.labels.float().mean().item())
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(math.nan)])
+def test_a_step_that_returns_no_finite_number_ends_the_training(data, value):
+    losses = iter([torch.tensor(1.0), torch.tensor(2.0), value])
+    with pytest.raises(TrainingDiverged, match=r"step 3 returned loss=.*on_nonfinite='continue'"):
+        train(lambda batch: next(losses), Loader(data, 4))
+
+
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(data, tmp_path):
+    with pytest.raises(TrainingDiverged):
+        train(diverging(7), Loader(data, 4), epochs=2, save_to=tmp_path, state={})
+    report = train(lambda batch: 0.5, Loader(data, 4), epochs=2, save_to=tmp_path, state={})
+    assert report.resumed_from is not None
+    assert all(math.isfinite(record.values["loss"]) for record in report.epochs)
+
+
+def diverging(step: int):
+    """Return a step that returns NaN from a step on."""
+    steps = itertools.count(1)
+    return lambda batch: 1.0 if next(steps) < step else math.nan
+
+
+def test_training_and_validation_have_labels_of_their_own(data):
+    report = train(lambda batch: 1.0, Loader(data, 4), validate=lambda: {"loss": 2.0, "f1": 3.0}, monitor="val_loss")
+    assert report.epochs[-1].shown == {"loss": 1.0, "val_loss": 2.0, "f1": 3.0}
+    assert "loss 1, val_loss 2, f1 3" in repr(report)
+    assert "loss 1, val_loss 2, f1 3" in report._repr_html_()
+
+
 def test_a_loss_that_is_not_a_number_is_shown_as_such(data):
-    report = train(lambda batch: float("nan"), Loader(data, 4))
+    report = train(lambda batch: float("nan"), Loader(data, 4), on_nonfinite="continue")
     assert math.isnan(report.epochs[0].values["loss"])
     assert "loss nan" in repr(report)
 
