@@ -62,7 +62,6 @@ setup(
             "torchvision>=0.21",
             "trustme>=1.1",
             "types-psutil==7.2.2.20261111",
-            "types-requests==2.33.0.20261030",
             "types-tqdm==4.70.0.20261106",
             "webdataset>=0.2.86",
             "zstandard>=0.22",

@@ -117,9 +117,8 @@ class TrainReport(Report):
         """
         from colabkit.training.plot import plot_run, write_figure
 
-        figure = plot_run(
-            self._summary().partition(";")[0].partition("\n")[0], self.epochs, self.curve, self.validations, self.hosts
-        )
+        headline = self._summary().partition("\n")[0].partition(";")[0]
+        figure = plot_run(headline, self.epochs, self.curve, self.validations, self.hosts)
         if path is not None:
             write_figure(figure, path)
         return figure

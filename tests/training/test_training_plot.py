@@ -176,7 +176,7 @@ def test_a_loss_that_recovers_is_drawn_again():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
 def test_what_cannot_be_drawn_is_left_out(tmp_path, data, value):
-    report = train(lambda batch: value, Loader(data, 4))
+    report = train(lambda batch: value, Loader(data, 4), on_nonfinite="continue")
     report.plot().savefig(tmp_path / "figure.png")
     if value is not None:
         assert legend_of(axes_of(report)["loss"]) == ["not finite at step 1"]

@@ -128,13 +128,13 @@ TRAINING = (
     Option("validate_every", "steps between two validations, or epoch", "epoch", "steps", words=("epoch",)),
     Option("monitor", "which number says what checkpoint is best; else the loss", None),
     Option("mode", "whether the lowest or the highest is best: min or max", "min", words=("min", "max")),
+    Option("deadline", "when the runtime ends, from now, as in 11h30min", None),
     Option(
         "on_nonfinite",
         "raise or continue when a step returns NaN or infinity",
         "raise",
         words=("raise", "continue"),
     ),
-    Option("deadline", "when the runtime ends, from now, as in 11h30min", None),
 )
 """How training goes, whatever a step is."""
 
