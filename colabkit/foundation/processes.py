@@ -23,7 +23,7 @@ _left_behind: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class ProcessResult:
     """A program that ended: its exit status, and what it wrote to standard output and error together."""
 
     status: int
@@ -39,7 +39,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     on_tick: Callable[[float], None] | None = None,
     on_line: Callable[[str], None] | None = None,
-) -> Finished:
+) -> ProcessResult:
     """Run a program to its end and return what it said.
 
     It runs in `/`, in a session of its own, without input, and is killed with its children at the deadline and when
@@ -97,7 +97,7 @@ def run(
                         on_line(text.decode("utf-8", "replace"))
                 elif child.poll() is not None:
                     break  # it ended; a child of its own still holds the output
-        return Finished(child.returncode, output.decode("utf-8", "replace"))
+        return ProcessResult(child.returncode, output.decode("utf-8", "replace"))
     finally:
         _end(child)
 

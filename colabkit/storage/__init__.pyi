@@ -31,7 +31,6 @@ from .sources.concurrency import Calls as Calls
 from .sources.concurrency import Threads as Threads
 from .sources.concurrency import check_threads as check_threads
 from .sources.concurrency import concurrently as concurrently
-from .sources.concurrency import still_moving as still_moving
 from .sources.engine import Block as Block
 from .sources.engine import Reading as Reading
 from .sources.engine import Wanted as Wanted

@@ -1,6 +1,6 @@
 """Every known failure of Drive's mount in notebooks: what colabkit says and does.
 
-`pytest tests/test_drive.py -q --report` prints the table.
+`pytest tests/storage/test_drive.py -n 0 --report` prints the table.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class MetersSnapshot:
 
 
 @dataclass(slots=True)
-class _Part:
+class _PartCounts:
     samples: int = 0
     handled_bytes: int = 0
     busy_s: float = 0.0
@@ -174,7 +174,7 @@ class LoaderMeters:
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
-    _parts: dict[str, _Part] = field(default_factory=dict, repr=False)
+    _parts: dict[str, _PartCounts] = field(default_factory=dict, repr=False)
     _first_pass: MetersSnapshot | None = field(default=None, repr=False)
     # Both are taken again by the same thread where the garbage collector ends a pass that was left: within a call.
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
@@ -206,7 +206,7 @@ class LoaderMeters:
         cpu_s: float = 0.0,
     ) -> None:
         """Count work of `part` that was timed elsewhere."""
-        meter = self._parts.get(part) or self._parts.setdefault(part, _Part())
+        meter = self._parts.get(part) or self._parts.setdefault(part, _PartCounts())
         with self._lock:
             meter.busy_s += busy_s
             meter.wait_s += wait_s

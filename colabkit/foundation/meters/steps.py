@@ -199,7 +199,7 @@ class DeviceClock:
         self._apart_s = 0.0
         self._former_apart_s = 0.0
         self.left_s = 0.0
-        self._noted: deque[_OnDevice] = deque()
+        self._noted: deque[_DeviceStep] = deque()
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
         """A batch is there, or will be when the stream has come by the second mark."""
@@ -221,7 +221,7 @@ class DeviceClock:
         end = self._end or self._mark()
         if self._marks is not None:
             before, after = self._marks
-            step = _OnDevice(self._former_end, before, after, end, given - asked, self._former_apart_s, samples)
+            step = _DeviceStep(self._former_end, before, after, end, given - asked, self._former_apart_s, samples)
             self._noted.append(step)
             if len(self._noted) > _UNREAD:
                 self._noted.popleft()
@@ -245,7 +245,7 @@ class DeviceClock:
         return bool(self._noted)
 
 
-class _OnDevice(NamedTuple):
+class _DeviceStep(NamedTuple):
     """A step as it lies in a stream.
 
     Attributes:

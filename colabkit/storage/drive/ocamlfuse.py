@@ -197,7 +197,7 @@ class Ocamlfuse:
                 kept.append(word)
         return kept
 
-    def _run(self, arguments: list[str], act: str, timeout: float) -> processes.Finished:
+    def _run(self, arguments: list[str], act: str, timeout: float) -> processes.ProcessResult:
         try:
             return processes.run([self.daemon.program, *arguments], act, timeout, environ=self.daemon.environ)
         except OSError as error:
@@ -239,7 +239,7 @@ def folders(daemon: Daemon) -> tuple[Path, Path]:
     return config, cache
 
 
-def _said(finished: processes.Finished) -> str:
+def _said(finished: processes.ProcessResult) -> str:
     """Return the last line of what a program said, without addresses, which can hold tokens."""
     last = (finished.output.strip().splitlines() or ["nothing"])[-1]
     return re.sub(r"\w+://\S+", "(address)", last)

@@ -25,11 +25,11 @@ from colabkit.foundation import (
     partials,
 )
 from colabkit.storage.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
-from colabkit.storage.fetching.earlier import Finished, state_of
+from colabkit.storage.fetching.earlier import FetchRecord, state_of
 from colabkit.storage.fetching.filesystems import fetch_fsspec
 from colabkit.storage.fetching.gdrive import fetch_drive_file, fetch_drive_folder
-from colabkit.storage.fetching.sinks import Wanted
-from colabkit.storage.fetching.transfer import Job, Target, Unchanged, digest_of_folder
+from colabkit.storage.fetching.sinks import ExpectedFile
+from colabkit.storage.fetching.transfer import FetchJob, FetchTarget, Unchanged, digest_of_folder
 from colabkit.storage.fetching.web import fetch_web
 
 _WAYS = {WEB: fetch_web, DRIVE_FILE: fetch_drive_file, DRIVE_FOLDER: fetch_drive_folder, FSSPEC: fetch_fsspec}
@@ -131,13 +131,13 @@ def fetch(
     address = address_of(source)
     act = f"fetch {address.shown!r}"
     check_seconds(act, "timeout", timeout)
-    wanted = Wanted.parsed(act, digest)
+    wanted = ExpectedFile.parsed(act, digest)
     if wanted and address.kind == DRIVE_FOLDER:
         raise digest_of_folder(act)
     with file_changes.translated(act):
-        target = Target.chosen(to, act)
+        target = FetchTarget.chosen(to, act)
         options = {"cookies": cookies, "overwrite": overwrite, "progress": progress}
-        with _no_new_empty_folder(target.folder), Job(act, address, target, wanted, timeout, **options) as job:
+        with _no_new_empty_folder(target.folder), FetchJob(act, address, target, wanted, timeout, **options) as job:
             try:
                 _look_first(job)
                 with partials.KeptPartial(target.folder, address.digest(target.name)) as kept:
@@ -152,7 +152,7 @@ def fetch(
                     kept.publish_as(fetched.path, final, overwrite)
                 sha256 = fetched.digests.get("sha256")
                 where = os.path.realpath(final)
-                finished = Finished(where, fetched.validator, state_of(final), fetched.files, sha256, fetched.via)
+                finished = FetchRecord(where, fetched.validator, state_of(final), fetched.files, sha256, fetched.via)
                 finished.remember(job.identity)
                 path, reused = final, False
             except Unchanged as unchanged:
@@ -173,7 +173,7 @@ def fetch(
     )
 
 
-def _look_first(job: Job) -> None:
+def _look_first(job: FetchJob) -> None:
     """Answer without asking the network what can be answered: the same is there already, or something else is."""
     earlier = job.finished
     name = job.target.name or (Path(earlier.path).name if earlier else "")

@@ -11,7 +11,7 @@ from colabkit.foundation import file_changes, near_folder, partials
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FetchRecord:
     """What an earlier fetch put at a final path, and how the path was then.
 
     `near_folder()` keeps one small file for each: the digest of the address, never the address. The path counts as
@@ -26,7 +26,7 @@ class Finished:
     via: str
 
     @classmethod
-    def recalled(cls, identity: str) -> Finished | None:
+    def recalled(cls, identity: str) -> FetchRecord | None:
         """Return what was fetched under this identity, if it is there untouched."""
         try:
             values = json.loads(_note_of(identity).read_bytes())

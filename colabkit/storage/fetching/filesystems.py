@@ -22,7 +22,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching.sinks import Sink
-from colabkit.storage.fetching.transfer import Again, Fetched, Job
+from colabkit.storage.fetching.transfer import Again, Fetched, FetchJob
 from colabkit.storage.sources.bucket import file_system_of, protocol_of, refusal
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ _VERSION_FIELDS = frozenset(
 _Info = dict[str, Any]
 
 
-def fetch_fsspec(job: Job, kept: partials.KeptPartial) -> Fetched:
+def fetch_fsspec(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
     """Bring the file, or every file below the folder, into the partial.
 
     Raises:
@@ -55,7 +55,7 @@ def fetch_fsspec(job: Job, kept: partials.KeptPartial) -> Fetched:
 
 
 class _Reader:
-    def __init__(self, job: Job, kept: partials.KeptPartial, sink: Sink) -> None:
+    def __init__(self, job: FetchJob, kept: partials.KeptPartial, sink: Sink) -> None:
         self.job, self.kept, self.sink = job, kept, sink
         self.protocol = protocol_of(job.address)
         self.fs: Any = None

@@ -24,7 +24,7 @@ from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching import gdown_child
 from colabkit.storage.fetching.headers import HEAD_BYTES, disposition_name, html_title, is_html
 from colabkit.storage.fetching.sinks import digests_of
-from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, Job, Unchanged
+from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, FetchJob, Unchanged
 
 _AGAIN = "Check the network, then run it again"
 _LOOK_S = 0.5  # between two looks at what has come
@@ -47,7 +47,7 @@ _CAUSES = (
 _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder information", "failed to retrieve folder")
 
 
-def fetch_drive_file(job: Job, kept: partials.KeptPartial) -> Fetched:
+def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
     """Bring a Drive file into the partial; Google's documents come as gdown exports them.
 
     Raises:
@@ -59,14 +59,14 @@ def fetch_drive_file(job: Job, kept: partials.KeptPartial) -> Fetched:
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.goes_on)
 
 
-def fetch_drive_folder(job: Job, kept: partials.KeptPartial) -> Fetched:
+def fetch_drive_folder(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
     """Bring a Drive folder into the partial; errors as of `fetch_drive_file()`."""
     child = _Child(job, kept, is_folder=True)
     return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.goes_on)
 
 
 class _Child:
-    def __init__(self, job: Job, kept: partials.KeptPartial, *, is_folder: bool) -> None:
+    def __init__(self, job: FetchJob, kept: partials.KeptPartial, *, is_folder: bool) -> None:
         self.job, self.kept, self.is_folder = job, kept, is_folder
         self._looked = self._moved = 0.0
         self._seen = self._counted = 0
@@ -220,7 +220,7 @@ class _Child:
         return FetchFailed(cannot(self.job.act, found, "a file or folder that Drive gives away", next_step))
 
 
-def _whole_file(job: Job, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
+def _whole_file(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
     file = kept.record["known"].get(job.address.text, {"total": None, "disposition": ""})
     name = _name(job, file)
     size = kept.data.stat().st_size
@@ -238,7 +238,7 @@ def _whole_file(job: Job, kept: partials.KeptPartial, said: dict[str, Any]) -> F
     return Fetched(kept.data, name, f"gdown {said['version']}", "", 1, digests_of(kept.data, job.wanted))
 
 
-def _whole_folder(job: Job, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
+def _whole_folder(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
     if said["repeated"]:
         found = f"two files of the name {job.address.scrubbed(said['repeated'])!r} in one folder"
         next_step = "Rename one in Drive; gdown would keep one of them alone"
@@ -262,7 +262,7 @@ def _folders_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
 
-def _name(job: Job, file: dict[str, Any]) -> str:
+def _name(job: FetchJob, file: dict[str, Any]) -> str:
     return disposition_name(file["disposition"]) or job.address.text
 
 

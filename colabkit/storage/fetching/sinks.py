@@ -17,14 +17,14 @@ _DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExpectedFile:
     """A digest that the file must have."""
 
     kind: str
     digits: str
 
     @classmethod
-    def parsed(cls, act: str, text: str | None) -> Wanted | None:
+    def parsed(cls, act: str, text: str | None) -> ExpectedFile | None:
         """Return the digest of a text as `"sha256:<hex>"`, None for None."""
         if text is None:
             return None
@@ -43,7 +43,7 @@ class Sink:
         wanted: a digest beside SHA-256.
     """
 
-    def __init__(self, path: Path, wanted: Wanted | None) -> None:
+    def __init__(self, path: Path, wanted: ExpectedFile | None) -> None:
         self.path = path
         self._wanted = wanted
         self._fd: int | None = None
@@ -118,7 +118,7 @@ class Sink:
         return offset
 
 
-def digests_of(path: Path, wanted: Wanted | None) -> dict[str, str]:
+def digests_of(path: Path, wanted: ExpectedFile | None) -> dict[str, str]:
     """Return a file's digests, empty for what is no file."""
     if not path.is_file():
         return {}
@@ -130,6 +130,6 @@ def digests_of(path: Path, wanted: Wanted | None) -> dict[str, str]:
     return {kind: digest.hexdigest() for kind, digest in digests.items()}
 
 
-def _digests(wanted: Wanted | None) -> dict[str, Any]:
+def _digests(wanted: ExpectedFile | None) -> dict[str, Any]:
     kinds = {"sha256"} | ({wanted.kind} if wanted else set())
     return {kind: hashlib.new(kind, usedforsecurity=False) for kind in kinds}

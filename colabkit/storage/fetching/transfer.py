@@ -24,8 +24,8 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.storage.addresses import Address
-from colabkit.storage.fetching.earlier import Finished, state_of
-from colabkit.storage.fetching.sinks import Wanted, digests_of
+from colabkit.storage.fetching.earlier import FetchRecord, state_of
+from colabkit.storage.fetching.sinks import ExpectedFile, digests_of
 
 TRIES = 5
 """Tries in a row that may bring nothing new, and times that a fetch may have to begin anew."""
@@ -62,7 +62,7 @@ class Again(Exception):
 class Unchanged(Exception):
     """The final path has what the source has."""
 
-    def __init__(self, finished: Finished) -> None:
+    def __init__(self, finished: FetchRecord) -> None:
         super().__init__()
         self.finished = finished
 
@@ -80,14 +80,14 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FetchTarget:
     """Where it goes: the folder, and the name in it, empty where the source decides."""
 
     folder: Path
     name: str
 
     @classmethod
-    def chosen(cls, to: str | os.PathLike[str], act: str) -> Target:
+    def chosen(cls, to: str | os.PathLike[str], act: str) -> FetchTarget:
         """Return what a user means by `to`: an existing folder or one with a slash behind it, else the path itself."""
         path = user_path(to, act)
         if os.fspath(to).endswith(os.sep) or path.is_dir() or path.name in ("", ".."):
@@ -95,7 +95,7 @@ class Target:
         return cls(path.parent, path.name)
 
 
-class Job:
+class FetchJob:
     """One fetch: what was asked for, what has been counted, and the progress bar.
 
     Args:
@@ -113,8 +113,8 @@ class Job:
         self,
         act: str,
         address: Address,
-        target: Target,
-        wanted: Wanted | None,
+        target: FetchTarget,
+        wanted: ExpectedFile | None,
         timeout: float,
         *,
         cookies: bool,
@@ -124,7 +124,7 @@ class Job:
         self.act, self.address, self.target, self.wanted, self.timeout = act, address, target, wanted, timeout
         self.cookies, self.overwrite = cookies, overwrite
         self.identity = address.digest(os.path.realpath(target.folder), target.name)
-        self.finished = Finished.recalled(self.identity)
+        self.finished = FetchRecord.recalled(self.identity)
         self.fetched_bytes = self.retries = 0
         self.resumed_bytes: int | None = None
         self.is_kept = False  # what has come: not where another process has its place, nor where there are no locks
@@ -225,7 +225,7 @@ class Job:
         if self.wanted is not None and (found_digests := digests_of(final, self.wanted)):
             if found_digests[self.wanted.kind] == self.wanted.digits:
                 sha256 = found_digests["sha256"]
-                raise Unchanged(Finished(str(final), "", state_of(final), 1, sha256, "the file that was there"))
+                raise Unchanged(FetchRecord(str(final), "", state_of(final), 1, sha256, "the file that was there"))
         elif self.finished is not None and Path(self.finished.path) == Path(os.path.realpath(final)):
             if validator is None or (validator and validator == self.finished.validator):
                 raise Unchanged(self.finished)

@@ -28,7 +28,7 @@ from colabkit.storage.fetching.headers import (
     validator,
 )
 from colabkit.storage.fetching.sinks import Sink
-from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, Job
+from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, FetchJob
 
 _BLOCK_BYTES = 1 << 18
 _PAGE_BYTES = 1 << 16  # of a page, read for its title
@@ -45,7 +45,7 @@ _CAUSES = {
 }
 
 
-def fetch_web(job: Job, kept: partials.KeptPartial) -> Fetched:
+def fetch_web(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
     """Bring the file into the partial.
 
     Raises:
@@ -60,7 +60,7 @@ def fetch_web(job: Job, kept: partials.KeptPartial) -> Fetched:
 
 
 class _Client:
-    def __init__(self, job: Job, kept: partials.KeptPartial, sink: Sink) -> None:
+    def __init__(self, job: FetchJob, kept: partials.KeptPartial, sink: Sink) -> None:
         self.job, self.kept, self.sink = job, kept, sink
         self.has_ranges = True
         parts = urlsplit(job.address.text)

@@ -65,7 +65,7 @@ def write(
     fd = file_changes.create(path)
     try:
         with ThreadPoolExecutor(1, "colabkit-checkpoint", None if is_urgent else give_way) as thread:
-            sink = _Sink(fd, path, stop, thread)
+            sink = _CheckpointSink(fd, path, stop, thread)
             try:
                 with _without_crc(sink):
                     torch.save({"made_by": marker(), "content": content}, cast(IO[bytes], sink))
@@ -95,7 +95,7 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-class _Sink:
+class _CheckpointSink:
     """What `torch.save` writes to: gathers small pieces, and digests and writes large ones as they come.
 
     Attributes:
@@ -155,7 +155,7 @@ class _Sink:
 
 
 @contextmanager
-def _without_crc(sink: _Sink) -> Iterator[None]:
+def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
     """Let `torch.save` leave out its CRCs, which take as long as the writing: the seal has a better digest.
 
     The option may hold for the whole process, and is read when the file is opened: it is set back with the first bytes.
