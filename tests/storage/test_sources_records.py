@@ -276,7 +276,7 @@ def test_kinds_are_told_by_names(tmp_path):
 
 def test_importing_sources_imports_no_package_for_records():
     code = (
-        "import sys, colabkit.storage.sources.api\n"
+        "import sys, colabkit.storage.sources.api, colabkit.storage.sources.records\n"
         "print([name for name in ('lmdb', 'google.protobuf', 'google_crc32c', 'webdataset') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

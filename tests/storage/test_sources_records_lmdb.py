@@ -169,7 +169,8 @@ def test_without_the_package_the_error_names_what_to_install(tmp_path, monkeypat
 
 def test_a_library_that_says_nothing_for_long_is_a_typed_error(tmp_path, monkeypatch):
     path = lmdb_of(tmp_path / "db", {b"1": b"1"})
-    monkeypatch.setattr(lmdb_records.inspect, "getsource", lambda module: "import time; time.sleep(60)")
+    (tmp_path / "child.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(lmdb_records, "_CHILD", tmp_path / "child.py")
     monkeypatch.setattr(lmdb_records, "STALLED_S", 0.1)
     with pytest.raises(TimedOut, match="no key in"):
         LmdbSource(path).list()

@@ -8,7 +8,6 @@ place in the file is all that a read needs.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import math
 import re
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from colabkit.foundation import BadSource, MissingPackage, TimedOut, cannot, format_things, processes
-from colabkit.storage.sources import lmdb_child
 from colabkit.storage.sources.concurrency import STALLED_S, still_moving
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
@@ -36,6 +34,8 @@ DATA_FILE = "data.mdb"
 LMDB_SUFFIXES = (".lmdb", ".mdb")
 """How the names of LMDBs that are one file end."""
 
+# Not imported: it imports lmdb, which only the child process needs.
+_CHILD = Path(__file__).with_name("lmdb_child.py")
 _LABEL_KEY = re.compile(rb"\Alabel-(?=\d+\Z)")
 _COUNT_KEY = b"num-samples"
 _MOST_COUNT_BYTES = 20
@@ -127,7 +127,7 @@ class _Values:
                 needed, next_step = "keys", "Copy the database to this machine, or write it again"
                 raise TimedOut(cannot(found.act, f"no key in {STALLED_S:g} s", needed, next_step))
 
-        command = processes.python(inspect.getsource(lmdb_child), self._name, isolated=False)
+        command = processes.python(_CHILD.read_text(encoding="utf-8"), self._name, isolated=False)
         ended = processes.run(command, found.act, math.inf, on_line=on_line, on_tick=on_tick)
         if not is_whole:
             raise broken_archive(self._name, f"LMDB's library ended early, with status {ended.status}")
