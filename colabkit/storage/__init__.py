@@ -6,7 +6,7 @@
 - `fetching`: `fetch()` downloads Drive links, https and fsspec addresses.
 - `staging`: `stage()` and `unstage()` make local copies, `publish()` copies finished files to the remote.
 
-A new source type goes into `sources`; `sources.api` decides which class opens which path.
+A new source type goes into `sources`; `sources.registry` decides which class opens which path.
 """
 
 import lazy_loader

@@ -28,10 +28,9 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.storage.slow_mount import MOVED_BLOCK_BYTES, Moved, SlowMount, check_written, write_blocks
-from colabkit.storage.sources.answering import answer_of
-from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.concurrency import answer_of
+from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import Item
-from colabkit.storage.sources.one_file import FileSource
 from colabkit.storage.sources.reads import Retries, read_blocks
 
 STALLED_S = 600.0

@@ -15,8 +15,7 @@ from typing import Protocol, TypeVar
 from zlib import crc32
 
 from colabkit.foundation import Corrupt, TimedOut, cannot, file_changes, format_things
-from colabkit.storage.sources.concurrency import Calls, still_moving
-from colabkit.storage.sources.level import Level
+from colabkit.storage.sources.concurrency import Calls, Level, still_moving
 
 T = TypeVar("T")
 

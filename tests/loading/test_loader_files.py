@@ -27,10 +27,10 @@ from colabkit.loading.loader import reading
 from colabkit.loading.loader.api import Loader
 from colabkit.packs import FileDataset
 from colabkit.sampler import Shuffled
-from colabkit.storage.sources import answering, concurrency, reads
-from colabkit.storage.sources.api import SlowSource
+from colabkit.storage.sources import concurrency, reads
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.registry import SlowSource
 
 COUNT = 60
 
@@ -264,7 +264,7 @@ def test_the_rest_is_read_while_one_read_hangs(far, plain):
 
 def test_a_first_look_that_hangs_ends_in_an_error(far, monkeypatch):
     data = FileDataset(far)
-    monkeypatch.setattr(answering, "STALLED_S", 0.1)
+    monkeypatch.setattr(concurrency, "STALLED_S", 0.1)
     far.may_read = lambda _: False
     with pytest.raises(TimedOut, match=r"no byte in 0\.1 s, twice"):
         Loader(data, 4)

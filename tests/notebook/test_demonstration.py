@@ -90,7 +90,7 @@ def _one_bad_file(folder: Path) -> Path:
 
 
 def _cut_short(folder: Path) -> Path:
-    import colabkit.storage.sources.api
+    import colabkit.storage.sources.registry
 
     whole = colabkit.storage.sample_archive("digits").read_bytes()
     (folder / "cut.zip").write_bytes(whole[: len(whole) // 2])

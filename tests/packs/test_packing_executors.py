@@ -34,9 +34,9 @@ from colabkit.packs.packing.executors import Task
 from colabkit.packs.packing.makers import FileSamples
 from colabkit.packs.packing.plan import Plan, Table
 from colabkit.packs.packing.reports import PackReport
-from colabkit.storage.sources.api import SlowSource
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.registry import SlowSource
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_a_drive_that_is_full_or_read_only_is_named_in_the_report_and_tried_agai
 
 def test_a_drive_that_hangs_is_named_in_the_report(image_tree, tmp_path, monkeypatch):
     needs("FUSE", has_fuse())
-    monkeypatch.setattr("colabkit.storage.sources.answering.STALLED_S", 0.3)
+    monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.3)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
     (tmp_path / "root").mkdir()
     with FuseMount(tmp_path / "far", tmp_path / "root") as mount:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from colabkit.storage.sources.api import SlowSource
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.registry import SlowSource
 
 
 def test_every_call_waits_once_and_gives_what_the_inner_source_gives(image_tree, monkeypatch):

@@ -12,17 +12,17 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from colabkit.errors import BadSource, FetchFailed, FileFailed, InvalidOption, MissingPackage, SourceMissing, TimedOut
-from colabkit.storage.sources import api as sources
-from colabkit.storage.sources import bucket
+from colabkit.storage.sources import bucket, reads
 from colabkit.storage.sources.bucket import BucketSource
+from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import Item
-from colabkit.storage.sources.one_file import FileSource
 from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.registry import open_source
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
-    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0)
     yield
     MemoryFileSystem.store.clear()
 
@@ -252,6 +252,6 @@ def test_packages_and_protocols_that_are_missing_are_named(monkeypatch):
 
 def test_an_archive_in_a_bucket_is_one_object(birds):
     birds.pipe_file("/data/a.zip", b"PK")
-    source = sources.open_source("memory://data/a.zip")
+    source = open_source("memory://data/a.zip")
     assert not isinstance(source, FileSource)
     assert [item.path for item in source.list().items] == ["a.zip"]

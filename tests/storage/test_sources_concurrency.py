@@ -14,8 +14,7 @@ from reader_threads import LONG_S, comes_true, no_reader_threads, reader_threads
 
 from colabkit.errors import BadSource
 from colabkit.storage.sources import concurrency
-from colabkit.storage.sources.concurrency import Calls, concurrently, still_moving
-from colabkit.storage.sources.level import Level
+from colabkit.storage.sources.concurrency import Calls, Level, concurrently, still_moving
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,11 @@ import pytest
 from source_contract import FILES, UNDECODABLE, check_source, check_untouched, write_tree
 from test_sources_tar import tar_of
 
-from colabkit.storage.sources.api import SlowSource, open_source
 from colabkit.storage.sources.bucket import BucketSource
-from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import Source
 from colabkit.storage.sources.manifest import ManifestSource
-from colabkit.storage.sources.one_file import FileSource
+from colabkit.storage.sources.registry import SlowSource, open_source
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 

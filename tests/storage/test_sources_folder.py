@@ -13,16 +13,15 @@ import pytest
 from reader_threads import LONG_S, comes_true, no_reader_threads
 
 from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
-from colabkit.storage.sources import api as sources
-from colabkit.storage.sources import concurrency, folder
+from colabkit.storage.sources import concurrency, folder, reads
 from colabkit.storage.sources.folder import FolderSource
-from colabkit.storage.sources.items import Item, Listing
+from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing
 from colabkit.storage.sources.reads import Retries, read_item
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources.reads, "_BACK_OFF_S", 0)
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0)
 
 
 @pytest.fixture(params=[False, True], ids=["near", "can hang"], autouse=True)
@@ -103,8 +102,8 @@ def test_any_name_a_file_can_have_is_read(tmp_path, name):
 def test_the_seal_of_a_near_copy_is_no_data(tmp_path):
     (tmp_path / "deep").mkdir()
     for place in (tmp_path, tmp_path / "deep"):
-        (place / sources.STAGE_SEAL).write_text("{}")
-    assert listed(tmp_path) == [f"deep/{sources.STAGE_SEAL}"]
+        (place / STAGE_SEAL).write_text("{}")
+    assert listed(tmp_path) == [f"deep/{STAGE_SEAL}"]
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_not_a_gap(image_tree, monkeypatch):

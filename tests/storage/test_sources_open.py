@@ -16,13 +16,11 @@ from test_sources_tar import tar_bytes
 
 from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted, SourceMissing, TimedOut
 from colabkit.packs.labels.folders import class_tree
-from colabkit.storage.sources import answering, one_file, tar_archive, zip_archive
-from colabkit.storage.sources import api as sources
-from colabkit.storage.sources.api import open_source
+from colabkit.storage.sources import concurrency, folder, registry, tar_archive, zip_archive
 from colabkit.storage.sources.bucket import BucketSource
-from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.manifest import ManifestSource
-from colabkit.storage.sources.one_file import FileSource
+from colabkit.storage.sources.registry import open_source
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 
@@ -206,8 +204,8 @@ def test_a_place_that_never_answers_is_given_up(tmp_path, monkeypatch, kind):
     with tarfile.open(tmp_path / "a", "w"):
         pass
     answer = threading.Event()
-    monkeypatch.setattr(answering, "STALLED_S", 0.05)
-    for module in (sources, one_file, tar_archive, zip_archive):
+    monkeypatch.setattr(concurrency, "STALLED_S", 0.05)
+    for module in (registry, folder, tar_archive, zip_archive):
         monkeypatch.setattr(module, "can_hang", lambda path, table: True)
     source = kind(tmp_path / "a")
     stat = os.stat

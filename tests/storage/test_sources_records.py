@@ -20,7 +20,7 @@ from colabkit.errors import ColabkitError, FileFailed, InvalidOption, NotMounted
 from colabkit.storage.sources.items import Item, Source
 from colabkit.storage.sources.lmdb_records import LmdbSource
 from colabkit.storage.sources.reads import Retries, read_item
-from colabkit.storage.sources.records import open_records
+from colabkit.storage.sources.registry import open_records
 from colabkit.storage.sources.tfrecord import TfRecordSource
 from colabkit.storage.sources.webdataset import WebDatasetSource
 
@@ -276,7 +276,7 @@ def test_kinds_are_told_by_names(tmp_path):
 
 def test_importing_sources_imports_no_package_for_records():
     code = (
-        "import sys, colabkit.storage.sources.api, colabkit.storage.sources.records\n"
+        "import sys, colabkit.storage.sources.registry\n"
         "print([name for name in ('lmdb', 'google.protobuf', 'google_crc32c', 'webdataset') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from record_files import delimited, example, framed, image, masked
 
 from colabkit.errors import BadArchive, BadSource, MissingPackage
 from colabkit.storage.sources.reads import Retries, read_item
-from colabkit.storage.sources.records import open_records
+from colabkit.storage.sources.registry import open_records
 from colabkit.storage.sources.tfrecord import TfRecordSource
 
 pytestmark = pytest.mark.timeout(60)

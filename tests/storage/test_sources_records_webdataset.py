@@ -13,7 +13,7 @@ from record_files import image, shards_of, tar_of
 
 from colabkit.errors import BadArchive, BadSource, ColabkitError
 from colabkit.storage.sources.reads import Retries, read_item
-from colabkit.storage.sources.records import open_records
+from colabkit.storage.sources.registry import open_records
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.webdataset import WebDatasetSource
 

@@ -16,10 +16,10 @@ import zstandard
 from source_contract import FILES
 
 from colabkit.errors import BadArchive, FileFailed, MissingPackage, SourceChanged
-from colabkit.storage.sources import tar_archive, tar_streams
-from colabkit.storage.sources.api import open_source
+from colabkit.storage.sources import tar_archive, tar_stream
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.registry import open_source
 from colabkit.storage.sources.tar_archive import TarSource
 
 COMPRESSED = [".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst"]
@@ -112,9 +112,9 @@ def test_a_walk_gives_what_is_wanted_in_the_archives_order(tmp_path, ending):
 def test_listing_and_walking_are_a_pass_each(tmp_path, monkeypatch):
     files = {f"{number:03d}": os.urandom(1000) for number in range(100)}
     archive = tar_of(tmp_path / "a.tar.gz", files)
-    streams: list[tar_streams.TarStream] = []
+    streams: list[tar_stream.TarStream] = []
 
-    class Counted(tar_streams.TarStream):
+    class Counted(tar_stream.TarStream):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             streams.append(self)
@@ -155,8 +155,8 @@ def test_a_walk_that_is_left_early_leaves_no_descriptor_open(tmp_path):
 
 def test_headers_of_a_plain_tar_are_all_that_listing_reads(tmp_path, monkeypatch):
     archive = tar_of(tmp_path / "a.tar", {"small": b"1", "large": bytes(50 << 20), "last": b"2"})
-    read, came = tar_streams.TarStream.read, []
-    monkeypatch.setattr(tar_streams.TarStream, "read", lambda self, size: came.append(size) or read(self, size))
+    read, came = tar_stream.TarStream.read, []
+    monkeypatch.setattr(tar_stream.TarStream, "read", lambda self, size: came.append(size) or read(self, size))
     assert [item.size for item in TarSource(archive).list().items] == [50 << 20, 1, 1]
     assert sum(came) <= 4 * 512
 
@@ -198,14 +198,14 @@ def test_an_archive_that_is_gone_is_an_error_of_the_family(tmp_path):
 def test_without_the_package_for_zstd_the_line_that_installs_it_is_named(tmp_path, monkeypatch):
     archive = tar_of(tmp_path / "a.tar.zst", FILES)
     nameless = tar_of(tmp_path / "b.tar.zst", FILES).rename(tmp_path / "nameless")
-    real = tar_streams.importlib.import_module
+    real = tar_stream.importlib.import_module
 
     def missing(name: str):
         if "zst" in name:
             raise ImportError(name)
         return real(name)
 
-    monkeypatch.setattr(tar_streams.importlib, "import_module", missing)
+    monkeypatch.setattr(tar_stream.importlib, "import_module", missing)
     with pytest.raises(MissingPackage, match="pip install zstandard"):
         open_source(archive).list()
     assert not isinstance(open_source(nameless), TarSource), "what it is cannot be told"

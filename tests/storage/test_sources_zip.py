@@ -17,9 +17,9 @@ from trees import make_tree
 
 from colabkit.errors import BadArchive, ColabkitError
 from colabkit.storage.sources import zip_archive
-from colabkit.storage.sources.api import open_source
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.registry import open_source
 from colabkit.storage.sources.zip_archive import ZipSource
 
 METHODS = {

@@ -18,7 +18,7 @@ from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
 from colabkit.storage.sources import concurrency, engine, reads
 from colabkit.storage.sources.engine import BLOCK_BYTES
 from colabkit.storage.staging.api import unstage
-from colabkit.storage.staging.copying import journalled
+from colabkit.storage.staging.writer import journalled
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give reads up after half a second."""
     monkeypatch.setattr(engine, "STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.folder.STALLED_S", 0.5)
-    monkeypatch.setattr("colabkit.storage.sources.answering.STALLED_S", 0.5)
+    monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.5)
     monkeypatch.setattr(concurrency, "_GRACE_S", 0.2)
 
 

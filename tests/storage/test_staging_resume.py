@@ -23,9 +23,9 @@ from colabkit.packs.packing.verifying import verify
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.staging.api import unstage
-from colabkit.storage.staging.copying import Copy, journalled
 from colabkit.storage.staging.identity import identity_of
 from colabkit.storage.staging.planning import kept_identity
+from colabkit.storage.staging.writer import Copy, journalled
 
 
 class CountingSource(MemorySource):

@@ -20,7 +20,7 @@ from colabkit.foundation import (
     import_optional,
 )
 from colabkit.storage.addresses import FSSPEC, Address, address_of
-from colabkit.storage.sources.answering import answer_of
+from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.items import Item, Listing
 
 _WHOLE_BYTES = 8 << 20  # objects up to this size are got in one request

@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
-from colabkit.storage.sources.concurrency import STALLED_S, Calls, Threads, concurrently
+from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, Threads, concurrently
 from colabkit.storage.sources.items import Item, SequentialSource, Source
-from colabkit.storage.sources.level import Level
 from colabkit.storage.sources.reads import Retries, SharedFile, read_item
 
 if TYPE_CHECKING:

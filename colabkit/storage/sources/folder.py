@@ -1,4 +1,4 @@
-"""A folder tree as a source."""
+"""A folder tree, or one regular file, as a source."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, can_hang, mount_holding, mounts, translated
-from colabkit.storage.sources.concurrency import STALLED_S, Calls
+from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, answer_of
 from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing
-from colabkit.storage.sources.level import Level
-from colabkit.storage.sources.listed import open_listed, read_listed
-from colabkit.storage.sources.reads import Retries
+from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 _Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
 _SHORTCUT_DEPTH = 8
@@ -204,3 +202,37 @@ def _stats_of(files: _Files) -> _Found:
         else:
             items.append(Item(path, stats.st_size, stats.st_mtime_ns))
     return _Found(items, [], skipped)
+
+
+class FileSource:
+    """One file; its item has the file's name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        self.can_hang = can_hang(os.path.abspath(path), mounts())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path.absolute(),)
+
+    def list(self) -> Listing:
+        """Return the one file, with its size and time of now.
+
+        Raises:
+            FileFailed: if it cannot be had.
+            TimedOut: if there was no answer, twice.
+        """
+        with translated(f"read {self.name!r}"):
+            found = answer_of(self.path.stat, self.can_hang)
+        return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns),), ())
+
+    def open(self, item: Item) -> BinaryIO:
+        """Open the file.
+
+        Raises:
+            SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
+        """
+        return open_listed(self.path, self.name, item)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""

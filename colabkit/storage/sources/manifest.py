@@ -28,11 +28,9 @@ from colabkit.foundation import (
     translated,
     user_path,
 )
-from colabkit.storage.sources.answering import answer_of
-from colabkit.storage.sources.concurrency import STALLED_S, concurrently
+from colabkit.storage.sources.concurrency import STALLED_S, answer_of, concurrently
 from colabkit.storage.sources.items import Item, Listing
-from colabkit.storage.sources.listed import open_listed, read_listed
-from colabkit.storage.sources.reads import Retries
+from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 """How the names of tables end."""

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from colabkit.foundation import BadSource, SourceChanged, can_hang, cannot, mounts, translated
-from colabkit.storage.sources.answering import answer_of
-from colabkit.storage.sources.concurrency import still_moving
+from colabkit.storage.sources.concurrency import answer_of, still_moving
 from colabkit.storage.sources.items import Item, Listing, broken_archive
-from colabkit.storage.sources.listed import open_listed
+from colabkit.storage.sources.reads import open_listed
 
 HEAD_BYTES = 16
 """First bytes of a value that `is_image_head` has to see."""

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from colabkit.foundation import SourceChanged, can_hang, cannot, mounts, translated
-from colabkit.storage.sources.answering import answer_of
+from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.items import Item, Listing, broken_archive, changed_item
-from colabkit.storage.sources.listed import is_as_listed, open_listed
 from colabkit.storage.sources.members import Directory, directory_of
-from colabkit.storage.sources.tar_headers import tar_members
-from colabkit.storage.sources.tar_streams import TarStream, compression_of, is_tar_head
+from colabkit.storage.sources.reads import is_as_listed, open_listed
+from colabkit.storage.sources.tar_stream import TarStream, compression_of, is_tar_head, tar_members
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 """How the names of tar archives end."""
@@ -30,7 +29,7 @@ def is_tar(path: Path) -> bool:
         return is_tar_head(str(path), file)
 
 
-class _Opened(NamedTuple):
+class _OpenTar(NamedTuple):
     """The open archive, and what it was when it was opened."""
 
     file: BinaryIO
@@ -54,7 +53,7 @@ class TarSource:
         self.name = str(path)
         self.can_hang = can_hang(os.path.abspath(path), mounts())
         self._lock = threading.Lock()
-        self._opened: _Opened | None = None
+        self._opened: _OpenTar | None = None
         self._known: tuple[Item, Directory[int]] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -141,24 +140,24 @@ class TarSource:
             stream.skip(at)
             return io.BytesIO(stream.read(item.size))
 
-    def _open(self) -> _Opened:
+    def _open(self) -> _OpenTar:
         with self._lock:
             if self._opened is None:
                 with translated(f"read {self.name!r}"):
                     self._opened = answer_of(self._first_look, self.can_hang)
             return self._opened
 
-    def _first_look(self) -> _Opened:
+    def _first_look(self) -> _OpenTar:
         found = os.stat(self.path)
         archive = Item(self.path.name, found.st_size, found.st_mtime_ns)
         file = open_listed(self.path, self.name, archive)
         try:
-            return _Opened(file, archive, bool(compression_of(os.pread(file.fileno(), 16, 0))))
+            return _OpenTar(file, archive, bool(compression_of(os.pread(file.fileno(), 16, 0))))
         except BaseException:
             file.close()
             raise
 
-    def _directory(self, opened: _Opened) -> Directory[int]:
+    def _directory(self, opened: _OpenTar) -> Directory[int]:
         """Return what is in the archive; one pass is enough, whoever comes first."""
         with self._lock:
             if self._known is None or self._known[0] != opened.archive:
@@ -182,7 +181,7 @@ class TarSource:
             raise
 
 
-class _Part(io.RawIOBase):
+class _TarSpan(io.RawIOBase):
     """A member's bytes, with a position among them."""
 
     def __init__(self, size: int) -> None:
@@ -215,7 +214,7 @@ class _Part(io.RawIOBase):
         raise NotImplementedError
 
 
-class _Slice(_Part):
+class _Slice(_TarSpan):
     """A member of a plain tar."""
 
     def __init__(self, source: str, archive: BinaryIO, start: int, item: Item) -> None:
@@ -235,7 +234,7 @@ class _Slice(_Part):
         return data
 
 
-class _Passed(_Part):
+class _Passed(_TarSpan):
     """A member of a compressed tar, reached by passing over what is before it.
 
     Args:

@@ -25,8 +25,7 @@ from colabkit.storage.sources.ranges import (
     shard_names,
     split_of,
 )
-from colabkit.storage.sources.tar_headers import tar_members
-from colabkit.storage.sources.tar_streams import TarStream, compression_of
+from colabkit.storage.sources.tar_stream import TarStream, compression_of, tar_members
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "tiff")
 """The members that are a sample's image; of several the first of these is."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Final, NamedTuple, cast
 
 from colabkit.foundation import BadArchive, SourceChanged, can_hang, cannot, mounts, translated
-from colabkit.storage.sources.answering import answer_of
+from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.items import Item, Listing, broken_archive
 from colabkit.storage.sources.members import Directory, Member, directory_of
 
@@ -46,7 +46,7 @@ _BROKEN = (  # what zipfile and its decompressors raise on bytes that are no arc
 )
 
 
-class _Opened(NamedTuple):
+class _OpenZip(NamedTuple):
     """The open archive and what is in it."""
 
     archive: zipfile.ZipFile
@@ -71,7 +71,7 @@ class ZipSource:
         self.name = str(path)
         self.can_hang = can_hang(os.path.abspath(path), mounts())
         self._opening = threading.Lock()
-        self._opened: _Opened | None = None
+        self._opened: _OpenZip | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path.absolute(),)
@@ -101,14 +101,14 @@ class ZipSource:
         """
         return self._open_archive().directory.listing
 
-    def _open_archive(self) -> _Opened:
+    def _open_archive(self) -> _OpenZip:
         with self._opening:
             if self._opened is None:
                 with translated(f"read {self.name!r}"):
                     self._opened = answer_of(self._read_directory, self.can_hang)
             return self._opened
 
-    def _read_directory(self) -> _Opened:
+    def _read_directory(self) -> _OpenZip:
         try:
             archive = zipfile.ZipFile(self.path)
         except _BROKEN as error:
@@ -118,7 +118,7 @@ class ZipSource:
                 raise
             raise broken_archive(self.name, "its directory lies outside of it") from error
         try:
-            return _Opened(archive, directory_of(self.name, self._members(archive), self.archive_bytes))
+            return _OpenZip(archive, directory_of(self.name, self._members(archive), self.archive_bytes))
         except BaseException:
             archive.close()
             raise
@@ -161,7 +161,7 @@ class ZipSource:
             plain = member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
             if plain and max(item.size, member.file_size, member.compress_size) <= _INFLATE_BYTES:
                 return io.BytesIO(self._inflated(archive, member))
-            return cast(BinaryIO, _Member(self.name, archive.open(member), member))
+            return cast(BinaryIO, _ZipMember(self.name, archive.open(member), member))
         except _BROKEN as error:
             raise broken_archive(self.name, f"{item.path!r}: {error}") from error
 
@@ -197,7 +197,7 @@ class ZipSource:
         return data
 
 
-class _Member(io.RawIOBase):
+class _ZipMember(io.RawIOBase):
     """A streamed member; what its decompressor says of broken bytes becomes `BadArchive`."""
 
     def __init__(self, source: str, file: IO[bytes], member: zipfile.ZipInfo) -> None:

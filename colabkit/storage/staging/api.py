@@ -28,19 +28,18 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import FSSPEC, Address
 from colabkit.storage.fetching.api import fetch
-from colabkit.storage.sources.api import AnySource, open_source
 from colabkit.storage.sources.concurrency import Threads, check_threads
+from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import Source
-from colabkit.storage.sources.one_file import FileSource
+from colabkit.storage.sources.registry import AnySource, open_source
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 from colabkit.storage.staging.identity import identity_of
 from colabkit.storage.staging.job import Job, wait_for_others
+from colabkit.storage.staging.local_copy import Seal, near_copy_at, read_seal
 from colabkit.storage.staging.planning import find_staged, kept_identity, origin_of
 from colabkit.storage.staging.reports import StagePlan, StageReport, UnstageReport
-from colabkit.storage.staging.seal import Seal, read_seal
 from colabkit.storage.staging.targets import Target, candidates, choose, give_back_tmpfs
-from colabkit.storage.staging.verifying import near_copy_at
 
 _NAME_COPY = "Name the path that stage() returned; a copy at a path of your own is not found by its source"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from colabkit.foundation import InvalidOption, cannot, kind_of, user_path
 from colabkit.storage.addresses import Address, address_of
-from colabkit.storage.sources.api import AnySource
 from colabkit.storage.sources.items import Source
+from colabkit.storage.sources.registry import AnySource
 
 _TABLE = "a table of paths"
 _NAME_CHARS = 60  # with a key at most 255 bytes, also of 4 a character

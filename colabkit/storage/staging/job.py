@@ -26,15 +26,21 @@ from colabkit.foundation import (
 )
 from colabkit.storage.sources.concurrency import Threads
 from colabkit.storage.sources.engine import Block, Reading
-from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import Item, Listing, Source
-from colabkit.storage.sources.one_file import FileSource
 from colabkit.storage.sources.reads import Retries
 from colabkit.storage.sources.tar_archive import TarSource
-from colabkit.storage.staging.carrying import carry_over
-from colabkit.storage.staging.copying import Copy, good_blocks
-from colabkit.storage.staging.extracting import Archive, check_extracted, extracted
-from colabkit.storage.staging.looking import look_at
+from colabkit.storage.staging.local_copy import (
+    Crcs,
+    Seal,
+    carry_over,
+    good_blocks,
+    is_complete,
+    read_manifest,
+    read_seal,
+    sealed_crcs,
+    write_seal,
+)
 from colabkit.storage.staging.planning import (
     ARCHIVE_JOURNAL,
     JOURNAL,
@@ -45,12 +51,13 @@ from colabkit.storage.staging.planning import (
     files_of,
     find_staged,
     kept_identity,
+    look_at,
     make_plan,
     origin_of,
 )
 from colabkit.storage.staging.reports import StagePlan
-from colabkit.storage.staging.seal import Crcs, Seal, is_complete, read_manifest, read_seal, sealed_crcs, write_seal
 from colabkit.storage.staging.targets import Target, check_room, choose, give_back_tmpfs, prepare_place, room_of
+from colabkit.storage.staging.writer import Archive, Copy, check_extracted, extracted
 
 _ARCHIVE = "archive"
 _SIGN_S = 1.0

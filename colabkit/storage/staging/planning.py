@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit.foundation import BadSource, Corrupt, KeptPartial, TargetExists, cannot
-from colabkit.storage.sources.api import check_outside
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, Source
 from colabkit.storage.sources.manifest import ManifestSource
-from colabkit.storage.sources.one_file import FileSource
+from colabkit.storage.sources.registry import check_outside
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
-from colabkit.storage.staging.copying import Known, journalled
-from colabkit.storage.staging.extracting import Archive
+from colabkit.storage.staging.local_copy import Seal, is_complete, read_manifest, read_seal
 from colabkit.storage.staging.reports import StagePlan
-from colabkit.storage.staging.seal import Seal, is_complete, read_manifest, read_seal
 from colabkit.storage.staging.targets import Target, cache_bytes, choose, fits, room_of
+from colabkit.storage.staging.writer import Archive, Known, journalled
 
 JOURNAL, ARCHIVE_JOURNAL = "journal", "archive-journal"
 _INFLATION = 4  # what a compressed archive is taken to grow to until it is near and can be asked
@@ -185,3 +186,26 @@ def origin_of(path: Path) -> tuple[int, int]:
 def _kind(source: Source) -> str:
     kinds = {FileSource: "file", ManifestSource: "table", BucketSource: "bucket", ZipSource: "archive"}
     return kinds.get(type(source), "archive" if isinstance(source, TarSource) else "folder")
+
+
+_look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", default=None)
+
+
+@contextmanager
+def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
+    """Have `look` called with what `stage()` lists in the block; what it raises ends the call, and nothing is copied.
+
+    So a far source is listed once. It is not called where a near copy is there already, and not for a far tar, which
+    cannot be listed before it is near.
+    """
+    token = _look.set(look)
+    try:
+        yield
+    finally:
+        _look.reset(token)
+
+
+def look_at(listing: Listing) -> None:
+    """Show a listing to who asked for it."""
+    if listing.items and (look := _look.get()) is not None:
+        look(listing)

@@ -10,14 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import BinaryIO, Self, TypeAlias
 from zlib import crc32
 
 from colabkit.foundation import BadSource, Corrupt, cannot, file_changes
-from colabkit.storage.sources.engine import BLOCK_BYTES, Block, Wanted, block_offsets
+from colabkit.storage.sources.concurrency import Threads
+from colabkit.storage.sources.engine import BLOCK_BYTES, Block, Reading, Wanted, block_offsets
 from colabkit.storage.sources.items import Item, Source
-from colabkit.storage.sources.reads import SharedFile
-from colabkit.storage.staging.seal import Crcs, sealed_crcs
+from colabkit.storage.sources.reads import Retries, SharedFile, read_blocks
+from colabkit.storage.sources.tar_archive import TarSource
+from colabkit.storage.sources.zip_archive import ZipSource
+from colabkit.storage.staging.local_copy import Crcs, good_blocks, sealed_crcs
 
 Known: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
 """CRC32 by offset of what is written, by path, size and time of the file."""
@@ -234,24 +237,56 @@ def journalled(journal: Path) -> tuple[Known, int]:
     return known, end
 
 
-def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
-    """Return those of the noted blocks whose bytes in a file are as noted; none if it has not the item's size."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size != item.size:
-                return {}
-            return {
-                offset: crc
-                for offset, crc in noted.items()
-                if crc32(os.pread(file.fileno(), BLOCK_BYTES, offset)) == crc
-            }
-    except OSError:
-        return {}
-
-
 def _files_below(folder: Path) -> Iterator[str]:
     """Yield the paths of all files in a folder, and of all links."""
     for here, folders, names in os.walk(folder):
         inside = os.path.relpath(here, folder)
         links = (name for name in folders if os.path.islink(os.path.join(here, name)))
         yield from (name if inside == "." else f"{inside}/{name}" for name in (*names, *links))
+
+
+Archive = ZipSource | TarSource
+
+
+def extracted(archive: Archive, missing: list[Item], copy: Copy, threads: Threads, retries: Retries) -> Iterator[Item]:
+    """Write members of an archive, and yield each when it is whole."""
+    if isinstance(archive, TarSource) and archive.is_sequential:
+        for item, file in archive.walk({item.path for item in missing}):
+            copy.write_whole(item, _blocks_of(file))
+            yield item
+        return
+    with Reading(archive, threads, retries) as reading:
+        small = [item for item in missing if item.size <= BLOCK_BYTES]
+        for block in reading.blocks(copy.wanted(archive, small)):
+            copy.write(block)
+            yield block.item
+    for item in missing:
+        if item.size > BLOCK_BYTES:
+            copy.write_whole(item, read_blocks(archive, item, BLOCK_BYTES, retries))
+            yield item
+
+
+def check_extracted(archive: Archive, items: list[Item], copy: Copy, retries: Retries) -> Iterator[Item]:
+    """Read all members a second time, compare them with what was written, and yield each.
+
+    Raises:
+        Corrupt: if they differ.
+    """
+    for item, blocks in _all_blocks(archive, items, retries):
+        for offset, data in zip(block_offsets(item.size), blocks, strict=False):
+            copy.check(Block(item, offset, len(data), crc32(data), data))
+        yield item
+
+
+def _all_blocks(archive: Archive, items: list[Item], retries: Retries) -> Iterator[tuple[Item, Iterator[bytes]]]:
+    if isinstance(archive, TarSource) and archive.is_sequential:
+        for item, file in archive.walk({item.path for item in items}):
+            yield item, _blocks_of(file)
+    else:
+        for item in items:
+            yield item, read_blocks(archive, item, BLOCK_BYTES, retries)
+
+
+def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(BLOCK_BYTES):
+        yield block

@@ -7,15 +7,29 @@ at the source, and the CRC32 of each of its blocks.
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import hashlib
+import itertools
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
-from colabkit.foundation import Corrupt, cannot, file_changes
-from colabkit.storage.sources.engine import block_offsets
+from colabkit.foundation import (
+    Corrupt,
+    ProgressBar,
+    Report,
+    TargetExists,
+    cannot,
+    file_changes,
+    format_bytes,
+    format_seconds,
+    format_things,
+)
+from colabkit.storage.sources.engine import BLOCK_BYTES, block_offsets
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 
 _FORMAT = 2
@@ -143,3 +157,101 @@ def sizes_in(folder: Path) -> dict[str, int]:
                     sizes[path] = entry.stat(follow_symlinks=False).st_size
     sizes.pop(STAGE_SEAL, None)
     return sizes
+
+
+@dataclass(frozen=True, repr=False)
+class StageVerifyReport(Report):
+    """What `verify()` found in a near copy. `damaged` names each file that is missing or not as it was sealed."""
+
+    path: Path
+    files: int
+    checked_bytes: int
+    damaged: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether no file is damaged."""
+        return not self.damaged
+
+    def _summary(self) -> str:
+        if not self.damaged:
+            size = format_bytes(self.checked_bytes)
+            return f"{str(self.path)!r} is whole: {format_things(self.files, 'file')}, {size}, each as it was staged"
+        first = ", ".join(map(repr, self.damaged[:5]))
+        damage = f"{len(self.damaged)} of {format_things(self.files, 'file')}, first {first}"
+        return f"{str(self.path)!r} is damaged: {damage}; run colabkit.stage(..., refresh=True)"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [("damaged", str(len(self.damaged))), ("checked in", format_seconds(self.seconds))]
+
+
+def near_copy_at(path: Path) -> tuple[Path, Seal] | None:
+    """Return the near copy that a path is, or is the one file of; None if it is none."""
+    if seal := read_seal(path):
+        return path, seal
+    if (seal := read_seal(path.parent)) and seal.file == path.name:
+        return path.parent, seal
+    return None
+
+
+def verify_near_copy(folder: Path, seal: Seal, *, progress: bool) -> StageVerifyReport:
+    """Read all files of a near copy and return which are not as they were sealed."""
+    started = time.monotonic()
+    damaged = []
+    with ProgressBar("verify", seal.staged_bytes, "B", progress, files=seal.files) as bar:
+        for item, sealed in read_manifest(folder):
+            crcs = sealed_crcs(item, sealed)
+            if good_blocks(folder / item.path, item, crcs) != crcs:
+                damaged.append(item.path)
+            bar.advance(item.size, 1)
+    return StageVerifyReport(folder, seal.files, seal.staged_bytes, tuple(damaged), time.monotonic() - started)
+
+
+def carry_over(act: str, old: Path, new: Path) -> None:
+    """Give files that others put into a near copy a second name in the one that takes its place.
+
+    Raises:
+        TargetExists: if the source has something else in such a place now, so that a file would be lost.
+    """
+    sizes = sizes_in(old)
+    try:
+        sealed = {item.path for item, _ in read_manifest(old)}
+    except Corrupt:  # then what the source has is taken for the copy's, and all else for somebody's
+        sealed = {path for path in sizes if os.path.lexists(new / path)}
+    for path in sizes:
+        if path in sealed or _are_same(old / path, new / path):
+            continue
+        if not _has_place(new, path):
+            found = f"{path!r} of your own lies in the near copy where the source has something else"
+            next_step = f"Move {os.fspath(old / path)!r} elsewhere, and run it again"
+            raise TargetExists(cannot(act, found, "a place for each", next_step))
+        file_changes.make_folder((new / path).parent)
+        file_changes.link_or_copy(old / path, new / path)
+
+
+def _are_same(own: Path, other: Path) -> bool:
+    """Return whether both are files of the same bytes."""
+    are_files = all(path.is_file() and not path.is_symlink() for path in (own, other))
+    return are_files and filecmp.cmp(own, other, shallow=False)
+
+
+def _has_place(folder: Path, path: str) -> bool:
+    """Return whether a path is free in a folder, and no file stands where its folders would be."""
+    parents = itertools.takewhile(lambda parent: parent != folder, (folder / path).parents)
+    return not os.path.lexists(folder / path) and not any(parent.exists() and not parent.is_dir() for parent in parents)
+
+
+def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
+    """Return those of the noted blocks whose bytes in a file are as noted; none if it has not the item's size."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != item.size:
+                return {}
+            return {
+                offset: crc
+                for offset, crc in noted.items()
+                if crc32(os.pread(file.fileno(), BLOCK_BYTES, offset)) == crc
+            }
+    except OSError:
+        return {}
