@@ -27,6 +27,9 @@ MAIN = sys.modules["__main__"]
 settings.register_profile("full", deadline=None)
 settings.register_profile("fast", max_examples=15, deadline=None)
 
+MOST_CASES = 4
+"""Cases of a parametrised test that run without `--full`, evenly spaced, the first and the last among them."""
+
 NUMBERS = itertools.count()
 ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
 
@@ -79,8 +82,18 @@ def main_module_stays() -> Iterator[None]:
     sys.modules["__main__"] = MAIN
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only `--full` runs."""
+    """Mark all but a few cases of each test as `full`, and deselect what only `--full` runs."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("full"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        kept = {round(number * (len(found) - 1) / (MOST_CASES - 1)) for number in range(MOST_CASES)}
+        for number, item in enumerate(found):
+            if len(found) > MOST_CASES and number not in kept:
+                item.add_marker(pytest.mark.full)
     if not config.getoption("--full"):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)

@@ -164,6 +164,7 @@ def test_the_same_sample_is_cut_alike_by_any_number_of_threads_and_in_any_batch(
         assert torch.equal(epoch(loader)[0], expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize(("grain", "mean", "worst", "most"), [(0, 1.5, 2.5, 12), (60, 2.0, 3.0, 20)])
 def test_large_photos_are_divided_while_they_are_decoded_within_bounds(tmp_path, progressive, grain, mean, worst, most):

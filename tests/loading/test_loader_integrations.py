@@ -83,6 +83,7 @@ def trainer_of(lightning: Any, folder: Path, **options: Any) -> Any:
     return lightning.Trainer(default_root_dir=folder, **quiet, **options)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:::lightning")
 def test_lightning_trains_on_a_loader_epoch_by_epoch_and_validates_on_another(tmp_path, pack, data):
     lightning, module = lightning_parts()
@@ -194,6 +195,7 @@ print(json.dumps({"losses": history.history["loss"], "changed": bool(changed), "
 """
 
 
+@pytest.mark.full
 def test_keras_on_torch_fits_and_evaluates_on_a_loader_through_a_generator(tmp_path, pack, data):
     needs("keras", importlib.util.find_spec("keras") is not None)
     environ = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}

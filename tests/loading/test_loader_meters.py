@@ -18,7 +18,7 @@ from colabkit.foundation import meters
 from colabkit.foundation.meters.counts import LoaderMeters, PartSnapshot
 from colabkit.loading.loader.api import Loader
 from colabkit.loading.loader.engines import InProcesses
-from colabkit.loading.loader.processes import Made
+from colabkit.loading.loader.processes import WorkerBatch
 
 
 class Numbers(Dataset):
@@ -142,12 +142,12 @@ class Planned:
 
     ahead = 2
 
-    def batches(self, *_: Any) -> Iterator[tuple[Made, int, int]]:
+    def batches(self, *_: Any) -> Iterator[tuple[WorkerBatch, int, int]]:
         time.sleep(0.001)
         made_at = time.perf_counter()
         for number in range(4):
             time.sleep(0.005)
-            yield Made(torch.zeros(1), 1, 0.0001, made_at=made_at), number + 1, number
+            yield WorkerBatch(torch.zeros(1), 1, 0.0001, made_at=made_at), number + 1, number
 
 
 def test_a_batch_was_ready_that_was_made_before_it_was_asked_for_however_long_it_takes_to_get_it():

@@ -12,7 +12,7 @@ import torch
 
 import colabkit
 from colabkit.loading.loader import slots
-from colabkit.loading.loader.processes import Made
+from colabkit.loading.loader.processes import WorkerBatch
 from colabkit.loading.loader.slots import PinnedSlots
 
 
@@ -52,7 +52,7 @@ def pins() -> None:
     """Pin several batches, as torch does for worker processes."""
     for _ in range(3):
         batch = [torch.arange(3), {"name": torch.ones(2)}]
-        made = Made(batch, 3, 0.0).pin_memory()
+        made = WorkerBatch(batch, 3, 0.0).pin_memory()
         assert torch.equal(made.batch[0], torch.arange(3))
         assert torch.equal(made.batch[1]["name"], torch.ones(2))
 

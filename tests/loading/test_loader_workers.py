@@ -167,11 +167,11 @@ def test_the_pieces_of_the_oldest_group_go_first(start):
 def test_portions_are_asked_for_by_one_thread_at_a_time(start):
     inside = threading.Lock()
 
-    class Plan:
+    class EpochPlan:
         def __init__(self) -> None:
             self.left = portions(100, batches=1)
 
-        def __iter__(self) -> Plan:
+        def __iter__(self) -> EpochPlan:
             return self
 
         def __next__(self) -> Portion:
@@ -181,7 +181,7 @@ def test_portions_are_asked_for_by_one_thread_at_a_time(start):
             finally:
                 inside.release()
 
-    assert len(list(taken(start(Plan(), FakeMaker(), threads=8, ahead=20)))) == 100
+    assert len(list(taken(start(EpochPlan(), FakeMaker(), threads=8, ahead=20)))) == 100
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -441,6 +441,7 @@ print(tuple(next(coming).shape))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ending", "status"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
 def test_a_script_may_end_in_the_middle_of_an_iteration(ending: str, status: int) -> None:
     command = [sys.executable, "-c", LEFT_OPEN + ending]

@@ -42,6 +42,7 @@ def test_every_figure_is_from_the_run(digits: colabkit.DemoReport) -> None:
     assert 0 <= digits.packed_wait_share <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prefixes", [("",), ("train", "val")])
 def test_any_tree_with_or_without_split_folders_is_taken(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
@@ -52,6 +53,7 @@ def test_any_tree_with_or_without_split_folders_is_taken(tmp_path: Path, prefixe
     assert colabkit.verify(tmp_path / "kept" / "pack.h5", progress=False).damaged == ()
 
 
+@pytest.mark.full
 def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
     make_tree(tmp_path / "tree" / "train", 4, (12, 20))
     make_tree(tmp_path / "tree" / "test", 4, (30, 10))

@@ -63,6 +63,7 @@ def tree(tmp_path: Path) -> Path:
     return make_tree(tmp_path / "tree", 8)
 
 
+@pytest.mark.full
 def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(tmp_path, tree, client):
     before = set(client.run(os.getpid).values())
     flag = tmp_path / "died"

@@ -32,7 +32,7 @@ from colabkit.packs.packing import executors, filling, shards
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.executors import Task
 from colabkit.packs.packing.makers import FileSamples
-from colabkit.packs.packing.plan import Plan, Table
+from colabkit.packs.packing.plan import FieldTable, PackPlan
 from colabkit.packs.packing.reports import PackReport
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
@@ -372,20 +372,21 @@ def test_no_more_arrays_are_sent_while_tasks_take_long(tmp_path, monkeypatch):
     assert executor.most <= 15
 
 
-def large_plan(count: int) -> Plan:
+def large_plan(count: int) -> PackPlan:
     """Return a plan of many files in two splits, with labels and a column of text."""
     items = [Item(f"class{number % 10}/{number:07d}.jpg", 1000 + number % 7, number) for number in range(count)]
     maker = FileSamples(FolderSource(Path("/x")), items, "source", channels=3, size=None)
     numbers = np.random.default_rng(1).permutation(count)
     tables = (
-        Table(Field("Y", "labels"), np.arange(count) % 10),
-        Table(Field("note", "text", is_ragged=True), (b"some words",) * count),
+        FieldTable(Field("Y", "labels"), np.arange(count) % 10),
+        FieldTable(Field("note", "text", is_ragged=True), (b"some words",) * count),
     )
     about = {"plan": "x", "classes": (), "source_bytes": 1, "left_out": [["a", "b"]] * 1000, "encoding": "source"}
     splits = {"train": numbers[: count // 2], "test": numbers[count // 2 :]}
-    return Plan("x", maker, splits, tables, about, "raise", 0)
+    return PackPlan("x", maker, splits, tables, about, "raise", 0)
 
 
+@pytest.mark.full
 def test_a_million_samples_are_planned_in_seconds_and_each_task_carries_its_own(tmp_path):
     plan, count = large_plan(1_000_000), 100
     started = time.perf_counter()

@@ -24,7 +24,7 @@ from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import shards
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.filling import Filling
-from colabkit.packs.packing.plan import Plan
+from colabkit.packs.packing.plan import PackPlan
 from colabkit.packs.packing.verifying import verify
 
 __all__ = ["small_tree", "tree"]  # fixtures
@@ -42,7 +42,7 @@ def fillings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     begin = Filling.__init__
 
-    def noted(self: Filling, plan: Plan, *others: Any) -> None:
+    def noted(self: Filling, plan: PackPlan, *others: Any) -> None:
         found.append(plan.samples)
         begin(self, plan, *others)
 
@@ -176,6 +176,7 @@ def test_a_disk_that_fills_up_at_any_operation_leaves_what_can_be_gone_on_with(t
     assert number > 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("old", "new"),
     [(None, 2 * ROW), (ROW, None), (ROW, 3 * ROW - 1), (2 * ROW, ROW), (2 * ROW, 2 * ROW)],

@@ -75,6 +75,7 @@ def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_clea
     assert whole_content(out) == expected
 
 
+@pytest.mark.full
 @every
 def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, tree, options, killed_at):
     out = packed(photos(tmp_path / "other", per_class=1), tmp_path / "p.h5")

@@ -186,6 +186,7 @@ def test_processes_at_once_all_end_right(image_tree, drive, near_storage, is_sav
     assert [report.saved_path] == list(drive.glob("colabkit/*.h5"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_killed_at_any_operation_the_next_run_ends_right(image_tree, near_storage, drive, killed_at, is_saved):
     shutil.rmtree(image_tree / "bees")

@@ -192,6 +192,7 @@ def test_ocamlfuse_waits_for_uploads_before_it_clears(ocamlfuse, monkeypatch):
     assert len(ocamlfuse.calls()) == 3
 
 
+@pytest.mark.full
 def test_ocamlfuse_keeps_everything_where_uploads_are_not_done_in_time(ocamlfuse):
     ocamlfuse.queue("ToUpload", "Uploading")
     with pytest.raises(TimedOut, match="2 files not uploaded"):

@@ -300,6 +300,7 @@ def test_times_are_those_of_the_members_and_none_where_they_make_no_sense(tmp_pa
     assert [item.mtime_ns for item in ZipSource(tmp_path / "a.zip").list().items] == [1709209858 * 10**9, 0]
 
 
+@pytest.mark.full
 def test_an_archive_of_more_than_32_bits_is_read(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         with archive.open("large", "w", force_zip64=True) as file:

@@ -210,6 +210,7 @@ def test_an_archive_on_the_drive_is_brought_near_and_extracted(root, drive, near
     assert leftovers(near_storage) == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_deadline")
 def test_a_drive_that_stops_while_a_big_file_is_read_is_one_error_in_time(root, drive):
     (root / "data" / "big.bin").write_bytes(os.urandom(12 * BLOCK_BYTES))

@@ -155,6 +155,7 @@ def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path, near_storage):
     assert data_of(report.path) == FILES
 
 
+@pytest.mark.full
 def test_eight_processes_that_stage_the_same_all_end_right_and_copy_once(tmp_path):
     far = make_tree(tmp_path / "far", 100)
     code = (

@@ -150,6 +150,7 @@ def test_a_drive_that_is_taken_away_is_not_written_beside(tmp_path, near_storage
     assert list((tmp_path / "drive").iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("operation", [None, "list", "open", "read"])
 def test_a_drive_that_hangs_at_resume_is_one_error_in_time(tmp_path, near_storage, drive, monkeypatch, operation):
     mount = drive()

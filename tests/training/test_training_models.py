@@ -51,6 +51,7 @@ def learned(
     return before["loss"], before["accuracy"], colabkit.train(step, loader, epochs=epochs, validate=judged)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "arrays", "batch_size", "epochs", "rate"),
     [

@@ -132,6 +132,7 @@ def forked(work: Callable[[], object]) -> int:
     return pid
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["digits", "images"])
 def test_killed_at_twenty_random_moments_equals_uninterrupted(tmp_path, packs, name):
     whole = Training(packs[name], tmp_path / "whole", tmp_path / "whole.log")

@@ -141,6 +141,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
+@pytest.mark.full
 def test_a_compiled_model_trains_the_same_under_its_own_names(eager):
     model, step = made(compile=True)
     plain, other = made()

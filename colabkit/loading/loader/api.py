@@ -33,7 +33,7 @@ from colabkit.loading.loader.options import (
     usable_device,
     why_one_by_one,
 )
-from colabkit.loading.loader.portions import OrderedPlan, Plan, Portions, Share
+from colabkit.loading.loader.portions import EpochPlan, OrderedPlan, Portions, Share
 from colabkit.loading.loader.position import Position
 from colabkit.loading.loader.sampled import SampledPlan, gives_batches
 from colabkit.loading.loader.seeding import generators_kept, seed_all
@@ -392,7 +392,7 @@ class Loader:
     def _share(self) -> Share:
         return share_of("load batches", *self._said)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> EpochPlan:
         """Return the batches of this process, as many as there are now."""
         position, share = self._position, self._share()
         if position.pure_order is not None:

@@ -161,7 +161,7 @@ class _InChunks:
         return self._chunk[start - self._from : stop - self._from]
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """The batches of one process, epoch by epoch."""
 
     def batches(self, start: int) -> int:

@@ -60,7 +60,7 @@ class Failure:
 
 
 @dataclass
-class Made:
+class WorkerBatch:
     """A batch from a worker, or why there is none.
 
     Attributes:
@@ -98,7 +98,7 @@ class Made:
         if self.batch is not None:
             self.batch = pickle.loads(self.batch)  # noqa: S301 - of our own process
 
-    def pin_memory(self) -> Made:
+    def pin_memory(self) -> WorkerBatch:
         """Put the batch in page-locked memory; `DataLoader` asks for it."""
         try:
             self.batch = mapped(self.batch, lambda tensor: tensor.pin_memory())
@@ -116,7 +116,7 @@ class _Sampled(Dataset[Any]):
         self._collate = collate
         self._done_at = self._done_cpu_s = 0.0
 
-    def __getitems__(self, keys: Sequence[Key]) -> Made:
+    def __getitems__(self, keys: Sequence[Key]) -> WorkerBatch:
         is_alone, began = get_worker_info() is None, time.perf_counter()
         cpu_s = time.thread_time if is_alone else time.process_time  # a worker's other thread hands batches over
         cpu_began_s = cpu_s()
@@ -129,7 +129,7 @@ class _Sampled(Dataset[Any]):
         made.made_at, made.cpu_s = self._done_at, self._done_cpu_s - cpu_began_s
         return made
 
-    def _made(self, keys: Sequence[Key]) -> Made:
+    def _made(self, keys: Sequence[Key]) -> WorkerBatch:
         began = time.perf_counter()
         number, next_step = -1, ""
         try:
@@ -149,12 +149,12 @@ class _Sampled(Dataset[Any]):
                 next_step = "Give samples one shape, in a transform of the data set, or pass collate_fn="
             batch = self._collate(samples)
         except ColabkitError as error:
-            return Made(None, len(keys), 0.0, error)
+            return WorkerBatch(None, len(keys), 0.0, error)
         except Exception as error:
             where = f"sample {number}: " if number >= 0 else "collate_fn: "
             name = name_of(self._dataset, number) if number >= 0 else ""
-            return Made(None, len(keys), 0.0, _failure(error, f"{name}, {where}" if name else where, next_step))
-        return Made(batch, len(keys), time.perf_counter() - began)
+            return WorkerBatch(None, len(keys), 0.0, _failure(error, f"{name}, {where}" if name else where, next_step))
+        return WorkerBatch(batch, len(keys), time.perf_counter() - began)
 
 
 class SampleWorkers:
@@ -192,7 +192,7 @@ class SampleWorkers:
 
     def batches(
         self, seed: int, epoch: int, portions: Iterator[Portion], on_wait: Callable[[float], None]
-    ) -> Iterator[tuple[Made, int, Numbers]]:
+    ) -> Iterator[tuple[WorkerBatch, int, Numbers]]:
         """Yield the batches of an epoch, each with how many samples have been received after it, and its position.
 
         Args:
@@ -202,7 +202,7 @@ class SampleWorkers:
             on_wait: told a few times a second how long a batch has been waited for; not where batches are pinned, and
                 not of processes that live on.
         """
-        plan = _Plan(seed, epoch, portions)
+        plan = _WorkerPlan(seed, epoch, portions)
         pool = self._kept_pool() or self._new_pool()
         is_sound = False
         try:
@@ -238,7 +238,7 @@ class _Pool:
         self, dataset: Dataset[Any], num_workers: int, prefetch: int | None, pin_memory: bool, persistent_workers: bool
     ) -> None:
         self._plans = _Plans()
-        self._ready: Iterator[Made] | None = None
+        self._ready: Iterator[WorkerBatch] | None = None
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._plans,
@@ -252,7 +252,7 @@ class _Pool:
             generator=torch.Generator(),  # or each epoch would draw from the caller's
         )
 
-    def begin(self, plan: _Plan) -> Iterator[Made]:
+    def begin(self, plan: _WorkerPlan) -> Iterator[WorkerBatch]:
         """Return the batches of a plan; what is left of the one before it is dropped."""
         self._plans.now = plan
         with torch.device("cpu"):  # where its generator is, whatever the default device
@@ -274,13 +274,13 @@ class _Pool:
 class _Plans:
     """A batch sampler that gives what is planned now: a `DataLoader` takes no other once it is made."""
 
-    now: _Plan
+    now: _WorkerPlan
 
     def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.now)
 
 
-def _next_of(ready: Iterator[Made], on_wait: Callable[[float], None]) -> Made | None:
+def _next_of(ready: Iterator[WorkerBatch], on_wait: Callable[[float], None]) -> WorkerBatch | None:
     """Return the next batch, None after the last; torch may be asked again after it gave up waiting."""
     began = time.perf_counter()
     while True:
@@ -292,7 +292,7 @@ def _next_of(ready: Iterator[Made], on_wait: Callable[[float], None]) -> Made | 
         on_wait(time.perf_counter() - began)
 
 
-class _Plan:
+class _WorkerPlan:
     """The keys of an epoch's batches, as a batch sampler; remembers those that are not taken yet.
 
     Attributes:

@@ -87,7 +87,7 @@ class Group:
         self.is_done = False
 
 
-class Maker(Protocol):
+class GroupMaker(Protocol):
     """Makes the batches of a group; all but `begin` may be called by several threads at once, on different groups."""
 
     def begin(self, portion: Portion) -> Group:
@@ -100,7 +100,7 @@ class Maker(Protocol):
         """Yield the batches that end within the first `samples` samples, which are made."""
 
 
-def made_here(maker: Maker, portion: Portion) -> Group:
+def made_here(maker: GroupMaker, portion: Portion) -> Group:
     """Return a group made in the calling thread; where it fails, the batches before, and the error."""
     group = Group(portion)
     try:
@@ -134,7 +134,7 @@ class Workers:
     def __init__(
         self,
         portions: Iterator[Portion],
-        maker: Maker,
+        maker: GroupMaker,
         threads: int,
         groups_ahead: int,
         on_wait: Callable[[float], None],

@@ -32,7 +32,7 @@ from colabkit.packs.packing.executors import check_executor
 from colabkit.packs.packing.in_memory import plan_arrays, plan_dataset
 from colabkit.packs.packing.makers import Encoding, Unequal
 from colabkit.packs.packing.options import Fields, PackOptions, Size, checked_options
-from colabkit.packs.packing.plan import OnBad, Plan
+from colabkit.packs.packing.plan import OnBad, PackPlan
 from colabkit.packs.packing.planning import FilesToPack
 from colabkit.packs.packing.reports import PackReport
 from colabkit.packs.packing.shards import SHARD_BYTES, reclaim, write_shards, write_single
@@ -274,7 +274,7 @@ class _Packing:
         reclaim(final)  # of a call that was killed at its end
         return _report(info, time.monotonic() - self._started, None)
 
-    def run(self, plan: Plan) -> PackReport:
+    def run(self, plan: PackPlan) -> PackReport:
         """Write the pack of a plan."""
         if (reused := self.reused(plan.about["plan"])) is not None:
             return reused
@@ -290,7 +290,7 @@ class _Packing:
             return reused
         return _report(read_pack(self._final), time.monotonic() - self._started, written)
 
-    def _sharded(self, plan: Plan, shard_bytes: int, bar: ProgressBar) -> Written:
+    def _sharded(self, plan: PackPlan, shard_bytes: int, bar: ProgressBar) -> Written:
         return write_shards(
             plan,
             self._final,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of
 from colabkit.packs.format.layout import SAMPLES, Field
-from colabkit.packs.packing.makers import Made, is_stored
+from colabkit.packs.packing.makers import MadeField, is_stored
 from colabkit.packs.packing.values import is_array
 from colabkit.storage import Item, Source
 
@@ -120,7 +120,7 @@ class ArraySamples:
         part = dict(zip((made.field.name for made in self.fields), columns, strict=True))
         return ArraySamples, ([part], self._contents)
 
-    def _column(self, made: Made, numbers: Numbers) -> Any:
+    def _column(self, made: MadeField, numbers: Numbers) -> Any:
         rows = numbers if self._chosen is None else self._chosen[numbers]
         owners = np.searchsorted(self._ends, rows, "right")
         pieces: list[Any] = []
@@ -202,10 +202,10 @@ def _taken(array: Rows, rows: Numbers) -> npt.NDArray[Any]:
     return found
 
 
-def _made(name: str, array: Rows | Blobs, content: str) -> Made:
+def _made(name: str, array: Rows | Blobs, content: str) -> MadeField:
     if isinstance(array, tuple):
-        return Made(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
+        return MadeField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
     shape = tuple(map(int, array.shape[1:]))
     is_image = name == SAMPLES and array.dtype == np.uint8 and len(shape) == 3 and shape[2] in _IMAGE_CHANNELS
     dtype = np.dtype(array.dtype).newbyteorder("<").str
-    return Made(Field(name, "image" if is_image else "array"), shape, dtype)
+    return MadeField(Field(name, "image" if is_image else "array"), shape, dtype)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from colabkit.foundation import file_changes
 from colabkit.packs.format.layout import DataSet
 from colabkit.packs.packing.filling import Bad, Done
-from colabkit.packs.packing.plan import Lengths, Plan
+from colabkit.packs.packing.plan import Lengths, PackPlan
 
 Numbers = npt.NDArray[np.int64]
 
@@ -29,7 +29,7 @@ class Compaction:
         folder: where bytes lie whose lengths were not; it is made when there are any.
     """
 
-    def __init__(self, plan: Plan, known: Lengths, folder: Path) -> None:
+    def __init__(self, plan: PackPlan, known: Lengths, folder: Path) -> None:
         self._plan = plan
         self._known = known
         self._folder = folder

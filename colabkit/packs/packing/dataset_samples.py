@@ -17,7 +17,7 @@ from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, fit_pixels
 from colabkit.packs.format.layout import LABELS, SAMPLES, Field
 from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
-from colabkit.packs.packing.makers import Encoding, Made, Unequal, Value, is_stored
+from colabkit.packs.packing.makers import Encoding, MadeField, Unequal, Value, is_stored
 from colabkit.packs.packing.values import check_field_names
 from colabkit.storage import Item, Source
 
@@ -302,7 +302,7 @@ class DatasetSamples:
             return stored[0, ...]
         raise _Unfit(f"a label of {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats")
 
-    def _alike(self, made: Made, value: Value) -> Value:
+    def _alike(self, made: MadeField, value: Value) -> Value:
         """Return a value in the form of its field; raises `UnlikeFirst` if it has another."""
         name = made.field.name
         if isinstance(value, np.ndarray) is made.field.is_ragged:
@@ -321,15 +321,15 @@ class DatasetSamples:
             return cast
         return value
 
-    def _made(self, name: str, value: Any) -> Made:
+    def _made(self, name: str, value: Any) -> MadeField:
         stored = self._value(name, value)
         is_image = name == SAMPLES and self.is_image
         if isinstance(stored, np.ndarray):
             content = "labels" if name == LABELS else "image" if is_image else "array"
             dtype = stored.dtype.newbyteorder("<").str
-            return Made(Field(name, content), stored.shape, dtype, name == LABELS)  # type: ignore[arg-type]
+            return MadeField(Field(name, content), stored.shape, dtype, name == LABELS)  # type: ignore[arg-type]
         content = "image" if is_image else "text" if isinstance(value, str) else "bytes"
-        return Made(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
+        return MadeField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
 
 
 def _length(act: str, split: str, dataset: Any) -> int:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from colabkit.foundation import ColabkitError, InvalidOption, PackingFailed, ProgressBar, cannot, file_changes
 from colabkit.packs.packing.makers import ChunkMaker
-from colabkit.packs.packing.plan import Plan
+from colabkit.packs.packing.plan import PackPlan
 from colabkit.packs.packing.writing import Written, whole_pack, write_pack
 from colabkit.storage import Threads
 
@@ -38,7 +38,7 @@ class Task:
         threads: files read at once.
     """
 
-    plan: Plan
+    plan: PackPlan
     path: Path
     sign: Path
     threads: Threads
@@ -142,7 +142,7 @@ def run_tasks(
         concurrent.futures.wait(running, _END_S)
 
 
-def _array_bytes(plan: Plan) -> int:
+def _array_bytes(plan: PackPlan) -> int:
     """Return the bytes of arrays that travel with a task; 0 where samples are read by whoever makes them."""
     is_sent = isinstance(plan.maker, ChunkMaker)
     return plan.samples * sum(made.row_bytes for made in plan.maker.fields) if is_sent else 0

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, format_things, usable_cpus
 from colabkit.packs.format.layout import DataSet
-from colabkit.packs.packing.makers import ChunkMaker, FileSamples, Made, RowMaker, Unequal, Value
-from colabkit.packs.packing.plan import Lengths, Plan
+from colabkit.packs.packing.makers import ChunkMaker, FileSamples, MadeField, RowMaker, Unequal, Value
+from colabkit.packs.packing.plan import Lengths, PackPlan
 from colabkit.packs.packing.processes import ForkedWorkers, can_fork
 from colabkit.packs.packing.reading import BrokenMember, SampleReading, read_if_whole
 from colabkit.storage import Block, Item, Retries, Threads, Wanted, concurrently, read_item
@@ -82,7 +82,7 @@ class Filling:
     """
 
     def __init__(
-        self, plan: Plan, path: Path, placed: dict[str, DataSet], lengths: Lengths | None, retries: Retries
+        self, plan: PackPlan, path: Path, placed: dict[str, DataSet], lengths: Lengths | None, retries: Retries
     ) -> None:
         self._plan = plan
         self._path = path
@@ -308,7 +308,7 @@ def _whole(data: bytes | BrokenMember) -> bytes:
     return data
 
 
-def _rows(made: Made, column: Sequence[Any]) -> npt.NDArray[np.uint8]:
+def _rows(made: MadeField, column: Sequence[Any]) -> npt.NDArray[np.uint8]:
     """Return the bytes of each row, `[n, row_bytes]`."""
     if isinstance(column, np.ndarray):
         rows = column
@@ -319,7 +319,7 @@ def _rows(made: Made, column: Sequence[Any]) -> npt.NDArray[np.uint8]:
     return rows.reshape(-1).view(np.uint8).reshape(len(column), made.row_bytes)
 
 
-def too_many_bad(plan: Plan, bad: Sequence[Bad]) -> BadImage:
+def too_many_bad(plan: PackPlan, bad: Sequence[Bad]) -> BadImage:
     """Return the error for more bad files than are allowed."""
     first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
     found = f"{format_things(len(bad), 'bad file')} or more, first {first}"

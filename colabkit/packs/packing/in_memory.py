@@ -23,13 +23,13 @@ from colabkit.packs.packing.array_samples import (
 )
 from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSamples, Pictures
 from colabkit.packs.packing.options import PackOptions
-from colabkit.packs.packing.plan import Plan, Table, digest_of
+from colabkit.packs.packing.plan import FieldTable, PackPlan, digest_of
 from colabkit.packs.packing.values import check_field_names, parts_of
 
 _NO_FILES = "for samples that are no files"
 
 
-def plan_arrays(source: Any, options: PackOptions) -> Plan:
+def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     """Return the plan of a pack of arrays.
 
     Raises:
@@ -61,21 +61,21 @@ def plan_arrays(source: Any, options: PackOptions) -> Plan:
         labels = _labels(act, [one if isinstance(one, tuple) else np.asarray(one) for one in columns])
     parts = {split: {name: one for name, one in part.items() if name != LABELS} for split, part in parts.items()}
     texts = [name for name, one in first.items() if isinstance(one, tuple) and name not in (SAMPLES, LABELS)]
-    tables = [] if labels.values is None else [Table(Field(LABELS, "labels"), labels.values)]
+    tables = [] if labels.values is None else [FieldTable(Field(LABELS, "labels"), labels.values)]
     for name in texts:
         values = tuple(blob for part in parts.values() for blob in part.pop(name))
-        tables.append(Table(Field(name, contents[name], is_ragged=True), values))  # type: ignore[arg-type]
+        tables.append(FieldTable(Field(name, contents[name], is_ragged=True), values))  # type: ignore[arg-type]
     maker = ArraySamples([*parts.values()], contents)
     counts = {split: len(part[SAMPLES]) for split, part in parts.items()}
     x = maker.fields[0]
     encoding = "raw" if x.field.content == "image" else "array"
     about = _about("arrays", encoding, labels.kind, labels.classes, list(x.shape), digest_of(options.plain(), digests))
-    return Plan(
+    return PackPlan(
         "arrays", maker, _splits(act, counts, options, labels.kind, labels.values), tuple(tables), about, "raise", 0
     )
 
 
-def plan_dataset(source: Any, options: PackOptions) -> Plan:
+def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     """Return the plan of a pack of map-style data sets.
 
     Args:
@@ -124,7 +124,7 @@ def plan_dataset(source: Any, options: PackOptions) -> Plan:
     strata = known if len(parts) == 1 else None
     splits = _splits(act, maker.counts, options, "class", strata)
     most_bad = options.most_bad(sum(maker.counts.values()))
-    return Plan(name, maker, splits, (), about, options.on_bad, most_bad)
+    return PackPlan(name, maker, splits, (), about, options.on_bad, most_bad)
 
 
 def _about(

@@ -13,7 +13,7 @@ import numpy as np
 from colabkit.foundation import ColabkitError, file_changes, partials
 from colabkit.packs.format.layout import LABELS, DataSet, Field, PackInfo
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
-from colabkit.packs.packing.plan import Plan
+from colabkit.packs.packing.plan import PackPlan
 from colabkit.packs.packing.writing import Written
 
 
@@ -26,7 +26,7 @@ def names_in(index: Path) -> list[str]:
 
 
 def write_index(
-    plan: Plan, final: Path, shards: Sequence[PackInfo], written: Sequence[Written], *, replace: bool
+    plan: PackPlan, final: Path, shards: Sequence[PackInfo], written: Sequence[Written], *, replace: bool
 ) -> tuple[str, dict[str, int]]:
     """Write the index of shards that lie beside it, and return its seal and how many samples each split has.
 
@@ -65,7 +65,7 @@ def write_index(
     return seal, counts
 
 
-def _bad(plan: Plan, written: Sequence[Written]) -> list[list[Any]]:
+def _bad(plan: PackPlan, written: Sequence[Written]) -> list[list[Any]]:
     """Return the bad samples of all shards, blank ones with their places in the whole pack."""
     before = dict.fromkeys(plan.splits, 0)
     found = []

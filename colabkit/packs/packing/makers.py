@@ -32,7 +32,7 @@ class _UnequalArrays(Unequal):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeField:
     """A field that a maker makes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Made:
         return 0 if self.field.is_ragged else int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
-class Maker(Protocol):
+class SampleMaker(Protocol):
     """Makes the samples that a pack takes, by number. It is pickled for other processes.
 
     Attributes:
@@ -62,7 +62,7 @@ class Maker(Protocol):
         can_share: whether threads, or processes that are forked, may make samples at once.
     """
 
-    fields: tuple[Made, ...]
+    fields: tuple[MadeField, ...]
     source: Source | None
     can_share: bool
 
@@ -82,12 +82,12 @@ class Maker(Protocol):
             BadImage: with the bare reason, if it is broken.
         """
 
-    def part(self, numbers: npt.NDArray[np.int64]) -> Maker:
+    def part(self, numbers: npt.NDArray[np.int64]) -> SampleMaker:
         """Return a maker of these samples only, numbered from 0."""
 
 
 @runtime_checkable
-class RowMaker(Maker, Protocol):
+class RowMaker(SampleMaker, Protocol):
     """A maker that may be able to make samples where their rows are, without a copy.
 
     Attributes:
@@ -103,7 +103,7 @@ class RowMaker(Maker, Protocol):
 
 
 @runtime_checkable
-class ChunkMaker(Maker, Protocol):
+class ChunkMaker(SampleMaker, Protocol):
     """A maker that makes many samples in one go."""
 
     def make_many(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any] | Sequence[bytes], ...]:
@@ -139,7 +139,7 @@ class FileSamples:
         dtype: str = "|u1",
         is_image: bool = True,
         quality: int = 0,
-        extra: Sequence[tuple[Made, Callable[[str], Any]]] = (),
+        extra: Sequence[tuple[MadeField, Callable[[str], Any]]] = (),
     ) -> None:
         self.source: Source | None = source
         self.encoding = encoding
@@ -153,8 +153,8 @@ class FileSamples:
         self._extra = extra
         is_raw = encoding == "raw"
         first = Field(SAMPLES, "image" if is_image else "array", not is_raw)
-        self.fields: tuple[Made, ...] = (
-            Made(first, shape if is_raw else (), self._dtype.str if is_raw else "|u1"),
+        self.fields: tuple[MadeField, ...] = (
+            MadeField(first, shape if is_raw else (), self._dtype.str if is_raw else "|u1"),
             *(made for made, _ in extra),
         )
 
@@ -236,7 +236,7 @@ def is_stored(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 
-def _suited(path: str, made: Made, value: Any) -> Value:
+def _suited(path: str, made: MadeField, value: Any) -> Value:
     """Return what a function of the user's own returned, as its field needs it; nothing is cut on the way."""
     act, next_step = f"pack the field {made.field.name!r} of {path!r}", "Return values of one kind and shape"
     if made.field.is_ragged:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, Field
-from colabkit.packs.packing.makers import Made, Maker
+from colabkit.packs.packing.makers import MadeField, SampleMaker
 
 OnBad: TypeAlias = Literal["raise", "skip", "blank"]
 Lengths: TypeAlias = Mapping[str, npt.NDArray[np.int64]]
@@ -21,7 +21,7 @@ Lengths: TypeAlias = Mapping[str, npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
-class Table:
+class FieldTable:
     """A field that is known before samples are made.
 
     Attributes:
@@ -32,15 +32,15 @@ class Table:
     field: Field
     values: npt.NDArray[Any] | tuple[bytes, ...]
 
-    def chosen(self, numbers: npt.NDArray[np.int64]) -> Table:
+    def chosen(self, numbers: npt.NDArray[np.int64]) -> FieldTable:
         """Return the values of these samples."""
         if isinstance(self.values, tuple):
-            return Table(self.field, tuple(self.values[number] for number in numbers.tolist()))
-        return Table(self.field, self.values[numbers])
+            return FieldTable(self.field, tuple(self.values[number] for number in numbers.tolist()))
+        return FieldTable(self.field, self.values[numbers])
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackPlan:
     """All that a pack, or a shard of one, will hold. It is pickled for other processes.
 
     Attributes:
@@ -54,9 +54,9 @@ class Plan:
     """
 
     name: str
-    maker: Maker
+    maker: SampleMaker
     splits: Mapping[str, npt.NDArray[np.int64]]
-    tables: tuple[Table, ...]
+    tables: tuple[FieldTable, ...]
     about: Mapping[str, Any]
     on_bad: OnBad
     most_bad: int
@@ -89,7 +89,7 @@ class Plan:
         return {name: found[name] for name in sorted(found, key=lambda name: (name != SAMPLES, name != LABELS))}
 
     @cached_property
-    def spooled(self) -> tuple[Made, ...]:
+    def spooled(self) -> tuple[MadeField, ...]:
         """Fields whose samples have lengths that only their making tells."""
         if self.lengths() is not None:
             return tuple(made for made in self.maker.fields if made.field.is_ragged and made.field.name != SAMPLES)
@@ -138,7 +138,7 @@ class Plan:
         fields = {name: [field.content, field.is_ragged] for name, field in self.fields.items()}
         return {**self.about, "fields": fields, "splits": dict(counts), "bad": list(bad)}
 
-    def part(self, start: int, stop: int) -> Plan:
+    def part(self, start: int, stop: int) -> PackPlan:
         """Return the plan of a shard: samples `start` to `stop`, counted through all splits."""
         splits: dict[str, npt.NDArray[np.int64]] = {}
         begin = 0

@@ -30,9 +30,9 @@ from colabkit.packs.decode.arrays import decode_array
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, Field
 from colabkit.packs.labels.labelling import Labelling, label_samples
-from colabkit.packs.packing.makers import Encoding, FileSamples, Made, is_stored
+from colabkit.packs.packing.makers import Encoding, FileSamples, MadeField, is_stored
 from colabkit.packs.packing.options import PackOptions
-from colabkit.packs.packing.plan import Plan, Table, digest_of
+from colabkit.packs.packing.plan import FieldTable, PackPlan, digest_of
 from colabkit.packs.packing.reading import BrokenMember, SampleReading, read_if_whole
 from colabkit.storage import (
     Item,
@@ -99,7 +99,7 @@ class FilesToPack:
             return read_item(self._source, self._items[0], Retries()).startswith(_NPY_MAGIC)
         return all(item.path.lower().endswith(_ARRAYS) for item in self._items)
 
-    def plan(self, final: Path, *, is_unequal: bool = False) -> Plan:
+    def plan(self, final: Path, *, is_unequal: bool = False) -> PackPlan:
         """Return the plan of a pack at `final`.
 
         Args:
@@ -136,7 +136,7 @@ class FilesToPack:
             "left_out": labelled.left_out,
         }
         most_bad = options.most_bad(len(self._items))
-        return Plan(self._source.name, maker, labelled.splits, self._tables, about, options.on_bad, most_bad)
+        return PackPlan(self._source.name, maker, labelled.splits, self._tables, about, options.on_bad, most_bad)
 
     def _encoding(self, final: Path, is_unequal: bool) -> tuple[Encoding, tuple[int, ...], str, str]:
         """Return encoding, shape and dtype of a raw row, and what there is to say of it."""
@@ -224,11 +224,11 @@ class FilesToPack:
             blocks = list(reading.blocks(Wanted(item, 0, item.size) for item in items))
         return [(block.item, reading.data(block)) for block in blocks]
 
-    def _further_fields(self) -> tuple[list[tuple[Made, Callable[[str], Any]]], tuple[Table, ...]]:
+    def _further_fields(self) -> tuple[list[tuple[MadeField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
         """Return fields that a function makes, and those of columns, the labels first."""
         labelled, made, tables = self._labelled, [], []
         if labelled.values is not None:
-            tables.append(Table(Field(LABELS, "labels"), labelled.values))
+            tables.append(FieldTable(Field(LABELS, "labels"), labelled.values))
         for name, wanted in self._options.fields.items():
             if callable(wanted):
                 made.append((_made_by(self._options.act, name, wanted(self._items[0].path)), wanted))
@@ -247,7 +247,7 @@ class FilesToPack:
         return [column[row] for row in self._labelled.rows.tolist()]
 
 
-def column_table(act: str, field: str, column: str, values: list[Any]) -> Table:
+def column_table(act: str, field: str, column: str, values: list[Any]) -> FieldTable:
     """Return a column as a field: numbers, lists of numbers of one length, or text.
 
     Raises:
@@ -259,7 +259,7 @@ def column_table(act: str, field: str, column: str, values: list[Any]) -> Table:
         raise BadSource(cannot(act, found, "a value for each sample", "Fill them, or leave the field out"))
     if all(isinstance(value, str) for value in values):
         encoded = tuple(value.encode("utf-8", "surrogateescape") for value in values)
-        return Table(Field(field, "text", is_ragged=True), encoded)
+        return FieldTable(Field(field, "text", is_ragged=True), encoded)
     try:
         array = np.array(values)
     except ValueError:
@@ -268,13 +268,13 @@ def column_table(act: str, field: str, column: str, values: list[Any]) -> Table:
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         found = f"the column {column!r} holds {kinds}"
         raise BadSource(cannot(act, found, "numbers, lists of one length, or text", "Convert it first"))
-    return Table(Field(field, "array"), array)
+    return FieldTable(Field(field, "array"), array)
 
 
-def _made_by(act: str, name: str, first: Any) -> Made:
+def _made_by(act: str, name: str, first: Any) -> MadeField:
     """Return the field that a function makes, by what it returned for the first sample."""
     if isinstance(first, str | bytes):
-        return Made(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
+        return MadeField(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
     try:
         array = np.asarray(first)
     except ValueError:  # lists of several lengths
@@ -282,10 +282,10 @@ def _made_by(act: str, name: str, first: Any) -> Made:
     if array.dtype.kind not in "biuf" or not is_stored(array.dtype):
         found = f"the function of the field {name!r} returned {kind_of(first)}"
         raise InvalidOption(cannot(act, found, "numbers, an array or text", "Convert it in the function"))
-    return Made(Field(name, "array"), array.shape, array.dtype.str)
+    return MadeField(Field(name, "array"), array.shape, array.dtype.str)
 
 
-def _table_digest(table: Table) -> str:
+def _table_digest(table: FieldTable) -> str:
     """Return the SHA-256 of a column's values."""
     if isinstance(table.values, tuple):
         lengths = np.fromiter(map(len, table.values), np.int64, len(table.values))

@@ -29,7 +29,7 @@ from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.packs.packing.executors import Task, run_tasks
 from colabkit.packs.packing.filling import too_many_bad
 from colabkit.packs.packing.index import names_in, write_index
-from colabkit.packs.packing.plan import Plan, digest_of
+from colabkit.packs.packing.plan import PackPlan, digest_of
 from colabkit.packs.packing.reading import SampleReading
 from colabkit.packs.packing.writing import Written, none_good, whole_pack, write_pack
 from colabkit.storage import Retries, Threads, Wanted
@@ -44,7 +44,7 @@ _LIFE_S = 1.0
 
 
 def write_shards(
-    plan: Plan,
+    plan: PackPlan,
     final: Path,
     threads: Threads,
     bar: ProgressBar,
@@ -108,7 +108,7 @@ def write_shards(
     return Written(seal, counts, bad, sum(one.retries for one in ordered), shards.how or "an earlier call")
 
 
-def write_single(plan: Plan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool) -> Written:
+def write_single(plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool) -> Written:
     """Write a plan to one file, as `write_pack()`; the shards of a pack that it replaces are removed behind it."""
     final = final.absolute()
     reclaim(final)
@@ -151,7 +151,7 @@ class _Shards:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PackPlan,
         kept: partials.KeptPartial,
         names: Sequence[str],
         ranges: Sequence[tuple[int, int]],
@@ -204,7 +204,7 @@ class _Shards:
                 self._check_bad()
         self.how = "tasks of an executor" if missing else ""
 
-    def _part(self, number: int) -> Plan:
+    def _part(self, number: int) -> PackPlan:
         return changed(self._plan.part(*self._ranges[number]), about=self._about(number))
 
     def _about(self, number: int) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class _Shards:
             raise too_many_bad(self._plan, bad)
 
 
-def _sample_bytes(plan: Plan) -> npt.NDArray[np.int64]:
+def _sample_bytes(plan: PackPlan) -> npt.NDArray[np.int64]:
     """Return about how many bytes each sample takes, counted through all splits."""
     sizes = np.full(plan.samples, sum(made.row_bytes for made in plan.maker.fields), np.int64)
     if known := plan.lengths():
@@ -234,7 +234,7 @@ def _sample_bytes(plan: Plan) -> npt.NDArray[np.int64]:
     return sizes
 
 
-def _spooled_bytes(plan: Plan) -> int:
+def _spooled_bytes(plan: PackPlan) -> int:
     """Return how many bytes the fields of a sample have whose lengths are not known, by making some samples."""
     maker, source = plan.maker, plan.maker.source
     every = np.concatenate(list(plan.splits.values()))
@@ -270,7 +270,7 @@ def _ranges(sizes: npt.NDArray[np.int64], shard_bytes: int) -> list[tuple[int, i
     return list(zip(bounds, [*bounds[1:], len(sizes)], strict=True))
 
 
-def _digest(plan: Plan, ranges: Sequence[tuple[int, int]]) -> str:
+def _digest(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
     """Return what tells the shards of a plan from all others: content, columns, and times of the files."""
     about = {name: value for name, value in plan.about.items() if name != "options"}  # which holds timings
     made = [[one.field.name, list(one.shape), one.dtype, one.field.is_ragged] for one in plan.maker.fields]
@@ -317,14 +317,14 @@ def _remove_own(kept: partials.KeptPartial, final: Path, but: Collection[str]) -
             file_changes.remove(final.with_name(name))
 
 
-def _check_free(plan: Plan, path: Path) -> None:
+def _check_free(plan: PackPlan, path: Path) -> None:
     if os.path.lexists(path):
         found = f"{str(path)!r} was made meanwhile"
         raise TargetExists(cannot(plan.act, found, "a free path", "Run it again"))
 
 
 def _published(
-    plan: Plan, kept: partials.KeptPartial, final: Path, names: Sequence[str], *, replace: bool
+    plan: PackPlan, kept: partials.KeptPartial, final: Path, names: Sequence[str], *, replace: bool
 ) -> list[PackInfo]:
     """Move all shards to their names, where some may be already, and return them; nothing moves if one is taken."""
     old = names_in(final) if replace else []

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from colabkit.foundation import file_changes
 from colabkit.packs.format.layout import CRC, DataSet
 from colabkit.packs.packing.compaction import Compaction
-from colabkit.packs.packing.plan import Plan
+from colabkit.packs.packing.plan import PackPlan
 
 _READ_BYTES = 16 << 20
 
 
-def write_tables(plan: Plan, path: Path, placed: Mapping[str, DataSet], compaction: Compaction) -> dict[str, int]:
+def write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], compaction: Compaction) -> dict[str, int]:
     """Write all tables of a pack and return the CRC32 of each by its data set's name.
 
     Args:
@@ -46,7 +46,7 @@ def write_tables(plan: Plan, path: Path, placed: Mapping[str, DataSet], compacti
 
 
 def _tables(
-    plan: Plan, split: str, kept: npt.NDArray[np.int64], compaction: Compaction
+    plan: PackPlan, split: str, kept: npt.NDArray[np.int64], compaction: Compaction
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield the name and the values of each table of a split."""
     yield f"{CRC}_{split}", compaction.crcs(split)

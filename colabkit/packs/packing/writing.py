@@ -22,7 +22,7 @@ from colabkit.foundation import (
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.compaction import Compaction
 from colabkit.packs.packing.filling import Bad, Filling, too_many_bad
-from colabkit.packs.packing.plan import Plan
+from colabkit.packs.packing.plan import PackPlan
 from colabkit.packs.packing.tables import write_tables
 from colabkit.storage import Retries, Threads
 
@@ -46,7 +46,7 @@ class Written:
     how: str
 
 
-def write_pack(plan: Plan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool = False) -> Written:
+def write_pack(plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool = False) -> Written:
     """Write a plan to one sealed file.
 
     Rows are written where they stay. Only where samples have lengths that their making tells, or bad ones leave gaps,
@@ -114,7 +114,7 @@ def whole_pack(path: Path, about: Mapping[str, Any]) -> Written | None:
     return Written(info.seal, info.meta["splits"], bad, 0, "an earlier call")
 
 
-def none_good(plan: Plan) -> BadSource:
+def none_good(plan: PackPlan) -> BadSource:
     """Return the error for a source without a good sample."""
     return BadSource(
         cannot(
