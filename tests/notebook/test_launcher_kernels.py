@@ -158,7 +158,6 @@ def test_an_interrupt_is_told_inside_and_the_next_click_works(kernel: Kernel) ->
     assert kernel.click("stage")[0].startswith("Done in ")
 
 
-@pytest.mark.full
 def test_stage_and_train_paints_the_live_panel_while_it_works(kernel: Kernel) -> None:
     published = len(kernel.published)
     said, _, _, results = kernel.click("train")
