@@ -2,6 +2,7 @@ from . import file_changes as file_changes
 from . import meters as meters
 from . import partials as partials
 from . import processes as processes
+from .checks import check_callable as check_callable
 from .checks import check_number as check_number
 from .checks import check_one_of as check_one_of
 from .checks import check_seconds as check_seconds

@@ -2,7 +2,8 @@
 
 - `sampler`: orders of an epoch as pure functions of seed, epoch and position.
 - `augment`: transforms of whole batches, random by seed, epoch and position.
-- `loader`: `Loader` splits an order into batches, gathers or decodes them, and moves them to the device.
+- `loader`: `Loader` yields batches on the device, in an order that can be resumed.
+- `engine`: what builds them: plans of an epoch, gather, decoding, threads, worker processes, copies to a GPU.
 """
 
 import lazy_loader

@@ -4,7 +4,6 @@ from .dataset.opened_pack import open_pack as open_pack
 from .dataset.packed_dataset import PackedDataset as PackedDataset
 from .dataset.packed_dataset import stack_samples as stack_samples
 from .dataset.samples import ImageFiles as ImageFiles
-from .decode.images import Region as Region
 from .decode.images import decode_image as decode_image
 from .decode.images import decode_region as decode_region
 from .decode.images import image_size as image_size

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed
 
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs.dataset.opened_pack import open_pack
 
 DEADLINE_S = 60

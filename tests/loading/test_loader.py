@@ -20,8 +20,8 @@ from colabkit.augment import Normalize, PerBatch
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import meters
 from colabkit.foundation.permutation import epoch_order
-from colabkit.loading.loader.api import Loader
-from colabkit.loading.loader.slots import RecycledSlots
+from colabkit.loading import Loader
+from colabkit.loading.engine.buffers import PageableSlots
 from colabkit.packs import PackedDataset, open_pack
 
 DEADLINE_S = 60.0
@@ -150,7 +150,7 @@ def test_batch_size_prefetch_and_threads_do_not_change_the_order(data):
 def test_buffers_are_used_again_when_their_batches_are_gone(data, monkeypatch):
     made: list[int] = []
     counted = SimpleNamespace(uint8=np.uint8, empty=lambda *a: made.append(1) or np.empty(*a))
-    monkeypatch.setattr("colabkit.loading.loader.slots.np", counted)
+    monkeypatch.setattr("colabkit.loading.engine.buffers.np", counted)
     loader = Loader(data, 2, shuffle=True, prefetch_batches=2)
     epoch_of_pointers = [{images.untyped_storage().data_ptr() for images, _ in loader} for _ in range(20)]
     assert len(set.union(*epoch_of_pointers)) <= 6
@@ -158,7 +158,7 @@ def test_buffers_are_used_again_when_their_batches_are_gone(data, monkeypatch):
 
 
 def test_a_buffer_comes_back_only_when_the_last_tensor_over_it_is_gone():
-    slots = RecycledSlots(64, keep=2)
+    slots = PageableSlots(64, keep=2)
     lent = slots.lend(64)
     first, view = lent.data_ptr(), lent.view(8, 8)[3:5].numpy()[:, :2]
     del lent

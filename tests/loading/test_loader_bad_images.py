@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colabkit.augment import Compose, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import BadImage
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled
 

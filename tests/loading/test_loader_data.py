@@ -12,7 +12,7 @@ from test_dataset_fields import png
 
 from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.foundation.permutation import epoch_order
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 
 

@@ -27,7 +27,7 @@ from colabkit.augment import (
     Transform,
 )
 from colabkit.errors import BadImage, InvalidOption
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import FileDataset, PackedDataset, decode_image, open_pack
 
 KINDS: dict[str, dict[str, Any]] = {

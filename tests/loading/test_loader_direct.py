@@ -12,10 +12,10 @@ import torch
 from contract import make_pack
 from torch import Tensor
 
-from colabkit.loading.loader import direct, threaded
-from colabkit.loading.loader.api import Loader
-from colabkit.loading.loader.direct import DirectRows
-from colabkit.loading.loader.gather import RowGather
+from colabkit.loading import Loader
+from colabkit.loading.engine import batch_builder, gather, thread_engine
+from colabkit.loading.engine.batch_builder import InlineGather
+from colabkit.loading.engine.gather import GatherSlots, RowGather
 from colabkit.packs import open_pack
 
 WAYS_TO_HOLD: dict[str, Callable[[Tensor], Any]] = {
@@ -42,7 +42,7 @@ def content(held: Any) -> bytes:
 @pytest.fixture
 def small_gathers(monkeypatch):
     """Gather two batches of 32 at once."""
-    monkeypatch.setattr(direct, "_GATHERED_BYTES", 2 * 32 * 16 * 16 * 3)
+    monkeypatch.setattr(batch_builder, "_GATHERED_BYTES", 2 * 32 * 16 * 16 * 3)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_small_rows_come_as_they_are_even_of_types_that_torch_cannot_index(dtype
 @pytest.mark.parametrize("shape", [(600,), (20, 40), (12, 12, 3)])
 def test_a_buffer_of_any_type_is_used_again_as_soon_as_it_is_let_go_of(dtype, shape):
     rows = torch.randint(0, 2, (64, *shape)).to(dtype)
-    slots = direct._Slots(RowGather([rows], None, are_images=len(shape) == 3), 32)
+    slots = GatherSlots(RowGather([rows], None, are_images=len(shape) == 3), 32)
 
     def gathered(start: int) -> Tensor:
         return slots.gather(torch.arange(start, start + 32), (32,))[0]
@@ -124,10 +124,10 @@ def test_a_buffer_of_any_type_is_used_again_as_soon_as_it_is_let_go_of(dtype, sh
 def test_few_buffers_are_remembered_when_the_user_holds_all_batches(images, small_gathers):
     loader = Loader(images, 32)
     held = [batch for batch, _ in loader]
-    rows = loader._built.engine._direct
-    assert isinstance(rows, DirectRows)
-    assert len(rows._slots[0]._slots) <= direct._KEPT_SLOTS
-    assert len({batch.untyped_storage().data_ptr() for batch in held}) > direct._KEPT_SLOTS
+    rows = loader._pipeline.engine._inline
+    assert isinstance(rows, InlineGather)
+    assert len(rows._slots[0]._slots) <= gather._KEPT_SLOTS
+    assert len({batch.untyped_storage().data_ptr() for batch in held}) > gather._KEPT_SLOTS
 
 
 def test_a_loader_that_began_in_inference_mode_serves_outside_it(images, small_gathers):
@@ -157,16 +157,16 @@ def test_a_sampler_may_give_batches_larger_than_the_buffers(images, small_gather
 
 def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, small_gathers):
     loader = Loader(images, 32)
-    rows, portions = loader._built.engine._direct, [*loader._plan().portions(0, 0, 8)]
+    rows, plans = loader._pipeline.engine._inline, [*loader._planner().plans(0, 0, 8)]
     expected, wrong = images.rows.permute(0, 3, 1, 2), list[int]()
 
     def gather() -> None:
-        for portion in portions * 20:
-            for _, batches in rows.made(portion):
+        for plan in plans * 20:
+            for _, batches in rows.batches(plan):
                 while batches:
                     batch = batches.pop()
                     if not torch.equal(batch.values[0], expected[batch.positions]):
-                        wrong.append(batch.reached)
+                        wrong.append(batch.end)
 
     threads = [threading.Thread(target=gather) for _ in range(4)]
     for thread in threads:
@@ -177,12 +177,12 @@ def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, smal
 
 
 def test_a_thread_takes_over_in_the_midst_of_a_portion_and_no_batch_is_lost(images, small_gathers, monkeypatch):
-    monkeypatch.setattr(threaded, "_HAND_OVER_S", -1.0)  # as if every gather and every step took longer
+    monkeypatch.setattr(thread_engine, "_HAND_OVER_S", -1.0)  # as if every gather and every step took longer
     loader = Loader(images, 32)
-    assert loader._built.engine.portion_batches == 128
+    assert loader._pipeline.engine.plan_batches == 128
     found, begun = list[Tensor](), list[int]()
-    workers = threaded.Workers
-    monkeypatch.setattr(threaded, "Workers", lambda *given: begun.append(len(found)) or workers(*given))
+    workers = thread_engine.ThreadPool
+    monkeypatch.setattr(thread_engine, "ThreadPool", lambda *given: begun.append(len(found)) or workers(*given))
     for batch, _ in loader:
         found.append(batch.clone())
     assert torch.equal(torch.cat(found), images.rows.permute(0, 3, 1, 2))
@@ -192,19 +192,19 @@ def test_a_thread_takes_over_in_the_midst_of_a_portion_and_no_batch_is_lost(imag
 
 
 def test_only_gathers_in_a_row_that_would_have_paid_for_a_thread_begin_one(images, monkeypatch):
-    monkeypatch.setattr(threaded, "_HAND_OVER_S", 0.0)
+    monkeypatch.setattr(thread_engine, "_HAND_OVER_S", 0.0)
     told = iter([1.0, 1.0, 0.0, 1.0, 0.0, *[1.0] * 20])  # seconds
 
-    class Told(DirectRows):
-        def made(self, portion):
-            for _, batches in super().made(portion):
+    class Told(InlineGather):
+        def batches(self, plan):
+            for _, batches in super().batches(plan):
                 yield next(told), batches
 
     loader = Loader(images, 32)
-    engine = loader._built.engine
-    rows, portions = Told(engine._feed, 32, loader.meters), loader._plan().portions(0, 0, 8)
+    engine = loader._pipeline.engine
+    rows, plans = Told(engine._columns, 32, loader.meters), loader._planner().plans(0, 0, 8)
     rows._batches_at_once = 1
-    batches = engine._made_here(rows, portions)
+    batches = engine._gather_inline(rows, plans)
     given = 0
     while True:
         try:
@@ -214,7 +214,7 @@ def test_only_gathers_in_a_row_that_would_have_paid_for_a_thread_begin_one(image
             break
         given += 1
     assert given == 8  # five, and three in a row
-    assert sum(len(portion.sizes) for portion in left) == 32 - 8
+    assert sum(len(plan.sizes) for plan in left) == 32 - 8
 
 
 @pytest.mark.parametrize("taken", [1, 2, 4, 30])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from colabkit.augment import Compose, Cutout, Normalize, RandomCrop, RandomHorizontalFlip
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import FileDataset, PackedDataset, open_pack
 
 SEVEN = torch.full((3, 8, 8), 7, dtype=torch.uint8)

@@ -23,8 +23,8 @@ from trees import needs
 
 from colabkit.augment import RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import BadImage, ColabkitError, FileFailed, SourceChanged, TimedOut
-from colabkit.loading.loader import reading
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
+from colabkit.loading.engine import read_ahead
 from colabkit.packs import FileDataset
 from colabkit.sampler import Shuffled
 from colabkit.storage.sources import concurrency, reads
@@ -186,7 +186,7 @@ def test_every_rank_reads_its_share(far):
 
 
 def test_memory_for_files_is_bounded_and_small_bounds_only_slow_down(far, plain, monkeypatch):
-    monkeypatch.setattr(reading, "_HELD_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "_HELD_BYTES", 1)
     for workers in (0, 1, 3):
         assert torch.equal(epoch(Loader(FileDataset(far), 4, num_workers=workers))[0], plain)
 
@@ -240,7 +240,7 @@ def test_a_bad_image_of_a_far_source_is_named(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_read_that_hangs_ends_in_an_error_after_the_batches_before_it(far, plain, workers, monkeypatch):
-    monkeypatch.setattr(reading, "STALLED_S", 0.2)
+    monkeypatch.setattr(read_ahead, "STALLED_S", 0.2)
     loader = Loader(FileDataset(far), 4, num_workers=workers)
     far.may_read = lambda path: path != "bees/003.jpg"
     got = until_it_fails(loader, TimedOut, r"no byte in 0\.2 s, twice")
@@ -250,7 +250,7 @@ def test_a_read_that_hangs_ends_in_an_error_after_the_batches_before_it(far, pla
 
 
 def test_a_read_that_hangs_once_is_made_again(far, plain, monkeypatch):
-    monkeypatch.setattr(reading, "STALLED_S", 0.2)
+    monkeypatch.setattr(read_ahead, "STALLED_S", 0.2)
     loader = Loader(FileDataset(far), 4, num_workers=2)
     far.may_read = lambda path: path != "bees/003.jpg" or far.reads[path] > 1
     assert torch.equal(epoch(loader)[0], plain)
@@ -354,7 +354,7 @@ def test_a_file_of_a_drive_that_is_not_there_as_listed_is_named_in_its_place(dri
 
 
 def test_a_drive_that_hangs_ends_in_an_error_and_one_that_dies_too(drive, plain, monkeypatch):
-    monkeypatch.setattr(reading, "STALLED_S", 0.4)
+    monkeypatch.setattr(read_ahead, "STALLED_S", 0.4)
     with drive() as mount:
         loader = Loader(FileDataset(mount.point), 4)
         mount.hang("read", after=20)

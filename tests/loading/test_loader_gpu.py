@@ -11,7 +11,7 @@ from PIL import Image
 
 from colabkit.augment import Compose, MixUp, Normalize, PerSample, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import LoaderFailed
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import FileDataset, PackedDataset, open_pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from trees import needs
 
 from colabkit.foundation.permutation import epoch_order
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 
 COUNT = 22

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import FileFailed, NotEnoughSpace
-from colabkit.loading.loader import tiers
-from colabkit.loading.loader.api import Loader
-from colabkit.loading.loader.kept import KeptRows, promised_bytes
+from colabkit.loading import Loader
+from colabkit.loading.engine import tiers
+from colabkit.loading.engine.tiers import RowCache, promised_bytes
 from colabkit.packs import FileDataset, open_pack
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
@@ -69,15 +69,15 @@ def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
     return torch.cat(images), torch.cat(labels)
 
 
-def kept(capacity: int, where: Any = "ram", folder: Path = Path("/nowhere"), count: int = COUNT) -> KeptRows:
-    return KeptRows(count, SHAPE, capacity, where, folder)
+def kept(capacity: int, where: Any = "ram", folder: Path = Path("/nowhere"), count: int = COUNT) -> RowCache:
+    return RowCache(count, SHAPE, capacity, where, folder)
 
 
 def row_of(number: int) -> np.ndarray:
     return np.full(SHAPE, number % 251, np.uint8)
 
 
-def keep(rows: KeptRows, number: int) -> bool:
+def keep(rows: RowCache, number: int) -> bool:
     """Keep a row as the loader does; return whether there was a place."""
     place = rows.claim()
     if place is None:
@@ -91,7 +91,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> N
     """Let there be so much room for decoded samples."""
     monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
     monkeypatch.setattr(tiers, "_DISK_SHARE", 1)
-    monkeypatch.setattr(tiers.Room, "here", lambda *_: tiers.Room(None, ram_bytes, disk_bytes))
+    monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, ram_bytes, disk_bytes))
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
@@ -99,10 +99,10 @@ def test_rows_come_back_as_they_were_settled(where, tmp_path):
     rows = kept(COUNT, where, tmp_path)
     for number in np.random.default_rng(0).permutation(COUNT).tolist():
         assert rows.row(number) is None
-        assert not rows.is_whole
+        assert not rows.is_full
         assert keep(rows, number)
         assert np.array_equal(rows.row(number), row_of(number))
-    assert rows.is_whole
+    assert rows.is_full
     assert len(rows) == COUNT
     assert all(np.array_equal(rows.row(number), row_of(number)) for number in range(COUNT))
 
@@ -150,7 +150,7 @@ def test_no_more_rows_are_kept_than_fit():
     rows = kept(5)
     assert [keep(rows, number) for number in range(7)] == [True] * 5 + [False] * 2
     assert len(rows) == 5
-    assert not rows.is_whole
+    assert not rows.is_full
     assert rows.row(5) is None
 
 
@@ -199,7 +199,7 @@ def test_of_many_threads_that_keep_the_same_rows_each_is_kept_once_and_whole():
 def test_a_file_of_rows_has_no_name_and_takes_its_room_at_once(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     free = os.statvfs(tmp_path)
-    rows = KeptRows(1000, (64, 64, 3), 1000, "disk", tmp_path / "new" / "folder")
+    rows = RowCache(1000, (64, 64, 3), 1000, "disk", tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     taken = (free.f_bfree - os.statvfs(tmp_path).f_bfree) * free.f_frsize
     assert taken > 6_000_000
@@ -306,9 +306,9 @@ def test_a_sampler_with_replacement_gets_the_right_pixels(source, capacity, monk
 
 def test_a_row_that_another_thread_kept_first_is_taken_from_there(source, monkeypatch):
     plain = epoch(Loader(FileDataset(source), 5, size=16))[0]
-    settle = KeptRows.settle
+    settle = RowCache.settle
 
-    def settle_second(rows: KeptRows, place: int, number: int) -> None:
+    def settle_second(rows: RowCache, place: int, number: int) -> None:
         if (other := rows.claim()) is not None:
             rows.at(other)[...] = rows.at(place)
             settle(rows, other, number)
@@ -319,7 +319,7 @@ def test_a_row_that_another_thread_kept_first_is_taken_from_there(source, monkey
             rows.at(taken)[...] = 255
             rows.release(taken)
 
-    monkeypatch.setattr(KeptRows, "settle", settle_second)
+    monkeypatch.setattr(RowCache, "settle", settle_second)
     loader = Loader(FileDataset(source), 5, size=16, keep="ram", num_workers=1)
     for _ in range(2):
         assert torch.equal(epoch(loader)[0], plain)

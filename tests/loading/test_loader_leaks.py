@@ -33,7 +33,7 @@ from colabkit.augment import (
     RandomResizedCrop,
 )
 from colabkit.foundation import meters
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
 
 COUNT = 60

@@ -16,9 +16,8 @@ from torch.utils.data import Dataset, default_collate
 
 from colabkit.foundation import meters
 from colabkit.foundation.meters.counts import LoaderMeters, PartSnapshot
-from colabkit.loading.loader.api import Loader
-from colabkit.loading.loader.engines import InProcesses
-from colabkit.loading.loader.processes import WorkerBatch
+from colabkit.loading import Loader
+from colabkit.loading.engine.process_engine import ProcessEngine, WorkerBatch
 
 
 class Numbers(Dataset):
@@ -134,15 +133,13 @@ def test_who_waits_for_worker_processes_is_told_of_and_may_interrupt(interrupts)
     assert 0 < waits[0] < waits[1] < waits[2] < 30
 
 
-class Planned:
-    """Stands for `SampleWorkers`: the first batch is made when it is asked for, and the three others by then.
+class PlannedEngine(ProcessEngine):
+    """Its first batch is made when it is asked for, and the three others by then.
 
     Handing one over takes longer than making it, as between processes.
     """
 
-    ahead = 2
-
-    def batches(self, *_: Any) -> Iterator[tuple[WorkerBatch, int, int]]:
+    def _made_batches(self, *_: Any) -> Iterator[tuple[WorkerBatch, int, Any]]:
         time.sleep(0.001)
         made_at = time.perf_counter()
         for number in range(4):
@@ -152,6 +149,6 @@ class Planned:
 
 def test_a_batch_was_ready_that_was_made_before_it_was_asked_for_however_long_it_takes_to_get_it():
     counts = LoaderMeters()
-    engine = InProcesses(Planned(), torch.device("cpu"), counts)  # type: ignore[arg-type]
+    engine = PlannedEngine(Numbers(), None, None, 1, 2, False, torch.device("cpu"), counts)
     assert [batch.was_ready for batch in engine.batches(0, 0, iter(()))] == [False, True, True, True]
     assert (counts.queued, counts.queue_room) == (2 + 2 + 1, 4 * 2)

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from colabkit.augment import Compose, MixUp, Normalize, PerSample, RandomCrop, RandomHorizontalFlip
 from colabkit.errors import InvalidOption
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import FileDataset, Pack, open_pack
 
 IMAGES = torch.zeros(20, 3, 8, 8, dtype=torch.uint8)
@@ -83,11 +83,11 @@ def test_a_number_that_is_whole_is_advised_as_such(options, next_step):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"transform": [RandomCrop(4), Normalize()]}, "Put them into one, by Compose([...]) of colabkit.augment."),
-        ({"transform": (v2.RandomCrop(4),)}, "Put them into one, by Compose([...]) of torchvision's v2."),
+        ({"transform": [RandomCrop(4), Normalize()]}, "Combine them with Compose([...]) of colabkit.augment."),
+        ({"transform": (v2.RandomCrop(4),)}, "Combine them with Compose([...]) of torchvision's v2."),
         (
             {"transform": Normalize},
-            "transform=Normalize, a class, a callable or None. Make one of it: transform=Normalize(",
+            "transform=Normalize, a class, a callable or None. Create an instance: transform=Normalize(",
         ),
         ({"transform": "flip"}, "transform='flip', a callable or None. Pass a function of a batch of images."),
         ({"collate_fn": dict}, "collate_fn=dict, a class"),

@@ -17,11 +17,11 @@ from contract import make_pack, make_shards
 from reader_threads import LONG_S, comes_true
 from torch import Tensor
 
-from colabkit.loading.loader import paging, tiers
-from colabkit.loading.loader.api import Loader
-from colabkit.loading.loader.gather import RowGather
-from colabkit.loading.loader.paging import MappedRows, Populating, looked_ahead, mapped_rows
-from colabkit.loading.loader.portions import OrderedPlan, Portion, Share
+from colabkit.loading import Loader
+from colabkit.loading.engine import read_ahead, tiers
+from colabkit.loading.engine.batches import BatchPlan, OrderPlanner, Share
+from colabkit.loading.engine.gather import RowGather
+from colabkit.loading.engine.read_ahead import PagePopulator, RowFile, read_rows_ahead, row_files_of
 from colabkit.packs import open_pack
 from colabkit.sampler import Shuffled
 
@@ -52,21 +52,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Range]:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[MappedRows]:
+def files(tmp_path: Path) -> list[RowFile]:
     """Return three files of 10, 1 and 7 rows of 100 bytes, each behind something else."""
     found = []
     for number, rows in enumerate((10, 1, 7)):
         path = tmp_path / f"{number}.bin"
         path.write_bytes(bytes(4096 + 100 * rows))
-        found.append(MappedRows(path, 4096 - number, rows, 100))
+        found.append(RowFile(path, 4096 - number, rows, 100))
     return found
 
 
-def portions(batch_size: int = 2, n: int = 18) -> list[Portion]:
-    return list(OrderedPlan(Shuffled(n, 1), batch_size, False, Share()).portions(0, 0, 3))
+def plans(batch_size: int = 2, n: int = 18) -> list[BatchPlan]:
+    return list(OrderPlanner(Shuffled(n, 1), batch_size, False, Share()).plans(0, 0, 3))
 
 
-def expected_ranges(files: list[MappedRows], rows: np.ndarray) -> set[Range]:
+def expected_ranges(files: list[RowFile], rows: np.ndarray) -> set[Range]:
     every = [
         (str(file.path), file.offset + row * file.row_bytes, file.row_bytes)
         for file in files
@@ -77,17 +77,17 @@ def expected_ranges(files: list[MappedRows], rows: np.ndarray) -> set[Range]:
 
 @pytest.mark.parametrize("depth", [0, 1, 5, 1000])
 def test_the_same_portions_come_in_the_same_order(files, asked, depth):
-    whole = portions()
-    assert [id(portion) for portion in looked_ahead(iter(whole), files, None, depth)] == list(map(id, whole))
+    whole = plans()
+    assert [id(plan) for plan in read_rows_ahead(iter(whole), files, None, depth)] == list(map(id, whole))
 
 
 @pytest.mark.parametrize("depth", [0, 6, 1000])
 def test_exactly_the_rows_of_the_next_portions_are_asked_for_once(files, asked, depth):
-    whole, seen = portions(), 0
-    for place, _ in enumerate(looked_ahead(iter(whole), files, None, depth)):
-        known = [len(portion.numbers) for portion in whole[place:]]
+    whole, seen = plans(), 0
+    for place, _ in enumerate(read_rows_ahead(iter(whole), files, None, depth)):
+        known = [len(plan.indices) for plan in whole[place:]]
         ahead = next((count for count in range(1, len(known)) if sum(known[: count + 1]) > depth), len(known) - 1)
-        wanted = np.concatenate([portion.numbers for portion in whole[: place + 1 + ahead]])
+        wanted = np.concatenate([plan.indices for plan in whole[: place + 1 + ahead]])
         assert set(asked) == expected_ranges(files, wanted)
         assert len(asked) == len(wanted)
         seen += 1
@@ -97,20 +97,20 @@ def test_exactly_the_rows_of_the_next_portions_are_asked_for_once(files, asked, 
 
 def test_a_view_asks_for_the_rows_that_it_has(files, asked):
     rows_of = np.array([17, 3, 10, 11, 0])
-    list(looked_ahead(iter(portions(2, 5)), files, rows_of, 10))
+    list(read_rows_ahead(iter(plans(2, 5)), files, rows_of, 10))
     assert set(asked) == expected_ranges(files, rows_of)
 
 
 def test_rows_are_asked_for_in_the_order_of_the_file(files, asked):
-    list(looked_ahead(iter(portions(18)), files, None, 0))
+    list(read_rows_ahead(iter(plans(18)), files, None, 0))
     assert asked == sorted(asked)
 
 
 def test_descriptors_are_closed_at_the_end_and_when_it_is_left_early(files, asked):
     before = len(os.listdir("/proc/self/fd"))
-    list(looked_ahead(iter(portions()), files, None, 4))
+    list(read_rows_ahead(iter(plans()), files, None, 4))
     assert len(os.listdir("/proc/self/fd")) == before
-    running = looked_ahead(iter(portions()), files, None, 4)
+    running = read_rows_ahead(iter(plans()), files, None, 4)
     next(running)
     assert len(os.listdir("/proc/self/fd")) == before + 3
     running.close()
@@ -118,12 +118,12 @@ def test_descriptors_are_closed_at_the_end_and_when_it_is_left_early(files, aske
 
 
 def test_without_a_file_or_the_call_portions_come_all_the_same(files, asked, monkeypatch):
-    whole = portions()
+    whole = plans()
     files[1].path.unlink()
-    assert list(map(id, looked_ahead(iter(whole), files, None, 4))) == list(map(id, whole))
+    assert list(map(id, read_rows_ahead(iter(whole), files, None, 4))) == list(map(id, whole))
     assert asked == []
     monkeypatch.delattr(os, "posix_fadvise")
-    assert list(map(id, looked_ahead(iter(whole), files[:1], None, 4))) == list(map(id, whole))
+    assert list(map(id, read_rows_ahead(iter(whole), files[:1], None, 4))) == list(map(id, whole))
 
 
 @pytest.mark.parametrize("kind", ["whole", "view", "shards"])
@@ -136,7 +136,7 @@ def test_a_pack_on_disk_is_asked_for_row_by_row_and_its_batches_are_the_same(tmp
     data = data.subset([33, 2, 17, 5]) if kind == "view" else data
     expected = [images.clone() for images, _ in Loader(data, 3, shuffle=True)]
     assert asked == []
-    monkeypatch.setattr(tiers.Room, "here", lambda *_: tiers.Room(None, 0, 0))
+    monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, 0, 0))
     loader = Loader(data, 3, shuffle=True)
     assert loader.tier.name == "disk"
     assert all(torch.equal(images, other) for (images, _), other in zip(loader, expected, strict=True))
@@ -153,8 +153,8 @@ def test_a_pack_on_disk_is_asked_for_row_by_row_and_its_batches_are_the_same(tmp
 
 def test_only_so_many_rows_are_asked_for_ahead_however_many_batches_are_planned_together(tmp_path, asked):
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", train=1000))["train"], 2, keep="disk")
-    depth = loader._built.engine._depth
-    assert (depth.portion_batches, depth.group_batches) == (128, 32)
+    depth = loader._pipeline.engine._depth
+    assert (depth.plan_batches, depth.group_batches) == (128, 32)
     for number, _ in enumerate(loader, 1):
         assert len(asked) - 2 * number <= 3 * 2 * depth.group_batches
     assert len(asked) == 1000
@@ -173,7 +173,7 @@ def test_mapped_rows_lie_where_they_are_said_to(tmp_path):
     data = open_pack(make_shards(tmp_path / "s.h5", {"train": 3}, {"train": 4}))["train"]
     maps = data.maps()
     assert maps is not None
-    found = mapped_rows(data, RowGather(maps, None, are_images=True))
+    found = row_files_of(data, RowGather(maps, None, are_images=True))
     assert found is not None
     for file, rows in zip(found, maps, strict=True):
         content = file.path.read_bytes()[file.offset : file.offset + file.rows * file.row_bytes]
@@ -210,8 +210,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
 
     def put(**options: Any) -> Kernel:
         made = Kernel(**options)
-        monkeypatch.setattr(paging, "_STEP_BYTES", 2 * PAGE)
-        monkeypatch.setattr(paging, "_madvise", lambda: made)
+        monkeypatch.setattr(read_ahead, "_STEP_BYTES", 2 * PAGE)
+        monkeypatch.setattr(read_ahead, "_madvise", lambda: made)
         return made
 
     return put
@@ -245,12 +245,12 @@ def threads() -> list[threading.Thread]:
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_all_maps_are_walked_in_steps_in_order(kernel):
     asked, maps = kernel(), maps_of(5, 1, 8)
-    populating = Populating(maps)
-    populating.start()
+    populator = PagePopulator(maps)
+    populator.start()
     assert comes_true(lambda: not threads())
-    populating.stop()
+    populator.stop()
     assert_all_covered(asked.calls, maps)
-    populating.start()
+    populator.start()
     assert threads() == []
     assert_all_covered(asked.calls, maps)
 
@@ -267,10 +267,10 @@ def test_exactly_the_pages_that_a_view_has_rows_on_are_asked_for_once(kernel, ro
     flat = maps_of(*(-(-count * row_bytes // PAGE) for count in counts))
     maps = [rows[: count * row_bytes].view(count, row_bytes) for rows, count in zip(flat, counts, strict=True)]
     numbers = np.random.default_rng(0).permutation(sum(counts))[: max(1, int(share * sum(counts)))]
-    populating = Populating(maps, torch.from_numpy(np.append(numbers, numbers[:1])))
-    populating.start()
+    populator = PagePopulator(maps, torch.from_numpy(np.append(numbers, numbers[:1])))
+    populator.start()
     assert comes_true(lambda: not threads())
-    populating.stop()
+    populator.stop()
     rows = [row for some in maps for row in some]
     wanted = {page for n in numbers for page in pages_of([(rows[n].data_ptr(), row_bytes)])}
     assert len(asked.calls) <= len(wanted)
@@ -290,17 +290,17 @@ def test_a_loader_of_a_small_view_leaves_the_rest_of_its_pack_where_it_is(tmp_pa
 @pytest.mark.parametrize("stop_at", range(8))
 def test_stopped_anywhere_it_goes_on_there(kernel, stop_at):
     asked, maps = kernel(stop_at=stop_at), maps_of(5, 1, 8)
-    populating = Populating(maps)
-    populating.start()
+    populator = PagePopulator(maps)
+    populator.start()
     assert asked.waits.wait(LONG_S)
     threading.Timer(0.01, asked.go_on.set).start()
-    populating.stop()
+    populator.stop()
     assert threads() == []
     done = len(asked.calls)
-    assert done <= stop_at + 1 + (not populating._is_over.is_set())
-    populating.start()
+    assert done <= stop_at + 1 + (not populator._is_over.is_set())
+    populator.start()
     assert comes_true(lambda: not threads())
-    populating.stop()
+    populator.stop()
     assert_all_covered(asked.calls, maps)
 
 
@@ -308,10 +308,10 @@ def test_a_thread_that_waits_for_the_disk_is_left_behind_and_ends_by_itself(kern
     asked, maps = kernel(stop_at=1), maps_of(9)
     joined: list[float] = []
     monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(timeout))
-    populating = Populating(maps)
-    populating.start()
+    populator = PagePopulator(maps)
+    populator.start()
     assert asked.waits.wait(LONG_S)
-    populating.stop()
+    populator.stop()
     monkeypatch.undo()
     assert len(joined) == 1
     assert joined[0] is not None
@@ -322,27 +322,27 @@ def test_a_thread_that_waits_for_the_disk_is_left_behind_and_ends_by_itself(kern
 
 def test_started_twice_it_works_once_until_it_is_stopped_twice(kernel):
     asked, maps = kernel(stop_at=1), maps_of(9)
-    populating = Populating(maps)
-    populating.start()
-    populating.start()
+    populator = PagePopulator(maps)
+    populator.start()
+    populator.start()
     assert asked.waits.wait(LONG_S)
     assert len(threads()) == 1
-    populating.stop()
+    populator.stop()
     asked.go_on.set()
     assert comes_true(lambda: not threads())
-    populating.stop()
+    populator.stop()
     assert_all_covered(asked.calls, maps)
 
 
 def test_the_last_who_stops_it_ends_it(kernel):
     asked, maps = kernel(stop_at=1), maps_of(9)
-    populating = Populating(maps)
+    populator = PagePopulator(maps)
     for _ in range(2):
-        populating.start()
+        populator.start()
     assert asked.waits.wait(LONG_S)
-    populating.stop()
+    populator.stop()
     threading.Timer(0.01, asked.go_on.set).start()
-    populating.stop()
+    populator.stop()
     assert threads() == []
     assert len(asked.calls) <= 3
 
@@ -364,30 +364,30 @@ def test_a_look_or_a_pass_within_a_pass_leaves_it_at_work(tmp_path, kernel, insi
 @pytest.mark.parametrize("fail_at", [0, 2])
 def test_where_the_kernel_refuses_it_ends_and_asks_no_more(kernel, fail_at):
     asked, maps = kernel(fail_at=fail_at), maps_of(9, 9)
-    populating = Populating(maps)
+    populator = PagePopulator(maps)
     for _ in range(3):
-        populating.start()
+        populator.start()
         assert comes_true(lambda: not threads())
-        populating.stop()
+        populator.stop()
     assert len(asked.calls) == fail_at + 1
 
 
 def test_where_there_is_no_such_call_nothing_happens(monkeypatch):
-    monkeypatch.setattr(paging, "_madvise", lambda: None)
-    populating = Populating(maps_of(3))
-    populating.start()
+    monkeypatch.setattr(read_ahead, "_madvise", lambda: None)
+    populator = PagePopulator(maps_of(3))
+    populator.start()
     assert threads() == []
-    populating.stop()
+    populator.stop()
 
 
 def test_pages_of_a_pack_come_into_memory_and_batches_are_the_same(tmp_path):
     data = open_pack(make_pack(tmp_path / "p.h5", (32, 32, 3), train=300))["train"]
     maps = data.maps()
     assert maps is not None
-    populating = Populating(maps)
-    populating.start()
+    populator = PagePopulator(maps)
+    populator.start()
     assert comes_true(lambda: not threads())
-    populating.stop()
+    populator.stop()
     images = torch.cat([images for images, _ in Loader(data, 32)])
     assert torch.equal(images, data.rows.permute(0, 3, 1, 2))
 

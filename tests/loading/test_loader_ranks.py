@@ -19,7 +19,7 @@ from colabkit.augment import Compose, Cutout, MixUp, PerSample, RandomHorizontal
 from colabkit.errors import InvalidOption
 from colabkit.foundation import processes
 from colabkit.foundation.permutation import epoch_order
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.loading.sampler.blocks import BlockShuffled
 from colabkit.loading.sampler.classes import Balanced
 from colabkit.loading.sampler.weights import Weighted
@@ -273,8 +273,8 @@ def test_a_state_under_a_sampler_of_the_users_own_serves_all_ranks_of_as_many(na
     with pytest.raises(InvalidOption) as caught:
         loaders(1, state)
     assert str(caught.value) == (
-        "Cannot resume the Loader: a state within an epoch that a sampler parted among 2 processes, as many now, not 1."
-        " Start as many, or begin this epoch anew: set_epoch(0)."
+        "Cannot resume the Loader: a state within an epoch that a sampler split among 2 processes, as many now, not 1."
+        " Start as many, or start this epoch again: set_epoch(0)."
     )
     steps(taken)  # the next epoch
     (alone,) = loaders(1, state_of(taken))

@@ -1,4 +1,4 @@
-"""`ReadingAhead`: what is noted is read, what is kept is not, and nobody waits for what does not come."""
+"""`FileReadAhead`: what is announced is read, what is cached is not, and nobody waits for what does not come."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from reader_threads import comes_true
 from test_loader_files import Far
 
 from colabkit.foundation.meters.counts import LoaderMeters
-from colabkit.loading.loader.portions import Portion
-from colabkit.loading.loader.reading import ReadingAhead
+from colabkit.loading.engine.batches import BatchPlan
+from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.packs import FileDataset
 from colabkit.storage.sources import concurrency
 
@@ -28,17 +28,17 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     found.go_on()
 
 
-def portion_of(start: int, stop: int) -> Portion:
-    numbers = np.arange(start, stop)
-    return Portion(numbers, numbers, (stop - start,), (stop,))
+def plan_of(start: int, stop: int) -> BatchPlan:
+    indices = np.arange(start, stop)
+    return BatchPlan(indices, indices, (stop - start,), (stop,))
 
 
 def test_what_is_noted_while_all_reads_hang_is_asked_for_too(far):
     far.may_read = lambda _: False
-    with closing(ReadingAhead(FileDataset(far), lambda _: False, LoaderMeters())) as ahead:
-        ahead.coming(portion_of(0, 3))
+    with closing(FileReadAhead(FileDataset(far), lambda _: False, LoaderMeters())) as ahead:
+        ahead.announce(plan_of(0, 3))
         assert comes_true(lambda: sum(far.reads.values()) == 3)
-        ahead.coming(portion_of(3, 8))
+        ahead.announce(plan_of(3, 8))
         assert comes_true(lambda: sum(far.reads.values()) == 8)
         far.go_on()
         assert [ahead.fetch(number) for number in range(8)] == [FileDataset(far).encoded(number) for number in range(8)]
@@ -46,16 +46,16 @@ def test_what_is_noted_while_all_reads_hang_is_asked_for_too(far):
 
 def test_files_that_turn_out_to_be_kept_are_let_go_of_whether_they_came_or_not(far):
     kept: set[int] = set()
-    with closing(ReadingAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
+    with closing(FileReadAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
         kept.add(2)
-        ahead.coming(portion_of(0, 4))
+        ahead.announce(plan_of(0, 4))
         assert comes_true(lambda: len(ahead._found) == 3)
         assert far.reads["ants/002.jpg"] == 0
         for number in range(4):
             ahead.forget(number)
         assert (ahead._found, ahead._held_bytes) == ({}, 0)
         far.may_read = lambda _: False
-        ahead.coming(portion_of(4, 6))
+        ahead.announce(plan_of(4, 6))
         assert comes_true(lambda: far.reads["ants/005.jpg"] == 1)
         ahead.forget(4)
         far.go_on()
@@ -67,11 +67,11 @@ def test_files_that_turn_out_to_be_kept_are_let_go_of_whether_they_came_or_not(f
 def test_a_file_that_another_thread_kept_before_it_was_asked_for_is_not_waited_for(far):
     kept: set[int] = set()
     far.may_read = lambda _: False
-    with closing(ReadingAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
-        ahead.coming(portion_of(0, 3))
+    with closing(FileReadAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
+        ahead.announce(plan_of(0, 3))
         assert comes_true(lambda: sum(far.reads.values()) == 3)
         kept.add(4)
-        ahead.coming(portion_of(3, 6))
+        ahead.announce(plan_of(3, 6))
         assert ahead.fetch(4) is None
         far.go_on()
         assert ahead.fetch(5)

@@ -37,7 +37,7 @@ from colabkit.augment import (
     RandomResizedCrop,
 )
 from colabkit.errors import InvalidOption
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import FileDataset, PackedDataset, open_pack
 from colabkit.sampler import Balanced
 from colabkit.storage.staging.api import stage, unstage

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from colabkit.augment import RandomResizedCrop
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import meters
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import open_pack
 from colabkit.sampler import Balanced, BlockShuffled, Sequential, Shuffled, Weighted
 

@@ -13,12 +13,13 @@ from contract import make_pack, make_shards
 from packed_files import packed, photos
 
 from colabkit.errors import InvalidOption
-from colabkit.loading.loader import tiers
-from colabkit.loading.loader.api import Loader
-from colabkit.loading.loader.feeds import feed_of
-from colabkit.loading.loader.portions import OrderedPlan, Share
-from colabkit.loading.loader.resident import Resident
-from colabkit.loading.loader.tiers import Room, Tier, choose_tier
+from colabkit.foundation import LoaderMeters
+from colabkit.loading import Loader
+from colabkit.loading.engine import tiers
+from colabkit.loading.engine.batches import OrderPlanner, Share
+from colabkit.loading.engine.columns import columns_of
+from colabkit.loading.engine.device import DeviceEngine
+from colabkit.loading.engine.tiers import Room, Tier, choose_tier
 from colabkit.packs import open_pack
 from colabkit.sampler import Shuffled
 
@@ -111,8 +112,8 @@ def test_reasons_name_the_bytes_that_decided():
 
 @pytest.mark.parametrize("processes", [1, 2, 7])
 def test_processes_share_what_is_free(tmp_path, processes):
-    room = Room.here(torch.device("cpu"), tmp_path, processes)
-    alone = Room.here(torch.device("cpu"), tmp_path, 1)
+    room = Room.measure(torch.device("cpu"), tmp_path, processes)
+    alone = Room.measure(torch.device("cpu"), tmp_path, 1)
     assert room.gpu_bytes is None
     assert room.ram_bytes == pytest.approx(alone.ram_bytes / processes, rel=0.2)
     assert room.disk_bytes == pytest.approx(alone.disk_bytes / processes, rel=0.2)
@@ -129,7 +130,7 @@ def encoded(tmp_path: Path) -> Any:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> None:
-    monkeypatch.setattr(tiers.Room, "here", lambda *_: Room(None, ram_bytes, disk_bytes))
+    monkeypatch.setattr(tiers.Room, "measure", lambda *_: Room(None, ram_bytes, disk_bytes))
 
 
 def test_the_loader_tells_its_tier(raw, encoded, monkeypatch):
@@ -152,7 +153,7 @@ def test_samples_made_one_by_one_are_not_kept(keep):
 
 @pytest.mark.parametrize("keep", ["RAM", None, "source", 3])
 def test_other_places_are_refused(raw, keep):
-    with pytest.raises(InvalidOption, match=r"keep=.*'auto', 'gpu', 'ram', 'disk'"):
+    with pytest.raises(InvalidOption, match=r"keep=.*'auto', 'gpu', 'ram' or 'disk'"):
         Loader(raw, 2, keep=keep)
 
 
@@ -169,18 +170,18 @@ def test_batches_are_the_same_wherever_samples_live(raw, encoded, keep, monkeypa
 
 def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
     """Return the batches of an epoch, gathered in the memory of a device."""
-    feed = feed_of("test", data, None, False)
-    assert feed is not None
-    resident = Resident(feed.columns, torch.device("cpu"))
-    plan = OrderedPlan(Shuffled(feed.count, 0), batch_size, False, Share())
-    return [batch.values for portion in plan.portions(0, 0, 4) for batch in resident.batches(portion)]
+    columns = columns_of("test", data, None, False)
+    assert columns is not None
+    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters())
+    plan = OrderPlanner(Shuffled(columns.count, 0), batch_size, False, Share())
+    return [batch.values for some in plan.plans(0, 0, 4) for batch in engine._gather(some)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 22, 50])
 @pytest.mark.parametrize("step_bytes", [1, 100, 64 << 20])
 @pytest.mark.parametrize("kind", ["whole", "view", "shards", "arrays", "channels last", "one"])
 def test_batches_from_a_device_are_those_of_the_threads(tmp_path, raw, kind, step_bytes, batch_size, monkeypatch):
-    monkeypatch.setattr("colabkit.loading.loader.resident._STEP_BYTES", step_bytes)
+    monkeypatch.setattr("colabkit.loading.engine.device._STEP_BYTES", step_bytes)
     images = torch.arange(22 * 3 * 4 * 3).reshape(22, 3, 4, 3).to(torch.uint8)
     data = {
         "whole": lambda: raw,
@@ -204,11 +205,11 @@ def test_batches_from_a_device_are_those_of_the_threads(tmp_path, raw, kind, ste
 
 
 def test_rows_on_a_device_have_a_memory_of_their_own(raw):
-    feed = feed_of("test", raw.subset([3, 1]), None, False)
-    assert feed is not None
-    resident = Resident(feed.columns, torch.device("cpu"))
-    assert resident._columns[0].maps[0].shape == (2, 4, 3, 3)
-    (batch,) = resident.batches(next(OrderedPlan(Shuffled(2, 0), 2, False, Share()).portions(0, 0, 1)))
+    columns = columns_of("test", raw.subset([3, 1]), None, False)
+    assert columns is not None
+    engine = DeviceEngine(columns.by_name, torch.device("cpu"), 4, LoaderMeters())
+    assert engine._columns[0].maps[0].shape == (2, 4, 3, 3)
+    (batch,) = engine._gather(next(OrderPlanner(Shuffled(2, 0), 2, False, Share()).plans(0, 0, 1)))
     batch.values[0].zero_()
     assert raw.rows.any()
 

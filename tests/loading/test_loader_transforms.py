@@ -34,7 +34,7 @@ from colabkit.augment import (
 )
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation.permutation import epoch_order
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 
 COUNT = 26

@@ -1,4 +1,4 @@
-"""The loader's worker threads, with a maker that only notes: order, pieces, errors at their place, stops, room."""
+"""The loader's worker threads, with a builder that only notes: order, pieces, errors at their place, stops, room."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colabkit.loading.loader import workers
-from colabkit.loading.loader.portions import Portion
-from colabkit.loading.loader.workers import Batch, Group, Stopped, Workers, made_here
+from colabkit.loading.engine import thread_pool
+from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan
+from colabkit.loading.engine.read_ahead import Cancellation
+from colabkit.loading.engine.thread_pool import ThreadPool, build_group
 
 DEADLINE_S = 20.0
 SIZE = 4  # samples of a batch
 PIECE = 3  # samples of a piece, so that pieces and batches do not end together
 
 
-def portions(count: int, batches: int = 2) -> Iterator[Portion]:
-    """Yield portions of some batches each; a sample's number is its position."""
+def plans(count: int, batches: int = 2) -> Iterator[BatchPlan]:
+    """Yield plans of some batches each; a sample's number is its position."""
     samples = batches * SIZE
     for start in range(0, count * samples, samples):
         numbers = np.arange(start, start + samples)
         reached = tuple(range(start + SIZE, start + samples + 1, SIZE))
-        yield Portion(numbers, numbers, (SIZE,) * batches, reached)
+        yield BatchPlan(numbers, numbers, (SIZE,) * batches, reached)
 
 
-class FakeMaker:
+class FakeBuilder:
     """Makes 2 * number + 1 of each sample; calls `at(step, first sample)` first, which may wait or raise."""
 
     def __init__(self, at: Callable[[str, int], object] = lambda step, sample: None, piece: int | None = PIECE) -> None:
@@ -41,41 +42,41 @@ class FakeMaker:
         self.begun = 0
         self.filled: list[tuple[int, int]] = []
 
-    def begin(self, portion: Portion) -> Group:
+    def begin(self, plan: BatchPlan) -> BatchGroup:
         self.begun += 1
-        self.at("begin", int(portion.numbers[0]))
-        group = Group(portion)
-        count = len(portion.numbers)
+        self.at("begin", int(plan.indices[0]))
+        group = BatchGroup(plan)
+        count = len(plan.indices)
         if self.piece is None:
-            group.values = [2 * portion.numbers + 1]
+            group.values = [2 * plan.indices + 1]
         else:
             group.values = [np.full(count, -1)]
             group.pieces = [(start, min(start + self.piece, count)) for start in range(0, count, self.piece)]
         return group
 
-    def fill(self, group: Group, start: int, stop: int) -> None:
-        numbers = group.portion.numbers[start:stop]
+    def fill(self, group: BatchGroup, start: int, stop: int) -> None:
+        numbers = group.plan.indices[start:stop]
         self.at("fill", int(numbers[0]))
         group.values[0][start:stop] = 2 * numbers + 1
         self.filled.append((int(numbers[0]), int(numbers[-1])))
 
-    def finish(self, group: Group, samples: int) -> Iterator[Batch]:
-        for stop, reached in zip(itertools.accumulate(group.portion.sizes), group.portion.reached, strict=True):
+    def finish(self, group: BatchGroup, samples: int) -> Iterator[Batch]:
+        for stop, reached in zip(itertools.accumulate(group.plan.sizes), group.plan.ends, strict=True):
             if stop <= samples:
-                self.at("finish", int(group.portion.numbers[stop - SIZE]))
-                positions = group.portion.positions[stop - SIZE : stop]
+                self.at("finish", int(group.plan.indices[stop - SIZE]))
+                positions = group.plan.positions[stop - SIZE : stop]
                 yield Batch([group.values[0][stop - SIZE : stop]], positions, reached)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Workers]]:
+def start() -> Iterator[Callable[..., ThreadPool]]:
     """Return a function that starts workers, which are closed in the end and leave no thread."""
-    started: list[Workers] = []
+    started: list[ThreadPool] = []
 
     def make(
-        plan: Iterable[Portion], maker: FakeMaker, threads: int = 1, ahead: int = 3, waited: Any = lambda _: None
-    ) -> Workers:
-        started.append(Workers(iter(plan), maker, threads, ahead, waited))
+        plan: Iterable[BatchPlan], builder: FakeBuilder, threads: int = 1, ahead: int = 3, waited: Any = lambda _: None
+    ) -> ThreadPool:
+        started.append(ThreadPool(iter(plan), builder, threads, ahead, waited))
         return started[-1]
 
     yield make
@@ -88,7 +89,7 @@ def loader_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
 
 
-def taken(running: Workers) -> Iterator[Batch]:
+def taken(running: ThreadPool) -> Iterator[Batch]:
     """Yield all batches, as a user takes them."""
     while (group := running.take(DEADLINE_S)) is not None:
         yield from group.batches
@@ -114,26 +115,26 @@ def wait_until(holds: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 16])
 @pytest.mark.parametrize("ahead", [1, 3, 50])
 def test_batches_come_whole_and_in_order_with_any_number_of_threads(start, threads, ahead, piece):
-    maker = FakeMaker(piece=piece)
-    batches = list(taken(start(portions(30), maker, threads, ahead)))
-    assert [batch.reached for batch in batches] == list(range(SIZE, 241, SIZE))
+    builder = FakeBuilder(piece=piece)
+    batches = list(taken(start(plans(30), builder, threads, ahead)))
+    assert [batch.end for batch in batches] == list(range(SIZE, 241, SIZE))
     assert np.concatenate([batch.positions for batch in batches]).tolist() == list(range(240))
     assert np.concatenate([batch.values[0] for batch in batches]).tolist() == list(range(1, 481, 2))
-    spans = sorted(maker.filled)
+    spans = sorted(builder.filled)
     assert piece is None or [number for first, last in spans for number in range(first, last + 1)] == list(range(240))
 
 
 def test_many_threads_on_many_epochs_lose_and_double_nothing(start):
     for round_ in range(30):
-        plan = list(portions(12, batches=1 + round_ % 3))
-        running = start(plan, FakeMaker(piece=1 + round_ % 4), threads=24, ahead=1 + round_ % 7)
+        plan = list(plans(12, batches=1 + round_ % 3))
+        running = start(plan, FakeBuilder(piece=1 + round_ % 4), threads=24, ahead=1 + round_ % 7)
         positions = np.concatenate([batch.positions for batch in taken(running)])
         assert positions.tolist() == list(range(12 * SIZE * (1 + round_ % 3)))
         running.close()
 
 
 def test_no_portion_is_the_end_at_once(start):
-    assert start([], FakeMaker(), threads=3).take(DEADLINE_S) is None
+    assert start([], FakeBuilder(), threads=3).take(DEADLINE_S) is None
 
 
 def test_a_group_that_is_done_early_waits_for_those_before_it(start):
@@ -145,62 +146,64 @@ def test_a_group_that_is_done_early_waits_for_those_before_it(start):
         if (step, sample) == ("finish", 3 * SIZE):  # the last batch of the second group
             second_done.set()
 
-    running = start(portions(3), FakeMaker(at), threads=2)
-    assert [batch.reached for batch in taken(running)] == list(range(SIZE, 6 * SIZE + 1, SIZE))
+    running = start(plans(3), FakeBuilder(at), threads=2)
+    assert [batch.end for batch in taken(running)] == list(range(SIZE, 6 * SIZE + 1, SIZE))
     assert second_done.is_set()
 
 
 def test_the_pieces_of_one_group_are_made_by_all_threads_at_once(start):
     together = threading.Barrier(3, timeout=DEADLINE_S)
-    maker = FakeMaker(lambda step, sample: together.wait() if step == "fill" else None)
-    running = start(portions(1), maker, threads=3)  # eight samples, in pieces of three
+    builder = FakeBuilder(lambda step, sample: together.wait() if step == "fill" else None)
+    running = start(plans(1), builder, threads=3)  # eight samples, in pieces of three
     assert len(list(taken(running))) == 2
     assert not together.broken
 
 
 def test_the_pieces_of_the_oldest_group_go_first(start):
-    maker = FakeMaker()
-    list(taken(start(portions(6), maker, threads=1, ahead=6)))
-    assert maker.filled == sorted(maker.filled)
+    builder = FakeBuilder()
+    list(taken(start(plans(6), builder, threads=1, ahead=6)))
+    assert builder.filled == sorted(builder.filled)
 
 
 def test_portions_are_asked_for_by_one_thread_at_a_time(start):
     inside = threading.Lock()
 
-    class EpochPlan:
+    class Plan:
         def __init__(self) -> None:
-            self.left = portions(100, batches=1)
+            self.left = plans(100, batches=1)
 
-        def __iter__(self) -> EpochPlan:
+        def __iter__(self) -> Plan:
             return self
 
-        def __next__(self) -> Portion:
+        def __next__(self) -> BatchPlan:
             assert inside.acquire(blocking=False), "two threads asked at once"
             try:
                 return next(self.left)
             finally:
                 inside.release()
 
-    assert len(list(taken(start(EpochPlan(), FakeMaker(), threads=8, ahead=20)))) == 100
+    assert len(list(taken(start(Plan(), FakeBuilder(), threads=8, ahead=20)))) == 100
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_as_many_groups_as_allowed_are_made_ahead_and_never_more(start, threads, ahead):
     given_back, most = [], []
-    maker = FakeMaker(lambda step, sample: most.append(maker.begun - len(given_back)) if step == "begin" else None)
-    running = start(portions(20), maker, threads, ahead)
+    builder = FakeBuilder(
+        lambda step, sample: most.append(builder.begun - len(given_back)) if step == "begin" else None
+    )
+    running = start(plans(20), builder, threads, ahead)
     for group in iter(lambda: running.take(DEADLINE_S), None):
-        wait_until(lambda: maker.begun >= min(20, len(given_back) + ahead))
+        wait_until(lambda: builder.begun >= min(20, len(given_back) + ahead))
         assert group.batches
-        given_back.append(group.portion.positions[0])
+        given_back.append(group.plan.positions[0])
         running.make_room()
     assert max(most) == ahead
 
 
 def test_what_is_ready_is_counted_and_nothing_ready_in_time_is_said(start):
     gate = threading.Event()
-    running = start(portions(2), FakeMaker(lambda *_: gate.wait(DEADLINE_S)))
+    running = start(plans(2), FakeBuilder(lambda *_: gate.wait(DEADLINE_S)))
     assert running.ready() == 0
     with pytest.raises(queue.Empty):
         running.take(0.001)
@@ -212,7 +215,7 @@ def test_what_is_ready_is_counted_and_nothing_ready_in_time_is_said(start):
 
 def test_the_seconds_that_a_thread_had_nothing_to_do_are_told(start):
     waits: list[float] = []
-    running = start(portions(4), FakeMaker(), ahead=1, waited=waits.append)
+    running = start(plans(4), FakeBuilder(), ahead=1, waited=waits.append)
     wait_until(lambda: running.ready() == 1)
     list(taken(running))
     running.close()
@@ -236,7 +239,7 @@ def test_the_seconds_that_a_thread_had_nothing_to_do_are_told(start):
 )
 def test_an_error_comes_after_the_batches_before_it_and_nothing_after_it(start, threads, step, sample, whole):
     error = ValueError("planned")
-    running = start(portions(8), FakeMaker(raises_at(step, sample, error)), threads, ahead=6)
+    running = start(plans(8), FakeBuilder(raises_at(step, sample, error)), threads, ahead=6)
     got: list[Batch] = []
     with pytest.raises(ValueError, match="planned") as caught:
         got.extend(taken(running))
@@ -248,14 +251,14 @@ def test_an_error_comes_after_the_batches_before_it_and_nothing_after_it(start, 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_error_of_the_portions_comes_after_the_batches_before_it(start, threads):
-    def plan() -> Iterator[Portion]:
-        yield from portions(2)
+    def plan() -> Iterator[BatchPlan]:
+        yield from plans(2)
         raise LookupError("planned")
 
     got: list[Batch] = []
     with pytest.raises(LookupError, match="planned"):
-        got.extend(taken(start(plan(), FakeMaker(), threads)))
-    assert [batch.reached for batch in got] == [4, 8, 12, 16]
+        got.extend(taken(start(plan(), FakeBuilder(), threads)))
+    assert [batch.end for batch in got] == [4, 8, 12, 16]
 
 
 def test_of_several_errors_in_a_group_the_first_sample_counts(start):
@@ -273,7 +276,7 @@ def test_of_several_errors_in_a_group_the_first_sample_counts(start):
             assert late_failed.wait(DEADLINE_S)
             raise ValueError("early")
 
-    running = start(portions(1), FakeMaker(at), threads=3)
+    running = start(plans(1), FakeBuilder(at), threads=3)
     with pytest.raises(ValueError, match="early"):
         list(taken(running))
 
@@ -290,8 +293,8 @@ def test_an_error_of_a_later_group_waits_for_the_groups_before_it(start):
 
     got: list[Batch] = []
     with pytest.raises(ValueError, match="planned"):
-        got.extend(taken(start(portions(2), FakeMaker(at), threads=2)))
-    assert [batch.reached for batch in got] == [4, 8]
+        got.extend(taken(start(plans(2), FakeBuilder(at), threads=2)))
+    assert [batch.end for batch in got] == [4, 8]
 
 
 @pytest.mark.parametrize("fails_too", [False, True])
@@ -308,7 +311,7 @@ def test_a_group_that_ends_after_an_earlier_one_failed_is_not_handed_over(start,
             assert first_failed.wait(DEADLINE_S)
             raise ValueError("planned")
 
-    running = start(portions(2), FakeMaker(at, piece=100), threads=2)
+    running = start(plans(2), FakeBuilder(at, piece=100), threads=2)
     with pytest.raises(ValueError, match="planned"):
         running.take(DEADLINE_S)
     go_on.set()
@@ -317,26 +320,26 @@ def test_a_group_that_ends_after_an_earlier_one_failed_is_not_handed_over(start,
 
 
 def test_nothing_is_made_of_a_group_after_its_first_error(start):
-    maker = FakeMaker(raises_at("fill", 0, ValueError("planned")))
+    builder = FakeBuilder(raises_at("fill", 0, ValueError("planned")))
     with pytest.raises(ValueError, match="planned"):
-        list(taken(start(portions(5), maker, threads=1)))
-    assert maker.filled == []
+        list(taken(start(plans(5), builder, threads=1)))
+    assert builder.filled == []
 
 
 def test_what_is_no_exception_comes_through_too(start):
-    running = start(portions(2), FakeMaker(raises_at("fill", 0, SystemExit(3))))
+    running = start(plans(2), FakeBuilder(raises_at("fill", 0, SystemExit(3))))
     with pytest.raises(SystemExit):
         list(taken(running))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_close_ends_threads_that_wait_for_room_for_work_or_for_good(start, threads):
-    running = start(portions(10), FakeMaker(), threads, ahead=1)
+    running = start(plans(10), FakeBuilder(), threads, ahead=1)
     wait_until(lambda: running.ready() == 1)
     running.close()
     running.close()
     assert loader_threads() == []
-    done = start(portions(1), FakeMaker(), threads)
+    done = start(plans(1), FakeBuilder(), threads)
     list(taken(done))
     done.close()
     assert loader_threads() == []
@@ -344,7 +347,7 @@ def test_close_ends_threads_that_wait_for_room_for_work_or_for_good(start, threa
 
 def test_one_of_the_threads_may_close_all_without_waiting_for_itself(start):
     """As the garbage collector does in any thread, when it ends a pass that was left."""
-    running: list[Workers] = []
+    running: list[ThreadPool] = []
     is_made, is_closed = threading.Event(), threading.Event()
 
     def at(now: str, sample: int) -> None:
@@ -352,7 +355,7 @@ def test_one_of_the_threads_may_close_all_without_waiting_for_itself(start):
         running[0].close()
         is_closed.set()
 
-    running.append(start(portions(5), FakeMaker(at), threads=2))
+    running.append(start(plans(5), FakeBuilder(at), threads=2))
     is_made.set()
     assert is_closed.wait(DEADLINE_S)
     running[0].close()
@@ -367,9 +370,9 @@ def test_work_that_stops_because_nobody_wants_it_ends_quietly(start, step):
         if now == step:
             entered.set()
             assert is_closing.wait(DEADLINE_S)
-            raise Stopped
+            raise Cancellation
 
-    running = start(portions(5), FakeMaker(at), threads=3)
+    running = start(plans(5), FakeBuilder(at), threads=3)
     assert entered.wait(DEADLINE_S)
     is_closing.set()
     running.close()
@@ -378,14 +381,14 @@ def test_work_that_stops_because_nobody_wants_it_ends_quietly(start, step):
 
 
 def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, caplog):
-    monkeypatch.setattr(workers, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(thread_pool, "_CLOSE_S", 0.05)
     entered, release = threading.Event(), threading.Event()
 
     def at(step: str, sample: int) -> None:
         entered.set()
         assert release.wait(DEADLINE_S)
 
-    running = start(portions(3), FakeMaker(at), threads=2)
+    running = start(plans(3), FakeBuilder(at), threads=2)
     try:
         assert entered.wait(DEADLINE_S)
         began = time.monotonic()
@@ -399,11 +402,11 @@ def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, capl
 
 @pytest.mark.parametrize("piece", [None, 1, PIECE, 100])
 def test_a_group_made_in_the_calling_thread_is_what_threads_make(start, piece):
-    for portion in portions(3):
-        here = made_here(FakeMaker(piece=piece), portion)
-        there = list(taken(start([portion], FakeMaker(piece=piece), threads=2)))
+    for plan in plans(3):
+        here = build_group(FakeBuilder(piece=piece), plan)
+        there = list(taken(start([plan], FakeBuilder(piece=piece), threads=2)))
         assert here.error is None
-        assert [batch.reached for batch in here.batches] == [batch.reached for batch in there]
+        assert [batch.end for batch in here.batches] == [batch.end for batch in there]
         assert all((a.values[0] == b.values[0]).all() for a, b in zip(here.batches, there, strict=True))
 
 
@@ -422,12 +425,12 @@ def test_a_group_that_fails_is_the_same_in_the_calling_thread_and_in_others(star
         if (step, sample) in planned:
             raise ValueError(planned[step, sample])
 
-    here = made_here(FakeMaker(at), next(portions(1)))
-    assert ([batch.reached for batch in here.batches], str(here.error)) == ([SIZE] * whole, said)
+    here = build_group(FakeBuilder(at), next(plans(1)))
+    assert ([batch.end for batch in here.batches], str(here.error)) == ([SIZE] * whole, said)
     got: list[Batch] = []
     with pytest.raises(ValueError, match=said):
-        got.extend(taken(start(portions(1), FakeMaker(at))))
-    assert [batch.reached for batch in got] == [SIZE] * whole
+        got.extend(taken(start(plans(1), FakeBuilder(at))))
+    assert [batch.end for batch in got] == [SIZE] * whole
 
 
 LEFT_OPEN = """

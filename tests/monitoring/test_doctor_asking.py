@@ -20,7 +20,7 @@ from trees import make_tree
 
 import colabkit
 from colabkit import errors
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.monitoring.doctor import api
 from colabkit.monitoring.doctor.api import diagnose
 from colabkit.monitoring.doctor.diagnosis import Diagnosis

@@ -21,7 +21,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
 from colabkit.errors import BadImage, BadSource, InvalidOption, MissingSplit, SourceChanged
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs.dataset.file_dataset import FileDataset
 from colabkit.packs.decode.images import decode_image
 

@@ -18,7 +18,7 @@ from contract import make_pack, whole_content
 from torch.utils.data import DataLoader
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, InvalidOption, NotSealed, SourceChanged, SourceMissing
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 

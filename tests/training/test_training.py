@@ -22,7 +22,7 @@ from trainings import train
 from colabkit.augment import Normalize
 from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists, TrainingDiverged
 from colabkit.foundation import meters
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 from colabkit.training.report import EpochRecord, TrainReport
 from colabkit.training.steps import supervised_step

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import colabkit
 from colabkit.augment import Normalize
 from colabkit.errors import InvalidOption
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import PackedDataset
 from colabkit.training import ceiling
 

@@ -12,7 +12,7 @@ import torch
 
 from colabkit.errors import InvalidOption, MissingPackage
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.training.report import EpochRecord, TrainReport, Validation
 from colabkit.training.trainer import train
 

@@ -13,7 +13,7 @@ from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
 from colabkit.foundation.meters.facts import LoaderFacts
 from colabkit.foundation.meters.steps import StepTimes
 from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.training.report import EpochRecord, TrainReport, Validation
 from colabkit.training.trainer import train
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import colabkit
 from colabkit.augment import Compose, Cutout, Normalize, RandomCrop, RandomHorizontalFlip
 from colabkit.foundation import meters
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.steps import supervised_step

@@ -16,7 +16,7 @@ from trainings import train
 import colabkit
 from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.packs import PackedDataset
 from colabkit.training.checkpoints import folder as checkpoint_folder
 from colabkit.training.report import TrainingInterrupted, TrainReport

@@ -17,7 +17,7 @@ from trainings import train
 from colabkit.augment import PerBatch
 from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
-from colabkit.loading.loader.api import Loader
+from colabkit.loading import Loader
 from colabkit.training import stop_requests
 from colabkit.training.report import TrainingInterrupted
 from colabkit.training.schedule import duration_s, moment

@@ -1,6 +1,6 @@
-"""Worker threads that make batches ahead of their use, and hand them over in order.
+"""Worker threads that build batches ahead of their use, and hand them over in order.
 
-Small batches are made several at a time, as one group, because handing one over between threads costs more than
+Small batches are built several at a time, as one group, because handing one over between threads costs more than
 gathering 512 CIFAR images. A group is opened by one thread; what takes long in it is cut into pieces that all threads
 share, those of the oldest group first.
 """
@@ -8,6 +8,8 @@ share, those of the oldest group first.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import functools
 import logging
 import os
 import queue
@@ -16,137 +18,69 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
+import torch
 
-from colabkit.foundation import Mark
-from colabkit.loading.augment.draws import Draws
-from colabkit.loading.loader.cores import keep_to_one_core
-from colabkit.loading.loader.portions import Numbers, Portion
+from colabkit.foundation import read_file
+from colabkit.loading.engine.batch_builder import BatchBuilder
+from colabkit.loading.engine.batches import BatchGroup, BatchPlan
+from colabkit.loading.engine.read_ahead import Cancellation
 
 logger = logging.getLogger("colabkit")
 
 _CLOSE_S = 10.0
-_NONE = Portion(np.empty(0, np.int64), np.empty(0, np.int64), (), ())
+_NO_PLAN = BatchPlan(np.empty(0, np.int64), np.empty(0, np.int64), (), ())
+_OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
-class Stopped(Exception):
-    """Raised inside a worker whose work nobody wants any more."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch, and how it came to the user.
-
-    Attributes:
-        values: its fields, or a whole batch that `collate_fn` made.
-        positions: of its samples in the epoch's global order.
-        reached: how many samples of the epoch all ranks have received after it.
-        was_ready: whether it was ready when it was asked for.
-        marks: set in the stream of its device before and after what waits for it.
-    """
-
-    values: Any
-    positions: Numbers
-    reached: int
-    was_ready: bool = True
-    marks: tuple[Mark, Mark] | None = None
-
-
-class Group:
-    """Batches that are made together.
-
-    Attributes:
-        portion: which samples they hold.
-        buffer: the host memory that is lent for them.
-        values: each field of all samples, while they are made.
-        result: what transforms made of the first field.
-        draws: the samples' random numbers.
-        bad: samples that shall be left out, by their place in the portion.
-        batches: the finished batches.
-        pieces: samples from which to which are made apart, by any thread.
-        lock: for what several threads set.
-    """
-
-    def __init__(self, portion: Portion, buffer: Tensor | None = None) -> None:
-        self.portion = portion
-        self.buffer = buffer
-        self.values: list[Any] = []
-        self.result: Tensor | None = None
-        self.draws: Draws
-        self.bad: list[int] = []
-        self.batches: list[Batch] = []
-        self.pieces: list[tuple[int, int]] = []
-        self.lock = threading.Lock()
-        self.left = 0
-        self.error: BaseException | None = None
-        self.failed_at = len(portion.numbers)  # the first sample that could not be made
-        self.is_done = False
-
-
-class GroupMaker(Protocol):
-    """Makes the batches of a group; all but `begin` may be called by several threads at once, on different groups."""
-
-    def begin(self, portion: Portion) -> Group:
-        """Return a new group with memory for its batches, and with the pieces that are left to do."""
-
-    def fill(self, group: Group, start: int, stop: int) -> None:
-        """Make the samples from `start` to `stop` of a group."""
-
-    def finish(self, group: Group, samples: int) -> Iterator[Batch]:
-        """Yield the batches that end within the first `samples` samples, which are made."""
-
-
-def made_here(maker: GroupMaker, portion: Portion) -> Group:
-    """Return a group made in the calling thread; where it fails, the batches before, and the error."""
-    group = Group(portion)
+def build_group(builder: BatchBuilder, plan: BatchPlan) -> BatchGroup:
+    """Return a group built in the calling thread; if that fails, with the batches before the error, and the error."""
+    group = BatchGroup(plan)
     try:
-        group = maker.begin(portion)
+        group = builder.begin(plan)
         for start, stop in group.pieces:
             group.failed_at = start
-            maker.fill(group, start, stop)
-        group.failed_at = len(portion.numbers)
+            builder.fill(group, start, stop)
+        group.failed_at = len(plan.indices)
     except Exception as error:
         group.error = error
         if not group.values:
             return group
     try:
-        group.batches.extend(maker.finish(group, group.failed_at))
+        group.batches.extend(builder.finish(group, group.failed_at))
     except Exception as error:
         group.error = error  # of a batch before the one that could not be filled
     return group
 
 
-class Workers:
-    """Runs a plan in daemon threads; `take` gives its groups in order.
+class ThreadPool:
+    """Builds the batches of plans in daemon threads; `take` returns their groups in order.
 
     Args:
-        portions: what to make; asked for the next one by one thread at a time.
-        maker: makes it.
+        plans: of the batches; one thread at a time fetches the next one.
+        builder: builds them.
         threads: how many.
         groups_ahead: how many groups may be under way or waiting.
-        on_wait: told how long a thread had nothing to do, in seconds.
+        on_wait: called with the seconds that a thread had nothing to do.
     """
 
     def __init__(
         self,
-        portions: Iterator[Portion],
-        maker: GroupMaker,
+        plans: Iterator[BatchPlan],
+        builder: BatchBuilder,
         threads: int,
         groups_ahead: int,
         on_wait: Callable[[float], None],
     ) -> None:
-        self._portions = portions
-        self._maker = maker
+        self._plans = plans
+        self._builder = builder
         self._on_wait = on_wait
-        self._ready: queue.SimpleQueue[Group | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[BatchGroup | BaseException | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards what follows
         self._room = groups_ahead
-        self._pieces: deque[tuple[Group, int, int]] = deque()
-        self._under_way: deque[Group] = deque()
+        self._pieces: deque[tuple[BatchGroup, int, int]] = deque()
+        self._under_way: deque[BatchGroup] = deque()
         self._is_opening = False
         self._is_exhausted = False
         self._is_over = False
@@ -159,18 +93,15 @@ class Workers:
         _live.add(self)
 
     def ready(self) -> int:
-        """Return how many groups `take` would give at once."""
+        """Return how many groups `take` would return at once."""
         return self._ready.qsize()
 
-    def take(self, timeout: float) -> Group | None:
+    def take(self, timeout: float) -> BatchGroup | None:
         """Return the next group, or None after the last.
 
-        Args:
-            timeout: seconds to wait.
-
         Raises:
-            queue.Empty: if there is none by then.
-            BaseException: what the making of it failed with.
+            queue.Empty: if there is none within `timeout` seconds.
+            BaseException: with which building it failed.
         """
         group = self._ready.get(timeout=timeout)
         if isinstance(group, BaseException):
@@ -178,15 +109,15 @@ class Workers:
         return group
 
     def make_room(self) -> None:
-        """Let one more group be made ahead; call it once for each group taken, when its last batch is handed out."""
+        """Allow one more group; call it once for each group taken, when its last batch is handed out."""
         with self._changed:
             self._room += 1
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the threads and wait for them, though not for ever on one that hangs; may be called twice.
+        """Stop the threads and wait for them, up to a deadline; may be called twice.
 
-        One of the threads that finds itself here does not wait: the garbage collector, which ends a pass that was left,
+        It does not wait if one of the threads calls it: the garbage collector, which closes an iteration that was left,
         runs in any thread, and holding any lock.
         """
         with self._changed:
@@ -201,18 +132,18 @@ class Workers:
             logger.warning("the loader's threads are still at work after %g s and are left alone", _CLOSE_S)
 
     def _run(self) -> None:
-        keep_to_one_core()
+        limit_torch_to_one_thread()
         try:
             while (piece := self._next()) is not None:
                 self._work(*piece)
                 del piece  # or its group's buffer could not be used again while this thread waits
-        except Stopped:
+        except Cancellation:
             pass
         except BaseException as error:
             self._ready.put(error)
 
-    def _next(self) -> tuple[Group, int, int] | None:
-        """Return a piece to make, opening the next group where none is left; None when all is done."""
+    def _next(self) -> tuple[BatchGroup, int, int] | None:
+        """Return a piece to make, opening the next group if none is left; None when all is done."""
         while True:
             waited_s = 0.0
             with self._changed:
@@ -236,14 +167,14 @@ class Workers:
         return self._room > 0 and not self._is_opening
 
     def _open(self) -> None:
-        portion = _NONE
+        plan = _NO_PLAN
         try:
-            portion = next(self._portions, _NONE)
-            group = self._maker.begin(portion) if portion is not _NONE else None
-        except Stopped:
+            plan = next(self._plans, _NO_PLAN)
+            group = self._builder.begin(plan) if plan is not _NO_PLAN else None
+        except Cancellation:
             raise
         except BaseException as error:
-            group = Group(portion)
+            group = BatchGroup(plan)
             group.error, group.failed_at = error, 0
         with self._changed:
             self._is_opening = False
@@ -251,7 +182,7 @@ class Workers:
                 self._is_exhausted = True
                 self._deliver()
             else:
-                group.left = len(group.pieces)
+                group.pieces_left = len(group.pieces)
                 self._under_way.append(group)
                 self._pieces.extend((group, *piece) for piece in group.pieces)
             if len(self._threads) > 1:
@@ -259,29 +190,29 @@ class Workers:
         if group is not None and not group.pieces:
             self._end(group)
 
-    def _work(self, group: Group, start: int, stop: int) -> None:
+    def _work(self, group: BatchGroup, start: int, stop: int) -> None:
         try:
-            if start < group.failed_at:  # nobody will see what comes after a failure
-                self._maker.fill(group, start, stop)
-        except Stopped:
+            if start < group.failed_at:  # nothing after a failure is delivered
+                self._builder.fill(group, start, stop)
+        except Cancellation:
             raise
         except BaseException as error:
             with self._changed:
                 if start < group.failed_at:
                     group.failed_at, group.error = start, error
         with self._changed:
-            group.left -= 1
-            is_whole = not group.left
-        if is_whole:
+            group.pieces_left -= 1
+            is_last = not group.pieces_left
+        if is_last:
             self._end(group)
 
-    def _end(self, group: Group) -> None:
+    def _end(self, group: BatchGroup) -> None:
         try:
-            for batch in self._maker.finish(group, group.failed_at) if group.failed_at else ():
+            for batch in self._builder.finish(group, group.failed_at) if group.failed_at else ():
                 group.batches.append(batch)
                 if self._is_over:
-                    raise Stopped
-        except Stopped:
+                    raise Cancellation
+        except Cancellation:
             raise
         except BaseException as error:
             group.error = error
@@ -295,7 +226,7 @@ class Workers:
             group = self._under_way.popleft()
             if group.batches:
                 self._ready.put(group)
-            elif group.error is None:  # all its samples were left out: nobody will take it
+            elif group.error is None:  # all its samples were left out, so it is not delivered
                 self._room += 1
                 self._changed.notify_all()
             if group.error is not None:
@@ -307,15 +238,43 @@ class Workers:
             self._ready.put(None)
 
 
-_live: weakref.WeakSet[Workers] = weakref.WeakSet()
+_live: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """Stop all threads while the interpreter still runs: ending one that is inside torch would abort the process."""
-    for workers in tuple(_live):
-        workers.close()
+    for pool in tuple(_live):
+        pool.close()
 
 
 if hasattr(os, "register_at_fork"):  # a child has none of these threads
     os.register_at_fork(after_in_child=_live.clear)
+
+
+def limit_torch_to_one_thread() -> None:
+    """Make torch compute with one thread when it is called from this thread.
+
+    OpenMP would give each calling thread helpers of its own, which spin for milliseconds after every call and take the
+    cores from the model. `torch.set_num_threads` would hold for future threads as well. If the OpenMP library is not
+    found nothing changes, which is slower but just as correct.
+    """
+    if (set_threads := _set_threads()) is not None:
+        torch.get_num_threads()  # which else would set it again at its first use in this thread
+        set_threads(1)
+
+
+@functools.cache
+def _set_threads() -> Callable[[int], object] | None:
+    """Return `omp_set_num_threads` of the OpenMP library that torch has loaded, None where there is none."""
+    try:
+        mapped = {line.split()[-1] for line in read_file("/proc/self/maps").splitlines() if "omp" in line}
+    except OSError:
+        return None
+    for path in sorted(mapped, key=lambda path: ("/torch" not in path, path)):  # other packages bring theirs
+        if path.rpartition("/")[2].startswith(_OPENMP_LIBRARIES):
+            try:
+                return ctypes.CDLL(path).omp_set_num_threads
+            except (OSError, AttributeError):
+                continue
+    return None

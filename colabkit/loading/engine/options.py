@@ -1,17 +1,28 @@
-"""The arguments of `Loader`, checked: what cannot be meant is one line of error at once."""
+"""The options of `Loader`, checked: an invalid argument is one line of error at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things
-from colabkit.loading.augment.checks import shown
+from colabkit.foundation import (
+    InvalidOption,
+    LoaderMeters,
+    cannot,
+    check_callable,
+    check_one_of,
+    check_whole_number,
+    format_things,
+    shown,
+    usable_cpus,
+)
 from colabkit.loading.augment.per_sample import PerSample, is_per_sample
-from colabkit.loading.loader.portions import Pass, Share
-from colabkit.loading.loader.tiers import KEEPS
+from colabkit.loading.engine.batches import EpochRange, Share
+from colabkit.loading.engine.image_decoders import BadSamples
+from colabkit.loading.engine.tiers import KEEPS, Keep
 from colabkit.loading.sampler.blocks import BlockShuffled
 from colabkit.loading.sampler.orders import Order, Sequential, Shuffled
 
@@ -20,12 +31,44 @@ _WINDOW_BYTES = 256 << 20
 _MOST_BLOCK = 1024
 
 
-def check_choice(act: str, keep: Any, on_bad: Any, device: torch.device) -> None:
-    """Raise `InvalidOption` for words that are no choice, or not for this device."""
-    for name, value, known in (("keep", keep, KEEPS), ("on_bad", on_bad, ("raise", "skip", "blank"))):
-        if value not in known:
-            needed = f"one of {', '.join(map(repr, known))}"
-            raise InvalidOption(cannot(act, f"{name}={value!r}", needed, "Use one of these"))
+@dataclass(frozen=True)
+class LoaderOptions:
+    """The checked options of a `Loader` that decide how its batches are built.
+
+    Attributes:
+        batch_size: samples of a batch.
+        device: where batches go.
+        transform: of the images of each batch.
+        size: of decoded image files.
+        keep: where samples shall live.
+        num_workers: threads or processes; None for as many as CPUs may be used.
+        prefetch_batches: batches built ahead; None chooses.
+        persistent_workers: whether processes live on between epochs.
+        bad: image files that cannot be decoded.
+        counts: the loader's meters.
+    """
+
+    batch_size: int
+    device: torch.device
+    transform: Callable[..., Any] | None
+    size: tuple[int, int] | None
+    keep: Keep
+    num_workers: int | None
+    prefetch_batches: int | None
+    persistent_workers: bool
+    bad: BadSamples
+    counts: LoaderMeters
+
+    @property
+    def workers(self) -> int:
+        """How many threads or processes may work."""
+        return max(1, round(usable_cpus())) if self.num_workers is None else self.num_workers
+
+
+def check_choices(act: str, keep: object, on_bad: object, device: torch.device) -> None:
+    """Raise `InvalidOption` for values of `keep` and `on_bad` that do not exist, or not on this device."""
+    check_one_of(act, "keep", keep, KEEPS)
+    check_one_of(act, "on_bad", on_bad, ("raise", "skip", "blank"))
     if keep == "gpu" and device.type != "cuda":
         found, next_step = "keep='gpu' with batches on the CPU", "Pass device='cuda' too"
         if not torch.cuda.device_count():
@@ -34,26 +77,17 @@ def check_choice(act: str, keep: Any, on_bad: Any, device: torch.device) -> None
         raise InvalidOption(cannot(act, found, "a GPU to which batches go", next_step))
 
 
-def check_callable(act: str, name: str, value: Any, next_step: str) -> None:
-    """Raise `InvalidOption` unless a value is None or can be called."""
-    if isinstance(value, type):
-        found, next_step = f"{name}={value.__name__}, a class", f"Make one of it: {name}={value.__name__}(...)"
-        raise InvalidOption(cannot(act, found, "a callable or None", next_step))
-    if value is not None and not callable(value):
-        raise InvalidOption(cannot(act, f"{name}={shown(value)}", "a callable or None", next_step))
-
-
 def check_transform(act: str, transform: Any) -> None:
     """Raise `InvalidOption` unless a transform is None or can be called."""
     next_step = "Pass a function of a batch of images"
     if isinstance(transform, list | tuple):
         whose = "torchvision's v2" if any(map(is_per_sample, transform)) else "colabkit.augment"
-        next_step = f"Put them into one, by Compose([...]) of {whose}"
+        next_step = f"Combine them with Compose([...]) of {whose}"
     check_callable(act, "transform", transform, next_step)
 
 
-def why_one_by_one(transform: Any, collate_fn: Any) -> tuple[str, str] | None:
-    """Return which argument asks for samples one by one, and what to do without it; None if none does."""
+def sample_argument(transform: Any, collate_fn: Any) -> tuple[str, str] | None:
+    """Return the argument that needs samples one by one, and how to avoid it; None if there is none."""
     if collate_fn is not None:
         return "collate_fn=", "leave collate_fn= out"
     if isinstance(transform, PerSample):
@@ -64,12 +98,12 @@ def why_one_by_one(transform: Any, collate_fn: Any) -> tuple[str, str] | None:
 
 
 def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> None:
-    """Raise `InvalidOption` for arguments that have no meaning for samples that are made one by one.
+    """Raise `InvalidOption` for arguments that do not apply to samples that are made one by one.
 
     Args:
         act: for messages.
         given: whether each of these arguments is given, by name.
-        why: what asks for samples one by one, and what to do without it.
+        why: what needs samples one by one, and how to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
         found = f"{names} beside {why[0]}, for which samples are made one by one"
@@ -77,36 +111,22 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
 
 def check_without_processes(act: str, persistent_workers: bool, why: tuple[str, str]) -> None:
-    """Raise `InvalidOption` if processes that there are not shall live on.
-
-    Args:
-        act: for messages.
-        persistent_workers: what was asked for.
-        why: what makes samples instead, and what to do.
-    """
+    """Raise `InvalidOption` for `persistent_workers` without processes; `why` is the reason, and what to do."""
     if persistent_workers:
         found, needed = f"persistent_workers=True with {why[0]}", "worker processes to keep"
         raise InvalidOption(cannot(act, found, needed, why[1]))
 
 
 def check_skipping(act: str, on_bad: str, share: Share) -> None:
-    """Raise `InvalidOption` for several processes that leave out samples: one may lose a whole batch of bad ones."""
+    """Raise `InvalidOption` for several ranks that leave out samples: one may lose a whole batch of bad ones."""
     if on_bad == "skip" and share.world_size > 1:
         found, needed = f"on_bad='skip' in {share.world_size} processes", "equally many batches in each"
         raise InvalidOption(cannot(act, found, needed, "Use on_bad='blank', which leaves none out"))
 
 
 def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share: Share) -> None:
-    """Raise `InvalidOption` for an order that gives no batch.
-
-    Args:
-        act: for messages.
-        order: of the samples.
-        batch_size: of one process.
-        drop_last: whether a last batch that is not full is left out.
-        share: which process this is.
-    """
-    if len(Pass.of(len(order), 0, batch_size, share, drop_last)):
+    """Raise `InvalidOption` for an order that yields no batch."""
+    if len(EpochRange.of(len(order), 0, batch_size, share, drop_last)):
         return
     world = share.world_size
     among = "" if world == 1 else f" for {world} processes"
@@ -120,27 +140,16 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
     raise InvalidOption(cannot(act, format_things(len(order), "sample"), needed, next_step))
 
 
-def check_drop_last(act: str, drop_last: bool, gives_batches: bool) -> None:
-    """Raise `InvalidOption` for a last batch that shall be left out, of a sampler that gives whole batches."""
-    if drop_last and gives_batches:
+def check_drop_last(act: str, drop_last: bool, yields_batches: bool) -> None:
+    """Raise `InvalidOption` for `drop_last` beside a sampler that yields batches."""
+    if drop_last and yields_batches:
         next_step = "Leave drop_last out: the sampler says which batches there are"
         raise InvalidOption(cannot(act, "drop_last=True beside a sampler of batches", "one of the two", next_step))
 
 
 def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:
-    """Return the order of epochs that is asked for.
-
-    Args:
-        act: for messages.
-        shuffle: True, False or `"block"`.
-        seed: of the shuffles.
-        n: samples.
-        sampler: the user's own, or None.
-        row_bytes: of a sample, for the size of blocks; None if they differ.
-    """
-    if not (isinstance(shuffle, bool) or shuffle == "block"):
-        needed = "True, False or 'block'"
-        raise InvalidOption(cannot(act, f"shuffle={shuffle!r}", needed, "Use one of these"))
+    """Return the order of epochs: `sampler`, or that of `shuffle` over `n` samples of `row_bytes`."""
+    check_one_of(act, "shuffle", shuffle, (True, False, "block"))
     if sampler is not None:
         if shuffle:
             found = f"shuffle={shuffle!r} beside a sampler"
@@ -162,10 +171,10 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
 
 
 def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
-    """Return which process of several this is: as said, else as `torch.distributed` says, else the only one.
+    """Return which process of several this is: as given, else of `torch.distributed`, else the only one.
 
     Raises:
-        InvalidOption: if only one of the two is said, or they do not fit together.
+        InvalidOption: if only one of the two is given, or they do not fit together.
     """
     if (rank is None) != (world_size is None):
         found = f"rank={rank} and world_size={world_size}"
@@ -182,7 +191,7 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
 
 
 def usable_device(act: str, device: Any) -> torch.device:
-    """Return a device that is there; None means the CPU.
+    """Return an existing device; None means the CPU.
 
     Raises:
         InvalidOption: if there is no such device.

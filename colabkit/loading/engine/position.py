@@ -1,4 +1,4 @@
-"""Where in which epoch the user is, and the state that says so in a checkpoint."""
+"""The position of the user in the stream of epochs, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things
-from colabkit.loading.loader.sampled import seed_of
+from colabkit.loading.engine.custom_samplers import seed_of
 from colabkit.loading.sampler.blocks import BlockShuffled
 from colabkit.loading.sampler.orders import Order, Sequential, Shuffled
 
@@ -22,8 +22,8 @@ _NEXT_STEPS = {  # by the beginning of a fingerprint
 _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 
 
-class Position:
-    """The next position of a stream of epochs.
+class LoaderPosition:
+    """The next position in a stream of epochs.
 
     Samples are counted when the user receives them, not when they are made. A position at the end of an epoch is the
     start of the next one.
@@ -34,25 +34,26 @@ class Position:
         fingerprint: of the data.
 
     Attributes:
-        order: as given, or as a state says.
-        pure_order: the same, if it is one of `colabkit.sampler`; None for a sampler of the user's own.
+        order: as given, or that of a loaded state.
+        pure_order: the same, if it is one of `colabkit.sampler`; None for a custom sampler.
         seed: of the loader.
     """
 
     def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
-        self._take(order)
+        self._set_order(order)
         self.seed = seed
         self._fingerprint = fingerprint
         self._next = (0, 0)  # epoch and samples at which the next iteration begins
-        self._reached = (0, 0)
+        self._received = (0, 0)
 
-    def _take(self, order: Order | Iterable[Any]) -> None:
+    def _set_order(self, order: Order | Iterable[Any]) -> None:
         self.order = order
+        # Kept, since the check of a protocol takes long.
         self.pure_order = order if isinstance(order, Order) else None
 
     @property
     def policy(self) -> str:
-        """What tells this order from others."""
+        """The name and options of this order."""
         return self.pure_order.policy if self.pure_order is not None else f"sampler {type(self.order).__qualname__}"
 
     @property
@@ -61,12 +62,12 @@ class Position:
 
     @property
     def shuffle(self) -> bool | str:
-        """What the argument `shuffle` would have to be."""
+        """The argument `shuffle` that this order stands for."""
         return "block" if isinstance(self.order, BlockShuffled) else isinstance(self.order, Shuffled)
 
     @property
     def order_text(self) -> str:
-        """How samples follow each other, for the loader's text."""
+        """The order, for the loader's text."""
         if isinstance(self.order, Sequential):
             return "in order"
         if isinstance(self.order, Shuffled | BlockShuffled):
@@ -76,51 +77,51 @@ class Position:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that the next iteration begins or goes on with."""
+        """The epoch that the next iteration begins or resumes."""
         return self._next[0]
 
     @property
     def received(self) -> tuple[int, int]:
         """Epoch, and samples of it that the user has received; the start of the next one at the end of an epoch."""
-        return self._reached
+        return self._received
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
         epoch = check_whole_number("set the epoch", "epoch", epoch, 0)
         if epoch != self._next[0]:
             self._next = (epoch, 0)
-        self._reached = self._next
+        self._received = self._next
 
     def begin(self) -> tuple[int, int]:
         """Return the epoch and the samples at which an iteration begins; the next one will be the epoch after it."""
         begun = self._next
         self._next = (begun[0] + 1, 0)
-        self._reached = begun
+        self._received = begun
         return begun
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Begin within the block after what the user received, and be after it as before."""
-        before = self._next, self._reached
-        self._next = self._reached
+        """Begin within the block after the samples that the user received, and restore the position after it."""
+        before = self._next, self._received
+        self._next = self._received
         try:
             yield
         finally:
-            self._next, self._reached = before
+            self._next, self._received = before
 
-    def reached(self, epoch: int, samples: int, *, is_over: bool) -> None:
+    def receive(self, epoch: int, samples: int, *, is_over: bool) -> None:
         """Note that the user has received so many samples of an epoch."""
-        self._reached = (epoch + 1, 0) if is_over else (epoch, samples)
+        self._received = (epoch + 1, 0) if is_over else (epoch, samples)
 
     def state_dict(self, batch_size: int = 0, world_size: int = 1) -> dict[str, Any]:
         """Return the position as plain values.
 
         Args:
-            batch_size: samples of a step of one process; told, not needed.
-            world_size: how many processes there are; needed for samplers of the user's own, whose samples each process
-                counts for itself.
+            batch_size: samples of a step of one process; for information only.
+            world_size: how many processes there are; needed for custom samplers, whose samples each process counts for
+                itself.
         """
-        epoch, samples = self._reached
+        epoch, samples = self._received
         return {
             "version": _VERSION,
             "fingerprint": self._fingerprint,
@@ -134,26 +135,25 @@ class Position:
         }
 
     def load(self, state: dict[str, Any], is_end: Callable[[int], bool], world_size: int = 1) -> None:
-        """Take the position of a state, with its order.
+        """Load the position and the order of a state.
 
         Args:
             state: of `state_dict`.
-            is_end: tells whether an epoch is known to have no batch after so many samples; those that it does not know
-                of end as soon as they are asked for more.
+            is_end: returns whether an epoch is known to have no batch after so many samples.
             world_size: how many processes there are.
 
         Raises:
             InvalidOption: if the state is of other data, of another order, of another number of processes where that
-                counts, of an unknown version, or not whole.
+                counts, of an unknown version, or incomplete.
         """
         act = "resume the Loader"
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != _VERSION:
             found = f"a state of version {version!r}"
-            raise InvalidOption(cannot(act, found, f"version {_VERSION}", "Start the epoch anew"))
+            raise InvalidOption(cannot(act, found, f"version {_VERSION}", "Start the epoch again"))
         if missing := [name for name in self.state_dict() if name not in state]:
             found = f"a state without {', '.join(missing)}"
-            raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch anew"))
+            raise InvalidOption(cannot(act, found, "all that state_dict() gives", "Start the epoch again"))
         if state["fingerprint"] != self._fingerprint:
             next_step = _NEXT_STEPS.get(
                 self._fingerprint.partition("/")[0], "Open the pack or data set it was taken with"
@@ -163,19 +163,19 @@ class Position:
         are_whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
         if not are_whole or min(numbers[1:]) < 0:
             found = f"a state with order_seed, seed, epoch, samples and world_size {', '.join(map(repr, numbers))}"
-            raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch anew"))
+            raise InvalidOption(cannot(act, found, "whole numbers from 0", "Start the epoch again"))
         order_seed, seed, epoch, samples, processes = map(operator.index, numbers)
         order = self._order_of(act, str(state["order"]), order_seed)
         if not isinstance(order, Order) and samples and processes != world_size:
-            found = f"a state within an epoch that a sampler parted among {format_things(processes, 'process')}"
-            next_step = f"Start as many, or begin this epoch anew: set_epoch({epoch})"
+            found = f"a state within an epoch that a sampler split among {format_things(processes, 'process')}"
+            next_step = f"Start as many, or start this epoch again: set_epoch({epoch})"
             raise InvalidOption(cannot(act, found, f"as many now, not {world_size}", next_step))
-        self._take(order)
+        self._set_order(order)
         self.seed = seed
-        self._next = self._reached = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
+        self._next = self._received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
-        """Return the order that a state tells of: one that needs no data, else the one that is here."""
+        """Return the order of a state: one that needs no data, or the current one."""
         if policy == self.policy and seed == self._order_seed:
             return self.order
         if isinstance(self.order, Sequential | Shuffled | BlockShuffled):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -15,71 +16,67 @@ from torch import Tensor
 from torch.utils.data import StackDataset
 
 from colabkit.foundation import InvalidOption, cannot, format_things, kind_of
-from colabkit.loading.loader.gather import RowGather
-from colabkit.loading.loader.portions import Numbers
-from colabkit.packs import LABELS, SAMPLES, FileDataset, ImageFiles, Pack, PackedDataset
+from colabkit.loading.engine.batches import Indices
+from colabkit.loading.engine.gather import RowGather
+from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
 
 _CHANNELS = (1, 3, 4)
 _FEW = 4  # arrays in a list that are fields rather than samples, if each is longer than that
 
 Structure: TypeAlias = Literal["alone", "tuple", "dict"]
-
-
-class ImageSet(Protocol):
-    """Image files that have to be decoded."""
-
-    def image_files(self) -> ImageFiles | None:
-        """Return what they become."""
-
-    def encoded(self, number: int) -> bytes:
-        """Return the bytes of one."""
-
-    def name_of(self, number: int) -> str:
-        """Return what to call one in a message."""
-
-
-Read: TypeAlias = Callable[[Numbers], Any]
-Column: TypeAlias = RowGather | ImageSet | Read
+ImageDataset: TypeAlias = PackedDataset | FileDataset
+ColumnReader: TypeAlias = Callable[[Indices], Any]
+Column: TypeAlias = RowGather | ImageDataset | ColumnReader
 """A field: rows to gather, image files to decode, or a function that reads some samples."""
 
 
 @dataclass(frozen=True)
-class Feed:
+class DatasetColumns:
     """The columns of a data set.
 
     Attributes:
-        columns: by name; the first one is what transforms are applied to.
+        by_name: the columns; transforms are applied to the first one.
         structure: how batches hold them: one alone, a tuple, a dict.
         labels: name of the column with the labels, None if there is none.
         count: samples.
-        about: the data set as a text.
-        is_on_disk: whether rows lie in files that are mapped, not in memory.
-        order: names of the columns in the order that batches have; None for that of `columns`.
-        name_of: gives what to call a sample in a message; None if they have no names.
+        description: of the data set, for its text.
+        is_on_disk: whether rows lie in mapped files, not in memory.
+        order: names of the columns in the order that batches have; None for that of `by_name`.
+        name_of: returns the name of a sample for messages; None if samples have no names.
     """
 
-    columns: Mapping[str, Column]
+    by_name: Mapping[str, Column]
     structure: Structure
     labels: str | None
     count: int
-    about: str
+    description: str
     is_on_disk: bool = False
     order: tuple[str, ...] | None = None
     name_of: Callable[[int], str] | None = None
 
     @property
-    def samples(self) -> Column:
+    def first(self) -> Column:
         """The column that transforms are applied to."""
-        return next(iter(self.columns.values()))
+        return next(iter(self.by_name.values()))
+
+    @property
+    def rows(self) -> RowGather | None:
+        """The first column if it is rows to gather."""
+        return self.first if isinstance(self.first, RowGather) else None
+
+    @property
+    def images(self) -> ImageDataset | None:
+        """The first column if it is image files to decode."""
+        return self.first if isinstance(self.first, ImageDataset) else None
 
     @property
     def label_place(self) -> int | None:
         """Place of the labels among the columns, None if there are none."""
-        return None if self.labels is None else [*self.columns].index(self.labels)
+        return None if self.labels is None else [*self.by_name].index(self.labels)
 
     def batch(self, values: Sequence[Any]) -> Any:
         """Return a batch as the user gets it, of the values of the columns."""
-        names: Iterable[str] = self.columns
+        names: Iterable[str] = self.by_name
         if self.order is not None:
             named = dict(zip(names, values, strict=True))
             names, values = self.order, [named[name] for name in self.order]
@@ -88,14 +85,14 @@ class Feed:
         return tuple(values) if self.structure == "tuple" else values[0]
 
 
-def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool) -> Feed | None:
-    """Return the columns of a data set, None for one that can only be asked sample by sample.
+def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool) -> DatasetColumns | None:
+    """Return the columns of a data set, None for one that can only be loaded sample by sample.
 
     Args:
         act: for messages.
         dataset: a `PackedDataset`, a `FileDataset`, a tensor, an array, a tuple, list or dict of them, or a
             `TensorDataset`.
-        fields: the fields that are wanted, by name; None for all.
+        fields: names of the fields to load; None for all.
         as_dict: batches are dicts.
 
     Raises:
@@ -105,16 +102,16 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
     if _gives_samples_of(dataset, PackedDataset, FileDataset):
         name_of, columns = dataset.name_of, _stored(dataset)
         structure: Structure = "tuple" if len(columns) > 1 else "alone"
-        about, count = repr(dataset), len(dataset)
+        description, count = repr(dataset), len(dataset)
         labels = None if dataset.labels is None else LABELS
     else:
         found = _arrays(act, dataset)
         if found is None:
             return None
         arrays, structure = found
-        columns = {name: RowGather(*_rows(act, name, value)) for name, value in arrays.items()}
+        columns = {name: _row_gather(act, name, value) for name, value in arrays.items()}
         count = _length(act, arrays)
-        about = f"arrays of {format_things(count, 'sample')}"
+        description = f"arrays of {format_things(count, 'sample')}"
         labels = [*arrays][1] if len(arrays) > 1 else None
     if fields is not None:
         columns = _chosen(act, columns, fields)
@@ -122,42 +119,37 @@ def feed_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool)
         labels = labels if labels in columns else None
     order = None if fields is None or list(columns) == list(fields) else tuple(fields)
     is_on_disk = name_of is not None and isinstance(dataset, PackedDataset)
-    return Feed(columns, "dict" if as_dict else structure, labels, count, about, is_on_disk, order, name_of)
+    structure = "dict" if as_dict else structure
+    return DatasetColumns(columns, structure, labels, count, description, is_on_disk, order, name_of)
 
 
 def fingerprint_of(act: str, dataset: Any) -> str:
-    """Return what tells a data set from others, the same however its samples are asked for.
+    """Return a text that differs between data sets: of arrays by some of their samples, of others by kind and length.
 
-    Args:
-        act: for messages.
-        dataset: as given: arrays are told by some of their samples, what says nothing of itself by its kind and length.
+    It is the same whether samples are loaded in rows or one by one.
     """
-    if isinstance(told := getattr(dataset, "fingerprint", None), str):
-        return told
+    if isinstance(own := getattr(dataset, "fingerprint", None), str):
+        return own
     if (found := _arrays(act, dataset)) is not None:
         return _digest(found[0])
     return f"{type(dataset).__qualname__} of {len(dataset)}"
 
 
-def check_channels(act: str, feed: Feed) -> None:
-    """Refuse arrays `[N, H, W, C]` where a transform takes `[N, C, H, W]`.
-
-    Raises:
-        InvalidOption: saying how to turn them.
-    """
-    rows = feed.samples
-    if not isinstance(rows, RowGather) or rows.are_images or len(rows.shape) != 3:
+def check_channels(act: str, columns: DatasetColumns) -> None:
+    """Raise `InvalidOption` for arrays `[N, H, W, C]` where a transform takes `[N, C, H, W]`."""
+    rows = columns.rows
+    if rows is None or rows.are_images or len(rows.shape) != 3:
         return
     if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
-        found = f"images {[feed.count, *rows.shape]} whose channels come last"
+        found = f"images {[columns.count, *rows.shape]} whose channels come last"
         next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which copies nothing"
-        if feed.is_on_disk:
+        if columns.is_on_disk:
             next_step = "Begin it with PerBatch(lambda images: images.permute(0, 3, 1, 2))"
         raise InvalidOption(cannot(act, found, "[N, C, H, W] for this transform", next_step))
 
 
-def wrapped(act: str, dataset: Any) -> Any:
-    """Return the view of a pack that torch's `Subset` of one means; all else as it is.
+def unwrap_subset(act: str, dataset: Any) -> Any:
+    """Return the view of a pack or of files for torch's `Subset` of one; all else unchanged.
 
     Raises:
         InvalidOption: if it is a whole pack.
@@ -166,14 +158,14 @@ def wrapped(act: str, dataset: Any) -> Any:
         next_step = f"Pass pack[{next(iter(dataset), 'train')!r}]"
         raise InvalidOption(cannot(act, "a whole pack", "one of its splits", next_step))
     if _gives_samples_of(dataset, torch.utils.data.Subset):
-        whole = wrapped(act, dataset.dataset)
+        whole = unwrap_subset(act, dataset.dataset)
         if _gives_samples_of(whole, PackedDataset, FileDataset):
             return whole.subset(dataset.indices)
     return dataset
 
 
 def as_samples(act: str, dataset: Any) -> Any:
-    """Return what can be asked sample by sample: a tuple or dict of arrays as a data set, and all data sets.
+    """Return a map-style data set: the given one, or one of a tuple or dict of arrays.
 
     Raises:
         InvalidOption: if arrays do not fit together, or it is no data set.
@@ -194,11 +186,11 @@ def as_samples(act: str, dataset: Any) -> Any:
 
 
 def _gives_samples_of(dataset: Any, *kinds: type[Any]) -> bool:
-    """Return whether a data set is of one of some kinds and gives samples as that does: a subclass may change them."""
-    asked = ("__getitem__", "__getitems__")
+    """Return whether a data set is of one of some kinds; a subclass with indexing of its own is not."""
+    methods = ("__getitem__", "__getitems__")
     return any(
         isinstance(dataset, kind)
-        and all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in asked)
+        and all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in methods)
         for kind in kinds
     )
 
@@ -212,17 +204,12 @@ def _stored(dataset: PackedDataset | FileDataset) -> dict[str, Column]:
             columns[name] = dataset
         else:
             assert isinstance(dataset, PackedDataset)
-            maps = dataset.maps(name)
-            if maps:
+            if maps := dataset.maps(name):
                 are_images = dataset.info.fields[name].content == "image"
                 columns[name] = RowGather(maps, dataset.numbers, are_images)
             else:
-                columns[name] = _reader(dataset, name)
+                columns[name] = functools.partial(dataset.column, name)
     return columns
-
-
-def _reader(dataset: PackedDataset, name: str) -> Read:
-    return lambda numbers: dataset.column(name, numbers)
 
 
 def _length(act: str, arrays: Mapping[str, Any]) -> int:
@@ -242,7 +229,7 @@ def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> d
 
 
 def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
-    """Return arrays by name, and how batches hold them; None if it is something else."""
+    """Return arrays by name, and how batches hold them; None for other data sets."""
     if _gives_samples_of(dataset, torch.utils.data.TensorDataset):
         return {str(number): tensor for number, tensor in enumerate(dataset.tensors)}, "tuple"
     if isinstance(dataset, Tensor | np.ndarray):
@@ -269,15 +256,15 @@ def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
 
 
 def _are_columns(values: list[Any]) -> bool:
-    """Return whether a short list of long arrays is meant as fields, not as samples."""
+    """Return whether a list is a few long arrays of one length, so probably fields, not samples."""
     is_few = 1 < len(values) <= _FEW
     if not is_few or not all(isinstance(value, Tensor | np.ndarray) and value.ndim for value in values):
         return False
     return len(set(map(len, values))) == 1 and len(values[0]) > _FEW
 
 
-def _rows(act: str, name: str, value: Any) -> tuple[tuple[Tensor, ...], None, bool]:
-    """Return an array as the rows to gather, and whether they are images with their channels last in memory."""
+def _row_gather(act: str, name: str, value: Any) -> RowGather:
+    """Return what gathers the rows of an array."""
     if isinstance(value, np.ndarray):
         try:
             native = value.astype(value.dtype.newbyteorder("="), copy=False)
@@ -296,8 +283,8 @@ def _rows(act: str, name: str, value: Any) -> tuple[tuple[Tensor, ...], None, bo
         raise InvalidOption(cannot(act, found, "one on the CPU", "Pass it so, with device= and keep='gpu'"))
     value = value.detach().resolve_conj().resolve_neg()
     if value.ndim == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
-        return (value.permute(0, 2, 3, 1),), None, True
-    return (value.contiguous(),), None, False
+        return RowGather((value.permute(0, 2, 3, 1),), None, are_images=True)
+    return RowGather((value.contiguous(),), None, are_images=False)
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
@@ -307,14 +294,15 @@ def _digest(arrays: Mapping[str, Any]) -> str:
         shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")
         digest.update(f"{name} {dtype} {shape} ".encode())
         for number in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
-            digest.update(_bytes_of(array, number))
+            digest.update(_row_bytes(array, number))
     return f"arrays/{digest.hexdigest()[:32]}"
 
 
-def _bytes_of(array: Any, number: int) -> bytes:
-    """Return the bytes of a row, whatever its layout in memory; none of what is no plain number."""
+def _row_bytes(array: Any, number: int) -> bytes:
+    """Return the bytes of a row, whatever its layout in memory; none unless it consists of plain numbers."""
     if not isinstance(array, Tensor):
-        return b"" if array.dtype.hasobject else array[number : number + 1].tobytes()  # those of objects are addresses
+        # The bytes of objects are addresses.
+        return b"" if array.dtype.hasobject else array[number : number + 1].tobytes()
     if array.layout != torch.strided or array.is_quantized:
         return b""
     row = array[number].detach().resolve_conj().resolve_neg().cpu().reshape(-1)

@@ -1,0 +1,351 @@
+"""Batches are built from columns: rows gathered, images decoded, crops cut, transforms applied."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colabkit.foundation import LoaderMeters
+from colabkit.loading.augment.compose import geometry_of, parted, steps_of
+from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.augment.transform import Transform
+from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_values
+from colabkit.loading.engine.buffers import FieldBuffers, PageableSlots
+from colabkit.loading.engine.columns import DatasetColumns
+from colabkit.loading.engine.gather import GatherSlots, RowGather
+from colabkit.loading.engine.image_decoders import ImageDecoder, ImageOptions, crop_each
+from colabkit.loading.engine.user_code import describe_samples, reporting_errors
+from colabkit.packs import stack_samples
+
+_PIECES_A_THREAD = 4  # so that no thread has nothing to do while another makes the rest of a batch
+_LEAST_PIECE = 4
+_GATHERED_BYTES = 5 << 20  # at once; two buffers of this size stay in a third-level cache
+_SMALL_ROW = 256  # bytes; such fields are gathered for a whole plan at once
+
+
+@dataclass(frozen=True)
+class TransformStages:
+    """The steps of a transform, split by where and when they run; each is None if there is nothing to do.
+
+    Attributes:
+        geometry: crops and flips that are done while samples are gathered or decoded, in worker threads.
+        by_slice: steps that work on any slice of a batch without its labels, in worker threads.
+        by_batch: our steps that need the complete batch, or its labels, in a worker thread.
+        at_last: steps that run where the batch is handed over: on a GPU, and custom functions.
+    """
+
+    geometry: Geometry | None = None
+    by_slice: Transform | None = None
+    by_batch: Transform | None = None
+    at_last: Callable[..., Any] | None = None
+
+    @property
+    def draws_globally(self) -> bool:
+        """Whether the last steps may draw from the global generators."""
+        return self.at_last is not None and not all(isinstance(step, Transform) for step in steps_of(self.at_last))
+
+    @property
+    def works_in_threads(self) -> bool:
+        """Whether worker threads have more to do than to gather."""
+        return bool(self.geometry or self.by_slice or self.by_batch)
+
+
+def split_transform(
+    transform: Callable[..., Any] | None, *, on_device: bool, by_sample: bool, resized: bool
+) -> TransformStages:
+    """Return the stages of a transform.
+
+    Args:
+        transform: ours, or any callable on a batch of images.
+        on_device: whether batches go to a GPU, which then does all that can be done to a batch.
+        by_sample: whether the geometry has to be done sample by sample, because samples differ in size.
+        resized: whether a geometry that resizes is done sample by sample, from the stored rows.
+    """
+    if transform is None:
+        return TransformStages()
+    if not isinstance(transform, Transform):
+        return TransformStages(at_last=transform)
+    geometry, rest = geometry_of(transform)
+    if geometry is None or not (by_sample or (resized and geometry.resizes and not on_device)):
+        geometry, rest = None, transform
+    if rest is None or on_device:
+        return TransformStages(geometry, at_last=rest)
+    by_slice, others = parted(rest, _takes_any_slice)
+    by_batch, at_last = None, None
+    if others is not None:
+        by_batch, at_last = parted(others, lambda step: isinstance(step, Transform))  # type: ignore[arg-type]
+    return TransformStages(geometry, by_slice, by_batch, at_last)
+
+
+def _takes_any_slice(step: object) -> bool:
+    return isinstance(step, Transform) and not step.whole_batch and not step.changes_labels
+
+
+def made_shape(
+    columns: DatasetColumns, geometry: Geometry | None, images: ImageOptions | None
+) -> tuple[int, int, int] | None:
+    """Return `[h, w, C]` of a sample that is decoded or cropped in pieces; None if it is gathered unchanged."""
+    shape: tuple[int, ...]
+    if images is not None:
+        shape = images.row_shape or (0, 0, images.files.channels)
+    elif geometry is not None and columns.rows is not None:
+        shape = tuple(columns.rows.shape)
+    else:
+        return None
+    height, width = (geometry and geometry.size) or shape[:2]
+    return height, width, shape[2]
+
+
+def field_bytes_of(columns: DatasetColumns, made: tuple[int, int, int] | None) -> list[int]:
+    """Return the bytes that each field of a sample takes in a group's memory; 0 for what is not a row."""
+    sizes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in columns.by_name.values()]
+    return sizes if made is None else [prod(made), *sizes[1:]]
+
+
+class BatchBuilder:
+    """Builds the batches of one epoch; `fill` and `finish` may be called by several threads, on different groups.
+
+    Args:
+        columns: of the data set.
+        stages: of the transform, those of worker threads.
+        decoder: decodes the samples, if they are image files.
+        made: shape of a sample that is decoded or cropped, as of `made_shape`.
+        buffers: for the fields that are rows.
+        results: for what transforms make.
+        seed_and_epoch: of the samples' random numbers.
+        threads: how many work at it.
+        counts: the loader's meters, for `gather`, `decode`, `augment` and `read`.
+    """
+
+    def __init__(
+        self,
+        columns: DatasetColumns,
+        stages: TransformStages,
+        decoder: ImageDecoder | None,
+        made: tuple[int, int, int] | None,
+        buffers: FieldBuffers,
+        results: PageableSlots,
+        seed_and_epoch: tuple[int, int],
+        threads: int,
+        counts: LoaderMeters,
+    ) -> None:
+        self._columns = columns
+        self._stages = stages
+        self._decoder = decoder
+        self._made = made
+        self._buffers = buffers
+        self._results = results
+        self._seed_and_epoch = seed_and_epoch
+        self._threads = max(1, threads)
+        self._counts = counts
+        self._label = columns.label_place
+        self._field_bytes = field_bytes_of(columns, made)
+        self._gathered_bytes = sum(self._field_bytes[int(made is not None) :])
+        self._has_pieces = bool(decoder or stages.geometry or stages.by_slice)
+
+    def begin(self, plan: BatchPlan) -> BatchGroup:
+        """Return a group with all fields gathered that only have to be, and the pieces that are left to do."""
+        count = len(plan.indices)
+        memories, buffer = self._buffers.lend([count * size for size in self._field_bytes])
+        group = BatchGroup(plan, buffer)
+        indices = torch.from_numpy(plan.indices)
+        started, read_s = time.perf_counter(), 0.0
+        for place, (column, memory) in enumerate(zip(self._columns.by_name.values(), memories, strict=True)):
+            if place == 0 and self._made is not None:
+                group.values.append(memory.view(count, *self._made).permute(0, 3, 1, 2))
+            elif isinstance(column, RowGather):
+                group.values.append(column.gather(indices, memory))
+            elif callable(column):
+                began = time.perf_counter()
+                group.values.append(column(plan.indices))
+                read_s += time.perf_counter() - began
+                self._counts.add("read", count if place == 0 else 0, 0, time.perf_counter() - began)
+        if self._gathered_bytes:
+            gather_s = time.perf_counter() - started - read_s
+            self._counts.add("gather", count, count * self._gathered_bytes, gather_s)
+        if self._decoder is not None or self._stages.works_in_threads:
+            group.draws = Draws(*self._seed_and_epoch, plan.positions)
+        if self._has_pieces:
+            group.pieces = [*self._pieces(plan)]
+        return group
+
+    def _pieces(self, plan: BatchPlan) -> Iterator[tuple[int, int]]:
+        """Yield the pieces of a plan; none lies in two batches, or an error would spoil both."""
+        start = 0
+        for size in plan.sizes:
+            step = max(_LEAST_PIECE, -(-size // (_PIECES_A_THREAD * self._threads)))
+            yield from ((place, min(place + step, start + size)) for place in range(start, start + size, step))
+            start += size
+
+    def fill(self, group: BatchGroup, start: int, stop: int) -> None:
+        """Make the samples from `start` to `stop`."""
+        draws = group.draws.part(start, stop)
+        rows, geometry = self._columns.rows, self._stages.geometry
+        if self._decoder is not None:
+            self._decoder.fill(group, start, stop, draws)
+        elif rows is not None and geometry is not None:
+            out = group.values[0].permute(0, 2, 3, 1).numpy()[start:stop]
+            with self._counts.busy("augment", stop - start, out.nbytes):
+                crop_each(rows.pixels(group.plan.indices[start:stop]), geometry, draws, out)
+        if self._stages.by_slice is not None:
+            images, indices = group.values[0][start:stop], group.plan.indices[start:stop]
+            with self._reporting_errors(draws, indices), self._counts.busy("augment", stop - start, images.nbytes):
+                made, _ = self._stages.by_slice.apply(images, None, draws)
+                self._result(group, made)[start:stop] = made
+
+    def finish(self, group: BatchGroup, samples: int) -> Iterator[Batch]:
+        """Yield the batches that end within the first `samples` samples."""
+        if group.result is not None:
+            group.values[0] = group.result
+        plan, start = group.plan, 0
+        if samples == len(plan.indices) and not group.bad and self._stages.by_batch is None:
+            yield from _split_group(group)
+            return
+        for size, end in zip(plan.sizes, plan.ends, strict=True):
+            begin, start = start, start + size
+            if start > samples:
+                break
+            batch = Batch(
+                [stack_samples(value[begin:start]) for value in group.values], plan.positions[begin:start], end
+            )
+            bad = [place - begin for place in group.bad if begin <= place < start]
+            if bad:
+                _leave_out(batch, bad)
+            if not len(batch.positions):
+                continue  # all of it is bad
+            if self._stages.by_batch is not None:
+                draws = replace(group.draws, positions=batch.positions)
+                with self._reporting_errors(draws, np.delete(plan.indices[begin:start], bad)):
+                    self._apply_by_batch(self._stages.by_batch, batch.values, draws)
+            yield batch
+        _release_memory(group)
+
+    def _reporting_errors(self, draws: Draws, indices: Indices) -> AbstractContextManager[None]:
+        return reporting_errors(lambda: describe_samples(draws.epoch, indices.tolist(), self._columns.name_of))
+
+    def _apply_by_batch(self, transform: Transform, values: list[Any], draws: Draws) -> None:
+        labels = None if self._label is None else values[self._label]
+        with self._counts.busy("augment", len(values[0]), 0):
+            values[0], labels = transform.apply(values[0], labels, draws)
+        if self._label is not None:
+            values[self._label] = labels
+
+    def _result(self, group: BatchGroup, made: Tensor) -> Tensor:
+        """Return memory for what transforms make of the whole group, like what they made of a piece."""
+        with group.lock:
+            if group.result is None:
+                count = len(group.plan.indices)
+                memory = self._results.lend(count * made[0].nbytes)
+                if made.ndim == 4 and made.is_contiguous(memory_format=torch.channels_last):
+                    _, channels, height, width = made.shape
+                    group.result = memory.view(made.dtype).view(count, height, width, channels).permute(0, 3, 1, 2)
+                else:
+                    group.result = memory.view(made.dtype).view(count, *made.shape[1:])
+            return group.result
+
+
+def _split_group(group: BatchGroup) -> Iterator[Batch]:
+    """Yield the batches of a group with nothing left to do."""
+    plan, sizes, start = group.plan, group.plan.sizes, 0
+    columns = [
+        torch.split_with_sizes(value, sizes) if isinstance(value, Tensor) else split_values(value, sizes)
+        for value in group.values
+    ]
+    _release_memory(group)
+    for size, end, *values in zip(sizes, plan.ends, *columns, strict=True):
+        yield Batch(values, plan.positions[start : start + size], end)
+        start += size
+
+
+def _release_memory(group: BatchGroup) -> None:
+    """Drop a group's tensors, or their buffer could not be used again while one of its batches is held."""
+    group.values, group.result = [], None
+
+
+def _leave_out(batch: Batch, bad: list[int]) -> None:
+    """Take some samples out of a batch."""
+    good = np.setdiff1d(np.arange(len(batch.positions)), bad)
+    batch.values = [
+        value[torch.from_numpy(good)] if isinstance(value, Tensor) else [value[place] for place in good.tolist()]
+        for value in batch.values
+    ]
+    batch.positions = batch.positions[good]
+
+
+class InlineGather:
+    """Gathers batches of rows, a few at a time, in the thread that asks for them.
+
+    A gather of some megabytes takes less than a millisecond, so all that is done beside it counts. Its target stays in
+    a processor's cache when two small buffers take turns: the user holds one while the other is filled.
+
+    Args:
+        columns: of the data set.
+        batch_size: samples of a batch.
+        counts: the loader's meters, for `gather` and `read`.
+    """
+
+    def __init__(self, columns: DatasetColumns, batch_size: int, counts: LoaderMeters) -> None:
+        self._columns = [*columns.by_name.values()]
+        self._counts = counts
+        row_bytes = {
+            place: column.row_bytes for place, column in enumerate(self._columns) if isinstance(column, RowGather)
+        }
+        self._row_bytes = sum(row_bytes.values())
+        self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, *row_bytes.values(), 1)))
+        samples = min(self._batches_at_once * batch_size, max(1, columns.count))  # a few batches are larger
+        self._slots = {
+            place: GatherSlots(column, samples)
+            for place, column in enumerate(self._columns)
+            if isinstance(column, RowGather) and column.row_bytes > _SMALL_ROW
+        }
+
+    def batches(self, plan: BatchPlan) -> Generator[tuple[float, list[Batch]], None, None]:
+        """Yield the seconds of each gather, and its batches, the last one first."""
+        clock, together, gather_s, given = time.perf_counter, self._batches_at_once, 0.0, 0
+        sizes, positions, ends = plan.sizes, plan.positions, plan.ends
+        starts = [*itertools.accumulate(sizes, initial=0)]
+        steps = [*starts[:-1:together], starts[-1]]
+        indices = torch.from_numpy(plan.indices)
+        began = clock()
+        small = {
+            place: column.gathered(indices).split_with_sizes(sizes)
+            for place, column in enumerate(self._columns)
+            if isinstance(column, RowGather) and place not in self._slots
+        }
+        indices_of_steps = indices.split_with_sizes([stop - start for start, stop in itertools.pairwise(steps)])
+        try:
+            for first, rows in zip(range(0, len(sizes), together), indices_of_steps, strict=True):
+                some = sizes[first : first + together]
+                values: list[Any] = []
+                for place, column in enumerate(self._columns):
+                    if place in self._slots:
+                        values.append(self._slots[place].gather(rows, some))
+                    elif place in small:
+                        values.append(small[place][first : first + together])
+                    elif callable(column):
+                        with self._counts.busy("read", 0, 0):
+                            read = column(rows.numpy())
+                        values.append(split_values(read, some))
+                batches = [
+                    Batch(fields, positions[starts[place] : starts[place + 1]], ends[place], was_ready=False)
+                    for place, fields in enumerate(zip(*values, strict=True), first)
+                ]
+                del values  # or a buffer could not be used again when the user lets go of its batches
+                batches.reverse()
+                made_s = clock() - began
+                gather_s += made_s
+                given += len(rows)
+                yield made_s, batches
+                began = clock()
+        finally:
+            self._counts.add("gather", given, given * self._row_bytes, gather_s)

@@ -1,0 +1,193 @@
+"""Batches on a GPU: sent there on a copy stream, or gathered there from rows in its memory.
+
+The copy is guarded both ways. Device memory is allocated on the user's stream, so the caching allocator hands it out in
+that stream's order, and the copy stream first waits for what that stream still has to do: the memory's former content
+may be in use there. The user's stream then waits for the copy. There is one copy stream for each device and process,
+since every new one would keep memory of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colabkit.foundation import LoaderMeters, Mark
+from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, mapped, split_values, tensors_in
+from colabkit.loading.engine.buffers import PinnedSlots
+from colabkit.loading.engine.columns import Column
+from colabkit.loading.engine.gather import RowGather
+
+_STEP_BYTES = 64 << 20
+
+
+def marked(device: torch.device) -> Mark:
+    """Set a mark in the current stream of a device and return it."""
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record(torch.cuda.current_stream(device))
+    return mark
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class DeviceTransfer:
+    """Copies host batches to a GPU ahead of their use and hands them out in order.
+
+    Args:
+        device: the GPU.
+        slots: with the host batches; they get their buffers back.
+        counts: the loader's meters, for `transfer`.
+    """
+
+    def __init__(self, device: torch.device, slots: PinnedSlots, counts: LoaderMeters) -> None:
+        self._device = device
+        self._slots = slots
+        self._counts = counts
+        self._stream = _copy_stream(device)
+        self._in_flight: deque[tuple[Any, torch.cuda.Event, torch.cuda.Stream]] = deque()
+        self._timed: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def __len__(self) -> int:
+        """Return how many batches are under way or waiting on the device."""
+        return len(self._in_flight)
+
+    def submit(self, batches: Sequence[tuple[Any, int]], buffer: Tensor | None) -> None:
+        """Start copying batches; returns at once.
+
+        Args:
+            batches: tensors of any structure, and how many samples each holds.
+            buffer: of the slots; None for memory of torch's own, which torch keeps until it is copied.
+        """
+        copied = torch.cuda.Event(blocking=True)  # waiting for it must not spin one of few cores
+        for batch, samples in batches:
+            current = torch.cuda.current_stream(self._device)
+            tensors = tensors_in(batch)  # first: a copy of a custom mapping may share its values with it
+            on_device = mapped(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
+            started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                started.record(self._stream)
+                for place, tensor in zip(tensors_in(on_device), tensors, strict=True):
+                    place.copy_(tensor, non_blocking=True)
+                ended.record(self._stream)
+            self._in_flight.append((on_device, ended, current))
+            self._timed.append((samples, sum(tensor.nbytes for tensor in tensors), started, ended))
+        copied.record(self._stream)
+        if buffer is not None:
+            self._slots.give_back(buffer, copied)
+
+    def close(self) -> None:
+        """Drop batches that were never taken: their memory may be handed out again only after their copies."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._in_flight.clear()
+        self._count_ended()
+
+    def take(self) -> tuple[Any, tuple[Mark, Mark]]:
+        """Return the oldest batch, and marks around the current stream's wait for its copy; the host waits for none."""
+        batch, ended, made_on = self._in_flight.popleft()
+        current = torch.cuda.current_stream(self._device)
+        before = marked(self._device)
+        current.wait_event(ended)
+        after = marked(self._device)
+        if current != made_on:  # the allocator has to know of a stream that it did not give the memory to
+            for tensor in tensors_in(batch):
+                tensor.record_stream(current)
+        self._count_ended()
+        return batch, (before, after)
+
+    def _count_ended(self) -> None:
+        """Count the copies that have ended by now, without waiting for any."""
+        while self._timed and self._timed[0][3].query():
+            samples, size, started, ended = self._timed.popleft()
+            self._counts.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
+
+
+def send(
+    transfer: DeviceTransfer,
+    groups: Iterable[tuple[list[Batch], Tensor | None]],
+    is_enough: Callable[[int], bool],
+) -> Generator[Batch, None, None]:
+    """Yield batches on the device; an error comes after the batches before it.
+
+    Args:
+        transfer: sends them; it is closed at the end.
+        groups: host batches of one buffer each, and the buffer; None for memory of torch's own.
+        is_enough: returns whether so many batches under way, at least one, are enough.
+    """
+    was_ready = True
+
+    def submitted() -> Iterator[Batch]:
+        nonlocal was_ready
+        for batches, buffer in groups:
+            was_ready = was_ready and batches[0].was_ready
+            transfer.submit([(batch.values, len(batch.positions)) for batch in batches], buffer)
+            batches.reverse()
+            while batches:  # emptied, or a batch would live as long as this generator
+                yield batches.pop()
+
+    try:
+        for batch in fetch_ahead(submitted(), lambda waiting: bool(waiting) and is_enough(len(transfer))):
+            batch.values, batch.marks = transfer.take()
+            batch.was_ready, was_ready = was_ready, True
+            yield batch
+    finally:
+        transfer.close()
+
+
+class DeviceEngine:
+    """Gathers batches on a device from rows that are all in its memory; the host does next to nothing.
+
+    Args:
+        columns: fields by name; rows are copied to the device, others are read when they are needed.
+        device: the GPU.
+        plan_batches: batches that are gathered together.
+        counts: the loader's meters, for `gather`.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Column], device: torch.device, plan_batches: int, counts: LoaderMeters
+    ) -> None:
+        self.plan_batches = plan_batches
+        self._device = device
+        self._counts = counts
+        self._columns = [
+            column.on(device, _STEP_BYTES) if isinstance(column, RowGather) else column for column in columns.values()
+        ]
+
+    def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch."""
+        for plan in plans:
+            began, before = time.perf_counter(), marked(self._device)
+            batches = self._gather(plan)
+            self._counts.add("gather", len(plan.indices), 0, time.perf_counter() - began)
+            batches[0].marks = before, marked(self._device)
+            batches.reverse()
+            while batches:
+                yield batches.pop()
+
+    def _gather(self, plan: BatchPlan) -> list[Batch]:
+        """Return the batches of a plan, gathered at once."""
+        indices = self._sent(torch.from_numpy(plan.indices))
+        fields: list[Any] = []
+        for column in self._columns:
+            if isinstance(column, RowGather):
+                memory = torch.empty(len(indices) * column.row_bytes, dtype=torch.uint8, device=self._device)
+                fields.append(column.gather(indices, memory).split_with_sizes(plan.sizes))
+            elif callable(column):
+                fields.append([mapped(value, self._sent) for value in split_values(column(plan.indices), plan.sizes)])
+        positions, start = [], 0
+        for size in plan.sizes:
+            positions.append(plan.positions[start : start + size])
+            start += size
+        return [Batch(values, places, end) for places, end, *values in zip(positions, plan.ends, *fields, strict=True)]
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)  # or the host would wait for it

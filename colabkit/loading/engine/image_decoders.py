@@ -1,0 +1,323 @@
+"""Image files become rows of a batch: decoded, resized or cropped, and cached where there is room."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from colabkit.foundation import BadImage, LoaderMeters, cannot
+from colabkit.loading.augment.cutting import cut
+from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.engine.batches import BatchGroup
+from colabkit.loading.engine.columns import ImageDataset
+from colabkit.loading.engine.read_ahead import FileReadAhead
+from colabkit.loading.engine.tiers import Pixels, RowCache
+from colabkit.packs import ImageFiles, OtherSize, decode_image, decode_region, image_size, row_decoder
+
+logger = logging.getLogger("colabkit")
+
+OnBad: TypeAlias = Literal["raise", "skip", "blank"]
+
+_MOST_LISTED = 1000
+_NEXT_STEP = "Remove or repair it, or use on_bad='skip'"
+
+
+@dataclass
+class BadSamples:
+    """Image files that could not be decoded, with the reason of each of the first 1,000, and the `on_bad` option."""
+
+    on_bad: OnBad = "raise"
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, error: BadImage) -> None:
+        """Raise the error of a bad sample, or note it.
+
+        Raises:
+            BadImage: naming the sample, if bad ones are errors; always if it is a good image of another size.
+        """
+        if isinstance(error, OtherSize):
+            next_step = "Give size=, or a transform that cuts to one size"
+            raise BadImage(cannot(f"decode {name}", str(error), "images of one size", next_step)) from error
+        if self.on_bad == "raise":
+            raise BadImage(cannot(f"decode {name}", str(error), "an image", _NEXT_STEP)) from error
+        if name not in self.reasons and len(self.reasons) < _MOST_LISTED:
+            self.reasons[name] = str(error)
+            what = "left out" if self.on_bad == "skip" else "blank"
+            logger.warning("%s cannot be decoded (%s) and is %s", name, error, what)
+
+
+@dataclass
+class _DecodingWork:
+    """Samples `start` to `stop` of a group, where they go, and what decoding them took."""
+
+    group: BatchGroup
+    start: int
+    stop: int
+    out: Pixels
+    read: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    augment_s: float = 0.0
+
+    def index(self, place: int) -> int:
+        """Return the data set's index of a sample."""
+        return self.group.plan.indices.item(self.start + place)
+
+    def position(self, place: int) -> int:
+        """Return the position of a sample in the epoch."""
+        return self.group.plan.positions.item(self.start + place)
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How image files are decoded, in every epoch.
+
+    Attributes:
+        dataset: the images.
+        files: their channels and blank images.
+        row_shape: `[H, W, C]` of every decoded image; None if each keeps its size until it is cropped.
+        is_resized: whether images are resized to the row's shape; if not, one of another size is bad.
+        cache: of decoded rows.
+        bad: the bad samples so far.
+    """
+
+    dataset: ImageDataset
+    files: ImageFiles
+    row_shape: tuple[int, int, int] | None
+    is_resized: bool
+    cache: RowCache
+    bad: BadSamples
+
+    def decoder(self, geometry: Geometry | None, ahead: FileReadAhead | None, counts: LoaderMeters) -> ImageDecoder:
+        """Return a decoder for one epoch.
+
+        Args:
+            geometry: cropped out of each image; None keeps it whole.
+            ahead: reads the files of a remote source ahead; None for local files.
+            counts: the loader's meters.
+        """
+        if self.row_shape is not None:
+            return RowDecoder(self, self.row_shape, geometry, ahead, counts)
+        if geometry is None or geometry.size is None:
+            raise TypeError("images of several sizes need a crop to one")
+        return CropDecoder(self, geometry, ahead, counts)
+
+
+class ImageDecoder:
+    """Decodes the samples of batches."""
+
+    def __init__(
+        self, options: ImageOptions, is_cropping: bool, ahead: FileReadAhead | None, counts: LoaderMeters
+    ) -> None:
+        self._options = options
+        self._is_cropping = is_cropping
+        self._ahead = ahead
+        self._counts = counts
+
+    def fill(self, group: BatchGroup, start: int, stop: int, draws: Draws) -> None:
+        """Fill in the samples from `start` to `stop` of a group, and count `read`, `decode` and `augment`.
+
+        Raises:
+            BadImage: naming a sample that cannot be decoded, if that is an error.
+        """
+        work = _DecodingWork(group, start, stop, group.values[0].permute(0, 2, 3, 1).numpy()[start:stop])
+        cpu_began = time.thread_time()
+        self._fill(work, draws)
+        if self._ahead is None:
+            self._counts.add("read", work.read, work.read_bytes, work.read_s)
+        waited_s = 0.0 if self._ahead is None else work.read_s
+        # The CPU seconds are of all three parts.
+        decoded_bytes, cpu_s = work.read * prod(work.out.shape[1:]), time.thread_time() - cpu_began
+        self._counts.add("decode", work.read, decoded_bytes, work.decode_s, waited_s, cpu_s=cpu_s)
+        if self._is_cropping:
+            self._counts.add("augment", stop - start, work.out.nbytes, work.augment_s)
+
+    def _fill(self, work: _DecodingWork, draws: Draws) -> None:
+        raise NotImplementedError
+
+    def _read(self, work: _DecodingWork, place: int) -> bytes | None:
+        """Return the bytes of a sample's file; None if its row was cached meanwhile."""
+        began = time.perf_counter()
+        if self._ahead is not None:
+            data = self._ahead.fetch(work.position(place))
+        else:
+            data = self._options.dataset.encoded(work.index(place))
+        work.read_s += time.perf_counter() - began
+        if data is not None:
+            work.read_bytes += len(data)
+            work.read += 1
+        return data
+
+    def _is_blank(self, data: bytes) -> bool:
+        return not data and self._options.files.blank is not None
+
+    def _add_bad(self, work: _DecodingWork, place: int, error: BadImage) -> None:
+        bad = self._options.bad
+        bad.add(self._options.dataset.name_of(work.index(place)), error)
+        if bad.on_bad == "skip":
+            with work.group.lock:
+                work.group.bad.append(work.start + place)
+
+
+class RowDecoder(ImageDecoder):
+    """Decodes images to rows of one shape, or takes cached rows, and crops them."""
+
+    def __init__(
+        self,
+        options: ImageOptions,
+        row_shape: tuple[int, int, int],
+        geometry: Geometry | None,
+        ahead: FileReadAhead | None,
+        counts: LoaderMeters,
+    ) -> None:
+        super().__init__(options, geometry is not None, ahead, counts)
+        self._row_shape = row_shape
+        self._geometry = geometry
+        self._decode = row_decoder(row_shape, options.is_resized)
+        self._cache = options.cache
+
+    def _fill(self, work: _DecodingWork, draws: Draws) -> None:
+        rows = [self._row(work, place) for place in range(len(work.out))]
+        began = time.perf_counter()
+        if self._geometry is not None:
+            crop_each(rows, self._geometry, draws, work.out)
+        else:
+            for row, out in zip(rows, work.out, strict=True):
+                if row is not out:
+                    out[...] = row
+        work.augment_s += time.perf_counter() - began
+
+    def _row(self, work: _DecodingWork, place: int) -> Pixels:
+        """Return the row of a sample: the cached one, else a new one, which is cached if there is room."""
+        index = work.index(place)
+        if (row := self._cache.row(index)) is not None:
+            if self._ahead is not None:
+                self._ahead.forget(work.position(place))
+            return row
+        data = self._read(work, place)
+        if data is None:
+            return self._cache[index]
+        slot = self._cache.claim()
+        if slot is not None:
+            row = self._cache.at(slot)
+        else:
+            row = work.out[place] if self._geometry is None else np.empty(self._row_shape, np.uint8)
+        began = time.perf_counter()
+        is_good = False
+        try:
+            is_good = self._decode_row(work, place, data, row)
+        finally:
+            if slot is not None:
+                self._cache.settle(slot, index) if is_good else self._cache.release(slot)
+        work.decode_s += time.perf_counter() - began
+        if slot is None:
+            return row
+        # The slot is free again if another thread was faster, and after a bad image.
+        cached = self._cache.row(index)
+        return np.zeros(self._row_shape, np.uint8) if cached is None else cached
+
+    def _decode_row(self, work: _DecodingWork, place: int, data: bytes, row: Pixels) -> bool:
+        """Decode an image into a row, and return whether the row may be cached."""
+        if self._is_blank(data):
+            row[...] = 0
+            return True
+        try:
+            self._decode(data, row)
+        except BadImage as error:
+            self._add_bad(work, place, error)
+            row[...] = 0
+            return self._options.bad.on_bad == "blank"
+        return True
+
+
+class CropDecoder(ImageDecoder):
+    """Crops images of any size, and decodes each no further than needed."""
+
+    def __init__(
+        self, options: ImageOptions, geometry: Geometry, ahead: FileReadAhead | None, counts: LoaderMeters
+    ) -> None:
+        super().__init__(options, is_cropping=True, ahead=ahead, counts=counts)
+        self._geometry = geometry
+
+    def _fill(self, work: _DecodingWork, draws: Draws) -> None:
+        files: dict[int, tuple[bytes, tuple[int, int]]] = {}
+        for place, out in enumerate(work.out):
+            data = self._read(work, place) or b""  # never None, since nothing is cached here
+            try:
+                if self._is_blank(data):
+                    out[...] = 0
+                else:
+                    files[place] = data, image_size(data)
+            except BadImage as error:
+                self._add_bad(work, place, error)
+                out[...] = 0
+        if not files:
+            return
+        sizes = np.array([size for _, size in files.values()], np.int64)
+        boxes = self._geometry.boxes(sizes, replace(draws, positions=draws.positions[list(files)])).rows()
+        for (place, (data, size)), (*region, is_mirrored) in zip(files.items(), boxes, strict=True):
+            try:
+                self._crop(work, place, data, size, tuple(region), is_mirrored)
+            except BadImage as error:
+                self._add_bad(work, place, error)
+                work.out[place] = 0
+
+    def _crop(
+        self,
+        work: _DecodingWork,
+        place: int,
+        data: bytes,
+        size: tuple[int, int],
+        region: tuple[int, ...],
+        is_mirrored: bool,
+    ) -> None:
+        out, channels, began = work.out[place], self._options.files.channels, time.perf_counter()
+        top, left, height, width = region
+        is_inside = top >= 0 and left >= 0 and top + height <= size[0] and left + width <= size[1]
+        box = (top, left, height, width)
+        found = decode_region(data, channels, box, out.shape[:2], size) if is_inside else None
+        pixels, box = found or (decode_image(data, channels), box)
+        decoded = time.perf_counter()
+        cut(pixels, *box, is_mirrored, out, int(self._geometry.fill))
+        work.decode_s += decoded - began
+        work.augment_s += time.perf_counter() - decoded
+
+
+def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pixels) -> None:
+    """Crop a box out of each of some rows `uint8 [H, W, C]` of one shape, into `out`, `uint8 [B, h, w, C]`."""
+    rows = list(rows)
+    sizes = np.broadcast_to(np.array(rows[0].shape[:2], np.int64), (len(rows), 2))
+    fill = int(geometry.fill)
+    boxes = geometry.boxes(sizes, draws).rows()
+    for row, slot, (top, left, height, width, is_mirrored) in zip(rows, out, boxes, strict=True):
+        cut(row, top, left, height, width, is_mirrored, slot, fill)
+
+
+def row_shape_of(
+    dataset: ImageDataset, files: ImageFiles, count: int, size: tuple[int, int] | None, bad: BadSamples
+) -> tuple[int, int, int] | None:
+    """Return the shape of decoded images: of `size`, else of the first good one; None if there is no image.
+
+    Raises:
+        BadImage: naming a sample before it, if bad ones are errors.
+    """
+    for index in range(count if size is None else 0):
+        data = dataset.encoded(index)
+        if not data and files.blank is not None:
+            continue
+        try:
+            size = image_size(data)
+            break
+        except BadImage as error:
+            bad.add(dataset.name_of(index), error)
+    if size is None and count:
+        size = files.blank or (1, 1)
+    return None if size is None else (*size, files.channels)

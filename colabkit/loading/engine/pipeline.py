@@ -1,0 +1,274 @@
+"""The pipeline of a `Loader`: where its samples live, the engine that builds its batches, and how far ahead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from colabkit.foundation import InvalidOption, LoaderFacts, cannot, near_folder
+from colabkit.loading.augment.compose import steps_of
+from colabkit.loading.augment.per_batch import PerBatch
+from colabkit.loading.augment.per_sample import is_per_sample
+from colabkit.loading.augment.transform import Transform, check_fill
+from colabkit.loading.engine.batch_builder import TransformStages, split_transform
+from colabkit.loading.engine.batches import BATCHES_TOGETHER
+from colabkit.loading.engine.columns import Column, DatasetColumns, ImageDataset, check_channels
+from colabkit.loading.engine.device import DeviceEngine
+from colabkit.loading.engine.identity import files_of, is_far, path_of
+from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
+from colabkit.loading.engine.options import LoaderOptions, check_without_processes
+from colabkit.loading.engine.process_engine import ProcessEngine
+from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
+from colabkit.loading.engine.thread_engine import PrefetchDepth, ThreadEngine
+from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on
+from colabkit.packs import FileDataset, PackedDataset
+
+_GROUP_BYTES = 8 << 20  # built together: two of them stay in a processor's cache
+_DEVICE_GROUP_BYTES = 64 << 20
+_PLAN_BATCHES = 32, 128  # planned together, as many of them as hold so many bytes
+_PLAN_BYTES = 256 << 20
+_LEAST_AHEAD = 4
+_AHEAD_BYTES = 512 << 20
+_SIZES_SAMPLED = 256
+
+Engine: TypeAlias = ThreadEngine | ProcessEngine | DeviceEngine
+
+
+@dataclass
+class BatchPipeline:
+    """What builds the batches of a loader.
+
+    Attributes:
+        options: of the loader.
+        tier: where samples live, and why.
+        engine: builds the batches.
+        stages: of the transform.
+        columns: of the data set; None if samples are made one by one.
+        row_bytes: of a sample; None if they differ.
+        images: how image files are decoded; None if samples need no decoding.
+    """
+
+    options: LoaderOptions
+    tier: Tier
+    engine: Engine
+    stages: TransformStages
+    columns: DatasetColumns | None = None
+    row_bytes: int | None = None
+    images: ImageOptions | None = None
+
+    def current_engine(self) -> Engine:
+        """Return the engine of the next epoch: one on the GPU, once all is decoded and the GPU has room."""
+        cache = None if self.images is None else self.images.cache
+        if self.tier.name == "gpu" and self.columns is not None and cache is not None and cache.is_full:
+            columns = {**self.columns.by_name, next(iter(self.columns.by_name)): cache.gather()}
+            row_bytes = prod(cache.shape)
+            try:
+                if fits_on(self.options.device, row_bytes * self.columns.count):
+                    self.engine = _device_engine(self.options, columns, row_bytes)
+                    self.images = None
+                    return self.engine
+            except torch.cuda.OutOfMemoryError:
+                pass
+            self.tier = Tier("ram", "the GPU has no room any more for what is decoded", self.tier.rows)
+        return self.engine
+
+    def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
+        """Return what a verdict about this loader needs.
+
+        Args:
+            dataset: which it loads.
+            count: samples of the data set.
+            transform: name of the transform.
+        """
+        kind: Literal["gathered", "decoded", "processes", "device"]
+        encoding: Literal["raw", "encoded", "python"] | None = "raw"
+        if isinstance(self.engine, ProcessEngine):
+            kind, encoding = "processes", "python"
+        elif isinstance(self.engine, DeviceEngine):
+            kind = "device"
+        else:
+            kind = "gathered" if self.images is None else "decoded"
+        sample_bytes = float(self.row_bytes) if self.row_bytes else None
+        is_files = isinstance(dataset, FileDataset)
+        if is_files:
+            encoding = "encoded"
+            step = max(1, len(dataset) // _SIZES_SAMPLED)
+            sizes = [size for index in range(0, len(dataset), step) if (size := dataset.item(index).size)]
+            sample_bytes = sum(sizes) / len(sizes) if sizes else None
+        elif isinstance(dataset, PackedDataset) and dataset.image_files() is not None and kind != "processes":
+            encoding = "encoded"
+        options, path = self.options, path_of(dataset)
+        return LoaderFacts(
+            kind=kind,
+            samples=count,
+            batch_size=options.batch_size,
+            device=str(options.device),
+            workers=options.workers if kind in ("decoded", "processes") else min(1, options.workers),
+            sample_bytes=sample_bytes,
+            path=path,
+            source=_packed_from(dataset) or files_of(dataset),
+            is_far=dataset.source.can_hang if is_files else is_far(path),
+            files=len(dataset) if is_files else None,
+            encoding=encoding,
+            tier=self.tier.name,
+            transform=transform,
+            is_pinned=True if options.device.type == "cuda" else None,
+            keeps_workers=options.persistent_workers or not options.workers if kind == "processes" else None,
+        )
+
+
+def _packed_from(dataset: Any) -> str | None:
+    """Return the source of a pack, if it is recorded and can be named from anywhere."""
+    name = str(dataset.info.meta["source"]) if isinstance(dataset, PackedDataset) else ""
+    return name if name != path_of(dataset) and (os.path.isabs(name) or "://" in name) else None
+
+
+def process_pipeline(
+    act: str, options: LoaderOptions, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None
+) -> BatchPipeline:
+    """Return the pipeline of a map-style data set, whose samples are made one by one in worker processes."""
+    nothing = Room(None, 0, 0)
+    tier = choose_tier(act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
+    if not options.workers:
+        check_without_processes(act, options.persistent_workers, ("num_workers=0", "Leave one of the two out"))
+    sample_transform = options.transform if is_per_sample(options.transform) else None
+    engine = ProcessEngine(
+        dataset,
+        sample_transform,
+        collate_fn,
+        options.workers,
+        options.prefetch_batches,
+        options.persistent_workers,
+        options.device,
+        options.counts,
+    )
+    stages = TransformStages(at_last=None if sample_transform is not None else options.transform)
+    return BatchPipeline(options, tier, engine, stages)
+
+
+def column_pipeline(
+    act: str, options: LoaderOptions, columns: DatasetColumns, dataset: Any, processes: int
+) -> BatchPipeline:
+    """Return the pipeline of columns, whose batches are gathered or decoded in threads, or on the device.
+
+    Args:
+        act: for messages.
+        options: of the loader.
+        columns: of the data set.
+        dataset: the data set.
+        processes: how many share what is free.
+
+    Raises:
+        InvalidOption: if the options do not fit the samples.
+    """
+    check_without_processes(
+        act, options.persistent_workers, (f"{columns.description}, which threads load", "Leave it out")
+    )
+    rows, on_device = columns.rows, options.device.type == "cuda"
+    if columns.images is None:
+        _check_rows(act, options, columns)
+        resized = rows is not None and rows.are_images_of_bytes
+        stages = split_transform(options.transform, on_device=on_device, by_sample=False, resized=resized)
+        row_shape = None
+    else:
+        stages, row_shape = _image_stages(options, columns, columns.images)
+    if stages.geometry is not None:  # which crops bytes, one sample after the other
+        check_fill(act, stages.geometry.fill)
+    row_bytes = None if rows is None else rows.row_bytes
+    if row_shape is not None:
+        row_bytes = prod(row_shape)
+    folder = near_folder(os.environ)
+    tier = choose_tier(
+        act,
+        options.keep,
+        Room.measure(options.device, folder, processes),
+        row_bytes=row_bytes,
+        count=columns.count,
+        is_decoded=columns.images is not None,
+        is_on_disk=columns.is_on_disk,
+    )
+    if tier.name == "gpu" and columns.images is None:
+        engine = _device_engine(options, columns.by_name, row_bytes)
+        return BatchPipeline(options, tier, engine, stages, columns, row_bytes)
+    images = None
+    if columns.images is not None and (files := columns.images.image_files()) is not None:
+        where: Literal["ram", "disk"] = "disk" if tier.name == "disk" else "ram"
+        cache = RowCache(columns.count, row_shape or (0, 0, 0), 0 if row_shape is None else tier.rows, where, folder)
+        images = ImageOptions(columns.images, files, row_shape, options.size is not None, cache, options.bad)
+    row_files = row_files_of(dataset, rows) if columns.is_on_disk and rows is not None else None
+    populator = None
+    if row_files is not None and rows is not None and tier.name == "ram":
+        populator = PagePopulator(rows.maps, rows.numbers)
+    thread_engine = ThreadEngine(
+        columns,
+        stages,
+        images,
+        _prefetch_depth(options, stages, images is not None, row_bytes),
+        options.batch_size,
+        options.device,
+        options.counts,
+        populator,
+        row_files if tier.name == "disk" else None,
+    )
+    return BatchPipeline(options, tier, thread_engine, stages, columns, row_bytes, images)
+
+
+def _image_stages(
+    options: LoaderOptions, columns: DatasetColumns, dataset: ImageDataset
+) -> tuple[TransformStages, tuple[int, int, int] | None]:
+    """Return the stages for image files, and the shape of decoded rows; None if a crop makes images one size."""
+    on_device = options.device.type == "cuda"
+    crops = split_transform(options.transform, on_device=on_device, by_sample=True, resized=True)
+    if options.size is None and crops.geometry is not None and crops.geometry.size is not None:
+        return crops, None
+    files = dataset.image_files()
+    row_shape = None if files is None else row_shape_of(dataset, files, columns.count, options.size, options.bad)
+    return split_transform(options.transform, on_device=on_device, by_sample=False, resized=True), row_shape
+
+
+def _check_rows(act: str, options: LoaderOptions, columns: DatasetColumns) -> None:
+    """Raise `InvalidOption` for options that do not apply to samples that need no decoding."""
+    rows = columns.rows
+    shape = tuple(rows.shape[:2]) if rows is not None and rows.are_images else None
+    # `size=` is allowed if it matches.
+    if options.size is not None and options.size != shape:
+        found, needed = f"size={options.size} for samples that need no decoding", "image files"
+        if shape is not None:
+            found, needed = f"size={options.size} for images that are stored decoded", f"their size {shape}"
+        next_step = "Leave size= out: a transform such as RandomResizedCrop scales, or pack() them with this size"
+        raise InvalidOption(cannot(act, found, needed, next_step))
+    if options.bad.on_bad != "raise":
+        found = f"on_bad={options.bad.on_bad!r} for samples that need no decoding"
+        raise InvalidOption(cannot(act, found, "image files", "Leave on_bad= out: there is nothing to fail"))
+    first = None if options.transform is None else steps_of(options.transform)[0]
+    if isinstance(first, Transform) and not isinstance(first, PerBatch):  # custom functions may permute them
+        check_channels(act, columns)
+
+
+def _prefetch_depth(
+    options: LoaderOptions, stages: TransformStages, is_decoded: bool, row_bytes: int | None
+) -> PrefetchDepth:
+    """Return how much is built ahead: many small batches, a few large ones."""
+    works, on_device = is_decoded or stages.works_in_threads, options.device.type == "cuda"
+    threads = options.workers if works else min(1, options.workers)  # one thread gathers faster than two in turns
+    threads = max(1, threads) if on_device else threads
+    batch_bytes = max(1, options.batch_size * (row_bytes or 1 << 18))
+    fitting = 1 if is_decoded else max(1, min(BATCHES_TOGETHER, _GROUP_BYTES // batch_bytes))
+    most = max(2, _AHEAD_BYTES // (4 * batch_bytes) if works else 2 * fitting)  # floats are four times as large
+    ahead = options.prefetch_batches or max(min(_LEAST_AHEAD, most), 2 * fitting)
+    group = max(1, min(fitting, ahead // 2))
+    begins_inline = not works and not on_device and options.prefetch_batches is None
+    least, largest = _PLAN_BATCHES
+    plan = max(least, min(largest, _PLAN_BYTES // batch_bytes)) if begins_inline else group
+    return PrefetchDepth(plan, group, max(1, ahead // group), threads, begins_inline)
+
+
+def _device_engine(options: LoaderOptions, columns: Mapping[str, Column], row_bytes: int | None) -> DeviceEngine:
+    """Return what gathers batches on the device; small ones several at a time."""
+    fitting = _DEVICE_GROUP_BYTES // max(1, options.batch_size * (row_bytes or 1))
+    return DeviceEngine(columns, options.device, max(1, min(BATCHES_TOGETHER, fitting)), options.counts)

@@ -1,0 +1,373 @@
+"""Samples that Python code makes one by one are made in worker processes, by torch's own `DataLoader`.
+
+Every sample is made with the generators of Python, NumPy and torch seeded by its position, so it comes out the same
+with any number of workers, and after a resume.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from colabkit.foundation import ColabkitError, LoaderFailed, cannot, meters
+from colabkit.loading.augment.draws import Draws
+from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, bytes_of, fields_of, mapped
+from colabkit.loading.engine.buffers import PinnedSlots, warn_unpinned
+from colabkit.loading.engine.device import DeviceTransfer, send
+from colabkit.loading.engine.identity import name_of
+from colabkit.loading.engine.user_code import (
+    loader_failed,
+    reporting_errors,
+    restored_generators,
+    seed_generators,
+    seeds_of,
+)
+
+_TICK_S = 0.25  # how often listeners hear of a waiting user
+_SENT_AHEAD = 2
+
+SampleKey: TypeAlias = tuple[int, int, int, int]  # seed, epoch, position, index
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """An error of custom code, as it goes from a worker to the user.
+
+    Attributes:
+        text: where it happened, and the error's own text.
+        next_step: how to reproduce it.
+        error: itself; pickled if it comes from another process.
+        traceback: its traceback there, as a text.
+    """
+
+    text: str
+    next_step: str
+    error: Exception | bytes
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: Exception, where: str, next_step: str) -> WorkerFailure:
+        """Return the failure for an error; one that cannot be pickled goes as a `RuntimeError` of its text."""
+        text = f"{type(error).__name__}: {error}"
+        if get_worker_info() is None:
+            return cls(f"{where}{text}", next_step, error)
+        try:
+            pickled = pickle.dumps(error)
+            # This fails for errors whose constructor takes other arguments than they keep.
+            pickle.loads(pickled)  # noqa: S301 - of our own process
+        except Exception:
+            pickled = pickle.dumps(RuntimeError(text))
+        return cls(f"{where}{text}", next_step, pickled, "".join(traceback.format_exception(error)))
+
+    def cause(self) -> Exception:
+        """Return the error, with the worker's traceback as a note."""
+        if isinstance(self.error, Exception):
+            return self.error
+        error: Exception = pickle.loads(self.error)  # noqa: S301 - of our own process
+        error.add_note(f"In a worker process:\n{self.traceback}")
+        return error
+
+
+@dataclass
+class WorkerBatch:
+    """A batch from a worker, or the error instead.
+
+    A batch that goes to another process is pickled in a thread of the queue between them, where an error would be lost
+    with the batch, and the user would wait forever. So the batch is pickled separately, and its error replaces it.
+
+    Attributes:
+        batch: what `collate_fn` made of the samples.
+        samples: how many.
+        busy_s: seconds it took the worker.
+        error: an error of this package, or of custom code.
+        cpu_s: seconds of a CPU that the worker took for it, and for handing over the batch before.
+        wait_s: seconds that the worker had nothing to do before.
+        made_at: when it was done, by `time.perf_counter()`, which all processes share.
+    """
+
+    batch: Any
+    samples: int
+    busy_s: float
+    error: ColabkitError | WorkerFailure | None = None
+    cpu_s: float = 0.0
+    wait_s: float = 0.0
+    made_at: float = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "batch": None}
+        try:
+            state["batch"] = bytes(ForkingPickler.dumps(self.batch))
+        except Exception as error:
+            next_step = "Return tensors, arrays and plain values from dataset[i] and collate_fn, or use num_workers=0"
+            state["error"] = WorkerFailure.of(error, "a batch that a worker process cannot hand over: ", next_step)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.batch is not None:
+            self.batch = pickle.loads(self.batch)  # noqa: S301 - of our own process
+
+    def pin_memory(self) -> WorkerBatch:
+        """Put the batch in page-locked memory; `DataLoader` calls this."""
+        try:
+            self.batch = mapped(self.batch, lambda tensor: tensor.pin_memory())
+        except RuntimeError as error:
+            warn_unpinned(error)
+        return self
+
+
+class _KeyedDataset(Dataset[Any]):
+    """A map-style data set that makes whole batches of keys, each with a seed of its own."""
+
+    def __init__(self, dataset: Any, sample_transform: Callable[[Any], Any] | None, collate: Any) -> None:
+        self._dataset = dataset
+        self._transform = sample_transform
+        self._collate = collate
+        self._done_at = self._done_cpu_s = 0.0
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> WorkerBatch:
+        is_alone, began = get_worker_info() is None, time.perf_counter()
+        cpu_s = time.thread_time if is_alone else time.process_time  # a worker's other thread hands batches over
+        cpu_began_s = cpu_s()
+        with restored_generators() if is_alone else nullcontext():
+            made = self._make(keys)
+        if self._done_at and not is_alone:
+            made.wait_s = began - self._done_at
+            cpu_began_s = self._done_cpu_s
+        self._done_at, self._done_cpu_s = time.perf_counter(), cpu_s()
+        made.made_at, made.cpu_s = self._done_at, self._done_cpu_s - cpu_began_s
+        return made
+
+    def _make(self, keys: Sequence[SampleKey]) -> WorkerBatch:
+        began = time.perf_counter()
+        index, next_step = -1, ""
+        try:
+            samples = []
+            for (*_, index), seed in zip(keys, _seeds_of(keys), strict=True):
+                next_step = f"Run dataset[{index}] to see it"
+                seed_generators(seed)
+                sample = self._dataset[index]
+                if self._transform is not None:
+                    next_step = f"Run transform on the first field of dataset[{index}] to see it"
+                    values, whole = fields_of(sample)
+                    values[0] = self._transform(values[0])
+                    sample = whole(values)
+                samples.append(sample)
+            next_step, index = f"Run collate_fn on a list of dataset[{index}] and others to see it", -1
+            if self._collate is default_collate:
+                next_step = "Give samples one shape, in a transform of the data set, or pass collate_fn="
+            batch = self._collate(samples)
+        except ColabkitError as error:
+            return WorkerBatch(None, len(keys), 0.0, error)
+        except Exception as error:
+            where = f"sample {index}: " if index >= 0 else "collate_fn: "
+            name = name_of(self._dataset, index) if index >= 0 else ""
+            failure = WorkerFailure.of(error, f"{name}, {where}" if name else where, next_step)
+            return WorkerBatch(None, len(keys), 0.0, failure)
+        return WorkerBatch(batch, len(keys), time.perf_counter() - began)
+
+
+def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:
+    """Return a seed for each of the samples of a batch."""
+    if not keys:
+        return []
+    seed, epoch, *_ = keys[0]
+    return seeds_of(Draws(seed, epoch, np.array([position for *_, position, _ in keys])))
+
+
+class ProcessEngine:
+    """Makes the batches of epochs sample by sample, in worker processes.
+
+    Args:
+        dataset: map-style.
+        sample_transform: applied to each sample's first field, or None.
+        collate_fn: makes a batch of samples; None for torch's.
+        num_workers: processes; with 0 samples are made where the batch is requested.
+        prefetch_batches: batches that each process makes ahead; None for torch's default.
+        persistent_workers: whether processes live on between epochs.
+        device: where batches go; for a GPU a thread puts them in page-locked memory.
+        counts: the loader's meters.
+    """
+
+    plan_batches = 1
+
+    def __init__(
+        self,
+        dataset: Any,
+        sample_transform: Callable[[Any], Any] | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        prefetch_batches: int | None,
+        persistent_workers: bool,
+        device: torch.device,
+        counts: meters.LoaderMeters,
+    ) -> None:
+        keyed = _KeyedDataset(dataset, sample_transform, collate_fn or default_collate)
+        prefetch = max(1, -(-(prefetch_batches or 2 * num_workers) // num_workers)) if num_workers else None
+        pins = device.type == "cuda"
+        self._new_pool = functools.partial(_ProcessPool, keyed, num_workers, prefetch, pins, persistent_workers)
+        self._is_persistent = persistent_workers
+        self._idle: dict[int, _ProcessPool] = {}  # which no iteration uses, by their process: a forked child has none
+        self._most_ahead = num_workers * (prefetch or 0)
+        self._device = device
+        self._counts = counts
+        self._slots = PinnedSlots(0, device) if pins else None
+
+    def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch; closing the generator ends all that works for it."""
+        batches = self._host_batches(seed, epoch, plans)
+        if self._slots is None:
+            yield from batches
+        else:
+            transfer = DeviceTransfer(self._device, self._slots, self._counts)
+            # `map` drops each batch, whose memory would else live until the next one.
+            yield from send(transfer, map(_alone, batches), lambda under_way: under_way >= _SENT_AHEAD)
+
+    def _host_batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
+        requests = deque([time.perf_counter()], maxlen=max(1, self._most_ahead))
+        with reporting_errors():
+            for made, end, positions in self._made_batches(seed, epoch, plans):
+                if isinstance(made.error, ColabkitError):
+                    raise made.error
+                if made.error is not None:
+                    raise loader_failed(made.error.text, made.error.next_step) from made.error.cause()
+                size = bytes_of(made.batch)
+                self._counts.add("samples", made.samples, size, made.busy_s, made.wait_s, cpu_s=made.cpu_s)
+                if self._most_ahead:
+                    # It was ready at each request for it, or for a batch before it, since it was made.
+                    self._counts.queued += sum(made.made_at <= at for at in requests)
+                    self._counts.queue_room += self._most_ahead
+                yield Batch(made.batch, positions, end, was_ready=made.made_at <= requests[-1])
+                requests.append(time.perf_counter())
+
+    def _made_batches(
+        self, seed: int, epoch: int, plans: Iterator[BatchPlan]
+    ) -> Iterator[tuple[WorkerBatch, int, Indices]]:
+        """Yield what workers made, with the end of the batch in the epoch, and the positions of its samples."""
+        waiting: deque[tuple[int, Indices]] = deque()
+        keys = DeferredErrors(_keys_of(seed, epoch, plans, waiting))
+        pool = self._idle_pool() or self._new_pool()
+        is_sound = False
+        try:
+            ready = pool.begin(keys)
+            while (made := self._next_of(ready)) is not None:
+                yield made, *waiting.popleft()
+            is_sound = True
+        except GeneratorExit:  # the user has seen enough
+            is_sound = True
+            raise
+        except (OSError, EOFError) as error:  # of the pipes between processes
+            raise _worker_died(f"a worker process is gone ({type(error).__name__}: {error})") from error
+        except RuntimeError as error:  # of `DataLoader`
+            raise _worker_died(str(error).partition("\n")[0].rstrip(" .")) from error
+        finally:
+            if is_sound and self._is_persistent and os.getpid() not in self._idle:
+                self._idle[os.getpid()] = pool
+            else:
+                pool.close()
+        keys.raise_error()
+
+    def _idle_pool(self) -> _ProcessPool | None:
+        """Return the live processes of an epoch before, if no other iteration uses them."""
+        pool = self._idle.pop(os.getpid(), None)
+        return pool if pool is not None and pool.is_alive else None
+
+    def _next_of(self, ready: Iterator[WorkerBatch]) -> WorkerBatch | None:
+        """Return the next batch, None after the last; listeners hear of the wait when DataLoader times out."""
+        began = time.perf_counter()
+        while True:
+            try:
+                return next(ready, None)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+            meters.publish(meters.Waiting(self._counts, time.perf_counter() - began))
+
+
+def _alone(batch: Batch) -> tuple[list[Batch], None]:
+    return [batch], None
+
+
+def _worker_died(found: str) -> LoaderFailed:
+    next_step = "Use fewer num_workers if memory is short, or num_workers=0 to see what happens"
+    return LoaderFailed(cannot("make a batch", found, "worker processes that live", next_step))
+
+
+def _keys_of(
+    seed: int, epoch: int, plans: Iterator[BatchPlan], waiting: deque[tuple[int, Indices]]
+) -> Iterator[list[SampleKey]]:
+    """Yield the keys of each batch, after adding its end in the epoch and its positions to `waiting`."""
+    for plan in plans:
+        start = 0
+        for size, end in zip(plan.sizes, plan.ends, strict=True):
+            stop = start + size
+            positions, indices = plan.positions[start:stop], plan.indices[start:stop].tolist()
+            waiting.append((end, positions))
+            yield [(seed, epoch, *key) for key in zip(positions.tolist(), indices, strict=True)]
+            start = stop
+
+
+class _ProcessPool:
+    """Worker processes, for one epoch or for several in turn."""
+
+    def __init__(
+        self, dataset: Dataset[Any], num_workers: int, prefetch: int | None, pins: bool, persistent_workers: bool
+    ) -> None:
+        self._sampler = _KeySampler()
+        self._ready: Iterator[WorkerBatch] | None = None
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=self._sampler,
+            num_workers=num_workers,
+            collate_fn=_unchanged,
+            prefetch_factor=prefetch,
+            pin_memory=pins,
+            persistent_workers=persistent_workers,
+            # With a limit torch would not see that its pinning thread is gone, nor wait for processes that start again.
+            timeout=_TICK_S if num_workers and not (pins or persistent_workers) else 0,
+            generator=torch.Generator(),  # or each epoch would draw from the caller's
+        )
+
+    def begin(self, keys: Iterable[list[SampleKey]]) -> Iterator[WorkerBatch]:
+        """Return the batches of some keys; what is left of those before is dropped."""
+        self._sampler.keys = keys
+        with torch.device("cpu"):  # where its generator is, whatever the default device
+            self._ready = iter(self._loader)
+        return self._ready
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no process has ended, as an interrupt from the keyboard ends all."""
+        return all(worker.is_alive() for worker in getattr(self._ready, "_workers", ()))
+
+    def close(self) -> None:
+        """End the processes, which otherwise would live as long as an error whose traceback holds them."""
+        shut_down = getattr(self._ready, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+
+class _KeySampler:
+    """A batch sampler that yields the current keys: a `DataLoader` takes no other sampler once it is made."""
+
+    keys: Iterable[list[SampleKey]] = ()
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return iter(self.keys)
+
+
+def _unchanged(made: Any) -> Any:
+    return made

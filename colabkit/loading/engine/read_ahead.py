@@ -1,0 +1,311 @@
+"""Samples are read before they are needed: pages of mapped rows, and image files of remote sources."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from colabkit.foundation import ColabkitError, LoaderMeters
+from colabkit.loading.engine.batches import BatchPlan, Indices, announce_plans
+from colabkit.loading.engine.gather import RowGather
+from colabkit.packs import FileDataset, PackedDataset
+from colabkit.storage import STALLED_S, Calls, Item, Level, Retries, read_item
+
+_STEP_BYTES = 32 << 20
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap does not have it
+_HELD_BYTES = 256 << 20
+_TICK_S = 0.25
+
+
+class Cancellation(Exception):
+    """Raised inside a thread whose work nobody needs any more."""
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A mapped file: its path, the offset of the first row in it, how many rows it has, and the bytes of each."""
+
+    path: Path
+    offset: int
+    rows: int
+    row_bytes: int
+
+
+def row_files_of(dataset: PackedDataset, rows: RowGather) -> tuple[RowFile, ...] | None:
+    """Return the files with the rows of a packed split; None if they are unknown."""
+    files = dataset.mapped_files()
+    if files is None or len(files) != len(rows.maps):
+        return None
+    return tuple(
+        RowFile(path, offset, len(some), rows.row_bytes) for (path, offset), some in zip(files, rows.maps, strict=True)
+    )
+
+
+def read_rows_ahead(
+    plans: Iterator[BatchPlan], files: Sequence[RowFile], numbers: Indices | None, depth: int
+) -> Iterator[BatchPlan]:
+    """Yield plans, after the kernel was told to read the rows of the next ones from disk.
+
+    Args:
+        plans: of the epoch.
+        files: with the rows, counted through all of them.
+        numbers: row of each sample; None if rows are numbered as samples.
+        depth: samples to read ahead.
+    """
+    if not hasattr(os, "posix_fadvise"):  # as on macOS
+        yield from plans
+        return
+    stops = np.cumsum([file.rows for file in files])
+    opened: list[int] = []
+
+    def advise(plan: BatchPlan) -> None:
+        rows = np.sort(plan.indices if numbers is None else numbers[plan.indices])
+        owners = np.searchsorted(stops, rows, side="right")
+        for owner, row in zip(owners.tolist(), rows.tolist(), strict=True):
+            file = files[owner]
+            first = row - (int(stops[owner]) - file.rows)
+            place = file.offset + first * file.row_bytes
+            os.posix_fadvise(opened[owner], place, file.row_bytes, os.POSIX_FADV_WILLNEED)
+
+    try:
+        with contextlib.suppress(OSError):  # a removed file can still be read through its map, without advice
+            opened.extend(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files)
+        yield from announce_plans(plans, advise, depth) if len(opened) == len(files) else plans
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+class PagePopulator:
+    """Reads the pages of mapped rows into memory, in order, in a thread of its own.
+
+    Without it the first epoch would fetch them one page fault at a time, in random order. It calls `madvise` through
+    ctypes, which releases the interpreter's lock; an old kernel ignores it.
+
+    Args:
+        maps: tensors over memory maps.
+        numbers: the needed rows, counted through all maps; None for all.
+    """
+
+    def __init__(self, maps: Sequence[Tensor], numbers: Tensor | None = None) -> None:
+        self._maps = maps
+        self._numbers = numbers
+        self._ranges: Indices | None = None
+        self._reached: tuple[int, int] | None = (0, 0)  # range, and bytes of it; None when all are done
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # the garbage collector may call `stop` anywhere
+        self._users = 0
+
+    def start(self) -> None:
+        """Resume, unless it is at work; call `stop` once for each time."""
+        with self._lock:
+            self._users += 1
+            if self._thread is None and self._reached is not None and (madvise := _madvise()) is not None:
+                self._is_over = threading.Event()  # of this thread alone: an earlier one may still wait for a slow disk
+                self._thread = threading.Thread(
+                    target=self._run, args=(madvise, self._is_over), name="colabkit-loader-populating", daemon=True
+                )
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread unless others started it too; one that waits for the disk ends a step later."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self._is_over.set()
+            thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def _run(self, madvise: Callable[[int, int, int], int], is_over: threading.Event) -> None:
+        if self._ranges is None:
+            self._ranges = _ranges_of(self._maps, self._numbers)
+        number, place = self._reached or (0, 0)
+        while number < len(self._ranges):
+            first, stop = self._ranges[number].tolist()
+            size = stop - first
+            while place < size:
+                if is_over.is_set() or madvise(first + place, min(_STEP_BYTES, size - place), _POPULATE_READ):
+                    self._reached = (number, place) if is_over.is_set() else None
+                    return
+                place += _STEP_BYTES
+            number, place = number + 1, 0
+        self._reached = None
+
+
+def _ranges_of(maps: Sequence[Tensor], numbers: Tensor | None) -> Indices:
+    """Return the address ranges of the pages of some rows, `int64 [N, 2]`, in order."""
+    is_needed = np.full(sum(map(len, maps)), numbers is None)
+    if numbers is not None:
+        is_needed[numbers.numpy()] = True
+    found, stop = [np.empty((0, 2), np.int64)], 0
+    for rows in maps:
+        start, stop = stop, stop + len(rows)
+        framed = np.pad(is_needed[start:stop], 1)
+        edges = np.flatnonzero(framed[1:] != framed[:-1])  # the begin and end of each run of rows
+        if not len(edges):
+            continue
+        places = rows.data_ptr() + edges * (rows.nbytes // len(rows))
+        pages, ends = places[::2] // mmap.PAGESIZE, places[1::2]
+        is_apart = pages[1:] > -(-ends[:-1] // mmap.PAGESIZE)
+        firsts, lasts = np.append(True, is_apart), np.append(is_apart, True)
+        found.append(np.stack([pages[firsts] * mmap.PAGESIZE, ends[lasts]], 1))
+    return np.concatenate(found)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    try:
+        found = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    found.restype = ctypes.c_int
+    return found
+
+
+class FileReadAhead:
+    """Reads the files of coming samples in a thread of its own, with as many requests in flight as pay.
+
+    Args:
+        files: the data set.
+        is_cached: returns whether a sample need not be read.
+        counts: the loader's meters, for `read`: the seconds of all requests together.
+    """
+
+    def __init__(self, files: FileDataset, is_cached: Callable[[int], bool], counts: LoaderMeters) -> None:
+        self._retries = Retries(counts.retried)
+        self._files = files
+        self._is_cached = is_cached
+        self._counts = counts
+        self._changed = threading.Condition()  # guards what follows
+        self._coming: OrderedDict[int, int] = OrderedDict()  # indices by position
+        self._found: dict[int, bytes | BaseException] = {}
+        self._requested: set[int] = set()  # positions that are not fetched yet
+        self._forgotten: set[int] = set()
+        self._held_bytes = 0  # found, and not fetched yet
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="colabkit-loader-reading", daemon=True)
+        self._thread.start()
+
+    def announce(self, plan: BatchPlan) -> None:
+        """Note samples that will be fetched, in this order."""
+        with self._changed:
+            self._coming.update(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
+            self._changed.notify_all()
+
+    def forget(self, position: int) -> None:
+        """Drop the sample at a position, because it is cached."""
+        with self._changed:
+            data = self._found.pop(position, None)
+            if position in self._requested and data is None:
+                self._forgotten.add(position)
+            self._requested.discard(position)
+            if isinstance(data, bytes):
+                self._held_bytes -= len(data)
+                self._changed.notify_all()
+
+    def fetch(self, position: int) -> bytes | None:
+        """Return the bytes of the announced sample at a position, once; None if it is cached by now.
+
+        Raises:
+            SourceChanged, FileFailed, TimedOut: if they cannot be read.
+        """
+        with self._changed:
+            while position not in self._found:
+                if self._is_over:
+                    raise Cancellation
+                if position not in self._requested and position not in self._coming:
+                    return None  # another thread cached it before it was requested
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait(_TICK_S)
+            data = self._found.pop(position)
+            self._requested.discard(position)
+            if isinstance(data, BaseException):
+                raise data
+            self._held_bytes -= len(data)
+            self._changed.notify_all()
+            return data
+
+    def close(self) -> None:
+        """End the reading; a read that hangs is left behind."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:  # as if the garbage collector closes an iteration
+            self._thread.join(2 * _TICK_S + 2.0)
+
+    def _run(self) -> None:
+        try:
+            with Calls(self._read, Level(), STALLED_S, lambda: self._tick(calls)) as calls:
+                while not self._is_over:
+                    self._start_calls(calls)
+                    if calls.under_way:
+                        self._put(*calls.take())
+                    else:
+                        with self._changed:
+                            if not self._is_over and (not self._coming or self._held_bytes >= _HELD_BYTES):
+                                self._changed.wait(_TICK_S)
+        except Cancellation:
+            pass
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _start_calls(self, calls: Calls[tuple[int, Item], Any]) -> None:
+        """Start calls for the next samples while there is room for more."""
+        while calls.room > 0 and calls.may_begin and self._held_bytes < _HELD_BYTES:
+            with self._changed:
+                if not self._coming:
+                    return
+                position, index = self._coming.popitem(last=False)
+                if self._is_cached(index):
+                    self._changed.notify_all()
+                    continue
+                self._requested.add(position)
+            item = self._files.item(index)
+            calls.make((position, item), item.size)
+
+    def _read(self, request: tuple[int, Item]) -> tuple[int, bytes | BaseException]:
+        position, item = request
+        began = time.perf_counter()
+        try:
+            found = read_item(self._files.source, item, self._retries)
+        except ColabkitError as error:
+            return position, error
+        self._counts.add("read", 1, len(found), time.perf_counter() - began)
+        return position, found
+
+    def _put(self, position: int, found: bytes | BaseException) -> None:
+        with self._changed:
+            if position in self._forgotten:
+                self._forgotten.discard(position)
+                return
+            self._found[position] = found
+            if isinstance(found, bytes):
+                self._held_bytes += len(found)
+            self._changed.notify_all()
+
+    def _tick(self, calls: Calls[tuple[int, Item], Any]) -> None:
+        """While no call ends, start those for samples announced meanwhile; leave when closed."""
+        if self._is_over:
+            raise Cancellation
+        self._start_calls(calls)

@@ -1,0 +1,246 @@
+"""Batches are gathered, decoded, cropped and transformed in this process: by threads, or where they are requested.
+
+Rows that lie in memory are gathered faster than a thread can hand them over. So the first ones are gathered where they
+are requested, and a thread takes over when it can work while the user does: when both take longer than a hand-over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from colabkit.foundation import meters
+from colabkit.loading.engine.batch_builder import (
+    BatchBuilder,
+    InlineGather,
+    TransformStages,
+    field_bytes_of,
+    made_shape,
+)
+from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, announce_plans, split_plans
+from colabkit.loading.engine.buffers import FieldBuffers, PageableSlots, PinnedSlots
+from colabkit.loading.engine.columns import DatasetColumns
+from colabkit.loading.engine.device import DeviceTransfer, send
+from colabkit.loading.engine.image_decoders import ImageOptions
+from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
+from colabkit.loading.engine.thread_pool import ThreadPool, build_group
+from colabkit.loading.engine.user_code import reporting_errors
+from colabkit.packs import FileDataset
+
+_TICK_S = 0.25  # how often listeners hear of a waiting user
+_FILES_AHEAD = 512
+_HAND_OVER_S = 2e-4
+_CONVINCED = 3  # gathers in a row that would have paid for a thread
+
+
+@dataclass(frozen=True)
+class PrefetchDepth:
+    """How much is built ahead.
+
+    Attributes:
+        plan_batches: batches that are planned together at most.
+        group_batches: batches that threads build together at most.
+        groups: such groups under way or waiting.
+        threads: that build them; with 0 batches are built where they are requested.
+        begins_inline: whether the first batches are, too.
+    """
+
+    plan_batches: int
+    group_batches: int
+    groups: int
+    threads: int
+    begins_inline: bool
+
+
+class ThreadEngine:
+    """Builds the batches of epochs by threads of this process.
+
+    Attributes:
+        plan_batches: how many batches are planned together at most.
+
+    Args:
+        columns: of the data set.
+        stages: of the transform.
+        images: how samples are decoded, if they are image files.
+        depth: how much is built ahead.
+        batch_size: samples of a batch.
+        device: where batches go.
+        counts: the loader's meters.
+        populator: reads a map's pages into memory meanwhile; None for none.
+        row_files: with rows that are read from disk just ahead of their use; None if the kernel caches them.
+    """
+
+    def __init__(
+        self,
+        columns: DatasetColumns,
+        stages: TransformStages,
+        images: ImageOptions | None,
+        depth: PrefetchDepth,
+        batch_size: int,
+        device: torch.device,
+        counts: meters.LoaderMeters,
+        populator: PagePopulator | None,
+        row_files: tuple[RowFile, ...] | None,
+    ) -> None:
+        self.plan_batches = depth.plan_batches
+        self._columns = columns
+        self._stages = stages
+        self._images = images
+        self._depth = depth
+        self._batch_size = batch_size
+        self._device = device
+        self._counts = counts
+        self._populator = populator
+        self._row_files = row_files
+        self._made = made_shape(columns, stages.geometry, images)
+        samples = min(depth.group_batches * (batch_size + 1), max(1, columns.count))  # a sampler may ask for more
+        keep = depth.groups + 2
+        self._buffers = FieldBuffers([samples * size for size in field_bytes_of(columns, self._made)], keep, device)
+        self._results = PageableSlots(0, keep)
+        is_inline = images is None and not stages.works_in_threads and device.type == "cpu"
+        self._inline = InlineGather(columns, batch_size, counts) if is_inline else None
+
+    def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch; closing the generator ends all that works for it."""
+        ahead = self._file_read_ahead()
+        if self._populator is not None:
+            self._populator.start()
+        try:
+            if ahead is not None:
+                plans = announce_plans(plans, ahead.announce, max(_FILES_AHEAD, 4 * self._batch_size))
+            elif self._row_files is not None and (rows := self._columns.rows) is not None:
+                numbers = None if rows.numbers is None else rows.numbers.numpy()
+                depth = 2 * self._depth.group_batches * self._batch_size
+                plans = read_rows_ahead(split_plans(plans, self._depth.group_batches), self._row_files, numbers, depth)
+            with reporting_errors():
+                rest: Iterator[BatchPlan] | None = plans
+                if self._inline is not None and (self._depth.begins_inline or not self._depth.threads):
+                    rest = yield from self._gather_inline(self._inline, plans)
+                if rest is not None:
+                    builder = BatchBuilder(
+                        self._columns,
+                        self._stages,
+                        None
+                        if self._images is None
+                        else self._images.decoder(self._stages.geometry, ahead, self._counts),
+                        self._made,
+                        self._buffers,
+                        self._results,
+                        (seed, epoch),
+                        self._depth.threads,
+                        self._counts,
+                    )
+                    if self._depth.threads:
+                        yield from self._build_in_threads(builder, rest, ahead)
+                    else:
+                        yield from self._build_inline(builder, rest)
+        finally:
+            if ahead is not None:
+                ahead.close()
+            if self._populator is not None:
+                self._populator.stop()
+
+    def _gather_inline(
+        self, gather: InlineGather, plans: Iterator[BatchPlan]
+    ) -> Generator[Batch, None, Iterator[BatchPlan] | None]:
+        """Yield batches gathered in the caller's thread; return the rest when a thread would pay, else None."""
+        clock, convinced = time.perf_counter, 0
+        for plan in plans:
+            given = 0
+            with closing(gather.batches(plan)) as lists:
+                for made_s, batches in lists:
+                    given += len(batches)
+                    left = clock()
+                    while batches:
+                        yield batches.pop()
+                    convinced = convinced + 1 if min(made_s, clock() - left) > _HAND_OVER_S else 0
+                    if convinced == _CONVINCED and self._depth.threads:
+                        return itertools.chain([plan.slice(given)] if given < len(plan.sizes) else [], plans)
+        return None
+
+    def _build_inline(self, builder: BatchBuilder, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
+        """Yield batches built in the caller's thread."""
+        for plan in plans:
+            group = build_group(builder, plan)
+            batches, error = group.batches, group.error
+            batches.reverse()
+            del group
+            if batches:
+                batches[-1].was_ready = False
+            while batches:
+                yield batches.pop()
+            if error is not None:
+                raise error
+
+    def _build_in_threads(
+        self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | None
+    ) -> Generator[Batch, None, None]:
+        """Yield batches that threads build."""
+        part = "decode" if self._images else "augment" if self._stages.works_in_threads else "gather"
+        pool = ThreadPool(
+            split_plans(plans, self._depth.group_batches),
+            builder,
+            self._depth.threads,
+            self._depth.groups,
+            lambda wait_s: self._counts.add(part, 0, 0, 0.0, wait_s),
+        )
+        pinned = self._buffers.pinned
+        try:
+            with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
+                yield from ready
+        finally:
+            if ahead is not None:
+                ahead.close()  # first, or a worker would wait for a file that does not come
+            pool.close()
+
+    def _file_read_ahead(self) -> FileReadAhead | None:
+        if self._images is None:
+            return None
+        files, cache = self._images.dataset, self._images.cache
+        if not isinstance(files, FileDataset) or not files.source.can_hang:
+            return None
+        return None if cache.is_full else FileReadAhead(files, lambda index: cache.row(index) is not None, self._counts)
+
+    def _host_batches(self, pool: ThreadPool) -> Generator[Batch, None, None]:
+        while (group := self._take(pool)) is not None:
+            batches = group.batches
+            batches.reverse()
+            del group
+            while batches:
+                if len(batches) == 1:
+                    pool.make_room()
+                yield batches.pop()
+
+    def _sent(self, pool: ThreadPool, pinned: PinnedSlots) -> Generator[Batch, None, None]:
+        """Yield batches that were sent to a GPU."""
+
+        def groups() -> Iterator[tuple[list[Batch], torch.Tensor | None]]:
+            while (group := self._take(pool)) is not None:
+                pool.make_room()
+                yield group.batches, group.buffer
+
+        few = self._depth.group_batches
+        transfer = DeviceTransfer(self._device, pinned, self._counts)
+        yield from send(transfer, groups(), lambda under_way: under_way > few or not pool.ready())
+
+    def _take(self, pool: ThreadPool) -> BatchGroup | None:
+        """Return the next group, None after the last; listeners hear of the wait."""
+        ready = pool.ready()
+        self._counts.queued += ready
+        self._counts.queue_room += self._depth.groups
+        started = time.perf_counter()
+        while True:
+            try:
+                group = pool.take(_TICK_S)
+            except queue.Empty:
+                meters.publish(meters.Waiting(self._counts, time.perf_counter() - started))
+                continue
+            if group is not None:
+                group.batches[0].was_ready = bool(ready)
+            return group

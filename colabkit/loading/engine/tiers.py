@@ -1,0 +1,275 @@
+"""Where samples live while training (GPU memory, RAM, disk), by what is free, and the cache of decoded images."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import uuid
+import weakref
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from colabkit.foundation import InvalidOption, cannot, file_changes, format_bytes, memory_limits, read_file
+from colabkit.loading.engine.buffers import empty_bytes
+from colabkit.loading.engine.gather import RowGather
+
+Keep: TypeAlias = Literal["auto", "gpu", "ram", "disk"]
+KEEPS = ("auto", "gpu", "ram", "disk")
+Pixels = npt.NDArray[np.uint8]
+
+_RAM_SHARE = 0.7  # of what is available: the rest is for the model, the notebook and the batches
+_GPU_SHARE = 0.4  # of what is free: a model that is not there yet takes the rest
+_LATE_GPU_SHARE = 0.7  # when the model is there
+_DISK_SHARE = 0.8
+
+_ram_caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
+_ram_caches_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Where the samples live.
+
+    Attributes:
+        name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or asks the data set again.
+        reason: why there.
+        rows: how many decoded samples are cached; 0 if nothing is decoded, or nothing cached.
+    """
+
+    name: Literal["gpu", "ram", "disk", "source"]
+    reason: str
+    rows: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def fits_on(device: torch.device, needed: int) -> bool:
+    """Return whether a GPU, with the model on it by now, still has room for samples."""
+    return needed <= _LATE_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that are free for samples.
+
+    Attributes:
+        gpu_bytes: of the GPU that batches go to; None if they go to none.
+        ram_bytes: RAM that is available under all limits.
+        disk_bytes: of the local disk.
+        promised_bytes: of that RAM, what other loaders of this process will fill.
+    """
+
+    gpu_bytes: int | None
+    ram_bytes: int
+    disk_bytes: int
+    promised_bytes: int = 0
+
+    @classmethod
+    def measure(cls, device: torch.device, folder: Path, processes: int) -> Room:
+        """Return what is free now, on the disk of `folder` too, shared between some processes."""
+        gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        ram = memory_limits(read_file).available_bytes
+        return cls(gpu, ram // processes, file_changes.free_bytes(folder) // processes, promised_bytes())
+
+
+def choose_tier(
+    act: str,
+    keep: Keep,
+    room: Room,
+    *,
+    row_bytes: int | None,
+    count: int,
+    is_decoded: bool,
+    is_on_disk: bool,
+) -> Tier:
+    """Return where samples will live.
+
+    Args:
+        act: for messages.
+        keep: the option; `"gpu"` only with a GPU.
+        room: what is free.
+        row_bytes: of a sample that is ready to use; None if they differ, or are unknown.
+        count: samples.
+        is_decoded: whether samples have to be decoded before they are rows.
+        is_on_disk: whether rows lie in a mapped file, whose pages the kernel keeps while there is room.
+
+    Raises:
+        InvalidOption: if `keep` is impossible.
+    """
+    if row_bytes is None:
+        why = "samples differ in size; size= would make them rows that can be kept" if is_decoded else "made one by one"
+        if keep != "auto":
+            found = f"keep={keep!r}, and samples that cannot be kept ({why})"
+            next_step = "Use keep='auto', or give size=" if is_decoded else "Leave keep out"
+            raise InvalidOption(cannot(act, found, "rows of one size", next_step))
+        return Tier("source", why)
+    needed = row_bytes * count
+    shown = format_bytes(needed)
+    gpu = None if room.gpu_bytes is None else int(_GPU_SHARE * room.gpu_bytes)
+    # With keep='ram' the user decides.
+    promised = room.promised_bytes if keep in ("auto", "disk") else 0
+    free = max(0, room.ram_bytes - promised)
+    ram, disk = int(_RAM_SHARE * free), int(_DISK_SHARE * room.disk_bytes)
+    if keep in ("auto", "gpu") and gpu is not None:
+        on_the_way = ram if is_decoded else needed  # decoded samples are cached in RAM first
+        if needed <= min(gpu, on_the_way):
+            return Tier("gpu", f"{shown} of {format_bytes(room.gpu_bytes or 0)} free", count if is_decoded else 0)
+        if keep == "gpu":
+            where = "on the GPU" if needed > gpu else "in RAM, where they are collected"
+            raise _too_much(act, keep, shown, f"{format_bytes(min(gpu, on_the_way))} for them {where}")
+    if not is_decoded:
+        return _of_rows(act, keep, shown, needed, ram, is_on_disk)
+    if keep in ("auto", "ram") and (needed <= ram or (keep == "auto" and ram >= disk)):
+        return _cached("ram", needed, ram, row_bytes, count)
+    if keep in ("auto", "disk"):
+        tier = _cached("disk", needed, disk, row_bytes, count)
+        if keep == "auto" and needed <= int(_RAM_SHARE * room.ram_bytes):
+            tier = replace(tier, reason=f"{tier.reason}; {format_bytes(promised)} of RAM are promised to other loaders")
+        return tier
+    raise _too_much(act, keep, shown, f"{format_bytes(ram)} for them in RAM")
+
+
+def _of_rows(act: str, keep: Keep, shown: str, needed: int, ram: int, is_on_disk: bool) -> Tier:
+    """Return where rows that need no decoding live."""
+    if not is_on_disk:
+        if keep == "disk":
+            found = "keep='disk' for arrays, which are in memory already"
+            raise InvalidOption(cannot(act, found, "a pack or image files", "Leave keep out, or pack() them first"))
+        return Tier("ram", f"{shown} that are in memory already")
+    if keep == "disk":
+        return Tier("disk", "as asked for")
+    if needed <= ram:
+        return Tier("ram", f"{shown}, and {format_bytes(ram)} of RAM for them")
+    if keep == "ram":
+        raise _too_much(act, keep, shown, f"{format_bytes(ram)} for them in RAM")
+    return Tier("disk", f"{shown} are more than {format_bytes(ram)} of RAM for them")
+
+
+def _cached(where: Literal["ram", "disk"], needed: int, budget: int, row_bytes: int, count: int) -> Tier:
+    rows = min(count, budget // max(1, row_bytes))
+    if not rows:
+        return Tier("source", f"no room to keep {format_bytes(needed)} of decoded samples")
+    what = "RAM" if where == "ram" else "disk"
+    shown = f"{format_bytes(needed)} decoded" if rows == count else f"{rows:,} of {count:,} decoded samples"
+    return Tier(where, f"{shown}, and {format_bytes(budget)} of {what} for them", rows)
+
+
+def _too_much(act: str, keep: Keep, shown: str, needed: str) -> InvalidOption:
+    found = f"keep={keep!r}, and {shown} of samples"
+    return InvalidOption(cannot(act, found, f"no more than {needed}", "Use keep='auto'"))
+
+
+def promised_bytes() -> int:
+    """Return the bytes of RAM that this process's caches may still take, which look free until then."""
+    with _ram_caches_lock:
+        return sum((cache.capacity - len(cache)) * prod(cache.shape) for cache in _ram_caches)
+
+
+class RowCache:
+    """Decoded rows of one shape by the index of their sample, as many as fit; safe to use from any thread.
+
+    Memory is taken as rows come. A file is reserved at once, and has no name: it is gone with the process.
+
+    Args:
+        count: samples of the data set.
+        shape: of a row, `[H, W, C]`.
+        capacity: rows to cache at most.
+        where: `"ram"` or `"disk"`.
+        folder: for the file.
+
+    Raises:
+        NotEnoughSpace: if the disk has no room for the file.
+    """
+
+    def __init__(
+        self, count: int, shape: tuple[int, int, int], capacity: int, where: Literal["ram", "disk"], folder: Path
+    ) -> None:
+        self.shape = shape
+        self.capacity = min(count, capacity)
+        size = self.capacity * prod(shape)
+        flat = np.frombuffer(_nameless_map(folder, size), np.uint8) if where == "disk" else empty_bytes(size)
+        self._rows: Pixels = flat.reshape(self.capacity, *shape)
+        self._tensor = torch.from_numpy(self._rows)
+        self._slots = np.full(count, -1, np.int64)
+        self._lock = threading.Lock()
+        self._free: list[int] = []
+        self._next = 0
+        self._count = 0
+        if where == "ram":
+            with _ram_caches_lock:
+                _ram_caches.add(self)
+
+    def __len__(self) -> int:
+        """Return how many rows are cached."""
+        return self._count
+
+    def __getitem__(self, index: int) -> Pixels:
+        """Return the row of a sample that is cached."""
+        return self.at(self._slots.item(index))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every sample is cached."""
+        return self._count == len(self._slots)
+
+    def gather(self) -> RowGather:
+        """Return what gathers the rows of a full cache."""
+        return RowGather((self._tensor,), torch.from_numpy(self._slots), are_images=True)
+
+    def row(self, index: int) -> Pixels | None:
+        """Return the row of a sample, None if it is not cached."""
+        slot = self._slots.item(index)
+        return self.at(slot) if slot >= 0 else None
+
+    def claim(self) -> int | None:
+        """Return a free slot, None if there is none; give it back by `settle` or `release`."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self._next == self.capacity:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def at(self, slot: int) -> Pixels:
+        """Return the memory of a slot."""
+        row: Pixels = self._rows[slot]
+        return row
+
+    def settle(self, slot: int, index: int) -> None:
+        """Make the row in a claimed slot, which is complete now, that of a sample."""
+        with self._lock:
+            if self._slots[index] >= 0:  # two threads decoded it at the same time
+                self._free.append(slot)
+            else:
+                self._slots[index] = slot
+                self._count += 1
+
+    def release(self, slot: int) -> None:
+        """Give a claimed slot back, unused."""
+        with self._lock:
+            self._free.append(slot)
+
+
+def _nameless_map(folder: Path, size: int) -> mmap.mmap:
+    """Return a map of a new file of reserved space that is already removed."""
+    path = folder / f".colabkit-cache-{uuid.uuid4().hex}"
+    with file_changes.translated(f"keep decoded images below {str(folder)!r}"):
+        file_changes.make_folder(folder)
+        fd = file_changes.create(path)
+        try:
+            file_changes.reserve(fd, max(size, 1), path)
+            return mmap.mmap(fd, max(size, 1))
+        finally:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                file_changes.remove(path)

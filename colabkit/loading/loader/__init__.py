@@ -1,1 +1,0 @@
-"""`Loader` yields batches on the device at memory speed, in an order that can be resumed."""
