@@ -9,14 +9,14 @@ import pytest
 
 
 def sampled(values: Iterable[Any], count: int) -> Sequence[Any]:
-    """Return parameters of which an evenly spaced few, the first and the last among them, run without `--full`.
+    """Return parameters of which an evenly spaced few, the first and (unless it is one) the last, run without `--full`.
 
     Args:
         values: the parameters; a tuple stands for several arguments.
-        count: how many run without `--full`, at least 2.
+        count: how many run without `--full`; of 1 it is the first.
     """
     listed = list(values)
-    kept = {round(number * (len(listed) - 1) / (count - 1)) for number in range(count)}
+    kept = {0} if count == 1 else {round(number * (len(listed) - 1) / (count - 1)) for number in range(count)}
     return [
         value if number in kept else pytest.param(*_arguments(value), marks=pytest.mark.full)
         for number, value in enumerate(listed)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as reference
+from sampling import sampled
 from torch.nn.functional import interpolate
 
 from colabkit.errors import InvalidOption
@@ -51,7 +52,7 @@ def cut_out(image: torch.Tensor, box: tuple[int, int, int, int, bool], size: tup
     return torch.from_numpy(out).permute(2, 0, 1)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("channels", sampled([1, 3, 4], 2))
 @pytest.mark.parametrize("size", [(224, 224), (32, 40), (1, 1), (7, 130)])
 @pytest.mark.parametrize("source", [(256, 256), (40, 25), (1, 1), (3, 200)])
 def test_a_resized_box_is_byte_for_byte_that_of_torch(channels, size, source):

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from sampling import sampled
 from torchvision.transforms import RandomCrop as TorchvisionCrop
 from torchvision.transforms import RandomResizedCrop as TorchvisionResizedCrop
 
@@ -31,7 +32,7 @@ def assert_same_distribution(first: np.ndarray, second: np.ndarray) -> None:
 
 @pytest.mark.parametrize("size", [(256, 256), (100, 300), (37, 20), (4, 400), (400, 4)])
 @pytest.mark.parametrize(
-    "options", [{}, {"scale": (0.5, 0.9), "ratio": (1.5, 2.0)}, {"scale": (1, 1), "ratio": (1, 1)}]
+    "options", sampled([{}, {"scale": (0.5, 0.9), "ratio": (1.5, 2.0)}, {"scale": (1, 1), "ratio": (1, 1)}], 1)
 )
 def test_resized_crops_lie_where_those_of_torchvision_lie(size, options):
     got = boxes(RandomResizedCrop(224, **options), size)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from packed_files import files_of, packed, photos
+from sampling import sampled
 from torch import Tensor
 
 from colabkit.augment import Compose, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
@@ -70,7 +71,7 @@ def batches(loader: Loader) -> list[tuple[Tensor, Tensor]]:
     return [(images.clone(), labels.clone()) for images, labels in loader]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+@pytest.mark.parametrize("transform", sampled(TRANSFORMS, 2), ids=repr)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_bad_image_is_an_error_that_names_it_after_all_batches_before_it(good, bad, transform, workers):
     options: dict[str, Any] = {"transform": transform, "num_workers": workers, "seed": 5}
@@ -91,7 +92,7 @@ def test_the_first_of_several_bad_images_is_named_whoever_finds_the_others_first
             list(Loader(bad, 12, num_workers=4))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+@pytest.mark.parametrize("transform", sampled(TRANSFORMS, 2), ids=repr)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_skipped_images_are_missing_with_their_labels_and_change_nothing_else(good, bad, transform, workers):
     options: dict[str, Any] = {"transform": transform, "num_workers": workers, "shuffle": True, "seed": 5}
@@ -107,7 +108,7 @@ def test_skipped_images_are_missing_with_their_labels_and_change_nothing_else(go
     assert len(loader) == 3
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+@pytest.mark.parametrize("transform", sampled(TRANSFORMS, 2), ids=repr)
 def test_blank_images_are_black_and_keep_their_place(good, bad, transform):
     options: dict[str, Any] = {"transform": transform, "num_workers": 2}
     whole, labels = next(iter(Loader(good, 12, **options)))
@@ -186,7 +187,7 @@ def test_an_epoch_without_a_good_image_is_an_error(tmp_path):
         list(loader)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", sampled([1, 3], 1))
 @pytest.mark.parametrize("size", [1, 2])
 def test_any_number_of_batches_may_be_left_out_in_a_row(tmp_path, size, workers):
     photos(tmp_path / "f", 12)
@@ -209,8 +210,8 @@ def test_a_resumed_epoch_may_end_with_bad_images_only(bad):
     assert resumed.state_dict()["epoch"] == 1
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
-@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("transform", sampled(TRANSFORMS, 2), ids=repr)
+@pytest.mark.parametrize("first", sampled([0, 5], 1))
 def test_samples_that_are_blank_in_a_pack_stay_blank(tmp_path, first, transform):
     tree = photos(tmp_path / "tree")
     whole = open_pack(packed(tree, tmp_path / "whole.h5", encoding="source"))["train"]

@@ -14,6 +14,7 @@ import torch
 from packed_files import packed, photos
 from pictures import AGREEMENT, exif, photo, saved
 from PIL import Image
+from sampling import sampled
 from torch import Tensor
 
 from colabkit.augment import (
@@ -133,14 +134,17 @@ def test_a_size_gives_what_packing_at_that_size_gives(folder, sized, tmp_path, s
 @pytest.mark.parametrize("encoding", ["source", "raw"])
 @pytest.mark.parametrize(
     "transform",
-    [
-        RandomResizedCrop(30),
-        Compose([RandomResizedCrop((24, 32), scale=(0.3, 1.0)), RandomHorizontalFlip()]),
-        Compose([RandomCrop(24, padding=6, fill=9), RandomHorizontalFlip()]),
-        CenterCrop(50),
-        RandomHorizontalFlip(),
-        Compose([RandomResizedCrop(30), Normalize((0.5,), (0.25,))]),
-    ],
+    sampled(
+        [
+            RandomResizedCrop(30),
+            Compose([RandomResizedCrop((24, 32), scale=(0.3, 1.0)), RandomHorizontalFlip()]),
+            Compose([RandomCrop(24, padding=6, fill=9), RandomHorizontalFlip()]),
+            CenterCrop(50),
+            RandomHorizontalFlip(),
+            Compose([RandomResizedCrop(30), Normalize((0.5,), (0.25,))]),
+        ],
+        2,
+    ),
     ids=repr,
 )
 def test_a_transform_gives_what_it_makes_of_whole_batches(sized, encoding, transform):
@@ -165,8 +169,8 @@ def test_the_same_sample_is_cut_alike_by_any_number_of_threads_and_in_any_batch(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("progressive", [False, True])
-@pytest.mark.parametrize(("grain", "mean", "worst", "most"), [(0, 1.5, 2.5, 12), (60, 2.0, 3.0, 20)])
+@pytest.mark.parametrize("progressive", sampled([False, True], 1))
+@pytest.mark.parametrize(("grain", "mean", "worst", "most"), sampled([(0, 1.5, 2.5, 12), (60, 2.0, 3.0, 20)], 1))
 def test_large_photos_are_divided_while_they_are_decoded_within_bounds(tmp_path, progressive, grain, mean, worst, most):
     random = np.random.default_rng(1)
     for number in range(6):

@@ -18,6 +18,7 @@ import torch
 from contract import AtChange, fill_disk
 from packed_files import packed, photos
 from pictures import photo, saved
+from sampling import sampled
 from torch import Tensor
 
 from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
@@ -272,7 +273,7 @@ def test_random_cuts_of_kept_images_are_those_of_images_decoded_anew(source, mon
     assert not torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 11])
+@pytest.mark.parametrize("capacity", sampled([1, 7, 11], 2))
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_what_does_not_fit_is_read_in_each_epoch(source, where, capacity, monkeypatch):
     plain = epoch(Loader(FileDataset(source), 5, size=16))[0]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from contract import make_pack, seal_fields
 from pictures import photo, saved
+from sampling import sampled
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from trees import make_tree
@@ -134,7 +135,7 @@ def test_an_iterator_that_is_never_asked_begins_no_epoch(makes):
     del unused
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sampled(WAYS, 3))
 def test_one_loader_may_be_iterated_inside_itself(makes, way):
     reference = makes[way]()
     epochs = [list(reference) for _ in range(4)]
@@ -146,7 +147,7 @@ def test_one_loader_may_be_iterated_inside_itself(makes, way):
     assert same(outer, epochs[0])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sampled(WAYS, 3))
 def test_two_loaders_at_once_do_not_disturb_each_other(makes, way):
     expected = list(makes[way]()), list(makes[way](seed=9))
     pairs = list(zip(makes[way](), makes[way](seed=9), strict=True))
@@ -170,7 +171,7 @@ def test_loaders_in_several_threads_do_not_disturb_each_other(makes):
     assert len(found) == len(expected)
 
 
-@pytest.mark.parametrize("prefetch", [None, 1, 5])
+@pytest.mark.parametrize("prefetch", sampled([None, 1, 5], 2))
 @pytest.mark.parametrize("way", WAYS)
 def test_batches_stay_valid_as_long_as_they_are_held(makes, way, prefetch):
     loader = makes[way](prefetch_batches=prefetch)
@@ -205,7 +206,7 @@ def resources() -> tuple[int, int, int, int]:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no counts of the process's resources here")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sampled(WAYS, 2))
 def test_two_hundred_epochs_leak_nothing(makes, way):
     loader = makes[way](num_workers=2)
     epoch_bytes = sum(images.nbytes for images, _ in loader)
@@ -227,7 +228,7 @@ def run(loader: Loader, number: int) -> None:
             break
 
 
-@pytest.mark.parametrize("ends", ["break", "end", "error"])
+@pytest.mark.parametrize("ends", sampled(["break", "end", "error"], 2))
 def test_epochs_of_worker_processes_leave_neither_processes_nor_descriptors(ends, children):
     loader = Loader(Waits(12, at=7 if ends == "error" else None), 2, num_workers=2)
     before = None

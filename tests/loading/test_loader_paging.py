@@ -15,6 +15,7 @@ import pytest
 import torch
 from contract import make_pack, make_shards
 from reader_threads import LONG_S, comes_true
+from sampling import sampled
 from torch import Tensor
 
 from colabkit.loading import Loader
@@ -260,8 +261,8 @@ def pages_of(calls: list[tuple[int, int]]) -> list[int]:
     return [page for address, size in calls for page in range(address // PAGE, -(-(address + size) // PAGE))]
 
 
-@pytest.mark.parametrize("row_bytes", [1, 100, PAGE // 2, PAGE, PAGE + 3, 3 * PAGE])
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("row_bytes", sampled([1, 100, PAGE // 2, PAGE, PAGE + 3, 3 * PAGE], 3))
+@pytest.mark.parametrize("share", sampled([0.0, 0.02, 0.3, 0.9, 1.0], 2))
 def test_exactly_the_pages_that_a_view_has_rows_on_are_asked_for_once(kernel, row_bytes, share):
     asked, counts = kernel(), (60, 1, 40)
     flat = maps_of(*(-(-count * row_bytes // PAGE) for count in counts))
@@ -287,7 +288,7 @@ def test_a_loader_of_a_small_view_leaves_the_rest_of_its_pack_where_it_is(tmp_pa
     running.close()
 
 
-@pytest.mark.parametrize("stop_at", range(8))
+@pytest.mark.parametrize("stop_at", sampled(range(8), 3))
 def test_stopped_anywhere_it_goes_on_there(kernel, stop_at):
     asked, maps = kernel(stop_at=stop_at), maps_of(5, 1, 8)
     populator = PagePopulator(maps)

@@ -22,6 +22,7 @@ import pytest
 import torch
 from contract import make_pack, seal_fields
 from packed_files import photos
+from sampling import sampled
 from test_dataset_fields import png
 from torch.utils.data import ConcatDataset, TensorDataset
 
@@ -103,10 +104,10 @@ PLACES = {  # whole epochs, then batches of the next one
 }
 
 
-@pytest.mark.parametrize("again", [0, 1, 3], ids=["first resume", "second resume", "second resume, later"])
-@pytest.mark.parametrize("batch_size", [BATCH, OTHER_BATCH], ids=["same batch", "other batch"])
-@pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("again", sampled([0, 1, 3], 2), ids=["first resume", "second resume", "second resume, later"])
+@pytest.mark.parametrize("batch_size", sampled([BATCH, OTHER_BATCH], 2), ids=["same batch", "other batch"])
+@pytest.mark.parametrize("threads", sampled([1, 2, 4], 2))
+@pytest.mark.parametrize("place", sampled(PLACES, 3))
 def test_a_resumed_stream_equals_the_uninterrupted_one_bit_for_bit(data, place, threads, batch_size, again):
     """With another number of threads after each resume than before, and with the epoch broken off each time."""
     epochs, batches = PLACES[place]
@@ -139,7 +140,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", sampled(TRANSFORMS, 2))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_other_code_draws_comes_again_after_a_resume(raw, name, workers):
     options = {"transform": TRANSFORMS[name], "threads": workers}

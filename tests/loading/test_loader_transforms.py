@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, make_shards
+from sampling import sampled
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -155,8 +156,8 @@ def expected_batches(dataset: Any, transform: Any, epoch: int, batch_size: int =
     return found
 
 
-@pytest.mark.parametrize("kind", ["pack", "view", "shards", "channels last", "channels first", "floats"])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("kind", sampled(["pack", "view", "shards", "channels last", "channels first", "floats"], 3))
+@pytest.mark.parametrize("name", sampled(OURS, 5))
 def test_batches_are_what_apply_makes_of_the_plain_batch_bit_for_bit(kinds, kind, name):
     dataset, transform = kinds[kind], OURS[name]
     expected = [batch for epoch in range(2) for batch in expected_batches(dataset, transform, epoch)]
@@ -172,7 +173,7 @@ def test_the_batch_size_changes_no_samples_parameters(data, name):
         assert all(torch.equal(torch.cat(field), of_whole) for field, of_whole in zip(found, whole, strict=True))
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", sampled(OURS, 5))
 def test_a_resumed_epoch_gets_the_same_parameters(data, name):
     whole = epochs(1, data, transform=OURS[name])
     for stop in range(1, len(whole)):
@@ -225,7 +226,7 @@ SINGLE = {
 }
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", sampled(SINGLE, 2))
 @pytest.mark.parametrize("is_pack", [True, False])
 def test_functions_of_a_sample_give_the_same_with_any_workers_in_any_batch_and_after_a_resume(data, name, is_pack):
     dataset = data if is_pack else torch.utils.data.ConcatDataset([data, data.subset(range(3))])
@@ -265,7 +266,7 @@ def test_kornias_modules_fit_as_functions_of_a_batch_and_of_a_sample(data):
 
 @pytest.mark.parametrize(
     "transform",
-    [*WHOLE.values(), *SINGLE.values(), OURS["foreign step"], OURS["all"]],
+    sampled([*WHOLE.values(), *SINGLE.values(), OURS["foreign step"], OURS["all"]], 4),
     ids=[*WHOLE, *SINGLE, "foreign step", "all"],
 )
 @pytest.mark.parametrize("num_workers", [0, 2])

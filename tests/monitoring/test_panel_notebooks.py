@@ -15,6 +15,7 @@ import pytest
 from kernels import KINDS, kernel_of
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from sampling import sampled
 
 SETUP = """
 import os, signal, threading, time
@@ -92,7 +93,7 @@ class Client(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=sampled(KINDS, 1))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Return a notebook that has run in a kernel."""
     folder = tmp_path_factory.mktemp("kernel")

@@ -42,8 +42,7 @@ def test_every_figure_is_from_the_run(digits: colabkit.DemoReport) -> None:
     assert 0 <= digits.packed_wait_share <= 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("prefixes", [("",), ("train", "val")])
+@pytest.mark.parametrize("prefixes", [pytest.param(("",), marks=pytest.mark.full), ("train", "val")])
 def test_any_tree_with_or_without_split_folders_is_taken(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
         make_tree(tmp_path / "tree", 6, prefix=prefix)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
+from sampling import sampled
 
 import colabkit
 from colabkit.errors import InvalidOption
@@ -229,7 +230,7 @@ class Screen:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("splits", ["train=0.5,test=0.5", "train=1"])
+@pytest.mark.parametrize("splits", sampled(["train=0.5,test=0.5", "train=1"], 1))
 def test_the_shown_code_makes_the_same_calls_with_the_same_arguments(
     shell: InteractiveShell,
     calls: Callable[[], list[tuple[str, dict[str, object]]]],

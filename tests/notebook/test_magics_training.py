@@ -14,6 +14,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from magic_shells import loaded_shell, run, shown_by
+from sampling import sampled
 
 import colabkit
 from colabkit.errors import InvalidOption, MissingSplit, SourceMissing
@@ -297,7 +298,7 @@ def forked(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("step", [0, 5, 9])
+@pytest.mark.parametrize("step", sampled([0, 5, 9], 2))
 def test_killed_and_run_again_it_ends_bit_for_bit_like_an_uninterrupted_run(shell: InteractiveShell, step: int) -> None:
     line = f"data --batch-size 8 --epochs {EPOCHS} --state model optimizer --save-every 2 --on cpu --save-to"
     shell.run_cell(SETUP).raise_error()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone, mounted_at, wait_for
 from far_side import Colab, Ocamlfuse, hosted_colab
+from sampling import sampled
 from trees import needs
 
 import colabkit
@@ -79,7 +80,7 @@ def test_a_dry_run_of_drivefs_changes_nothing(colab):
     assert colab.count("flush_and_unmount") == 0
 
 
-@pytest.mark.parametrize("push", ["fails", "hangs"])
+@pytest.mark.parametrize("push", sampled(["fails", "hangs"], 1))
 def test_drivefs_keeps_its_cache_where_writes_are_not_sent_unless_told(colab, push, monkeypatch):
     monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
     colabkit.mount()
@@ -281,7 +282,7 @@ def test_flush_and_unmount_of_ocamlfuse_wait_for_uploads(ocamlfuse):
     assert not os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.parametrize("call", [colabkit.clear_cache, colabkit.flush, colabkit.unmount])
+@pytest.mark.parametrize("call", sampled([colabkit.clear_cache, colabkit.flush, colabkit.unmount], 1))
 def test_a_dead_ocamlfuse_is_named(ocamlfuse, call):
     ocamlfuse.kill()
     with pytest.raises(MountFailed, match="the mount is dead"):

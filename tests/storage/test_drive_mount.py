@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone, in_child, mounted_at, wait_for
 from far_side import Colab, hosted_colab, see_only
+from sampling import sampled
 from trees import needs
 
 import colabkit
@@ -256,7 +257,7 @@ def test_a_mountpoint_that_cannot_be_one_is_named(colab, tmp_path, kind):
     assert "Choose another path" in str(error)
 
 
-@pytest.mark.parametrize("plan", [{"consent": "hangs"}, {"mount": "hangs"}])
+@pytest.mark.parametrize("plan", sampled([{"consent": "hangs"}, {"mount": "hangs"}], 1))
 def test_google_colab_cannot_hang_past_the_deadline(colab, plan, monkeypatch):
     monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
     colab.plan(**plan)
@@ -349,7 +350,7 @@ def test_a_killed_rclone_is_taken_away_so_that_it_can_be_started_again(tmp_path,
             assert colabkit.mount().state == "was mounted already"
 
 
-@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("force", sampled([True, False], 1))
 def test_a_mount_that_hangs_and_is_not_colabs_is_left_alone(tmp_path, monkeypatch, force):
     place = Place("Jupyter", "kernel", False)
     monkeypatch.setattr(drive, "current_place", lambda: place)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from far_mounts import FuseMount, has_fuse, wait_for
+from sampling import sampled
 from trees import needs
 
 from colabkit.errors import BadSource, FileFailed, InvalidOption, NotMounted, SourceMissing
@@ -114,12 +115,15 @@ def test_a_slow_mount_is_measured_and_not_called_stalled(tmp_path: Path, mounted
 
 @pytest.mark.parametrize(
     ("operation", "after", "words"),
-    [
-        (None, 0, "looking at"),
-        ("list", 2, "listing"),
-        ("open", 9, "opening"),
-        ("read", 9, "reading"),
-    ],
+    sampled(
+        [
+            (None, 0, "looking at"),
+            ("list", 2, "listing"),
+            ("open", 9, "opening"),
+            ("read", 9, "reading"),
+        ],
+        2,
+    ),
 )
 def test_a_mount_that_hangs_is_left_in_time_and_the_stall_is_named(
     tmp_path: Path, mounted: Mounted, operation: str | None, after: int, words: str

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from far_mounts import FuseMount, has_fuse, wait_for
+from sampling import sampled
 from test_staging_faults import Strike, full, interrupt, reader_threads
 from trees import leftovers, needs
 
@@ -320,7 +321,7 @@ def test_a_drive_without_locks_is_published_to_and_sends_later(near, drive, tmp_
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+@pytest.mark.parametrize("operation", sampled(["create", "write", "sync", "rename"], 2))
 def test_a_drive_that_hangs_is_one_error_in_time_and_what_was_begun_is_taken_back_when_it_answers(
     near, drive, tmp_path, file_hook, monkeypatch, operation
 ):

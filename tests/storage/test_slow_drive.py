@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import slow_drive
 from far_mounts import DEADLINE_S, FuseMount, has_fuse, in_child, mounted_at, wait_for
+from sampling import sampled
 from trees import needs
 
 READ = "import sys; print(open(sys.argv[1]).read())"
@@ -284,7 +285,7 @@ def test_a_plan_that_cannot_be_is_refused(mounted: Mounted, wrong: dict[str, obj
         mounted(plan={"faults": [{"on": "read", "path": "*", "do": "error", **wrong}]})
 
 
-@pytest.mark.parametrize("end", ["unmounted", "interrupted", "interrupted while it hangs"])
+@pytest.mark.parametrize("end", sampled(["unmounted", "interrupted", "interrupted while it hangs"], 2))
 def test_it_runs_by_hand_until_it_is_unmounted_or_interrupted(tmp_path: Path, root: Path, end: str) -> None:
     point = tmp_path / "by hand"
     point.mkdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from sampling import sampled
 from source_contract import FILES
 
 from colabkit.errors import BadArchive, FileFailed, MissingPackage, SourceChanged
@@ -211,7 +212,7 @@ def test_without_the_package_for_zstd_the_line_that_installs_it_is_named(tmp_pat
     assert not isinstance(open_source(nameless), TarSource), "what it is cannot be told"
 
 
-@pytest.mark.parametrize("ending", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
+@pytest.mark.parametrize("ending", sampled([".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"], 2))
 def test_several_streams_in_one_file_are_one_archive(tmp_path, ending):
     data = tar_bytes(FILES)
     archive = tmp_path / f"a{ending}"

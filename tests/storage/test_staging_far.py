@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from far_mounts import FuseMount, has_fuse
 from near_copies import copy, data_of, kept_partials, state_of, zipped
+from sampling import sampled
 from trees import leftovers, make_tree, needs
 
 from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
@@ -123,7 +124,7 @@ def test_a_file_that_vanishes_after_it_was_listed_is_one_error(drive):
 
 
 @pytest.mark.parametrize("name", ["cats/003.png", "big.bin"])
-@pytest.mark.parametrize("grain_s", [0.0, 2.0])
+@pytest.mark.parametrize("grain_s", sampled([0.0, 2.0], 1))
 def test_a_file_that_is_written_to_while_it_is_read_is_found_out(root, drive, near_storage, name, grain_s):
     fault = {"on": "read", "path": f"/data/{name}", "do": "change", "count": 1}
     with drive(fault, plan={"mtime_grain_s": grain_s}) as mount:
@@ -150,7 +151,7 @@ def test_one_read_that_hangs_is_left_behind_and_made_anew(root, drive):
 
 
 @pytest.mark.usefixtures("short_deadline")
-@pytest.mark.parametrize("operation", ["open", "read", "list"])
+@pytest.mark.parametrize("operation", sampled(["open", "read", "list"], 1))
 def test_a_drive_that_hangs_is_one_error_in_time(root, drive, operation):
     with drive() as mount:
         mount.hang(operation, after=2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from http_servers import served
 from near_copies import copy, data_of, zipped
+from sampling import sampled
 from trees import leftovers
 
 from colabkit.errors import BadArchive, MissingPackage, SourceMissing
@@ -28,7 +29,7 @@ def tarred(folder: Path, archive: Path) -> Path:
     return archive
 
 
-@pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tar.bz2", ".tar.xz"])
+@pytest.mark.parametrize("suffix", sampled([".tar", ".tar.gz", ".tar.bz2", ".tar.xz"], 2))
 def test_tar_archives_are_staged_as_the_trees_they_hold(image_tree, tmp_path, near_storage, suffix):
     (image_tree / "big.bin").write_bytes(os.urandom(BLOCK_BYTES + 5))
     (image_tree / "empty").write_bytes(b"")

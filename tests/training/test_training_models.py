@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from models import resnet18, small_vit
+from sampling import sampled
 from torch import nn
 
 import colabkit
@@ -54,10 +55,13 @@ def learned(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "arrays", "batch_size", "epochs", "rate"),
-    [
-        (small_vit, ((28, 28, 1), 10, 640, 160, 70.0), 32, 3, 1e-3),
-        (lambda: resnet18(4, width=16), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 3e-3),
-    ],
+    sampled(
+        [
+            (small_vit, ((28, 28, 1), 10, 640, 160, 70.0), 32, 3, 1e-3),
+            (lambda: resnet18(4, width=16), ((224, 224, 3), 4, 64, 16, 40.0), 4, 4, 3e-3),
+        ],
+        1,
+    ),
     ids=["ViT on digits", "ResNet on leaves"],
 )
 def test_a_model_learns_what_is_in_the_images(tmp_path, model, arrays, batch_size, epochs, rate):
