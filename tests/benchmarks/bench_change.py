@@ -3,9 +3,10 @@
     git worktree add ../before REVISION
     python tests/benchmarks/bench_change.py ../before
 
-Each workload runs in two processes that live side by side, one for each checkout, and take turns, in the opposite order
-each round. A turn of `first batch` and of `import` is a new process. The table shows the ratio of medians with a
-bootstrapped 95% interval, above 1 where this checkout is faster. Workloads use public calls that both checkouts have:
+Each round starts two processes, one for each checkout, which take turns: two processes of the same code may differ by a
+tenth for as long as they live, since their memory lies elsewhere. The table shows the ratio of medians over the rounds
+with a bootstrapped 95% interval, above 1 where this checkout is faster. Workloads use public calls that both checkouts
+have:
 
 - `loader`: epochs of 50,000 shuffled images of 32x32 from a pack, batch 512
 - `decode`: an epoch of random crops of 224 from 300 photos, batch 32
@@ -35,6 +36,7 @@ from rounds import machine, verdict
 
 CHECKOUT = Path(__file__).parents[2]
 NEEDED = 0.97
+TURNS = 5
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
         serve(*options.child)
         return
     wanted = options.only.split(",") if options.only else list(WORKLOADS)
-    print(f"{machine()}; {options.rounds} rounds in turns after a warm-up\n")
+    print(f"{machine()}; {options.rounds} rounds, each with new processes that take turns\n")
     print(f"{'':<15} {'before':>10} {'after':>10}          ratio (95% interval)")
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
@@ -61,20 +63,18 @@ def main() -> None:
 
 
 def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round, before and after."""
+    """Return the seconds of each round, before and after: of a round the median of some turns after a warm-up."""
     checkouts = (os.path.abspath(before), str(CHECKOUT))
     figures: tuple[list[float], list[float]] = ([], [])
-    children = [start(name, checkout, folder) for checkout in checkouts]
-    for number in range(rounds + 1):
-        for which in (0, 1) if number % 2 else (1, 0):
-            if name in IN_NEW_PROCESSES and number:
-                stop(children[which])
-                children[which] = start(name, checkouts[which], folder)
-            seconds = turn(children[which])
-            if number:  # the first round warms up
-                figures[which].append(seconds)
-    for child in children:
-        stop(child)
+    for number in range(rounds):
+        children = [start(name, checkout, folder) for checkout in checkouts]
+        turns: tuple[list[float], list[float]] = ([], [])
+        for count in range(1 if name in IN_NEW_PROCESSES else 1 + TURNS):
+            for which in (0, 1) if (number + count) % 2 else (1, 0):
+                turns[which].append(turn(children[which]))
+        for child, seconds, medians in zip(children, turns, figures, strict=True):
+            stop(child)
+            medians.append(statistics.median(seconds[1:] or seconds))
     return figures
 
 
