@@ -27,8 +27,8 @@ MAIN = sys.modules["__main__"]
 settings.register_profile("full", deadline=None)
 settings.register_profile("fast", max_examples=15, deadline=None)
 
-MOST_CASES = 3
-"""Cases of a parametrised test that run without `--full`, evenly spaced, the first and the last among them."""
+MOST_CASES = 2
+"""Cases of a parametrised test that run without `--full`, the first and the last."""
 
 NUMBERS = itertools.count()
 ROWS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
@@ -46,11 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # that tests start get the default again.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("full" if config.getoption("--full") else "fast")
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """Return three workers for two cores, since many tests wait for mounts, kernels and deadlines."""
-    return min(8, len(os.sched_getaffinity(0)) * 3 // 2)
 
 
 def see_own_mounts_only() -> None:

@@ -54,7 +54,8 @@ def test_a_killed_or_interrupted_fetch_goes_on_in_a_new_process(tmp_path, sent):
         kept = kept_bytes(tmp_path)
         report = get(server, tmp_path)
     assert report.path.read_bytes() == CONTENT
-    assert report.resumed_bytes == kept == (600_000 if sent == signal.SIGINT else kept)
+    assert 262_144 <= kept <= 600_000
+    assert report.resumed_bytes == kept
     assert report.fetched_bytes == len(CONTENT) - kept
     assert server.ranges() == [None, f"bytes={kept}-"]
     assert leftovers(tmp_path) == []
