@@ -1,6 +1,5 @@
 from .augment.compose import Compose as Compose
 from .augment.cutting import Boxes as Boxes
-from .augment.draws import Draws as Draws
 from .augment.geometry import CenterCrop as CenterCrop
 from .augment.geometry import Geometry as Geometry
 from .augment.geometry import RandomCrop as RandomCrop
@@ -9,8 +8,9 @@ from .augment.geometry import RandomResizedCrop as RandomResizedCrop
 from .augment.mixing import Cutout as Cutout
 from .augment.mixing import MixUp as MixUp
 from .augment.mixing import Normalize as Normalize
-from .augment.per_batch import PerBatch as PerBatch
-from .augment.per_sample import PerSample as PerSample
+from .augment.transform import Draws as Draws
+from .augment.transform import PerBatch as PerBatch
+from .augment.transform import PerSample as PerSample
 from .augment.transform import Transform as Transform
 from .engine.batches import mapped as mapped
 from .engine.device import marked as marked

@@ -22,8 +22,7 @@ from colabkit.foundation import (
     meters,
     shown,
 )
-from colabkit.loading.augment.draws import Draws
-from colabkit.loading.augment.transform import Transform
+from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, bytes_of, fields_of, mapped
 from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_of, unwrap_subset
 from colabkit.loading.engine.custom_samplers import SamplerPlanner, yields_batches

@@ -14,10 +14,9 @@ from sampling import sampled
 from colabkit.errors import InvalidOption
 from colabkit.loading.augment.compose import Compose, geometry_of, parted
 from colabkit.loading.augment.cutting import cut
-from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.geometry import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.loading.augment.mixing import Cutout, MixUp, Normalize
-from colabkit.loading.augment.transform import Transform
+from colabkit.loading.augment.transform import Draws, Transform
 
 FLIP = RandomHorizontalFlip()
 ALL = [

@@ -14,9 +14,8 @@ from torch.nn.functional import interpolate
 
 from colabkit.errors import InvalidOption
 from colabkit.loading.augment.cutting import Boxes, crop_batch, cut, resize_batch
-from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.geometry import CenterCrop, Geometry, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
-from colabkit.loading.augment.transform import Transform
+from colabkit.loading.augment.transform import Draws, Transform
 
 ALL = [
     RandomResizedCrop((9, 14)),

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from colabkit.foundation import InvalidOption, cannot, kind_of, shown
 from colabkit.loading.augment.cutting import Boxes
-from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.geometry import Geometry
-from colabkit.loading.augment.per_sample import is_per_sample
-from colabkit.loading.augment.transform import Transform
+from colabkit.loading.augment.transform import Draws, Transform, is_per_sample
 
 Step = tuple[int, Callable[..., Any]]
 

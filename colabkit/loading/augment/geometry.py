@@ -13,8 +13,7 @@ from torch import Tensor
 
 from colabkit.foundation import InvalidOption, cannot, check_number, check_size, check_whole_number, is_finite_number
 from colabkit.loading.augment.cutting import Boxes, Sizes, crop_batch, crop_rows, cut, resize_batch
-from colabkit.loading.augment.draws import Draws
-from colabkit.loading.augment.transform import Transform, check_images
+from colabkit.loading.augment.transform import Draws, Transform, check_images
 
 
 class Geometry(Transform):

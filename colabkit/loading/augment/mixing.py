@@ -20,8 +20,7 @@ from colabkit.foundation import (
     kind_of,
     shown,
 )
-from colabkit.loading.augment.draws import Draws
-from colabkit.loading.augment.transform import Transform, check_images
+from colabkit.loading.augment.transform import Draws, Transform, check_images
 
 
 class Normalize(Transform):

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from colabkit.foundation import InvalidOption, cannot, kind_of
-from colabkit.loading.augment.draws import Draws
+from colabkit.foundation import GAMMA, MASK, InvalidOption, cannot, check_callable, hashed, kind_of, mixed, uniforms
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The random numbers of some samples: a pure function of seed, epoch and position, so resuming saves nothing.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) started at a hash
+    of seed, epoch, stream and position; nothing is kept between calls.
+
+    Attributes:
+        seed: any integer; the lowest 64 bits count.
+        epoch: number of the pass.
+        positions: `int64 [B]`, places in the epoch's global order.
+        stream: which of the sample's sequences of numbers; each transform of a `Compose` has its own.
+    """
+
+    seed: int
+    epoch: int
+    positions: npt.NDArray[np.int64]
+    stream: int = 0
+
+    def uniforms(self, count: int) -> npt.NDArray[np.float64]:
+        """Return numbers in [0, 1), `float64 [B, count]`; the first columns do not depend on `count`."""
+        key = _hashed(_hashed(_hashed(operator.index(self.seed)) + operator.index(self.epoch)) + self.stream)
+        states = hashed(key, self.positions)
+        return uniforms(hashed(states[:, None], np.arange(1, count + 1)))
+
+    def of(self, number: int) -> Draws:
+        """Return the draws of the `number`-th transform inside a `Compose`: a stream of its own."""
+        return Draws(self.seed, self.epoch, self.positions, _hashed(self.stream + number + 1))
+
+    def part(self, start: int, stop: int) -> Draws:
+        """Return the draws of the samples from `start` to `stop` of these."""
+        return Draws(self.seed, self.epoch, self.positions[start:stop], self.stream)
+
+
+def _hashed(value: int) -> int:
+    """Return the number that SplitMix64 gives after the state `value`."""
+    return mixed((value + GAMMA) & MASK)
 
 
 class Transform:
@@ -17,19 +59,22 @@ class Transform:
 
     Attributes:
         whole_batch: whether the result of a sample depends on its neighbours, so the batch has to be complete.
-        changes_labels: whether labels come out other than they went in; without it a loader may give none to `apply`.
+        changes_labels: whether it changes labels; without it a loader may give none to `apply`.
     """
 
     whole_batch: bool = False
     changes_labels: bool = False
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the transformed images and labels; those given stay as they are.
+        """Return the transformed images and labels; those given stay unchanged.
 
         Args:
             images: `[B, C, H, W]`, on any device; `uint8` in channels-last memory goes fastest.
             labels: of the samples; most transforms pass them on untouched.
             draws: the random numbers of the B samples.
+
+        Raises:
+            InvalidOption: if the images or labels do not suit the transform.
         """
         raise NotImplementedError
 
@@ -54,13 +99,72 @@ class Transform:
         return hash(repr(self))
 
 
-def check_images(act: str, images: Tensor, fill: float = 0) -> None:
-    """Raise `InvalidOption` unless these are images of a batch, `uint8` or floating, which can hold a value.
+class PerBatch(Transform):
+    """A function of the images of a batch that draws no random numbers, as in `PerBatch(lambda x: x.float() / 255)`.
+
+    The loader applies it in a worker thread on the CPU, while the model computes. Without this mark it runs where the
+    batch is handed over, since nobody knows whether it draws from the global generators, which belong to the caller.
 
     Args:
-        act: verb and object for the message.
-        images: what was given.
-        fill: the value; `uint8` images need a byte.
+        function: takes the images of a batch, `[B, C, H, W]`, and returns the result of the batch.
+
+    Raises:
+        InvalidOption: if it cannot be called.
+    """
+
+    whole_batch = True
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        check_callable("make a transform of a batch", "function", function, "Pass a function", optional=False)
+        self.function = function
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Any, Any]:
+        """Return the function's result, and the labels untouched."""
+        return self.function(images), labels
+
+    def __repr__(self) -> str:
+        return f"PerBatch({self.function!r})"
+
+
+class PerSample:
+    """A function of one sample, as in `Loader(data, 64, transform=PerSample(to_spectrogram))`.
+
+    The loader applies it to the first field of each sample, in worker processes, each time with the global generators
+    of Python, NumPy and torch seeded by the sample's position. Transforms of torchvision need no such mark.
+
+    Args:
+        function: takes one sample, for example an image `uint8 [C, H, W]`; its results need one shape to be stacked.
+
+    Raises:
+        InvalidOption: if it cannot be called.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        check_callable("make a transform of one sample", "function", function, "Pass a function", optional=False)
+        self.function = function
+
+    def __call__(self, sample: Any) -> Any:
+        """Return the function's result for a sample."""
+        return self.function(sample)
+
+    def __repr__(self) -> str:
+        return f"PerSample({self.function!r})"
+
+
+def is_per_sample(transform: Any) -> bool:
+    """Return whether a transform is for one sample: so marked, or torchvision's, which give a whole batch one draw.
+
+    An `nn.Sequential` is if all in it are; others may well be made for batches, such as those of kornia.
+    """
+    if isinstance(transform, nn.Sequential):
+        return len(transform) > 0 and all(map(is_per_sample, transform))
+    return isinstance(transform, PerSample) or type(transform).__module__.startswith("torchvision.transforms")
+
+
+def check_images(act: str, images: Tensor, fill: float = 0) -> None:
+    """Raise `InvalidOption` unless these are images of a batch, `uint8` or floating, which can hold the value `fill`.
+
+    `act` is verb and object for the message.
     """
     is_tensor = isinstance(images, Tensor)
     if not is_tensor or images.ndim != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):

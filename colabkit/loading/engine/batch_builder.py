@@ -16,9 +16,8 @@ from torch import Tensor
 
 from colabkit.foundation import LoaderMeters
 from colabkit.loading.augment.compose import geometry_of, parted, steps_of
-from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.geometry import Geometry
-from colabkit.loading.augment.transform import Transform
+from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_values
 from colabkit.loading.engine.buffers import FieldBuffers, PageableSlots
 from colabkit.loading.engine.columns import DatasetColumns

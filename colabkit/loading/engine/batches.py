@@ -20,7 +20,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from colabkit.foundation import Mark
-from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.transform import Draws
 from colabkit.loading.sampler.orders import Order
 from colabkit.packs import stack_samples
 

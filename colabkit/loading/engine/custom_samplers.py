@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRa
 from torch.utils.data.distributed import DistributedSampler
 
 from colabkit.foundation import InvalidOption, cannot, key_of, shown
-from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import BatchPlan, EpochRange, Share, next_count
 from colabkit.loading.engine.user_code import reporting_errors, restored_generators, seed_by_draws
 

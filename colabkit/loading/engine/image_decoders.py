@@ -13,8 +13,8 @@ import numpy as np
 
 from colabkit.foundation import BadImage, LoaderMeters, cannot
 from colabkit.loading.augment.cutting import cut
-from colabkit.loading.augment.draws import Draws
 from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import BatchGroup
 from colabkit.loading.engine.columns import ImageDataset
 from colabkit.loading.engine.read_ahead import FileReadAhead

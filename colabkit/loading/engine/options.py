@@ -19,7 +19,7 @@ from colabkit.foundation import (
     shown,
     usable_cpus,
 )
-from colabkit.loading.augment.per_sample import PerSample, is_per_sample
+from colabkit.loading.augment.transform import PerSample, is_per_sample
 from colabkit.loading.engine.batches import EpochRange, Share
 from colabkit.loading.engine.image_decoders import BadSamples
 from colabkit.loading.engine.tiers import KEEPS, Keep

@@ -12,9 +12,7 @@ import torch
 
 from colabkit.foundation import InvalidOption, LoaderFacts, cannot, near_folder
 from colabkit.loading.augment.compose import steps_of
-from colabkit.loading.augment.per_batch import PerBatch
-from colabkit.loading.augment.per_sample import is_per_sample
-from colabkit.loading.augment.transform import Transform, check_fill
+from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import TransformStages, split_transform
 from colabkit.loading.engine.batches import BATCHES_TOGETHER
 from colabkit.loading.engine.columns import Column, DatasetColumns, ImageDataset, check_channels

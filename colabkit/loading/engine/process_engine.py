@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from colabkit.foundation import ColabkitError, LoaderFailed, cannot, meters
-from colabkit.loading.augment.draws import Draws
+from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, bytes_of, fields_of, mapped
 from colabkit.loading.engine.buffers import PinnedSlots, warn_unpinned
 from colabkit.loading.engine.device import DeviceTransfer, send

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from colabkit.foundation import ColabkitError, LoaderFailed, cannot, format_count, format_things
-from colabkit.loading.augment.draws import Draws
-from colabkit.loading.augment.transform import Transform
+from colabkit.loading.augment.transform import Draws, Transform
 
 _SHOWN = 3
 
