@@ -14,7 +14,7 @@ import pytest
 from far_mounts import FuseMount, has_fuse
 from http_servers import served
 from near_copies import zipped
-from test_staging_faults import reader_threads
+from reader_threads import reader_threads
 from trees import leftovers, make_tree, needs
 
 from colabkit.errors import InvalidOption, SourceMissing
@@ -51,7 +51,7 @@ def mounted(tmp_path: Path) -> Callable[..., FuseMount]:
 
 def left_near(near_storage: Path) -> list[str]:
     """Return the threads that still run, and what is half done."""
-    return [*reader_threads(), *leftovers(near_storage), *map(str, near_storage.rglob("*.staged"))]
+    return [*map(str, reader_threads()), *leftovers(near_storage), *map(str, near_storage.rglob("*.staged"))]
 
 
 def begin_anew(near_storage: Path) -> None:

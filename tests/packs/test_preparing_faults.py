@@ -16,8 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 from far_mounts import FuseMount, has_fuse, wait_for
+from reader_threads import reader_threads
 from test_preparing import begin_anew, left_near, ready, samples
-from test_staging_faults import reader_threads
 from trees import leftovers, needs
 
 from colabkit.packs.dataset.opened_pack import open_pack

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from far_mounts import FuseMount, has_fuse, wait_for
+from reader_threads import reader_threads
 from sampling import sampled
-from test_staging_faults import Strike, full, interrupt, reader_threads
+from strikes import Strike, full, interrupt
 from trees import leftovers, needs
 
 from colabkit.errors import (

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import zipfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from near_copies import kept_partials
+from reader_threads import reader_threads
 from sampling import sampled
+from strikes import Strike, full, interrupt
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
@@ -67,44 +67,6 @@ def whole(source: Path, kind: str) -> dict[str, bytes]:
 def inside_kept(folder: Path) -> list[str]:
     """Return all that lies in partials that are kept for the next run, and these themselves."""
     return [str(path) for kept in kept_partials(folder) for path in (kept, *kept.rglob("*"))]
-
-
-def reader_threads() -> list[str]:
-    """Return the engine's threads that still run."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-read")]
-
-
-class Strike:
-    """A hook that strikes once, at the `number`-th change of the file system."""
-
-    def __init__(self, number: int, act: Callable[[], None]) -> None:
-        self.left = number
-        self.act = act
-        self.lock = threading.Lock()
-        self.operation = ""
-
-    def __call__(self, operation: str, path: Path) -> None:
-        with self.lock:
-            self.left -= 1
-            strikes = self.left == 0
-        if strikes:
-            self.operation = operation
-            self.act()
-
-    @property
-    def struck(self) -> bool:
-        """Whether the operation was reached."""
-        return self.left <= 0
-
-
-def full() -> None:
-    """Fail as a full disk does."""
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def interrupt() -> None:
-    """Fail as Ctrl-C does."""
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("threads", sampled([1, 3], 1))

@@ -1,0 +1,41 @@
+"""A hook for `file_hook` that fails at one change of the file system, as a full disk or Ctrl-C does."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+
+class Strike:
+    """A hook that strikes once, at the `number`-th change of the file system."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self.left = number
+        self.act = act
+        self.lock = threading.Lock()
+        self.operation = ""
+
+    def __call__(self, operation: str, path: Path) -> None:
+        with self.lock:
+            self.left -= 1
+            strikes = self.left == 0
+        if strikes:
+            self.operation = operation
+            self.act()
+
+    @property
+    def struck(self) -> bool:
+        """Whether the operation was reached."""
+        return self.left <= 0
+
+
+def full() -> None:
+    """Fail as a full disk does."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def interrupt() -> None:
+    """Fail as Ctrl-C does."""
+    raise KeyboardInterrupt
