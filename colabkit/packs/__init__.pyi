@@ -19,7 +19,7 @@ from .packing.options import Size as Size
 from .packing.options import height_and_width as height_and_width
 from .packing.reports import PackReport as PackReport
 from .packing.reports import VerifyReport as VerifyReport
-from .packing.verifying import verify as verify
+from .packing.verification import verify as verify
 from .preparing.api import prepare as prepare
 from .preparing.report import PreparedPack as PreparedPack
 from .preparing.report import PrepareReport as PrepareReport

@@ -10,9 +10,9 @@ import pytest
 from pictures import photo, saved
 
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing import filling
+from colabkit.packs.packing import sample_writer
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 
 WAYS = {
     "inline": {"threads": 1},
@@ -62,8 +62,8 @@ def labels_of(path: Path, split: str = "train") -> list[Any]:
 
 def fork(monkeypatch: pytest.MonkeyPatch, chunk_samples: int = 2, cpus: int = 2) -> None:
     """Let samples be made by forked processes however few and slow they are, so many of them in a task."""
-    monkeypatch.setattr(filling, "_MEASURED_S", 0.0)
-    monkeypatch.setattr(filling, "_TINY_S", float("inf"))
-    monkeypatch.setattr(filling, "_FORKING_S", -1.0)
-    monkeypatch.setattr(filling, "_CHUNK_SAMPLES", chunk_samples)
-    monkeypatch.setattr(filling, "usable_cpus", lambda: float(cpus))
+    monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(sample_writer, "_TINY_S", float("inf"))
+    monkeypatch.setattr(sample_writer, "_FORKING_S", -1.0)
+    monkeypatch.setattr(sample_writer, "_CHUNK_SAMPLES", chunk_samples)
+    monkeypatch.setattr(sample_writer, "usable_cpus", lambda: float(cpus))

@@ -20,7 +20,7 @@ from colabkit.errors import BadSource, ColabkitError, Corrupt, NotSealed, Source
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.layout import DataSet
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 
 META = {
     "source": "made",

@@ -27,7 +27,7 @@ from colabkit.foundation import file_changes
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 from colabkit.storage.staging.api import stage
 
 

@@ -17,7 +17,7 @@ from trees import leftovers
 from colabkit.errors import BadSource, InvalidOption, TargetExists
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 
 RANDOM = np.random.default_rng(11)
 IMAGES = RANDOM.integers(0, 256, (30, 6, 5, 3), dtype=np.uint8)

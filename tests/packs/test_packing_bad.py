@@ -19,10 +19,10 @@ from trees import leftovers
 from colabkit.errors import BadArchive, BadImage, BadSource
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing import planning
+from colabkit.packs.packing import file_plan
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.reports import PackReport
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 
@@ -295,7 +295,7 @@ def test_further_fields_stay_with_their_samples(tmp_path, tree, monkeypatch, on_
 
 @pytest.mark.parametrize("probed", [1, 2, 16])
 def test_auto_looks_on_until_it_finds_a_good_image(tmp_path, tree, monkeypatch, probed):
-    monkeypatch.setattr(planning, "_PROBED", probed)
+    monkeypatch.setattr(file_plan, "_PROBED", probed)
     spoil(tree, *range(10), 11)
     report = pack(tree, tmp_path / "p.h5", on_bad="skip", max_bad=11, progress=False)
     assert (report.encoding, report.sample_shape, report.splits) == ("raw", (24, 32, 3), {"train": 1})

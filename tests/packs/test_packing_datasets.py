@@ -21,8 +21,8 @@ from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.filling import Chunk, Filling
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.sample_writer import SampleRange, SampleWriter
+from colabkit.packs.packing.verification import verify
 
 RANDOM = np.random.default_rng(5)
 PIXELS = RANDOM.integers(0, 256, (12, 8, 6, 3), dtype=np.uint8)
@@ -328,13 +328,13 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path):
 
 def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
     sizes: list[int] = []
-    written = Filling._written
+    written = SampleWriter._written
 
-    def counted(filling: Filling, chunk: Chunk, columns: Any, bad: Any) -> Any:
-        sizes.append(chunk.stop - chunk.start)
-        return written(filling, chunk, columns, bad)
+    def counted(writer: SampleWriter, samples: SampleRange, make: Any) -> Any:
+        sizes.append(samples.count)
+        return written(writer, samples, make)
 
-    monkeypatch.setattr(Filling, "_written", counted)
+    monkeypatch.setattr(SampleWriter, "_written", counted)
     found = packed(Samples([bytes([number]) * number for number in range(100)]), tmp_path / "p.h5")
     assert len(found["train"]) == sum(sizes) == 100
     assert max(sizes) <= 16

@@ -21,9 +21,9 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing import planning
+from colabkit.packs.packing import file_plan
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 
 ENCODINGS: list[dict[str, Any]] = [
     {"encoding": "raw"},
@@ -155,7 +155,7 @@ def test_auto_keeps_files_of_several_sizes_and_says_what_raw_would_gain(tmp_path
 
 @pytest.mark.parametrize("way", WAYS)
 def test_auto_falls_back_to_source_where_one_odd_size_is_found_late(tmp_path, tree, monkeypatch, way):
-    monkeypatch.setattr(planning, "_PROBED", 2)
+    monkeypatch.setattr(file_plan, "_PROBED", 2)
     odd = tree / "bees" / "001.jpg"
     odd.write_bytes(saved(photo(10, 11), "JPEG"))
     fork(monkeypatch)
@@ -171,13 +171,13 @@ def test_auto_falls_back_to_source_where_one_odd_size_is_found_late(tmp_path, tr
 def test_auto_stores_no_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, short_of):
     fitting = 12 * 24 * 32 * 3 - 1
     if short_of == "memory":
-        monkeypatch.setattr(planning, "memory_limits", lambda read: SimpleNamespace(available_bytes=fitting))
+        monkeypatch.setattr(file_plan, "memory_limits", lambda read: SimpleNamespace(available_bytes=fitting))
     else:
-        monkeypatch.setattr(planning.file_changes, "free_bytes", lambda path: fitting)
+        monkeypatch.setattr(file_plan.file_changes, "free_bytes", lambda path: fitting)
     report = pack(tree, tmp_path / "whole.h5", progress=False)
     assert report.encoding == "source"
     assert "more than fits in disk and RAM, so files as they are" in report.note
-    monkeypatch.setattr(planning, "memory_limits", lambda read: SimpleNamespace(available_bytes=20_000))
+    monkeypatch.setattr(file_plan, "memory_limits", lambda read: SimpleNamespace(available_bytes=20_000))
     report = pack(tree, tmp_path / "sized.h5", size=24, quality=60, progress=False)
     assert (report.encoding, report.sample_shape) == ("jpeg", (24, 24, 3))
     assert "more than fits in disk and RAM" in report.note
@@ -316,7 +316,7 @@ def test_looking_at_images_keeps_none_of_them(tmp_path, tree, monkeypatch):
         most = max(most, sum(one() is not None for one in images))
         return image
 
-    monkeypatch.setattr(planning, "decode_image", decoded)
+    monkeypatch.setattr(file_plan, "decode_image", decoded)
     packed(tree, tmp_path / "p.h5")
     assert len(images) == 12
     assert most <= 2

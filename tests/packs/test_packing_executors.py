@@ -28,12 +28,12 @@ from trees import leftovers, make_tree
 
 from colabkit.errors import BadImage, InvalidOption, PackingFailed
 from colabkit.packs.format.layout import Field
-from colabkit.packs.packing import executors, filling, shards
+from colabkit.packs.packing import sample_writer, shard_tasks, shards
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.executors import Task
-from colabkit.packs.packing.makers import FileSamples
-from colabkit.packs.packing.plan import FieldTable, PackPlan
+from colabkit.packs.packing.file_samples import FileSampleMaker
+from colabkit.packs.packing.pack_plan import FieldTable, PackPlan
 from colabkit.packs.packing.reports import PackReport
+from colabkit.packs.packing.shard_tasks import ShardTask
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.registry import SlowSource
@@ -186,11 +186,11 @@ def test_tasks_fork_nothing_of_their_own(tmp_path, tree, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise OSError("forked")
 
-    monkeypatch.setattr(filling, "_FORKING_S", 0)
-    monkeypatch.setattr(filling, "_TINY_S", 100.0)
-    monkeypatch.setattr(filling, "usable_cpus", lambda: 2)
-    monkeypatch.setattr(filling, "_MEASURED_S", 1e-9)
-    monkeypatch.setattr(filling.ForkedWorkers, "__enter__", refuse)
+    monkeypatch.setattr(sample_writer, "_FORKING_S", 0)
+    monkeypatch.setattr(sample_writer, "_TINY_S", 100.0)
+    monkeypatch.setattr(sample_writer, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(sample_writer, "_MEASURED_S", 1e-9)
+    monkeypatch.setattr(sample_writer.ForkedWorkers, "__enter__", refuse)
     with pytest.raises(Exception, match="forked"):
         packed(tree, tmp_path / "p.h5", None)
     with ThreadPoolExecutor(2) as executor:
@@ -324,7 +324,7 @@ def test_what_is_no_executor_or_cannot_be_sent_is_told_in_one_line(tmp_path, tre
 
 
 def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, tree):
-    plans: list[Task] = []
+    plans: list[ShardTask] = []
 
     class Keeping(ThreadPoolExecutor):
         def submit(self, function: Any, *arguments: Any) -> Any:
@@ -342,7 +342,7 @@ def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, tree):
 
 
 def test_few_arrays_travel_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(executors, "_SENT_BYTES", 3 * 800)
+    monkeypatch.setattr(shard_tasks, "_SENT_BYTES", 3 * 800)
     with Counting(8) as executor:
         packed({"X": np.arange(4000).reshape(400, 10)}, tmp_path / "p.h5", executor, shard_bytes=800)
     assert executor.given == 40
@@ -350,11 +350,11 @@ def test_few_arrays_travel_at_once(tmp_path, monkeypatch):
 
 
 def test_no_more_arrays_are_sent_while_tasks_take_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(executors, "_SENT_BYTES", 3 * 800)
-    monkeypatch.setattr(executors, "_TICK_S", 0.001)
+    monkeypatch.setattr(shard_tasks, "_SENT_BYTES", 3 * 800)
+    monkeypatch.setattr(shard_tasks, "_TICK_S", 0.001)
     waits = itertools.count()
     may_go_on = threading.Event()
-    look = executors._WatchingBar.look
+    look = shard_tasks._WatchingBar.look
 
     def held(bar: Any) -> None:
         assert may_go_on.wait(30)
@@ -364,8 +364,8 @@ def test_no_more_arrays_are_sent_while_tasks_take_long(tmp_path, monkeypatch):
         if next(waits) == 20:
             may_go_on.set()
 
-    monkeypatch.setattr(executors._WatchingBar, "look", held)
-    monkeypatch.setattr(shards._Shards, "_wait", waited)
+    monkeypatch.setattr(shard_tasks._WatchingBar, "look", held)
+    monkeypatch.setattr(shards._ShardSet, "_wait", waited)
     with Counting(8) as executor:
         packed({"X": np.arange(400).reshape(40, 10)}, tmp_path / "p.h5", executor, shard_bytes=160)
     assert next(waits) > 20
@@ -375,7 +375,7 @@ def test_no_more_arrays_are_sent_while_tasks_take_long(tmp_path, monkeypatch):
 def large_plan(count: int) -> PackPlan:
     """Return a plan of many files in two splits, with labels and a column of text."""
     items = [Item(f"class{number % 10}/{number:07d}.jpg", 1000 + number % 7, number) for number in range(count)]
-    maker = FileSamples(FolderSource(Path("/x")), items, "source", channels=3, size=None)
+    maker = FileSampleMaker(FolderSource(Path("/x")), items, "source", channels=3, size=None)
     numbers = np.random.default_rng(1).permutation(count)
     tables = (
         FieldTable(Field("Y", "labels"), np.arange(count) % 10),
@@ -393,11 +393,11 @@ def test_a_million_samples_are_planned_in_seconds_and_each_task_carries_its_own(
     sizes = shards._sample_bytes(plan)
     ranges = shards._ranges(sizes, int(sizes.sum()) // count)
     shards._digest(plan, ranges)
-    parts = [plan.part(start, stop) for start, stop in ranges]
+    parts = [plan.shard(start, stop, plan.about) for start, stop in ranges]
     assert time.perf_counter() - started < 15
     assert len(parts) == count
     assert sum(part.samples for part in parts) == plan.samples
     sent = [len(pickle.dumps(part)) for part in parts[::10]]
     assert max(sent) < 1.2 * min(sent)
-    few = [len(pickle.dumps(plan.part(start, start + 5000))) for start in (0, 900_000)]
+    few = [len(pickle.dumps(plan.shard(start, start + 5000, plan.about))) for start in (0, 900_000)]
     assert max(few) < 0.6 * min(sent)

@@ -22,7 +22,7 @@ from trees import make_tree, needs
 from colabkit.errors import BadSource, InvalidOption
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 from colabkit.storage.staging import targets
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (24, 7, 5, 3), dtype=np.uint8)

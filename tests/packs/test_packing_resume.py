@@ -23,9 +23,9 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import shards
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.filling import Filling
-from colabkit.packs.packing.plan import PackPlan
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.pack_plan import PackPlan
+from colabkit.packs.packing.sample_writer import SampleWriter
+from colabkit.packs.packing.verification import verify
 
 __all__ = ["small_tree", "tree"]  # fixtures
 
@@ -40,13 +40,13 @@ def three(tmp_path: Path) -> Path:
 def fillings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of samples of each file that is filled."""
     found: list[int] = []
-    begin = Filling.__init__
+    begin = SampleWriter.__init__
 
-    def noted(self: Filling, plan: PackPlan, *others: Any) -> None:
+    def noted(self: SampleWriter, plan: PackPlan, *others: Any) -> None:
         found.append(plan.samples)
         begin(self, plan, *others)
 
-    monkeypatch.setattr(Filling, "__init__", noted)
+    monkeypatch.setattr(SampleWriter, "__init__", noted)
     return found
 
 

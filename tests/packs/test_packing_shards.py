@@ -17,7 +17,7 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.reports import PackReport
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 
 ROW = 6 * 5 * 3
 

@@ -19,10 +19,10 @@ from packed_files import files_of, fork, packed, photos, stored
 from trees import leftovers
 
 from colabkit.errors import BadSource, NotEnoughSpace, PackingFailed, TimedOut
-from colabkit.packs.packing import compaction, filling
+from colabkit.packs.packing import pack_writer, sample_writer
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.processes import ForkedWorkers
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.forked_workers import ForkedWorkers
+from colabkit.packs.packing.verification import verify
 
 ENCODINGS = ["raw", "source", "jpeg"]
 
@@ -76,7 +76,7 @@ def wait_until(is_so: Callable[[], Any], seconds: float = 20.0) -> None:
 
 def at_chunk(monkeypatch: pytest.MonkeyPatch, start: int, act: Callable[[], None], after: bool = False) -> None:
     """Call `act` in whatever makes the chunk that begins at a sample, before or after it is made."""
-    fill = filling.Filling.fill
+    fill = sample_writer.FileSampleWriter.write_range
 
     def filled(self: Any, chunk: Any) -> Any:
         if chunk.start == start and not after:
@@ -86,7 +86,7 @@ def at_chunk(monkeypatch: pytest.MonkeyPatch, start: int, act: Callable[[], None
             act()
         return done
 
-    monkeypatch.setattr(filling.Filling, "fill", filled)
+    monkeypatch.setattr(sample_writer.FileSampleWriter, "write_range", filled)
 
 
 def once(marker: Path, act: Callable[[], None]) -> Callable[[], None]:
@@ -115,7 +115,7 @@ def stop_me() -> None:
 
 
 def stalls_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setattr(filling, "ForkedWorkers", functools.partial(ForkedWorkers, stalled_s=seconds))
+    monkeypatch.setattr(sample_writer, "ForkedWorkers", functools.partial(ForkedWorkers, stalled_s=seconds))
 
 
 def alone(tree: Path) -> bool:
@@ -136,10 +136,10 @@ def test_samples_are_made_by_as_many_processes_as_there_are_cpus(tmp_path, tree,
 
 
 def test_samples_that_are_slow_or_few_are_made_without_processes(tmp_path, tree, monkeypatch):
-    monkeypatch.setattr(filling, "usable_cpus", lambda: 2.0)
+    monkeypatch.setattr(sample_writer, "usable_cpus", lambda: 2.0)
     assert pack(tree, tmp_path / "few.h5", progress=False).made_by == "one thread"
-    monkeypatch.setattr(filling, "_MEASURED_S", 0.0)
-    monkeypatch.setattr(filling, "_TINY_S", 0.0)
+    monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(sample_writer, "_TINY_S", 0.0)
     assert pack(tree, tmp_path / "slow.h5", progress=False).made_by == "2 threads"
     fork(monkeypatch, cpus=1)
     assert pack(tree, tmp_path / "one.h5", progress=False).made_by == "one thread"
@@ -149,7 +149,7 @@ def test_samples_that_are_slow_or_few_are_made_without_processes(tmp_path, tree,
 
 def test_samples_are_measured_before_processes_are_started(tmp_path, tree, monkeypatch):
     fork(monkeypatch, chunk_samples=100)
-    monkeypatch.setattr(filling, "_MEASURED_S", 1e-9)
+    monkeypatch.setattr(sample_writer, "_MEASURED_S", 1e-9)
     pids = packed(tree, tmp_path / "p.h5", fields={"pid": lambda path: os.getpid()})
     mine = [value.item() == os.getpid() for value in stored(pids, field="pid")]
     assert mine == [True] * 2 + [False] * 22
@@ -183,13 +183,13 @@ def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypat
 def test_every_worker_may_die_once(tmp_path, tree, monkeypatch):
     whole = packed(tree, tmp_path / "whole.h5", threads=1).read_bytes()
     fork(monkeypatch)
-    fill = filling.Filling.fill
+    fill = sample_writer.FileSampleWriter.write_range
 
     def filled(self: Any, chunk: Any) -> Any:
         once(tmp_path / f"killed-{chunk.start}", kill_me)()
         return fill(self, chunk)
 
-    monkeypatch.setattr(filling.Filling, "fill", filled)
+    monkeypatch.setattr(sample_writer.FileSampleWriter, "write_range", filled)
     assert packed(tree, tmp_path / "p.h5").read_bytes() == whole
     assert len(list(tmp_path.glob("killed-*"))) == 12
 
@@ -293,7 +293,7 @@ def test_a_process_that_cannot_be_started_is_one_clear_error(tmp_path, tree, mon
 @pytest.mark.parametrize("number", [1, 4, 12])
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path, tree, monkeypatch, encoding, number):
     fork(monkeypatch)
-    add, calls = compaction.Compaction.add, []
+    add, calls = pack_writer.Compaction.add, []
 
     def added(self: Any, done: Any) -> None:
         calls.append(done)
@@ -301,7 +301,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path, tree, monkeypatch, encodi
             raise KeyboardInterrupt
         add(self, done)
 
-    monkeypatch.setattr(compaction.Compaction, "add", added)
+    monkeypatch.setattr(pack_writer.Compaction, "add", added)
     with pytest.raises(KeyboardInterrupt):
         pack(tree, tmp_path / "p.h5", encoding=encoding, progress=False)
     assert alone(tree)
@@ -377,18 +377,18 @@ def _made_by(tree: Path, out: Path) -> str:
 def test_no_task_is_larger_than_its_bound_but_for_single_files(tmp_path, tree, monkeypatch):
     sizes = [file.stat().st_size for file in files_of(tree)]
     seen: list[tuple[int, int]] = []
-    fill = filling.Filling.fill
+    fill = sample_writer.FileSampleWriter.write_range
 
     def filled(self: Any, chunk: Any) -> Any:
         seen.append((chunk.start, chunk.stop))
         return fill(self, chunk)
 
-    monkeypatch.setattr(filling.Filling, "fill", filled)
-    monkeypatch.setattr(filling, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(sample_writer.FileSampleWriter, "write_range", filled)
+    monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
     for bound in (1, 2 * max(sizes) + 1, 10**9):
         for encoding in ENCODINGS:
             seen.clear()
-            monkeypatch.setattr(filling, "_CHUNK_BYTES", bound)
+            monkeypatch.setattr(sample_writer, "_CHUNK_BYTES", bound)
             packed(tree, tmp_path / f"{bound}-{encoding}.h5", encoding=encoding, threads=1)
             assert [start for start, _ in seen] == [0, *(stop for _, stop in seen[:-1])]
             assert seen[-1][1] == len(sizes)

@@ -20,7 +20,7 @@ from trees import leftovers, make_tree, needs
 from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.notebook.command_line import main
 from colabkit.packs.dataset.opened_pack import open_pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.report import PreparedPack
 from colabkit.storage.staging import targets

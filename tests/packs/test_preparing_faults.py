@@ -21,7 +21,7 @@ from test_preparing import begin_anew, left_near, ready, samples
 from trees import leftovers, needs
 
 from colabkit.packs.dataset.opened_pack import open_pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing import api as preparing
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.report import PreparedPack

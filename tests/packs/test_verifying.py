@@ -14,7 +14,7 @@ from colabkit.errors import ColabkitError, Corrupt
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 
 FLIPS = 300
 FIELDS = {"name": lambda path: path, "wide": lambda path: np.full((3,), len(path)), "where": "path"}

@@ -19,7 +19,7 @@ from trees import leftovers, make_tree
 
 from colabkit.errors import Corrupt, TargetExists
 from colabkit.foundation import file_changes, partials
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.staging.api import unstage

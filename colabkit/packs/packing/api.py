@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,17 +29,15 @@ from colabkit.foundation import (
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.packs.labels.labelling import Labels, Splits
-from colabkit.packs.packing.executors import check_executor
-from colabkit.packs.packing.in_memory import plan_arrays, plan_dataset
-from colabkit.packs.packing.makers import Encoding, Unequal
+from colabkit.packs.packing.file_plan import FileCollection
+from colabkit.packs.packing.in_memory import is_arrays, is_dataset, plan_arrays, plan_dataset
 from colabkit.packs.packing.options import Fields, PackOptions, Size, checked_options
-from colabkit.packs.packing.plan import OnBad, PackPlan
-from colabkit.packs.packing.planning import FilesToPack
+from colabkit.packs.packing.pack_plan import Encoding, OnBad, PackPlan, UnequalSample
+from colabkit.packs.packing.pack_writer import WrittenPack
 from colabkit.packs.packing.reports import PackReport
+from colabkit.packs.packing.shard_tasks import check_executor
 from colabkit.packs.packing.shards import SHARD_BYTES, reclaim, write_shards, write_single
-from colabkit.packs.packing.values import is_arrays, is_dataset
-from colabkit.packs.packing.verifying import shards_of
-from colabkit.packs.packing.writing import Written
+from colabkit.packs.packing.verification import shards_of
 from colabkit.storage import (
     DATA_FILE,
     FSSPEC,
@@ -162,25 +161,25 @@ def pack(
         if final.is_dir():
             needed = "the path of a file, as in 'birds.h5'"
             raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
-    work = _Packing(
+    call = _PackCall(
         options, final, threads, shard_bytes, executor, started, resume=resume, overwrite=overwrite, progress=progress
     )
     with file_changes.translated(act):
         if is_arrays(source):
-            return work.run(plan_arrays(source, options))
+            return call.run(plan_arrays(source, options))
         if opened is None:
-            return work.run(plan_dataset(source, options))
+            return call.run(plan_dataset(source, options))
         check_outside(act, opened, final)
         with closing(opened):
-            files = FilesToPack(opened, opened.list(), options)
-            if (reused := work.reused(files.key)) is not None:
+            files = FileCollection(opened, opened.list(), options)
+            if (reused := call.reused(files.key)) is not None:
                 return reused
             try:
-                return work.run(files.plan(final))
-            except Unequal:
+                return call.run(files.plan(final))
+            except UnequalSample:
                 if options.encoding != "auto" or options.size is not None:
                     raise
-            return work.run(files.plan(final, is_unequal=True))
+            return call.run(files.plan(final, is_unequal=True))
 
 
 def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
@@ -215,95 +214,78 @@ def _near_records(far: RangeSource, *, overwrite: bool, progress: bool) -> Sourc
     return opened
 
 
-class _Packing:
-    """One call of `pack()`: arguments as there."""
+@dataclass(frozen=True)
+class _PackCall:
+    """One call of `pack()`; arguments as there."""
 
-    def __init__(
-        self,
-        options: PackOptions,
-        final: Path,
-        threads: Threads,
-        shard_bytes: int | None,
-        executor: Any,
-        started: float,
-        *,
-        resume: bool,
-        overwrite: bool,
-        progress: bool,
-    ) -> None:
-        self._options = options
-        self._act = options.act
-        self._final = final
-        self._threads = threads
-        self._shard_bytes = shard_bytes
-        self._executor = executor
-        self._started = started
-        self._resume = resume
-        self._overwrite = overwrite
-        self._progress = progress
+    options: PackOptions
+    final: Path
+    threads: Threads
+    shard_bytes: int | None
+    executor: Any
+    started: float
+    resume: bool
+    overwrite: bool
+    progress: bool
 
     def reused(self, key: str | None) -> PackReport | None:
-        """Return the report of the pack that is there if it is the one that would be made.
+        """Return the report of the existing pack if it is the one that would be made.
 
         Raises:
             TargetExists: if something else is there, unless it may be replaced.
         """
-        final = self._final
+        final = self.final
         if not os.path.lexists(final):
             return None
-        if self._overwrite:
+        if self.overwrite:
             if not is_pack(final):
-                needed = "a pack, which alone is overwritten"
-                found = f"{str(final)!r} is no pack"
-                raise TargetExists(cannot(self._act, found, needed, "Remove it or choose another path"))
+                found, next_step = f"{str(final)!r} is no pack", "Remove it or choose another path"
+                raise TargetExists(cannot(self.options.act, found, "a pack, which alone is overwritten", next_step))
             return None
-        next_step = "Choose another path or overwrite=True"
         try:
             info = read_pack(final)
             for _ in shards_of(info):
                 pass  # each is there, and the one that was sealed
         except ColabkitError as error:
-            found = f"{str(final)!r} holds something else, or a pack that is damaged"
-            raise TargetExists(cannot(self._act, found, "a free path", next_step)) from error
+            raise self._taken("holds something else, or a pack that is damaged") from error
         if key is None:
-            found = f"{str(final)!r} is there, and a data set cannot be compared with it"
-            raise TargetExists(cannot(self._act, found, "a free path", next_step))
+            raise self._taken("is there, and a data set cannot be compared with it")
         if info.meta["plan"] != key:
-            found = f"{str(final)!r} is a pack of {info.meta['source']!r} with other samples or options"
-            raise TargetExists(cannot(self._act, found, "a free path", next_step))
+            raise self._taken(f"is a pack of {info.meta['source']!r} with other samples or options")
         reclaim(final)  # of a call that was killed at its end
-        return _report(info, time.monotonic() - self._started, None)
+        return _report(info, time.monotonic() - self.started, None)
+
+    def _taken(self, how: str) -> TargetExists:
+        found, next_step = f"{str(self.final)!r} {how}", "Choose another path or overwrite=True"
+        return TargetExists(cannot(self.options.act, found, "a free path", next_step))
 
     def run(self, plan: PackPlan) -> PackReport:
         """Write the pack of a plan."""
         if (reused := self.reused(plan.about["plan"])) is not None:
             return reused
         try:
-            with ProgressBar("pack", plan.samples, " samples", self._progress) as bar:
-                if self._shard_bytes is None:
-                    written = write_single(plan, self._final, self._threads, bar, replace=self._overwrite)
+            with ProgressBar("pack", plan.samples, " samples", self.progress) as bar:
+                if self.shard_bytes is None:
+                    written = write_single(plan, self.final, self.threads, bar, replace=self.overwrite)
                 else:
-                    written = self._sharded(plan, self._shard_bytes, bar)
+                    written = write_shards(
+                        plan,
+                        self.final,
+                        self.threads,
+                        bar,
+                        shard_bytes=self.shard_bytes,
+                        executor=self.executor,
+                        resume=self.resume,
+                        replace=self.overwrite,
+                    )
         except TargetExists:
             if (reused := self.reused(plan.about["plan"])) is None:  # another process was faster
                 raise
             return reused
-        return _report(read_pack(self._final), time.monotonic() - self._started, written)
-
-    def _sharded(self, plan: PackPlan, shard_bytes: int, bar: ProgressBar) -> Written:
-        return write_shards(
-            plan,
-            self._final,
-            self._threads,
-            bar,
-            shard_bytes=shard_bytes,
-            executor=self._executor,
-            resume=self._resume,
-            replace=self._overwrite,
-        )
+        return _report(read_pack(self.final), time.monotonic() - self.started, written)
 
 
-def _report(info: PackInfo, seconds: float, written: Written | None) -> PackReport:
+def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> PackReport:
     meta: Mapping[str, Any] = info.meta
     shards = [info.path.with_name(Path(shard.name).name) for shard in info.shards]
     return PackReport(
@@ -316,7 +298,7 @@ def _report(info: PackInfo, seconds: float, written: Written | None) -> PackRepo
         pack_bytes=sum(path.stat().st_size for path in [info.path, *shards]),
         shards=len(shards) or 1,
         seconds=seconds,
-        made_by=written.how if written else "",
+        made_by=written.made_by if written else "",
         retries=written.retries if written else 0,
         left_out=tuple((name, why) for name, why in meta["left_out"]),
         bad=tuple((name, why) for _, _, name, why in meta["bad"]),

@@ -11,18 +11,27 @@ import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of
 from colabkit.packs.format.layout import SAMPLES, Field
-from colabkit.packs.packing.makers import MadeField, is_stored
-from colabkit.packs.packing.values import is_array
-from colabkit.storage import Item, Source
+from colabkit.packs.packing.pack_plan import (
+    BadHandler,
+    Column,
+    MemorySampleMaker,
+    SampleField,
+    SampleNumbers,
+    is_storable,
+)
 
-_IMAGE_CHANNELS = (1, 3)
+IMAGE_CHANNELS = (1, 3)
 _STEP_BYTES = 8 << 20
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
 Blobs: TypeAlias = tuple[bytes, ...]
 """Text or bytes, one for each sample."""
 Rows: TypeAlias = Any
 """An array whose rows are samples: NumPy's, or one that gives NumPy arrays for slices, as `h5py.Dataset`."""
+
+
+def is_array(value: object) -> bool:
+    """Return whether a value is an array of NumPy, torch, HDF5 or the like."""
+    return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
 def rows_of(act: str, name: str, value: Any) -> tuple[Rows | Blobs, str]:
@@ -49,7 +58,7 @@ def rows_of(act: str, name: str, value: Any) -> tuple[Rows | Blobs, str]:
         raise InvalidOption(cannot(act, found, "numbers of one shape, or text", "Convert it")) from error
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _blobs_of(act, name, rows)
-    if not is_stored(rows.dtype):
+    if not is_storable(rows.dtype):
         raise InvalidOption(cannot(act, f"{name} has the dtype {rows.dtype}", "numbers or text", "Convert it"))
     return rows, "array"
 
@@ -66,7 +75,7 @@ def _blobs_of(act: str, name: str, rows: npt.NDArray[Any]) -> tuple[Blobs, str]:
     raise InvalidOption(cannot(act, told, "numbers of one shape, or one text for each sample", "Convert it"))
 
 
-class ArraySamples:
+class ArraySampleMaker(MemorySampleMaker):
     """Takes samples from arrays, one array a field.
 
     Args:
@@ -75,11 +84,11 @@ class ArraySamples:
         chosen: numbers of the samples that there are, counted through all parts; None for all.
     """
 
-    source: Source | None = None
-    can_share = False  # one thread writes as fast as memory and disk allow
-
     def __init__(
-        self, parts: Sequence[Mapping[str, Rows | Blobs]], contents: Mapping[str, str], chosen: Numbers | None = None
+        self,
+        parts: Sequence[Mapping[str, Rows | Blobs]],
+        contents: Mapping[str, str],
+        chosen: SampleNumbers | None = None,
     ) -> None:
         self._parts = list(parts)
         self._contents = dict(contents)
@@ -87,40 +96,34 @@ class ArraySamples:
         self._ends = np.cumsum([len(part[SAMPLES]) for part in parts])
         self.fields = tuple(_made(name, array, contents[name]) for name, array in parts[0].items())
 
-    def item(self, number: int) -> Item:
-        """There are no items."""
-        raise NotImplementedError
+    def path(self, number: int) -> str:
+        """Return the sample's number as text."""
+        return f"sample {number}"
 
-    def lengths(self, numbers: Numbers) -> Numbers | None:
+    def lengths(self, numbers: SampleNumbers) -> SampleNumbers | None:
         """Return the bytes of each sample's text; None if samples are rows."""
         if not self.fields[0].field.is_ragged:
             return None
         blobs = self._column(self.fields[0], numbers)
         return np.fromiter(map(len, blobs), np.int64, len(blobs))
 
-    def path(self, number: int) -> str:
-        """Return the sample's number as text."""
-        return f"sample {number}"
-
-    def make(self, number: int, data: bytes) -> tuple[Any, ...]:
-        """Return the rows of one sample."""
-        return tuple(column[0] for column in self.make_many(np.array([number])))
-
-    def make_many(self, numbers: Numbers) -> tuple[Any, ...]:
-        """Return the rows of many samples, without a copy where they lie side by side."""
+    def columns(self, numbers: SampleNumbers, on_bad: BadHandler) -> Sequence[Column]:
+        """Return each field of many samples, without a copy where rows lie side by side."""
         return tuple(self._column(made, numbers) for made in self.fields)
 
-    def part(self, numbers: Numbers) -> ArraySamples:
-        """Return these samples only, numbered from 0; nothing is copied before it is made or pickled."""
-        return ArraySamples(self._parts, self._contents, numbers if self._chosen is None else self._chosen[numbers])
+    def subset(self, numbers: SampleNumbers) -> ArraySampleMaker:
+        """Return these samples only; nothing is copied before it is written or pickled."""
+        chosen = numbers if self._chosen is None else self._chosen[numbers]
+        return ArraySampleMaker(self._parts, self._contents, chosen)
 
     def __reduce__(self) -> tuple[Any, ...]:
         count = int(self._ends[-1]) if self._chosen is None else len(self._chosen)
-        columns = (tuple(one) if isinstance(one, list) else one for one in self.make_many(np.arange(count)))
-        part = dict(zip((made.field.name for made in self.fields), columns, strict=True))
-        return ArraySamples, ([part], self._contents)
+        columns = (self._column(made, np.arange(count)) for made in self.fields)
+        plain = (tuple(one) if isinstance(one, list) else one for one in columns)
+        part = dict(zip((made.field.name for made in self.fields), plain, strict=True))
+        return ArraySampleMaker, ([part], self._contents)
 
-    def _column(self, made: MadeField, numbers: Numbers) -> Any:
+    def _column(self, made: SampleField, numbers: SampleNumbers) -> Any:
         rows = numbers if self._chosen is None else self._chosen[numbers]
         owners = np.searchsorted(self._ends, rows, "right")
         pieces: list[Any] = []
@@ -183,7 +186,7 @@ def _step(rows: Rows) -> int:
     return max(1, _STEP_BYTES // max(1, row_bytes))
 
 
-def _taken(array: Rows, rows: Numbers) -> npt.NDArray[Any]:
+def _taken(array: Rows, rows: SampleNumbers) -> npt.NDArray[Any]:
     """Return rows of an array, side by side or not; of one in a file, what lies between is read too, step by step."""
     if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return np.asarray(array[int(rows[0]) : int(rows[-1]) + 1])
@@ -202,10 +205,10 @@ def _taken(array: Rows, rows: Numbers) -> npt.NDArray[Any]:
     return found
 
 
-def _made(name: str, array: Rows | Blobs, content: str) -> MadeField:
+def _made(name: str, array: Rows | Blobs, content: str) -> SampleField:
     if isinstance(array, tuple):
-        return MadeField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
+        return SampleField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
     shape = tuple(map(int, array.shape[1:]))
-    is_image = name == SAMPLES and array.dtype == np.uint8 and len(shape) == 3 and shape[2] in _IMAGE_CHANNELS
+    is_image = name == SAMPLES and array.dtype == np.uint8 and len(shape) == 3 and shape[2] in IMAGE_CHANNELS
     dtype = np.dtype(array.dtype).newbyteorder("<").str
-    return MadeField(Field(name, "image" if is_image else "array"), shape, dtype)
+    return SampleField(Field(name, "image" if is_image else "array"), shape, dtype)

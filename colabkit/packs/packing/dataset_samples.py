@@ -17,42 +17,49 @@ from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, fit_pixels
 from colabkit.packs.format.layout import LABELS, SAMPLES, Field
 from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
-from colabkit.packs.packing.makers import Encoding, MadeField, Unequal, Value, is_stored
-from colabkit.packs.packing.values import check_field_names
-from colabkit.storage import Item, Source
+from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
+from colabkit.packs.packing.options import check_field_names
+from colabkit.packs.packing.pack_plan import (
+    BadHandler,
+    Column,
+    Encoding,
+    MemorySampleMaker,
+    SampleField,
+    SampleNumbers,
+    UnequalSample,
+    Value,
+    format_shape,
+    is_storable,
+)
 
 _SAMPLE_KEYS = (SAMPLES, "x", "image", "images", "img", "pixel_values", "input", "inputs", "data", "text")
 LABEL_KEYS = (LABELS, "y", "label", "labels", "target", "targets", "class")
 """What labels are called in samples that are mappings."""
 
-_IMAGE_CHANNELS = (1, 3)
 _FIRST_TRIES = 16
-_RETURN_ALIKE = "Return the same fields, of one shape and dtype, for all samples"
 
-Place: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = tuple[Any, ...]
 """Where a value is in a sample: keys, one inside the other; none where the sample is the value."""
 
 
-class UnlikeFirst(Unequal):
+class UnlikeFirst(UnequalSample):
     """A value is of another shape or kind than in the first sample."""
 
-    next_step = _RETURN_ALIKE
+    next_step = "Return the same fields, of one shape and dtype, for all samples"
 
 
-class _UnequalPictures(Unequal):
+class UnequalPicture(UnequalSample):
+    """An image has another size than the first one."""
+
     next_step = "Use size= to bring all images to one size, or encoding='jpeg' to keep the size of each"
 
 
-class _Raised(BadImage):
-    """A data set could not give a sample."""
-
-
-class _Unfit(BadImage):
+class UnstorableValue(BadImage):
     """A value is nothing that a pack holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
+class ImageFormat:
     """How images are stored; arguments as of `pack()`."""
 
     encoding: Encoding
@@ -69,11 +76,12 @@ class Pictures:
             pixels = pixels.transpose(1, 2, 0)
         if self.channels == 1 and pixels.shape[2] == 3:
             pixels = np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).convert("L"))[:, :, None]
-        pixels = np.array(pixels, order="C")  # a copy: a data set may fill the same memory for each sample
+        # A copy, since a data set may fill the same memory for each sample.
+        pixels = np.array(pixels, order="C")
         return pixels if self.size is None else fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), 1, self.size)
 
 
-class DatasetSamples:
+class DatasetSampleMaker(MemorySampleMaker):
     """Takes samples from map-style data sets, in their order.
 
     What a data set holds open may stand neither threads nor forks, so it is asked by one thread at a time. A sample
@@ -85,7 +93,7 @@ class DatasetSamples:
     Args:
         act: verb and object for messages.
         parts: for each split its data set.
-        pictures: how images are stored.
+        images: how images are stored.
         label: the key of the labels of mappings; "auto" takes the usual ones, None takes no labels at all.
         classes: names that may stand as labels; numbers then are their places.
         skips_bad: whether the first samples may be bad.
@@ -95,14 +103,11 @@ class DatasetSamples:
         InvalidOption: if images were asked for, and there are none.
     """
 
-    source: Source | None = None
-    can_share = False
-
     def __init__(
         self,
         act: str,
         parts: Mapping[str, Any],
-        pictures: Pictures,
+        images: ImageFormat,
         label: str | None,
         classes: Sequence[str],
         *,
@@ -110,19 +115,19 @@ class DatasetSamples:
     ) -> None:
         self._act = act
         self._parts = dict(parts)
-        self._counts = {split: _length(act, split, part) for split, part in parts.items()}
-        self._ends = np.cumsum(list(self._counts.values()))
-        self._pictures = pictures
+        self.counts = {split: _length(act, split, part) for split, part in parts.items()}
+        self._ends = np.cumsum(list(self.counts.values()))
+        self._images = images
         self._label = label
         self._class_numbers = {str(name): number for number, name in enumerate(classes)}
-        self._chosen: npt.NDArray[np.int64] | None = None
-        self._asking = threading.Lock()
+        self._chosen: SampleNumbers | None = None
+        self._lock = threading.Lock()
         tries = min(_FIRST_TRIES if skips_bad else 1, int(self._ends[-1]))
         for number in range(tries):
             try:
                 self._learn(self._sample(number))
                 break
-            except _Unfit as error:
+            except UnstorableValue as error:
                 found, needed = f"{error}, in {self.path(number)}", "numbers, text or images"
                 raise BadSource(cannot(act, found, needed, "Convert it in the data set")) from error
             except BadImage as error:
@@ -132,20 +137,15 @@ class DatasetSamples:
 
     def _learn(self, first: Any) -> None:
         """Learn from the first sample what all are."""
-        self._places = self._told(first)
+        self._places = self._find_fields(first)
         values = {name: _at(first, place) for name, place in self._places.items()}
         self.is_image = _is_image(values[SAMPLES])
-        if not self.is_image and (self._pictures.size is not None or self._pictures.encoding == "jpeg"):
+        if not self.is_image and (self._images.size is not None or self._images.encoding == "jpeg"):
             found, needed = f"size= or encoding= for {_named(values[SAMPLES])}", "images"
             raise InvalidOption(cannot(self._act, found, needed, "Leave it out"))
-        self.fields = tuple(self._made(name, value) for name, value in values.items())
+        self.fields = tuple(self._field(name, value) for name, value in values.items())
         self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
-        self.first_shape = self._pictures.pixels(values[SAMPLES]).shape if self.is_image else None
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many samples each part has."""
-        return self._counts
+        self.first_shape = self._images.pixels(values[SAMPLES]).shape if self.is_image else None
 
     @property
     def label_kind(self) -> LabelKind:
@@ -159,24 +159,24 @@ class DatasetSamples:
         labels = next((made for made in self.fields if made.field.name == LABELS), None)
         return labels.shape[0] if labels is not None and labels.shape else 0
 
-    def item(self, number: int) -> Item:
-        """There are no items."""
-        raise NotImplementedError
-
-    def lengths(self, numbers: npt.NDArray[np.int64]) -> None:
-        """What is ragged is not known before it is made."""
-
     def path(self, number: int) -> str:
         """Return the sample's number in its data set as text."""
         split, row = self._where(number)
         return f"sample {row}" + (f" of {split}" if len(self._parts) > 1 else "")
 
-    def make(self, number: int, data: bytes) -> tuple[Value, ...]:
-        """Return the fields of a sample.
+    def columns(self, numbers: SampleNumbers, on_bad: BadHandler) -> Sequence[Column]:
+        """Return each field of many samples, which the data set gives one by one."""
+        samples = []
+        for place, number in enumerate(numbers.tolist()):
+            try:
+                samples.append(self._made(number))
+            except BadImage as error:
+                on_bad(place, number, error)
+                samples.append(self.blank(number))
+        return tuple(zip(*samples, strict=True))
 
-        Raises:
-            BadImage: with the bare reason, if the data set cannot give it, or it is unlike the first.
-        """
+    def _made(self, number: int) -> tuple[Value, ...]:
+        """Return the fields of a sample; raises `BadImage` with the bare reason if it is broken or unlike the first."""
         sample = self._sample(number)
         values = []
         for made, place in zip(self.fields, self._places.values(), strict=True):
@@ -190,19 +190,19 @@ class DatasetSamples:
             values.append(self._alike(made, self._value(name, value)))
         return tuple(values)
 
-    def part(self, numbers: npt.NDArray[np.int64]) -> DatasetSamples:
-        """Return these samples only, numbered from 0."""
-        chosen = object.__new__(DatasetSamples)
+    def subset(self, numbers: SampleNumbers) -> DatasetSampleMaker:
+        """Return these samples only; all subsets share one lock."""
+        chosen = object.__new__(DatasetSampleMaker)
         chosen.__dict__.update(self.__dict__)
         chosen._chosen = numbers if self._chosen is None else self._chosen[numbers]
         return chosen
 
     def __getstate__(self) -> Mapping[str, Any]:
-        return {**self.__dict__, "_asking": None}
+        return {**self.__dict__, "_lock": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
 
     def _where(self, number: int) -> tuple[str, int]:
         """Return the split and the row of a sample."""
@@ -214,15 +214,16 @@ class DatasetSamples:
     def _sample(self, number: int) -> Any:
         split, row = self._where(number)
         try:
-            with self._asking:  # parts may be made in several threads of an executor
+            # An executor may pack shards in several threads.
+            with self._lock:
                 return self._parts[split][row]
         except (ColabkitError, MemoryError):
             raise
         except Exception as error:  # a data set's own code raises anything
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-            raise _Raised(f"the data set raised {reason}") from error
+            raise BadImage(f"the data set raised {reason}") from error
 
-    def _told(self, sample: Any) -> dict[str, Place]:
+    def _find_fields(self, sample: Any) -> dict[str, KeyPath]:
         """Return where each field is in a sample, by the first."""
         if isinstance(sample, Mapping):
             return self._by_key(sample, ())
@@ -236,7 +237,7 @@ class DatasetSamples:
         names = getattr(next(iter(self._parts.values())), "fields", None)  # of a pack's data set
         if isinstance(names, tuple) and len(names) == len(sample) and names[0] == SAMPLES:
             return {name: (number,) for number, name in enumerate(names) if name != LABELS or self._label}
-        places: dict[str, Place] = {SAMPLES: (0,)}
+        places: dict[str, KeyPath] = {SAMPLES: (0,)}
         others = 0
         for number, value in enumerate(sample[1:], 1):
             if isinstance(value, Mapping):
@@ -249,7 +250,7 @@ class DatasetSamples:
                 places["Z" if others == 1 else f"Z{others}"] = (number,)
         return places
 
-    def _by_key(self, sample: Mapping[Any, Any], within: Place) -> dict[str, Place]:
+    def _by_key(self, sample: Mapping[Any, Any], within: KeyPath) -> dict[str, KeyPath]:
         """Return the fields of a mapping: what is called like an image is `X`, what is called like a label `Y`."""
         label = next((key for key in LABEL_KEYS if key in sample and _may_be_label(sample[key])), None)
         if self._label not in ("auto", None):
@@ -267,7 +268,7 @@ class DatasetSamples:
                 raise BadSource(cannot(self._act, found, needed, "Rename the one that is packed as X"))
         others = [key for key in sample if key not in (x, label)]
         check_field_names(self._act, others)
-        places: dict[str, Place] = {} if within else {SAMPLES: (x,)}
+        places: dict[str, KeyPath] = {} if within else {SAMPLES: (x,)}
         if label is not None and self._label is not None:
             places[LABELS] = (*within, label)
         return places | {key: (*within, key) for key in others}
@@ -275,8 +276,8 @@ class DatasetSamples:
     def _value(self, name: str, value: Any) -> Any:
         """Return a value as it is stored; raises `BadImage` with the bare reason."""
         if name == SAMPLES and _is_image(value):
-            pixels = self._pictures.pixels(value)
-            return encode_jpeg(pixels, self._pictures.quality) if self._pictures.encoding == "jpeg" else pixels
+            pixels = self._images.pixels(value)
+            return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels
         if isinstance(value, Image.Image):  # a mask, whose numbers are no colours
             return np.array(_numbers(name, value))
         if name == LABELS:
@@ -291,18 +292,20 @@ class DatasetSamples:
         if isinstance(value, str):
             if value not in self._class_numbers:
                 known = ", ".join(list(self._class_numbers)[:5]) or "none"
-                raise _Unfit(f"the label {value!r:.80}, where the data set's `classes` are {known}")
+                raise UnstorableValue(f"the label {value!r:.80}, where the data set's `classes` are {known}")
             return np.asarray(self._class_numbers[value], "<i8")
         found = _numbers(LABELS, value)
         try:
             stored = convert_labels(found[None])
         except ValueError as error:
-            raise _Unfit(str(error)) from error
+            raise UnstorableValue(str(error)) from error
         if stored is not None:
             return stored[0, ...]
-        raise _Unfit(f"a label of {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats")
+        raise UnstorableValue(
+            f"a label of {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats"
+        )
 
-    def _alike(self, made: MadeField, value: Value) -> Value:
+    def _alike(self, made: SampleField, value: Value) -> Value:
         """Return a value in the form of its field; raises `UnlikeFirst` if it has another."""
         name = made.field.name
         if isinstance(value, np.ndarray) is made.field.is_ragged:
@@ -310,9 +313,9 @@ class DatasetSamples:
         if not isinstance(value, np.ndarray):
             return value
         if value.shape != made.shape:
-            kind = _UnequalPictures if name == SAMPLES and self.is_image else UnlikeFirst
+            kind = UnequalPicture if name == SAMPLES and self.is_image else UnlikeFirst
             what = "its shape" if name == SAMPLES else f"the shape of {name!r}"
-            raise kind(f"{what} is {_by(value.shape)}, not {_by(made.shape)} like the first")
+            raise kind(f"{what} is {format_shape(value.shape)}, not {format_shape(made.shape)} like the first")
         if value.dtype.str != made.dtype:
             cast = value.astype(made.dtype)
             is_same = np.can_cast(value.dtype, made.dtype, "same_kind") or cast.dtype.kind == value.dtype.kind
@@ -321,15 +324,15 @@ class DatasetSamples:
             return cast
         return value
 
-    def _made(self, name: str, value: Any) -> MadeField:
+    def _field(self, name: str, value: Any) -> SampleField:
         stored = self._value(name, value)
         is_image = name == SAMPLES and self.is_image
         if isinstance(stored, np.ndarray):
             content = "labels" if name == LABELS else "image" if is_image else "array"
             dtype = stored.dtype.newbyteorder("<").str
-            return MadeField(Field(name, content), stored.shape, dtype, name == LABELS)  # type: ignore[arg-type]
+            return SampleField(Field(name, content), stored.shape, dtype, name == LABELS)  # type: ignore[arg-type]
         content = "image" if is_image else "text" if isinstance(value, str) else "bytes"
-        return MadeField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
+        return SampleField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
 
 
 def _length(act: str, split: str, dataset: Any) -> int:
@@ -366,9 +369,9 @@ def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
-        raise _Unfit(f"{name!r} is {_named(value)} that is no array") from error
-    if not is_stored(found.dtype):
-        raise _Unfit(f"{name!r} is {_named(value)}")
+        raise UnstorableValue(f"{name!r} is {_named(value)} that is no array") from error
+    if not is_storable(found.dtype):
+        raise UnstorableValue(f"{name!r} is {_named(value)}")
     return found
 
 
@@ -383,8 +386,4 @@ def _is_image(value: Any) -> bool:
         return True
     shape = tuple(getattr(value, "shape", ()))
     is_uint8 = str(getattr(value, "dtype", "")).endswith("uint8") and not str(value.dtype).endswith("quint8")
-    return is_uint8 and len(shape) == 3 and shape[2 if isinstance(value, np.ndarray) else 0] in _IMAGE_CHANNELS
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "()"
+    return is_uint8 and len(shape) == 3 and shape[2 if isinstance(value, np.ndarray) else 0] in IMAGE_CHANNELS

@@ -1,4 +1,4 @@
-"""From arrays and map-style data sets to the plan of a pack."""
+"""Plans of packs of arrays and of map-style data sets, by split."""
 
 from __future__ import annotations
 
@@ -9,24 +9,40 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot
-from colabkit.packs.format.layout import LABELS, SAMPLES, Field
+from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
-from colabkit.packs.labels.splits import shares_of, split_shares, strata_of
+from colabkit.packs.labels.splits import SPLIT_FOLDERS, shares_of, split_shares, strata_of
 from colabkit.packs.packing.array_samples import (
-    ArraySamples,
+    ArraySampleMaker,
     Blobs,
     Rows,
     check_alike,
     check_lengths,
     digest_of_rows,
+    is_array,
     rows_of,
 )
-from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSamples, Pictures
-from colabkit.packs.packing.options import PackOptions
-from colabkit.packs.packing.plan import FieldTable, PackPlan, digest_of
-from colabkit.packs.packing.values import check_field_names, parts_of
+from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSampleMaker, ImageFormat
+from colabkit.packs.packing.options import PackOptions, check_field_names
+from colabkit.packs.packing.pack_plan import FieldTable, PackPlan, SampleNumbers, digest_of
 
-_NO_FILES = "for samples that are no files"
+_FIELDS = {"x": SAMPLES, "y": LABELS}
+
+
+def is_arrays(source: object) -> bool:
+    """Return whether a source is an array, or a mapping of arrays by field, or of such mappings by split."""
+    if isinstance(source, Mapping):
+        return not is_dataset(source) and not any(is_dataset(part) for part in source.values())
+    return is_array(source) and not hasattr(source, "iloc")  # a pandas Series is a table of paths
+
+
+def is_dataset(source: object) -> bool:
+    """Return whether a source is a map-style data set, or a mapping of such by split."""
+    if isinstance(source, Mapping):
+        return bool(source) and all(is_dataset(part) for part in source.values())
+    if isinstance(source, str | bytes | list | tuple) or is_array(source) or hasattr(source, "iloc"):
+        return False
+    return hasattr(type(source), "__getitem__") and hasattr(type(source), "__len__")
 
 
 def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
@@ -42,7 +58,7 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     _refuse(act, f"on_bad={options.on_bad!r}", options.on_bad != "raise")
     _refuse(act, f"labels={options.labels!r:.60}", options.labels not in ("auto", None))
     _refuse(act, f"encoding={options.encoding!r}", options.encoding not in ("auto", "raw"))
-    given = {split: _arrays(act, split, part) for split, part in parts_of(act, source).items()}
+    given = {split: _arrays(act, split, part) for split, part in _parts_of(act, source).items()}
     alike = next(iter(given.values()))
     for part in given.values():
         for name in alike.keys() | part.keys():
@@ -65,7 +81,7 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     for name in texts:
         values = tuple(blob for part in parts.values() for blob in part.pop(name))
         tables.append(FieldTable(Field(name, contents[name], is_ragged=True), values))  # type: ignore[arg-type]
-    maker = ArraySamples([*parts.values()], contents)
+    maker = ArraySampleMaker([*parts.values()], contents)
     counts = {split: len(part[SAMPLES]) for split, part in parts.items()}
     x = maker.fields[0]
     encoding = "raw" if x.field.content == "image" else "array"
@@ -80,7 +96,7 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
 
     Args:
         source: the data set, or a mapping of splits to such.
-        options: what was asked for.
+        options: of the pack.
 
     Raises:
         InvalidOption: if an option is meant for files.
@@ -94,16 +110,16 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     if options.labels is not None and not isinstance(options.labels, str):
         found, needed = f"labels={options.labels!r:.60} for a data set", "the key of a label in its samples, or None"
         raise InvalidOption(cannot(act, found, needed, "Leave it out, or return (x, label) in the data set"))
-    parts = parts_of(act, source)
+    parts = _parts_of(act, source)
     key = options.labels
     names = [_classes(part, key) for part in parts.values()]
     if len(set(names)) > 1:
         found = f"other classes in {' than in '.join(parts)}"
         raise BadSource(cannot(act, found, "the same classes in the same order", "Number the labels alike"))
-    maker = DatasetSamples(
+    maker = DatasetSampleMaker(
         act,
         parts,
-        Pictures("jpeg" if options.encoding == "jpeg" else "raw", options.channels, options.size, options.quality),
+        ImageFormat("jpeg" if options.encoding == "jpeg" else "raw", options.channels, options.size, options.quality),
         key,
         names[0],
         skips_bad=options.on_bad == "skip",
@@ -148,7 +164,7 @@ def _refuse(act: str, option: str, is_given: bool) -> None:
     """Refuse an option that means something for files only."""
     if is_given:
         next_step = "Leave it out, and change the samples before"
-        raise InvalidOption(cannot(act, f"{option} {_NO_FILES}", "the samples alone", next_step))
+        raise InvalidOption(cannot(act, f"{option} for samples that are no files", "the samples alone", next_step))
 
 
 def _arrays(act: str, split: str, part: Mapping[str, Any]) -> dict[str, tuple[Rows | Blobs, str]]:
@@ -177,7 +193,7 @@ def _labels(act: str, given: Sequence[npt.NDArray[Any] | Blobs]) -> LabelValues:
     return found
 
 
-def _class_names(maker: DatasetSamples, names: Sequence[str], known: npt.NDArray[Any] | None) -> tuple[str, ...]:
+def _class_names(maker: DatasetSampleMaker, names: Sequence[str], known: npt.NDArray[Any] | None) -> tuple[str, ...]:
     """Return the names of the classes, labels or targets of a data set."""
     if maker.label_kind == "class":
         if maker.has_bools:
@@ -190,7 +206,7 @@ def _class_names(maker: DatasetSamples, names: Sequence[str], known: npt.NDArray
 
 def _splits(
     act: str, counts: Mapping[str, int], options: PackOptions, kind: LabelKind, labels: npt.NDArray[Any] | None
-) -> dict[str, npt.NDArray[np.int64]]:
+) -> dict[str, SampleNumbers]:
     if options.splits is None:
         ends = np.cumsum(list(counts.values())).tolist()
         return {split: np.arange(end - counts[split], end) for split, end in zip(counts, ends, strict=True)}
@@ -222,7 +238,7 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
     return ()
 
 
-def _targets(dataset: Any, key: str | None, count: int) -> npt.NDArray[np.int64] | None:
+def _targets(dataset: Any, key: str | None, count: int) -> SampleNumbers | None:
     """Return the classes of a data set that tells them without making its samples, as torchvision's do."""
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         whole = _targets(dataset.dataset, key, len(dataset.dataset))
@@ -242,6 +258,49 @@ def _targets(dataset: Any, key: str | None, count: int) -> npt.NDArray[np.int64]
     return None
 
 
-def _joined(parts: Sequence[npt.NDArray[np.int64] | None]) -> npt.NDArray[np.int64] | None:
+def _joined(parts: Sequence[SampleNumbers | None]) -> SampleNumbers | None:
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if len(known) == len(parts) else None
+
+
+def _parts_of(act: str, source: Any) -> dict[str, Any]:
+    """Return the parts of a source by split, in the order train, dev, test.
+
+    Arrays come as a mapping of fields to arrays, or of splits to such mappings, or by names as a pack has them:
+    `X_train`, `Y_train`, `X_test`.
+
+    Raises:
+        InvalidOption: if the names make no sense.
+    """
+    if not isinstance(source, Mapping):
+        return {"train": {SAMPLES: source} if is_array(source) else source}
+    named = {str(name): part for name, part in source.items()}
+    are_parts = [isinstance(part, Mapping) or is_dataset(part) for part in named.values()]
+    if named and all(are_parts):
+        return _by_split(act, named)
+    if any(are_parts):
+        found, needed = "arrays beside mappings", "either arrays by field or splits"
+        raise InvalidOption(cannot(act, found, needed, "Use {'X': images, 'Y': labels}, say"))
+    ends = {name: name.rpartition("_") for name in named}
+    is_flat = {name: bool(field) and split.lower() in SPLIT_FOLDERS for name, (field, _, split) in ends.items()}
+    if not any(is_flat.values()) or any(name.lower() in _FIELDS for name in named):
+        return {"train": {_FIELDS.get(name, name): array for name, array in named.items()}}
+    if odd := [name for name, is_split in is_flat.items() if not is_split]:
+        found = f"{odd[0]!r} beside {next(name for name in named if is_flat[name])!r}"
+        raise InvalidOption(cannot(act, found, f"names that end in {', '.join(SPLITS)}", "Rename or remove it"))
+    fields: dict[str, dict[str, Any]] = {}
+    for name, (field, _, split) in ends.items():
+        fields.setdefault(split, {})[_FIELDS.get(field, field)] = named[name]
+    return _by_split(act, fields)
+
+
+def _by_split(act: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    splits = {}
+    for name, part in parts.items():
+        split = SPLIT_FOLDERS.get(name.lower())
+        if split is None or split in splits:
+            found, needed = f"the splits {', '.join(map(repr, parts))}", f"names among {', '.join(SPLITS)}, each once"
+            raise InvalidOption(cannot(act, found, needed, "Rename or join them"))
+        is_fields = isinstance(part, Mapping)
+        splits[split] = {_FIELDS.get(str(field), str(field)): one for field, one in part.items()} if is_fields else part
+    return {split: splits[split] for split in SPLITS if split in splits}

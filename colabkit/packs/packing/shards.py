@@ -1,14 +1,13 @@
-"""A pack of several files: shards written whole one by one, here or by tasks of an executor, and at last the index.
+"""A pack of several files: shards written one by one, here or by tasks of an executor, and at last their index.
 
-Shards are written into a hidden folder beside the index, which one process at a time has, and which is kept when it is
-interrupted. When all are there they are moved to their names, and the index is written. A list of the names that are
-moved or replaced lies in the hidden folder meanwhile: what is at these names is ours, whoever kills us when.
+Shards are written into a hidden folder beside the index. One process at a time has that folder, and it is kept when the
+process is interrupted. When all shards are there they are moved to their names, and the index is written. Meanwhile a
+list in the hidden folder names the files that are moved or replaced, so that the next call knows them as its own.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import hashlib
 import json
 import os
@@ -16,26 +15,30 @@ import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from colabkit.foundation import BadImage, ColabkitError, ProgressBar, TargetExists, cannot, file_changes, partials
-from colabkit.packs.format.layout import PackInfo
-from colabkit.packs.format.pack_file import is_pack, read_pack
-from colabkit.packs.packing.executors import Task, run_tasks
-from colabkit.packs.packing.filling import too_many_bad
-from colabkit.packs.packing.index import names_in, write_index
-from colabkit.packs.packing.plan import PackPlan, digest_of
-from colabkit.packs.packing.reading import SampleReading
-from colabkit.packs.packing.writing import Written, none_good, whole_pack, write_pack
-from colabkit.storage import Retries, Threads, Wanted
+from colabkit.foundation import ColabkitError, ProgressBar, TargetExists, cannot, file_changes, partials
+from colabkit.packs.format.layout import LABELS, DataSet, Field, PackInfo
+from colabkit.packs.format.pack_file import create_pack, is_pack, read_pack, seal_pack
+from colabkit.packs.packing.file_samples import FileSampleMaker
+from colabkit.packs.packing.pack_plan import PackPlan, SampleNumbers, digest_of
+from colabkit.packs.packing.pack_writer import (
+    WrittenPack,
+    check_free,
+    find_written,
+    no_good_sample,
+    write_pack,
+    write_table,
+)
+from colabkit.packs.packing.sample_writer import too_many_bad
+from colabkit.packs.packing.shard_tasks import ShardTask, run_tasks
+from colabkit.storage import Threads
 
 SHARD_BYTES = 256 << 20
-"""What a shard holds where an executor packs and nothing else was asked for."""
+"""The size of shards where an executor packs and no other size was given."""
 
 _OWN = "own"  # the file with the names that are ours, which also keeps the folder
 _SIGN = "wanted-"
@@ -53,17 +56,17 @@ def write_shards(
     executor: concurrent.futures.Executor | None,
     resume: bool,
     replace: bool,
-) -> Written:
+) -> WrittenPack:
     """Write a plan to shards beside `final`, and there the index that names them.
 
     Args:
-        plan: what the pack will hold.
+        plan: of the pack.
         final: of the index.
         threads: files read at once, or `"auto"`.
         bar: advances by each sample.
         shard_bytes: about how large each is.
         executor: runs one task a shard; None writes them one after the other.
-        resume: whether whole shards of an interrupted call are taken over.
+        resume: whether whole shards of an interrupted call are used.
         replace: whether what is at `final` is replaced.
 
     Raises:
@@ -78,7 +81,7 @@ def write_shards(
     names = [f"{final.stem}-{number:05d}{final.suffix}" for number in range(len(ranges))]
     with _kept_beside(final, bar) as kept:
         if not replace:
-            _check_free(plan, final)
+            check_free(plan, final)
         work = _digest(plan, ranges)
         is_same = resume and kept.record.get("work") == work and plan.about["plan"] is not None
         kept.note(path=os.fspath(final), work=work)
@@ -87,32 +90,31 @@ def write_shards(
         for sign in kept.folder.glob(f"{_SIGN}*"):
             file_changes.remove(sign)
         file_changes.make_folder(kept.data)
-        shards = _Shards(plan, kept, names, ranges, bar)
+        shards = _ShardSet(plan, kept, names, ranges, bar)
         if is_same:
             shards.take_over([] if os.path.lexists(final) else [final.with_name(name) for name in _own(kept)])
-        file_changes.check_space(
-            plan.act, int(sum(sizes[slice(*ranges[number])].sum() for number in shards.missing)), final
-        )
+        missing_bytes = sum(sizes[slice(*ranges[number])].sum() for number in shards.missing)
+        file_changes.check_space(plan.act, int(missing_bytes), final)
         if executor is None:
             shards.write(threads)
         else:
             shards.run(threads, executor)
         ordered = [shards.written[number] for number in range(len(names))]
         if sum(len(one.bad) for one in ordered) == plan.samples:
-            raise none_good(plan)
+            raise no_good_sample(plan)
         full = [name for name, one in zip(names, ordered, strict=True) if one.counts]
         infos = _published(plan, kept, final, full, replace=replace)
-        seal, counts = write_index(plan, final, infos, ordered, replace=replace)
+        seal, counts = _write_index(plan, final, infos, ordered, replace=replace)
         kept.start_over()
     bad = tuple(one for shard in ordered for one in shard.bad)
-    return Written(seal, counts, bad, sum(one.retries for one in ordered), shards.how or "an earlier call")
+    return WrittenPack(seal, counts, bad, sum(one.retries for one in ordered), shards.made_by or "an earlier call")
 
 
-def write_single(plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool) -> Written:
+def write_single(plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool) -> WrittenPack:
     """Write a plan to one file, as `write_pack()`; the shards of a pack that it replaces are removed behind it."""
     final = final.absolute()
     reclaim(final)
-    old = names_in(final) if replace else []
+    old = _names_in(final) if replace else []
     if not old:
         return write_pack(plan, final, threads, bar, replace=replace)
     with _kept_beside(final, bar) as kept:
@@ -134,12 +136,12 @@ def reclaim(final: Path) -> None:
     kept = partials.KeptPartial(final.parent, _identity(final))
     if kept.is_begun() and not kept.is_busy():
         with kept:
-            _remove_own(kept, final, but=names_in(final))
+            _remove_own(kept, final, but=_names_in(final))
             kept.start_over()
 
 
-class _Shards:
-    """The shards of a plan, and what is written of them.
+class _ShardSet:
+    """The shards of a plan, written or missing.
 
     Args:
         plan: of the whole pack.
@@ -157,8 +159,8 @@ class _Shards:
         ranges: Sequence[tuple[int, int]],
         bar: ProgressBar,
     ) -> None:
-        self.written: dict[int, Written] = {}
-        self.how = ""
+        self.written: dict[int, WrittenPack] = {}
+        self.made_by = ""
         self._plan = plan
         self._kept = kept
         self._paths = [kept.data / name for name in names]
@@ -176,7 +178,9 @@ class _Shards:
         places = {path.name: path for path in moved}
         for number, (start, stop) in enumerate(self._ranges):
             path, about = self._paths[number], self._about(number)
-            found = whole_pack(path, about) or (whole_pack(places[path.name], about) if path.name in places else None)
+            found = find_written(path, about)
+            if found is None and path.name in places:
+                found = find_written(places[path.name], about)
             if found is not None:
                 self.written[number] = found
                 self._bar.advance(stop - start)
@@ -185,30 +189,30 @@ class _Shards:
     def write(self, threads: Threads) -> None:
         """Write the missing shards here, one after the other."""
         for number in self.missing:
-            self.written[number] = write_pack(self._part(number), self._paths[number], threads, self._bar, replace=True)
-            self.how = self.written[number].how
+            written = write_pack(self._shard(number), self._paths[number], threads, self._bar, replace=True)
+            self.written[number], self.made_by = written, written.made_by
             self._check_bad()
 
     def run(self, threads: Threads, executor: concurrent.futures.Executor) -> None:
         """Write the missing shards by tasks of an executor."""
-        source = self._plan.maker.source
-        if threads == "auto" and (source is None or not source.can_hang):
+        maker = self._plan.maker
+        if threads == "auto" and not (isinstance(maker, FileSampleMaker) and maker.source.can_hang):
             threads = 1
         sign = self._kept.folder / f"{_SIGN}{uuid.uuid4().hex}"
         missing = self.missing
-        tasks = {number: Task(self._part(number), self._paths[number], sign, threads) for number in missing}
+        tasks = {number: ShardTask(self._shard(number), self._paths[number], sign, threads) for number in missing}
         with closing(run_tasks(self._plan.act, tasks, executor, sign, self._wait)) as results:
             for number, written in results:
                 self.written[number] = written
                 self._bar.advance(tasks[number].plan.samples)
                 self._check_bad()
-        self.how = "tasks of an executor" if missing else ""
+        self.made_by = "tasks of an executor" if missing else ""
 
-    def _part(self, number: int) -> PackPlan:
-        return changed(self._plan.part(*self._ranges[number]), about=self._about(number))
+    def _shard(self, number: int) -> PackPlan:
+        return self._plan.shard(*self._ranges[number], self._about(number))
 
     def _about(self, number: int) -> dict[str, Any]:
-        """Return what a shard says of itself: which it is, too."""
+        """Return the metadata of a shard: that of the pack, and which shard it is."""
         return {**self._plan.about, "left_out": (), "shard": [number, len(self._ranges), *self._ranges[number]]}
 
     def _wait(self) -> None:
@@ -224,40 +228,30 @@ class _Shards:
             raise too_many_bad(self._plan, bad)
 
 
-def _sample_bytes(plan: PackPlan) -> npt.NDArray[np.int64]:
+def _sample_bytes(plan: PackPlan) -> SampleNumbers:
     """Return about how many bytes each sample takes, counted through all splits."""
-    sizes = np.full(plan.samples, sum(made.row_bytes for made in plan.maker.fields), np.int64)
-    if known := plan.lengths():
-        sizes += np.concatenate(list(known.values()))
+    sizes = np.full(plan.samples, plan.row_bytes, np.int64)
+    if plan.lengths:
+        sizes += np.concatenate(list(plan.lengths.values()))
     if plan.spooled:
         sizes += _spooled_bytes(plan)
     return sizes
 
 
 def _spooled_bytes(plan: PackPlan) -> int:
-    """Return how many bytes the fields of a sample have whose lengths are not known, by making some samples."""
-    maker, source = plan.maker, plan.maker.source
-    every = np.concatenate(list(plan.splits.values()))
+    """Return about how many bytes the fields of a sample have whose lengths are not known, by making some samples."""
+    if isinstance(plan.maker, FileSampleMaker) and getattr(plan.maker.source, "is_sequential", False):
+        return int(plan.about["source_bytes"]) // plan.samples
+    every = plan.numbers
     some = every[np.unique(np.linspace(0, len(every) - 1, _PROBED, dtype=np.int64))].tolist()
-    data = dict.fromkeys(some, b"")
-    if source is not None:
-        if getattr(source, "is_sequential", False):
-            return int(plan.about["source_bytes"]) // plan.samples
-        numbers = {maker.item(number): number for number in some}
-        reading = SampleReading(source, "auto", Retries(), is_strict=plan.on_bad == "raise")
-        with reading:
-            blocks = reading.blocks(Wanted(item, 0, item.size) for item in numbers)
-            read = {numbers[block.item]: reading.data(block) for block in blocks}
-        data = {number: found for number, found in read.items() if isinstance(found, bytes)}
-    found = []
-    for number, whole in data.items():
-        with contextlib.suppress(BadImage):
-            made = zip(maker.fields, maker.make(number, whole), strict=True)
-            found.append(sum(len(value) for field, value in made if field in plan.spooled))
+    found = [
+        sum(len(value) for made, value in zip(plan.maker.fields, sample, strict=True) if made in plan.spooled)
+        for sample in plan.maker.examples(some)
+    ]
     return sum(found) // max(1, len(found))
 
 
-def _ranges(sizes: npt.NDArray[np.int64], shard_bytes: int) -> list[tuple[int, int]]:
+def _ranges(sizes: SampleNumbers, shard_bytes: int) -> list[tuple[int, int]]:
     """Return which samples, counted through all splits, go into each shard: at least one, and as many bytes in each."""
     ends = np.cumsum(sizes)
     total = int(ends[-1])
@@ -274,11 +268,10 @@ def _digest(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
     """Return what tells the shards of a plan from all others: content, columns, and times of the files."""
     about = {name: value for name, value in plan.about.items() if name != "options"}  # which holds timings
     made = [[one.field.name, list(one.shape), one.dtype, one.field.is_ragged] for one in plan.maker.fields]
-    times = b""
-    if plan.maker.source is not None:
-        numbers = np.concatenate(list(plan.splits.values())).tolist()
-        times = np.fromiter((plan.maker.item(number).mtime_ns for number in numbers), np.int64, len(numbers)).tobytes()
-    digest = hashlib.sha256(times)
+    digest = hashlib.sha256()
+    if isinstance(plan.maker, FileSampleMaker):
+        items, numbers = plan.maker.items, plan.numbers.tolist()
+        digest.update(np.fromiter((items[number].mtime_ns for number in numbers), np.int64, len(numbers)).tobytes())
     for table in plan.tables:
         values = table.values
         whole = values.tobytes() if isinstance(values, np.ndarray) else b"".join([blob + b"\0" for blob in values])
@@ -317,17 +310,11 @@ def _remove_own(kept: partials.KeptPartial, final: Path, but: Collection[str]) -
             file_changes.remove(final.with_name(name))
 
 
-def _check_free(plan: PackPlan, path: Path) -> None:
-    if os.path.lexists(path):
-        found = f"{str(path)!r} was made meanwhile"
-        raise TargetExists(cannot(plan.act, found, "a free path", "Run it again"))
-
-
 def _published(
     plan: PackPlan, kept: partials.KeptPartial, final: Path, names: Sequence[str], *, replace: bool
 ) -> list[PackInfo]:
     """Move all shards to their names, where some may be already, and return them; nothing moves if one is taken."""
-    old = names_in(final) if replace else []
+    old = _names_in(final) if replace else []
     own = {*_own(kept), *old}
     for name in names:
         path, to = kept.data / name, final.with_name(name)
@@ -336,7 +323,7 @@ def _published(
             found, needed = f"{str(to)!r} is in the way", "a free path for each shard"
             raise TargetExists(cannot(plan.act, found, needed, "Remove it, or choose another path"))
     if not replace:
-        _check_free(plan, final)
+        check_free(plan, final)
     _add_own(kept, {*old, *names})
     if old:
         file_changes.remove(final)  # without its index a pack of shards is absent, never half of it
@@ -352,3 +339,51 @@ def _is_same(path: Path, other: Path) -> bool:
         return read_pack(path).seal == read_pack(other).seal
     except ColabkitError:
         return False
+
+
+def _names_in(index: Path) -> list[str]:
+    """Return the names of the shards of an index; none if there is no index."""
+    try:
+        return [Path(shard.name).name for shard in read_pack(index).shards]
+    except ColabkitError:
+        return []
+
+
+def _write_index(
+    plan: PackPlan, final: Path, shards: Sequence[PackInfo], written: Sequence[WrittenPack], *, replace: bool
+) -> tuple[str, dict[str, int]]:
+    """Write the index of shards that lie beside it, and return its seal and how many samples each split has."""
+    counts = {
+        split: total for split in plan.splits if (total := sum(shard.meta["splits"].get(split, 0) for shard in shards))
+    }
+    listed = [{"name": one.path.name, "seal": one.seal, "splits": one.meta["splits"]} for one in shards]
+    meta = {**plan.meta(counts, _listed_bad(plan, written)), "shards": listed}
+    tables = {}
+    if LABELS in plan.fields:
+        for split in counts:
+            name = Field(LABELS, "labels").data_set(split)
+            tables[name] = np.concatenate([shard.table(name) for shard in shards if split in shard.splits])
+    with partials.Partial(final) as partial:
+        layout = [DataSet(name, table.shape, table.dtype.str) for name, table in tables.items()]
+        placed, crcs = create_pack(partial.path, layout, meta)
+        fd = file_changes.reopen(partial.path)
+        try:
+            crcs |= {name: write_table(fd, table, placed[name], partial.path) for name, table in tables.items()}
+        finally:
+            os.close(fd)
+        seal = seal_pack(partial.path, placed.values(), crcs)
+        partial.publish(replace=replace)
+    return seal, counts
+
+
+def _listed_bad(plan: PackPlan, written: Sequence[WrittenPack]) -> list[list[Any]]:
+    """Return the bad samples of all shards, blank ones with their places in the whole pack."""
+    before = dict.fromkeys(plan.splits, 0)
+    found = []
+    for shard in written:
+        for bad in sorted(shard.bad, key=lambda one: (one.split, one.index)):
+            place = before[bad.split] + bad.index if plan.on_bad == "blank" else None
+            found.append([bad.split, place, bad.path, bad.why])
+        for split, count in shard.counts.items():
+            before[split] += count
+    return found

@@ -35,10 +35,9 @@ from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.makers import Encoding
 from colabkit.packs.packing.options import Fields, Size, checked_options
-from colabkit.packs.packing.plan import OnBad
-from colabkit.packs.packing.verifying import verify
+from colabkit.packs.packing.pack_plan import Encoding, OnBad
+from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.report import PreparedPack, PrepareReport, Way
 from colabkit.packs.preparing.state import state_of
 from colabkit.storage import AnySource, Threads, answer_of, identity_of, publish, short_name, stage

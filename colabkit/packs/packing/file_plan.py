@@ -1,4 +1,4 @@
-"""From a source of files to the plan of a pack: samples, labels, fields, encoding."""
+"""The plan of a pack of files: samples, labels, further fields, encoding."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from colabkit.packs.decode.arrays import decode_array
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, Field
 from colabkit.packs.labels.labelling import Labelling, label_samples
-from colabkit.packs.packing.makers import Encoding, FileSamples, MadeField, is_stored
+from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples
 from colabkit.packs.packing.options import PackOptions
-from colabkit.packs.packing.plan import FieldTable, PackPlan, digest_of
-from colabkit.packs.packing.reading import BrokenMember, SampleReading, read_if_whole
+from colabkit.packs.packing.pack_plan import Encoding, FieldTable, PackPlan, SampleField, digest_of, is_storable
 from colabkit.storage import (
     Item,
     Listing,
@@ -41,7 +40,6 @@ from colabkit.storage import (
     RangeSource,
     Retries,
     Source,
-    Wanted,
     contents_digest,
     near_copy_at,
     read_item,
@@ -55,7 +53,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
-class _Look:
+class _ImageProbe:
     """What the images are, by some of them: shape and dtype of each, and what they cost to decode."""
 
     kinds: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
@@ -66,7 +64,7 @@ class _Look:
         return len(set(self.kinds)) == 1
 
 
-class FilesToPack:
+class FileCollection:
     """A source of files, listed and labelled: what a plan is made from.
 
     Args:
@@ -111,12 +109,13 @@ class FilesToPack:
         """
         encoding, shape, dtype, note = self._encoding(final, is_unequal)
         options, labelled = self._options, self._labelled
-        maker = FileSamples(
+        maker = FileSampleMaker(
             self._source,
             self._items,
             encoding,
             channels=options.channels,
             size=options.size,
+            is_strict=options.on_bad == "raise",
             shape=shape,
             dtype=dtype,
             is_image=not self._are_arrays,
@@ -146,38 +145,38 @@ class FilesToPack:
             if options.encoding not in ("auto", "raw") or options.size:
                 found, needed = "an encoding or size of images", "none, since all samples are .npy arrays"
                 raise InvalidOption(cannot(options.act, found, needed, "Leave it out"))
-            shape, dtype = self._look(1).kinds[0]
-            if not is_stored(dtype):
+            shape, dtype = self._probe(1).kinds[0]
+            if not is_storable(dtype):
                 found, needed = f"arrays of {dtype}", "numbers"
                 raise BadSource(cannot(options.act, found, needed, "Convert them first"))
             return "raw", shape, dtype.str, ""
         if options.encoding in ("source", "jpeg"):
             return options.encoding, (), "|u1", ""
         if options.encoding == "raw":
-            return "raw", sized or self._look(1).kinds[0][0], "|u1", ""
+            return "raw", sized or self._probe(1).kinds[0][0], "|u1", ""
         fitting = min(_FREE_SHARE * file_changes.free_bytes(final), memory_limits(read_file).available_bytes)
         if sized:
             raw_bytes = int(np.prod(sized)) * len(self._items)
             if raw_bytes <= fitting:
                 return "raw", sized, "|u1", ""
             return "jpeg", (), "|u1", f"raw would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
-        look = self._look(_PROBED)
-        shape, _ = look.kinds[0]
+        probe = self._probe(_PROBED)
+        shape, _ = probe.kinds[0]
         raw_bytes = int(np.prod(shape)) * len(self._items)
-        if look.are_equal and not is_unequal and raw_bytes <= fitting:
+        if probe.are_equal and not is_unequal and raw_bytes <= fitting:
             return "raw", shape, "|u1", ""
-        if look.are_equal and not is_unequal:
+        if probe.are_equal and not is_unequal:
             why = f"raw pixels would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
             return "source", (), "|u1", f"{why}, so files as they are"
         suggested = _SUGGESTED_SIDE**2 * options.channels * len(self._items)
         gain = (
             f"images of several sizes, so files as they are; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) would "
-            f"take {format_bytes(suggested)} and save {format_seconds(look.decode_s)} of decoding a sample "
+            f"take {format_bytes(suggested)} and save {format_seconds(probe.decode_s)} of decoding a sample "
             "in every epoch"
         )
         return "source", (), "|u1", gain
 
-    def _look(self, most: int) -> _Look:
+    def _probe(self, most: int) -> _ImageProbe:
         """Decode some samples, spread over all; while all of them are bad and may be, the next ones too."""
         options = self._options
         is_sequential = getattr(self._source, "is_sequential", False)
@@ -189,7 +188,7 @@ class FilesToPack:
         bad: list[tuple[Item, BadImage]] = []
         decode_s = 0.0
         while batch:
-            for item, data in self._read(batch):
+            for item, data in read_samples(self._source, batch, is_strict=options.on_bad == "raise"):
                 started = time.perf_counter()
                 try:
                     if isinstance(data, BrokenMember):
@@ -211,20 +210,9 @@ class FilesToPack:
             found = f"no good file among {len(bad)} that were looked at, first {item.path!r} ({reason})"
             next_step = "Check the source" if len(bad) == len(self._items) else "Check the source, or raise max_bad="
             raise BadImage(cannot(options.act, found, "and an image is needed", next_step))
-        return _Look(tuple(kinds), decode_s / len(kinds))
+        return _ImageProbe(tuple(kinds), decode_s / len(kinds))
 
-    def _read(self, items: Sequence[Item]) -> list[tuple[Item, bytes | BrokenMember]]:
-        """Return the bytes of items, or what is wrong with them where that is no error yet."""
-        retries, is_strict = Retries(), self._options.on_bad == "raise"
-        if len(items) == 1 or not self._source.can_hang:
-            read = read_item if is_strict else read_if_whole
-            return [(item, read(self._source, item, retries)) for item in items]
-        reading = SampleReading(self._source, "auto", retries, is_strict=is_strict)
-        with reading:
-            blocks = list(reading.blocks(Wanted(item, 0, item.size) for item in items))
-        return [(block.item, reading.data(block)) for block in blocks]
-
-    def _further_fields(self) -> tuple[list[tuple[MadeField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
+    def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
         """Return fields that a function makes, and those of columns, the labels first."""
         labelled, made, tables = self._labelled, [], []
         if labelled.values is not None:
@@ -233,7 +221,7 @@ class FilesToPack:
             if callable(wanted):
                 made.append((_made_by(self._options.act, name, wanted(self._items[0].path)), wanted))
             else:
-                tables.append(column_table(self._options.act, name, wanted, self._column(wanted)))
+                tables.append(_column_table(self._options.act, name, wanted, self._column(wanted)))
         return made, tuple(tables)
 
     def _column(self, name: str) -> list[Any]:
@@ -247,7 +235,7 @@ class FilesToPack:
         return [column[row] for row in self._labelled.rows.tolist()]
 
 
-def column_table(act: str, field: str, column: str, values: list[Any]) -> FieldTable:
+def _column_table(act: str, field: str, column: str, values: list[Any]) -> FieldTable:
     """Return a column as a field: numbers, lists of numbers of one length, or text.
 
     Raises:
@@ -271,18 +259,18 @@ def column_table(act: str, field: str, column: str, values: list[Any]) -> FieldT
     return FieldTable(Field(field, "array"), array)
 
 
-def _made_by(act: str, name: str, first: Any) -> MadeField:
+def _made_by(act: str, name: str, first: Any) -> SampleField:
     """Return the field that a function makes, by what it returned for the first sample."""
     if isinstance(first, str | bytes):
-        return MadeField(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
+        return SampleField(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
     try:
         array = np.asarray(first)
     except ValueError:  # lists of several lengths
         array = np.asarray(None)
-    if array.dtype.kind not in "biuf" or not is_stored(array.dtype):
+    if array.dtype.kind not in "biuf" or not is_storable(array.dtype):
         found = f"the function of the field {name!r} returned {kind_of(first)}"
         raise InvalidOption(cannot(act, found, "numbers, an array or text", "Convert it in the function"))
-    return MadeField(Field(name, "array"), array.shape, array.dtype.str)
+    return SampleField(Field(name, "array"), array.shape, array.dtype.str)
 
 
 def _table_digest(table: FieldTable) -> str:

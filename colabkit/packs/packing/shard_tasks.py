@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import TypeAlias
 
 from colabkit.foundation import ColabkitError, InvalidOption, PackingFailed, ProgressBar, cannot, file_changes
-from colabkit.packs.packing.makers import ChunkMaker
-from colabkit.packs.packing.plan import PackPlan
-from colabkit.packs.packing.writing import Written, whole_pack, write_pack
+from colabkit.packs.packing.array_samples import ArraySampleMaker
+from colabkit.packs.packing.pack_plan import PackPlan
+from colabkit.packs.packing.pack_writer import WrittenPack, find_written, write_pack
 from colabkit.storage import Threads
 
 _TICK_S = 0.25
 _LOOKED_S = 0.5
-_END_S = 10.0  # for tasks under way, which look for their sign in between
-_SENT_BYTES = 1 << 30  # of arrays, which travel inside their tasks
+# Running tasks look for their sign and end before.
+_END_S = 10.0
+# Arrays travel inside their tasks.
+_SENT_BYTES = 1 << 30
 
-Outcome: TypeAlias = tuple[Written | None, str]
+Outcome: TypeAlias = tuple[WrittenPack | None, str]
 
 
 @dataclass(frozen=True)
-class Task:
+class ShardTask:
     """A shard to be written. It is pickled.
 
     Attributes:
@@ -51,7 +53,7 @@ class Task:
         try:
             with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
                 bar.look()
-                found = whole_pack(self.path, self.plan.about)
+                found = find_written(self.path, self.plan.about)
                 return found or write_pack(self.plan, self.path, self.threads, bar, replace=True), ""
         except ColabkitError:
             raise
@@ -63,7 +65,7 @@ class Task:
 class _WatchingBar(ProgressBar):
     """Shows nothing, but stops a task that nobody waits for any more."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ShardTask) -> None:
         super().__init__("pack", None, " samples", enabled=False)
         self._task = task
         self._looked = 0.0
@@ -98,11 +100,11 @@ def check_executor(act: str, executor: object) -> None:
 
 def run_tasks(
     act: str,
-    tasks: Mapping[int, Task],
+    tasks: Mapping[int, ShardTask],
     executor: concurrent.futures.Executor,
     sign: Path,
     on_wait: Callable[[], None],
-) -> Generator[tuple[int, Written], None, None]:
+) -> Generator[tuple[int, WrittenPack], None, None]:
     """Yield what each task wrote, as they end; the first error, and leaving this early, stop all others.
 
     Args:
@@ -144,18 +146,17 @@ def run_tasks(
 
 def _array_bytes(plan: PackPlan) -> int:
     """Return the bytes of arrays that travel with a task; 0 where samples are read by whoever makes them."""
-    is_sent = isinstance(plan.maker, ChunkMaker)
-    return plan.samples * sum(made.row_bytes for made in plan.maker.fields) if is_sent else 0
+    return plan.samples * plan.row_bytes if isinstance(plan.maker, ArraySampleMaker) else 0
 
 
-def _submitted(act: str, task: Task, executor: concurrent.futures.Executor) -> concurrent.futures.Future[Outcome]:
+def _submitted(act: str, task: ShardTask, executor: concurrent.futures.Executor) -> concurrent.futures.Future[Outcome]:
     try:
         return executor.submit(task.run)
     except Exception as error:
         raise _failed(act, task, error) from error
 
 
-def _result(act: str, task: Task, future: concurrent.futures.Future[Outcome]) -> Written:
+def _result(act: str, task: ShardTask, future: concurrent.futures.Future[Outcome]) -> WrittenPack:
     try:
         written, trace = future.result()
     except ColabkitError:
@@ -167,7 +168,7 @@ def _result(act: str, task: Task, future: concurrent.futures.Future[Outcome]) ->
     return written
 
 
-def _failed(act: str, task: Task, error: Exception) -> ColabkitError:
+def _failed(act: str, task: ShardTask, error: Exception) -> ColabkitError:
     """Return what it means that the executor could not run a task."""
     told = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
     if isinstance(error, pickle.PicklingError | AttributeError | TypeError) and (reason := _unpicklable(task)):
@@ -177,7 +178,7 @@ def _failed(act: str, task: Task, error: Exception) -> ColabkitError:
     return PackingFailed(cannot(act, f"an executor that failed ({told})", "tasks that end", next_step))
 
 
-def _unpicklable(task: Task) -> str:
+def _unpicklable(task: ShardTask) -> str:
     """Return why a task cannot be pickled, empty if it can."""
     try:
         pickle.dumps(task)

@@ -1,0 +1,268 @@
+"""Files as the samples of a pack: read whole, then decoded to one size, re-encoded or kept unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation import BadArchive, BadImage, BadSource, cannot, kind_of
+from colabkit.packs.decode.arrays import decode_array
+from colabkit.packs.decode.images import check_image, decode_image, row_decoder
+from colabkit.packs.decode.jpeg import encode_jpeg
+from colabkit.packs.format.layout import SAMPLES, Field
+from colabkit.packs.packing.pack_plan import (
+    BadHandler,
+    Column,
+    Encoding,
+    SampleField,
+    SampleMaker,
+    SampleNumbers,
+    UnequalSample,
+    Value,
+    format_shape,
+)
+from colabkit.storage import Block, Item, Reading, Retries, Source, Threads, Wanted, read_item
+
+
+class BrokenMember(BadImage):
+    """An archive that can be read holds this member broken; the message is the reason alone."""
+
+
+class UnequalArray(UnequalSample):
+    """An `.npy` array differs in shape or dtype from the first one."""
+
+    next_step = "Bring all arrays to one shape and dtype, or leave this file out"
+
+
+class SampleReading(Reading):
+    """Reads whole items as `Reading` does, but can skip a broken member of an archive.
+
+    An archive that can only be read from its front ends where it is broken, which is always an error.
+
+    Args:
+        source: where the items are.
+        threads: reads in flight, or `"auto"`.
+        retries: counts them.
+        on_wait: called some times a second while nothing comes.
+        is_strict: whether a broken member is an error.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        threads: Threads,
+        retries: Retries,
+        on_wait: Callable[[], None] | None = None,
+        *,
+        is_strict: bool,
+    ) -> None:
+        super().__init__(source, threads, retries, on_wait)
+        self._is_strict = is_strict
+        self._broken: dict[Item, BrokenMember] = {}
+
+    def items(self, items: Iterable[Item]) -> Generator[Block, None, None]:
+        """Yield each item as one block, in any order."""
+        return self.blocks(Wanted(item, 0, item.size) for item in items)
+
+    def data(self, block: Block) -> bytes | BrokenMember:
+        """Return the bytes of an item that came, or what is wrong with them."""
+        return self._broken.get(block.item) or bytes(block.data or b"")
+
+    def _read(self, one: Wanted) -> Block:
+        try:
+            return super()._read(one)
+        except BadArchive as error:
+            if self._is_strict:
+                raise
+            self._broken[one.item] = _broken(error)
+            return Block(one.item, one.offset, one.size, 0, None)
+
+
+def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool) -> bytes | BrokenMember:
+    """Return all bytes of an item, or what is wrong with a broken member where that is no error."""
+    try:
+        return read_item(source, item, retries)
+    except BadArchive as error:
+        if is_strict:
+            raise
+        return _broken(error)
+
+
+def read_samples(source: Source, items: Sequence[Item], *, is_strict: bool) -> list[tuple[Item, bytes | BrokenMember]]:
+    """Return items with their bytes, read many at once where the source is slow; errors as of `read_sample`."""
+    retries = Retries()
+    if len(items) == 1 or not source.can_hang:
+        return [(item, read_sample(source, item, retries, is_strict=is_strict)) for item in items]
+    with SampleReading(source, "auto", retries, is_strict=is_strict) as reading:
+        return [(block.item, reading.data(block)) for block in list(reading.items(items))]
+
+
+def _broken(error: BadArchive) -> BrokenMember:
+    return BrokenMember(str(error.__cause__ or error))
+
+
+@dataclass(frozen=True)
+class FileSampleMaker(SampleMaker):
+    """Makes samples of files: images decoded to one size, re-encoded or unchanged, and `.npy` arrays.
+
+    Attributes:
+        source: open; in another process it opens itself again.
+        items: one for each sample.
+        encoding: of the images.
+        channels: 3 or 1.
+        size: height and width of all images; None keeps their own.
+        is_strict: whether a broken member of an archive is an error.
+        shape: of a row of `raw`.
+        dtype: of its elements; other than uint8 for `.npy` files only.
+        is_image: whether samples are images, not arrays.
+        quality: of `jpeg`.
+        extra: further fields, each with the function that makes it of a sample's path.
+    """
+
+    source: Source
+    items: Sequence[Item]
+    encoding: Encoding
+    channels: int
+    size: tuple[int, int] | None
+    is_strict: bool = True
+    shape: tuple[int, ...] = ()
+    dtype: str = "|u1"
+    is_image: bool = True
+    quality: int = 0
+    extra: Sequence[tuple[SampleField, Callable[[str], Any]]] = ()
+
+    @cached_property
+    def fields(self) -> tuple[SampleField, ...]:  # type: ignore[override]
+        """The images or arrays, and the further fields."""
+        is_raw = self.encoding == "raw"
+        first = Field(SAMPLES, "image" if self.is_image else "array", not is_raw)
+        x = SampleField(first, self.shape, self.dtype) if is_raw else SampleField(first)
+        return (x, *(field for field, _ in self.extra))
+
+    def path(self, number: int) -> str:
+        """Return the file's path in its source."""
+        return self.items[number].path
+
+    def subset(self, numbers: SampleNumbers) -> FileSampleMaker:
+        """Return these files only."""
+        return replace(self, items=[self.items[number] for number in numbers.tolist()])
+
+    def lengths(self, numbers: SampleNumbers) -> SampleNumbers | None:
+        """Return the files' sizes if they are packed unchanged."""
+        return self.sizes(numbers) if self.encoding == "source" else None
+
+    def sizes(self, numbers: SampleNumbers) -> SampleNumbers:
+        """Return the bytes of each sample's file."""
+        return np.fromiter((self.items[number].size for number in numbers.tolist()), np.int64, len(numbers))
+
+    def blank(self, number: int) -> tuple[Value, ...]:
+        """Return a blank image and the further fields, which do not depend on the file's bytes."""
+        return (super().blank(number)[0], *self._extra(number)) if self.extra else super().blank(number)
+
+    def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
+        """Yield the fields of some samples, whose files are read; bad ones are left out."""
+        by_item = {self.items[number]: number for number in numbers}
+        for item, data in read_samples(self.source, list(by_item), is_strict=self.is_strict):
+            with contextlib.suppress(BadImage):
+                yield self._made(by_item[item], data)
+
+    def columns(
+        self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
+    ) -> Sequence[Column]:
+        """Return each field of many samples, of the bytes of their files; bad ones are blank."""
+        if self.encoding == "raw" and self.is_image and not self.extra:
+            return (self._rows(numbers, data, on_bad),)
+        samples = []
+        for place, (number, one) in enumerate(zip(numbers, data, strict=True)):
+            try:
+                samples.append(self._made(number, one))
+            except BadImage as error:
+                on_bad(place, number, error)
+                samples.append(self.blank(number))
+        return tuple(zip(*samples, strict=True))
+
+    def _rows(
+        self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
+    ) -> npt.NDArray[np.uint8]:
+        """Decode images straight into their rows."""
+        rows = np.empty((len(numbers), *self.shape), np.uint8)
+        for place, (row, one) in enumerate(zip(rows, data, strict=True)):
+            try:
+                self._decode_into(one, row)
+            except BadImage as error:
+                on_bad(place, numbers[place], error)
+                row[:] = 0
+        return rows
+
+    def _decode_into(self, data: bytes | BrokenMember, row: npt.NDArray[np.uint8]) -> None:
+        if isinstance(data, BrokenMember):
+            raise data
+        try:
+            self._decode_row(data, row)
+        except BadImage:
+            # This tells an image of another size from one that is broken.
+            row[:] = self._encoded(data)
+
+    @cached_property
+    def _decode_row(self) -> Callable[[bytes, npt.NDArray[np.uint8]], None]:
+        return row_decoder(self.shape, self.size is not None)
+
+    def _made(self, number: int, data: bytes | BrokenMember) -> tuple[Value, ...]:
+        if isinstance(data, BrokenMember):
+            raise data
+        return (self._encoded(data), *self._extra(number)) if self.extra else (self._encoded(data),)
+
+    def _extra(self, number: int) -> tuple[Value, ...]:
+        path = self.path(number)
+        return tuple(_suited(path, field, function(path)) for field, function in self.extra)
+
+    def _encoded(self, data: bytes) -> Value:
+        if self.encoding == "raw":
+            pixels = decode_image(data, self.channels, self.size) if self.is_image else decode_array(data)
+            unequal = UnequalSample if self.is_image else UnequalArray
+            if pixels.shape != self.shape:
+                found, first = format_shape(pixels.shape), format_shape(self.shape)
+                raise unequal(f"its shape is {found}, not {first} like the first")
+            if pixels.dtype != np.dtype(self.dtype):
+                raise unequal(f"its dtype is {pixels.dtype}, not {np.dtype(self.dtype)} like the first")
+            return pixels
+        if self.encoding == "source":
+            check_image(data)
+            return data
+        return encode_jpeg(decode_image(data, self.channels, self.size), self.quality)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        # The row decoder is a closure, which does not pickle.
+        return {name: value for name, value in self.__dict__.items() if name != "_decode_row"}
+
+
+def _suited(path: str, made: SampleField, value: Any) -> Value:
+    """Return what a user's function returned, as its field needs it; nothing is cut on the way."""
+    act, next_step = f"pack the field {made.field.name!r} of {path!r}", "Return values of one kind and shape"
+    if made.field.is_ragged:
+        kind = str if made.field.content == "text" else bytes
+        if not isinstance(value, kind):
+            raise BadSource(cannot(act, kind_of(value), f"{kind.__name__} like the first", next_step))
+        return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+    try:
+        # A copy, since the function may fill the same array for each sample.
+        given = np.array(value)
+    except ValueError:
+        raise BadSource(cannot(act, "lists of several lengths", "numbers of one shape", next_step)) from None
+    if given.shape != made.shape:
+        found, needed = f"the shape {format_shape(given.shape)}", f"{format_shape(made.shape)} like the first"
+        raise BadSource(cannot(act, found, needed, next_step))
+    if given.dtype.str == made.dtype:
+        return given
+    dtype = np.dtype(made.dtype)
+    if given.dtype.kind in ("biuf" if dtype.kind == "f" else "biu"):
+        converted = given.astype(dtype)
+        if dtype.kind == "f" or np.array_equal(converted, given):
+            return converted
+    raise BadSource(cannot(act, f"values of {given.dtype}", f"{dtype} like the first", next_step))

@@ -1,0 +1,263 @@
+"""The plan of a pack: its samples, who makes them and the layout, all decided before a byte is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation import BadImage
+from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, Field
+
+OnBad: TypeAlias = Literal["raise", "skip", "blank"]
+Encoding: TypeAlias = Literal["raw", "source", "jpeg"]
+SampleNumbers: TypeAlias = npt.NDArray[np.int64]
+Lengths: TypeAlias = Mapping[str, SampleNumbers]
+"""The bytes of each sample of a ragged field, by the name of its data set."""
+Value: TypeAlias = npt.NDArray[Any] | bytes | memoryview
+Column: TypeAlias = npt.NDArray[Any] | Sequence[Any]
+"""One field of many samples: rows `[n, ...]`, C-contiguous and of the field's dtype, or one value each."""
+BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
+"""Called with the place and the number of a bad sample, and its error; it raises if bad samples are an error."""
+
+
+class UnequalSample(BadImage):
+    """A sample differs in shape or dtype from the first one."""
+
+    next_step = "Use size= to bring all images to one size, or encoding='source' to keep each as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleField:
+    """A field that is made together with the samples.
+
+    Attributes:
+        field: name and content.
+        shape: of each sample; of a ragged field ().
+        dtype: of its elements.
+        is_table: whether it is small, and has one CRC as tables have.
+    """
+
+    field: Field
+    shape: tuple[int, ...] = ()
+    dtype: str = "|u1"
+    is_table: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample; of a ragged field 0."""
+        return 0 if self.field.is_ragged else int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class SampleMaker(ABC):
+    """Makes the samples of a pack by number. It is pickled for other processes.
+
+    Attributes:
+        fields: what it makes of each sample, `X` first.
+    """
+
+    fields: tuple[SampleField, ...]
+
+    @abstractmethod
+    def path(self, number: int) -> str:
+        """Return the name of a sample in messages and lists."""
+
+    @abstractmethod
+    def subset(self, numbers: SampleNumbers) -> Self:
+        """Return a maker of these samples only, numbered from 0."""
+
+    @abstractmethod
+    def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
+        """Yield the fields of some samples; bad ones are left out."""
+
+    def lengths(self, numbers: SampleNumbers) -> SampleNumbers | None:
+        """Return the bytes of each sample's `X` if that is ragged and they are known before it is made."""
+        return None
+
+    def blank(self, number: int) -> tuple[Value, ...]:
+        """Return the fields that take the place of a bad sample."""
+        return tuple(b"" if one.field.is_ragged else np.zeros(one.shape, one.dtype) for one in self.fields)
+
+
+class MemorySampleMaker(SampleMaker):
+    """Makes samples of values in memory, or of a data set that is asked for them."""
+
+    @abstractmethod
+    def columns(self, numbers: SampleNumbers, on_bad: BadHandler) -> Sequence[Column]:
+        """Return each field of many samples; bad ones are blank."""
+
+    def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
+        """Yield the fields of some samples; bad ones are left out."""
+        for number in numbers:
+            bad: list[int] = []
+            columns = self.columns(np.array([number]), lambda place, *_, bad=bad: bad.append(place))
+            if not bad:
+                yield tuple(column[0] for column in columns)
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """A field that is known before samples are made.
+
+    Attributes:
+        field: name and content.
+        values: one for each of the maker's samples, by number; of a ragged field bytes.
+    """
+
+    field: Field
+    values: npt.NDArray[Any] | tuple[bytes, ...]
+
+    def subset(self, numbers: SampleNumbers) -> FieldTable:
+        """Return the values of these samples."""
+        if isinstance(self.values, tuple):
+            return FieldTable(self.field, tuple(self.values[number] for number in numbers.tolist()))
+        return FieldTable(self.field, self.values[numbers])
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """All that a pack, or a shard of one, will hold. It is pickled for other processes.
+
+    Attributes:
+        name: of the source.
+        maker: makes its samples.
+        splits: numbers of the maker's samples for each split, in the pack's order.
+        tables: fields that are known before.
+        about: the pack's metadata: source, encoding, classes, options.
+        on_bad: what becomes of samples that cannot be decoded.
+        most_bad: how many there may be.
+    """
+
+    name: str
+    maker: SampleMaker
+    splits: Mapping[str, SampleNumbers]
+    tables: tuple[FieldTable, ...]
+    about: Mapping[str, Any]
+    on_bad: OnBad
+    most_bad: int
+
+    @property
+    def act(self) -> str:
+        """Verb and object for messages."""
+        return f"pack {self.name!r}"
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+        return sum(map(len, self.splits.values()))
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is the plan of a shard."""
+        return "shard" in self.about
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many samples each split has."""
+        return {split: len(numbers) for split, numbers in self.splits.items()}
+
+    @property
+    def numbers(self) -> SampleNumbers:
+        """The maker's numbers of all samples, split after split."""
+        return np.concatenate(list(self.splits.values()))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample, without ragged fields and tables."""
+        return sum(one.row_bytes for one in self.maker.fields)
+
+    @cached_property
+    def fields(self) -> Mapping[str, Field]:
+        """All fields: samples, labels, others."""
+        fields = [*(made.field for made in self.maker.fields), *(table.field for table in self.tables)]
+        found = {field.name: field for field in fields}
+        return {name: found[name] for name in sorted(found, key=lambda name: (name != SAMPLES, name != LABELS))}
+
+    @cached_property
+    def spooled(self) -> tuple[SampleField, ...]:
+        """Fields whose lengths are known only once samples are made."""
+        is_known = self.lengths is not None
+        return tuple(
+            one for one in self.maker.fields if one.field.is_ragged and not (is_known and one.field.name == SAMPLES)
+        )
+
+    @cached_property
+    def lengths(self) -> Lengths | None:
+        """The bytes of each sample's `X` where they are known before, by data set; None where they are not."""
+        found = {}
+        for split, numbers in self.splits.items():
+            lengths = self.maker.lengths(numbers)
+            if lengths is None:
+                return None
+            found[self.maker.fields[0].field.data_set(split)] = lengths
+        return found
+
+    def data_sets(self, kept: Mapping[str, SampleNumbers], lengths: Lengths) -> list[DataSet]:
+        """Return the layout of a pack.
+
+        Args:
+            kept: for each split which of its samples are in the pack.
+            lengths: of the kept samples of ragged fields that are made; an unknown one has no bytes yet.
+        """
+        laid = []
+        made = {one.field.name: one for one in self.maker.fields}
+        tables = {table.field.name: table for table in self.tables}
+        for split, rows in kept.items():
+            for field in self.fields.values():
+                name = field.data_set(split)
+                if field.name in tables:
+                    values = tables[field.name].subset(self.splits[split][rows]).values
+                    size = sum(map(len, values)) if isinstance(values, tuple) else 0
+                    shape, dtype = ((), "") if isinstance(values, tuple) else (values.shape[1:], values.dtype.str)
+                else:
+                    size = int(lengths[name].sum()) if name in lengths else 0
+                    shape, dtype = made[field.name].shape, made[field.name].dtype
+                if field.is_ragged:
+                    laid += [DataSet(name, (size,), "|u1"), DataSet(field.index(split), (len(rows), 2), "<i8")]
+                else:
+                    laid.append(DataSet(name, (len(rows), *shape), dtype))
+            laid.append(DataSet(f"{CRC}_{split}", (len(rows),), "<u4"))
+        return laid
+
+    def meta(self, counts: Mapping[str, int], bad: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
+        """Return the pack's metadata; `bad` are split, index (None where left out), path and reason."""
+        fields = {name: [field.content, field.is_ragged] for name, field in self.fields.items()}
+        return {**self.about, "fields": fields, "splits": dict(counts), "bad": list(bad)}
+
+    def shard(self, start: int, stop: int, about: Mapping[str, Any]) -> PackPlan:
+        """Return the plan of a shard: samples `start` to `stop`, counted through all splits."""
+        chosen: list[SampleNumbers] = []
+        splits: dict[str, SampleNumbers] = {}
+        before = count = 0
+        for split, numbers in self.splits.items():
+            mine = numbers[max(0, start - before) : max(0, stop - before)]
+            if len(mine):
+                splits[split] = np.arange(count, count + len(mine))
+                chosen.append(mine)
+                count += len(mine)
+            before += len(numbers)
+        every = np.concatenate(chosen)
+        tables = tuple(table.subset(every) for table in self.tables)
+        return replace(self, maker=self.maker.subset(every), splits=splits, tables=tables, about=about)
+
+
+def is_storable(dtype: np.dtype[Any]) -> bool:
+    """Return whether a pack holds numbers of a dtype; torch knows no longer ones."""
+    return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """Return a shape as messages show it, as in `24x32x3`."""
+    return "x".join(map(str, shape)) or "()"
+
+
+def digest_of(*values: object) -> str:
+    """Return the SHA-256 of plain values in hex."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,335 @@
+"""One file of a pack: its space reserved, its rows filled in, gaps closed, tables written, sealed and renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation import (
+    BadSource,
+    ColabkitError,
+    ProgressBar,
+    TargetExists,
+    cannot,
+    file_changes,
+    format_things,
+    partials,
+)
+from colabkit.packs.format.layout import CRC, DataSet
+from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
+from colabkit.packs.packing.file_samples import FileSampleMaker
+from colabkit.packs.packing.pack_plan import Lengths, PackPlan, SampleNumbers
+from colabkit.packs.packing.sample_writer import BadSample, FileSampleWriter, SampleWriter, WrittenRange, too_many_bad
+from colabkit.storage import Retries, Threads
+
+_READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPack:
+    """What became of a plan.
+
+    Attributes:
+        seal: of the file; empty if there is none.
+        counts: samples of each split.
+        bad: samples that could not be made.
+        retries: reads that were tried again.
+        made_by: what made the samples: threads, processes.
+    """
+
+    seal: str
+    counts: Mapping[str, int]
+    bad: tuple[BadSample, ...]
+    retries: int
+    made_by: str
+
+
+def write_pack(
+    plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool = False
+) -> WrittenPack:
+    """Write a plan to one sealed file.
+
+    Rows are written at their final place. Only where lengths are known late, or bad samples leave gaps, are they
+    written beside it first, and copied at the end. A shard without a good sample is not written.
+
+    Args:
+        plan: of the file.
+        final: its path.
+        threads: files read at once, or `"auto"`.
+        bar: advances by each sample.
+        replace: whether an existing file is replaced.
+
+    Raises:
+        BadSource: if no sample is good.
+        TargetExists: if something is there and `replace` is false.
+        NotEnoughSpace: before anything is read, if the pack cannot fit.
+    """
+    retries = Retries()
+    every = {split: np.arange(count) for split, count in plan.counts.items()}
+    layout = plan.data_sets(every, plan.lengths or {})
+    file_changes.check_space(plan.act, sum(one.size_bytes for one in layout), final)
+    with partials.Partial(final) as pack:
+        with contextlib.ExitStack() as stack:
+            work = stack.enter_context(partials.Partial(final.with_name(f"{final.name}-work")))
+            placed, crcs = create_pack(pack.path, layout, plan.meta(plan.counts))
+            compaction = stack.enter_context(Compaction(plan, work.path))
+            writing = FileSampleWriter if isinstance(plan.maker, FileSampleMaker) else SampleWriter
+            writer = writing(plan, pack.path, placed, retries)
+            syncing = stack.enter_context(file_changes.Syncing(pack.path))
+            for written in stack.enter_context(contextlib.closing(writer.write(threads, bar))):
+                compaction.add(written)
+                syncing.written(written.samples.count * plan.row_bytes)
+                if len(compaction.bad) > plan.most_bad:
+                    raise too_many_bad(plan, compaction.bad)
+                bar.advance(written.samples.count)
+            if compaction.is_needed:
+                if len(compaction.bad) == plan.samples and not plan.is_shard:
+                    raise no_good_sample(plan)
+                if not compaction.counts:
+                    return WrittenPack("", {}, tuple(compaction.bad), retries.count, writer.made_by)
+                layout = plan.data_sets(compaction.kept, compaction.lengths)
+                file_changes.check_space(plan.act, sum(one.size_bytes for one in layout), final)
+                rows, work_placed = compaction.take_over(pack.path), placed
+                placed, crcs = create_pack(pack.path, layout, plan.meta(compaction.counts, compaction.listed_bad()))
+                compaction.copy(rows, work_placed, pack.path, placed)
+            crcs |= _write_tables(plan, pack.path, placed, compaction)
+            seal = seal_pack(pack.path, placed.values(), crcs)
+        if not replace:
+            check_free(plan, final)
+        pack.publish(replace=replace)
+    return WrittenPack(seal, compaction.counts, tuple(compaction.bad), retries.count, writer.made_by)
+
+
+def check_free(plan: PackPlan, final: Path) -> None:
+    """Raise `TargetExists` if another process has made something at the final path."""
+    if os.path.lexists(final):
+        raise TargetExists(cannot(plan.act, f"{str(final)!r} was made meanwhile", "a free path", "Run it again"))
+
+
+def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
+    """Return what an earlier call wrote to `path`, if it is a finished pack of the plan with this `about`."""
+    try:
+        info = read_pack(path)
+    except ColabkitError:
+        return None
+    if any(info.meta.get(name) != about.get(name) for name in ("plan", "shard", "encoding")):
+        return None
+    bad = tuple(BadSample(split, index or 0, name, why) for split, index, name, why in info.meta["bad"])
+    return WrittenPack(info.seal, info.meta["splits"], bad, 0, "an earlier call")
+
+
+def no_good_sample(plan: PackPlan) -> BadSource:
+    """Return the error for a source without a good sample."""
+    found = f"no good one among {format_things(plan.samples, 'sample')}"
+    return BadSource(cannot(plan.act, found, "at least one", "Check the source"))
+
+
+class Compaction:
+    """Collects CRCs, lengths and bad samples; copies the good ones to a new file, one after the other.
+
+    Args:
+        plan: of the file.
+        folder: where the bytes of late lengths are spooled; it is made when there are any.
+    """
+
+    def __init__(self, plan: PackPlan, folder: Path) -> None:
+        self._plan = plan
+        self._known = plan.lengths or {}
+        self._folder = folder
+        self.bad: list[BadSample] = []
+        self._crcs = {split: np.zeros(count, "<u4") for split, count in plan.counts.items()}
+        # Offset and length of each spooled sample, by data set.
+        self._spooled = {
+            made.field.data_set(split): np.zeros((count, 2), np.int64)
+            for made in plan.spooled
+            for split, count in plan.counts.items()
+        }
+        self._spools: dict[str, tuple[int, Path]] = {}
+        self._ends: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        if self._plan.spooled:
+            file_changes.make_folder(self._folder)
+            for number, made in enumerate(self._plan.spooled):
+                path = self._folder / f"spool-{number}"
+                self._spools[made.field.name] = (file_changes.create(path), path)
+                self._ends[made.field.name] = 0
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd, _ in self._spools.values():
+            os.close(fd)
+
+    def add(self, written: WrittenRange) -> None:
+        """Take in some samples."""
+        split, span = written.samples.split, slice(written.samples.start, written.samples.stop)
+        self._crcs[split][span] = written.crcs
+        self.bad += written.bad
+        for made, (lengths, data) in zip(self._plan.spooled, written.spooled, strict=True):
+            name = made.field.name
+            fd, path = self._spools[name]
+            file_changes.write_at(fd, data, self._ends[name], path)
+            starts = self._ends[name] + np.cumsum(lengths) - lengths
+            self._spooled[made.field.data_set(split)][span] = np.stack([starts, lengths], 1)
+            self._ends[name] += len(data)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the file that was filled is not the final pack."""
+        return bool(self.bad or self._spooled)
+
+    @cached_property
+    def kept(self) -> Mapping[str, SampleNumbers]:
+        """The samples of each split that the pack has, in its order: all but bad ones that are skipped."""
+        is_kept = {split: np.ones(count, bool) for split, count in self._plan.counts.items()}
+        if self._plan.on_bad == "skip":
+            for one in self.bad:
+                is_kept[one.split][one.index] = False
+        return {split: np.flatnonzero(kept) for split, kept in is_kept.items() if kept.any()}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples of each split that has any."""
+        return {split: len(kept) for split, kept in self.kept.items()}
+
+    def listed_bad(self) -> list[tuple[str, int | None, str, str]]:
+        """Return split, index in the pack, path and reason of each bad sample, in order; None for what was left out."""
+        is_blank = self._plan.on_bad == "blank"
+        splits = list(self._plan.splits)
+        ordered = sorted(self.bad, key=lambda one: (splits.index(one.split), one.index))
+        return [(one.split, one.index if is_blank else None, one.path, one.why) for one in ordered]
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Bytes of each kept sample of ragged fields."""
+        found = {}
+        bad = {split: [one.index for one in self.bad if one.split == split] for split in self.kept}
+        for name, lengths in [*self._known.items(), *((name, rows[:, 1]) for name, rows in self._spooled.items())]:
+            split = name.rpartition("_")[2]
+            if split in self.kept:
+                own = lengths.copy()
+                if name in self._known:  # the files of bad samples are not in the pack
+                    own[bad[split]] = 0
+                found[name] = own[self.kept[split]]
+        return found
+
+    def crcs(self, split: str) -> npt.NDArray[np.uint32]:
+        """Return the CRC32 of each kept sample of a split."""
+        return self._crcs[split][self.kept[split]]
+
+    def take_over(self, path: Path) -> Path:
+        """Move the file that was filled out of the way, and return where it is."""
+        file_changes.make_folder(self._folder)
+        rows = self._folder / "rows"
+        file_changes.rename(path, rows)
+        return rows
+
+    def copy(self, rows: Path, old: Mapping[str, DataSet], path: Path, new: Mapping[str, DataSet]) -> None:
+        """Copy all kept samples from the file that was filled, and from the spools, to the pack.
+
+        Args:
+            rows: that file.
+            old: its data sets.
+            path: the pack.
+            new: its data sets.
+        """
+        fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
+        to_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for split, kept in self.kept.items():
+                for made in self._plan.maker.fields:
+                    name = made.field.data_set(split)
+                    to, from_fd = new[name].offset, fd
+                    if name in self._spooled:
+                        starts, from_fd = self._spooled[name][kept, 0], self._spools[made.field.name][0]
+                    elif name in self._known:
+                        known = self._known[name]
+                        starts = old[name].offset + (np.cumsum(known) - known)[kept]
+                    else:
+                        starts = old[name].offset + kept * made.row_bytes
+                    sizes = self.lengths.get(name, np.full(len(kept), made.row_bytes))
+                    for start, size in _runs(starts, sizes):
+                        file_changes.copy_range(from_fd, start, size, to_fd, to, path)
+                        to += size
+        finally:
+            os.close(to_fd)
+            os.close(fd)
+
+
+def _runs(starts: SampleNumbers, sizes: SampleNumbers) -> Iterator[tuple[int, int]]:
+    """Yield offset and size of each run of bytes without a gap."""
+    starts, sizes = starts[sizes > 0], sizes[sizes > 0]
+    if not len(starts):
+        return
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+    for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(starts)], strict=True):
+        yield int(starts[first]), int(sizes[first:last].sum())
+
+
+def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], compaction: Compaction) -> dict[str, int]:
+    """Write labels, CRCs, offsets and columns, and return the CRC32 of each by its data set's name."""
+    crcs = {}
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for split, kept in compaction.kept.items():
+            for name, values in _tables(plan, split, kept, compaction):
+                crcs[name] = write_table(fd, values, placed[name], path)
+            for made in plan.maker.fields:
+                if made.is_table:  # its rows are there already
+                    crcs[made.field.data_set(split)] = _stored_crc(fd, placed[made.field.data_set(split)])
+    finally:
+        os.close(fd)
+    return crcs
+
+
+def write_table(fd: int, values: npt.NDArray[Any], placed: DataSet, path: Path) -> int:
+    """Write a table at its place and return its CRC32."""
+    data = np.ascontiguousarray(values, placed.dtype).reshape(-1).view(np.uint8).data
+    file_changes.write_at(fd, data, placed.offset, path)
+    return crc32(data)
+
+
+def _tables(
+    plan: PackPlan, split: str, kept: SampleNumbers, compaction: Compaction
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Yield the name and the values of each table of a split."""
+    yield f"{CRC}_{split}", compaction.crcs(split)
+    for table in plan.tables:
+        values = table.subset(plan.splits[split][kept]).values
+        if isinstance(values, np.ndarray):
+            yield table.field.data_set(split), values
+        else:
+            yield table.field.data_set(split), np.frombuffer(b"".join(values), np.uint8)
+            yield table.field.index(split), _index(np.fromiter(map(len, values), np.int64, len(values)))
+    for made in plan.maker.fields:
+        if made.field.is_ragged:
+            yield made.field.index(split), _index(compaction.lengths[made.field.data_set(split)])
+
+
+def _index(lengths: SampleNumbers) -> SampleNumbers:
+    """Return offset and length of each sample in the flat data set."""
+    return np.stack([np.cumsum(lengths) - lengths, lengths], 1)
+
+
+def _stored_crc(fd: int, one: DataSet) -> int:
+    crc, at, end = 0, one.offset, one.offset + one.size_bytes
+    while at < end:
+        block = os.pread(fd, min(_READ_BYTES, end - at), at)
+        if not block:
+            raise OSError(errno.EIO, "the pack ended while it was written")
+        crc = crc32(block, crc)
+        at += len(block)
+    return crc

@@ -1,0 +1,300 @@
+"""Samples are made and written at their places: by threads, by forked processes, or while their files arrive."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, format_things, usable_cpus
+from colabkit.packs.format.layout import DataSet
+from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, SampleReading, read_sample
+from colabkit.packs.packing.forked_workers import ForkedWorkers, can_fork
+from colabkit.packs.packing.pack_plan import (
+    BadHandler,
+    Column,
+    MemorySampleMaker,
+    PackPlan,
+    SampleField,
+    SampleNumbers,
+    UnequalSample,
+)
+from colabkit.storage import Block, Item, Retries, Threads, concurrently
+
+# What a chunk should take: much longer than its hand-over, so short that all workers end together.
+_CHUNK_S = 0.015
+_CHUNK_SAMPLES = 1024
+_CHUNK_BYTES = 8 << 20
+# A chunk of samples whose sizes nothing tells.
+_UNSIZED_SAMPLES = 16
+_MEASURED_S = 0.005
+# Samples that take less are made by processes: threads would mostly wait for the interpreter's lock.
+_TINY_S = 1e-3
+# Work that is over sooner is done at once.
+_FORKING_S = 0.2
+_LISTED_BAD = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRange:
+    """Samples `start` to `stop` of a split, made together."""
+
+    split: str
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """How many samples there are."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that could not be made: where it would be, and why."""
+
+    split: str
+    index: int
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRange:
+    """Samples whose rows are written.
+
+    Attributes:
+        samples: which.
+        crcs: of the samples, `uint32`.
+        bad: the samples that could not be made.
+        spooled: for each field whose lengths were not known, those of the samples, and all their bytes.
+    """
+
+    samples: SampleRange
+    crcs: npt.NDArray[np.uint32]
+    bad: tuple[BadSample, ...]
+    spooled: tuple[tuple[SampleNumbers, bytes], ...]
+
+
+class SampleWriter:
+    """Makes the samples of a plan and writes their rows at their places in an unsealed pack.
+
+    Args:
+        plan: of the pack.
+        path: the pack, with its space reserved.
+        placed: its data sets.
+        retries: counts reads that were tried again.
+    """
+
+    def __init__(self, plan: PackPlan, path: Path, placed: dict[str, DataSet], retries: Retries) -> None:
+        self._plan = plan
+        self._path = path
+        self._placed = placed
+        self._retries = retries
+        self._starts = {name: np.concatenate(([0], np.cumsum(of))) for name, of in (plan.lengths or {}).items()}
+        self.made_by = "one thread"
+
+    def write(self, threads: Threads, bar: ProgressBar) -> Generator[WrittenRange, None, None]:
+        """Fill the pack and yield each range of samples when it is written, in any order.
+
+        Args:
+            threads: files read at once, or `"auto"`, which measures.
+            bar: shows the progress.
+
+        Raises:
+            BadImage: if a sample cannot be made and that is an error.
+            SourceChanged, BadArchive, FileFailed, TimedOut, PackingFailed: if a file cannot be read or packed.
+        """
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            yield from self._write_all(threads, bar)
+        finally:
+            os.close(self._fd)
+
+    def _write_all(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
+        is_sized = not self._plan.spooled
+        yield from map(self.write_range, self._ranges(0, _CHUNK_SAMPLES if is_sized else _UNSIZED_SAMPLES))
+
+    def write_range(self, samples: SampleRange) -> WrittenRange:
+        """Make and write some samples."""
+        maker = self._plan.maker
+        assert isinstance(maker, MemorySampleMaker)
+        numbers = self._plan.splits[samples.split][samples.start : samples.stop]
+        return self._written(samples, lambda on_bad: maker.columns(numbers, on_bad))
+
+    def _written(self, samples: SampleRange, make: Callable[[BadHandler], Sequence[Column]]) -> WrittenRange:
+        """Write samples, a column for each field."""
+        bad: list[BadSample] = []
+        columns = make(lambda place, number, error: bad.append(self._bad(samples, place, number, error)))
+        crcs = [0] * samples.count
+        spooled = []
+        for made, column in zip(self._plan.maker.fields, columns, strict=True):
+            name = made.field.data_set(samples.split)
+            if not made.field.is_ragged:
+                rows = _row_bytes(made, column)
+                if not made.is_table:
+                    crcs = list(map(crc32, rows, crcs))
+                offset = self._placed[name].offset + samples.start * made.row_bytes
+                file_changes.write_at(self._fd, rows.reshape(-1).data, offset, self._path)
+                continue
+            crcs = list(map(crc32, column, crcs))
+            if name in self._starts:
+                self._write_known(name, self._starts[name][samples.start : samples.stop + 1], column)
+            else:
+                spooled.append((np.fromiter(map(len, column), np.int64, len(column)), b"".join(column)))
+        return WrittenRange(samples, np.array(crcs, "<u4"), tuple(bad), tuple(spooled))
+
+    def _write_known(self, name: str, starts: SampleNumbers, blobs: Column) -> None:
+        """Write samples one after the other at the places that their lengths gave them; bad ones leave theirs empty."""
+        sizes = np.diff(starts).tolist()
+        whole = b"".join(blob or bytes(size) for blob, size in zip(blobs, sizes, strict=True))
+        file_changes.write_at(self._fd, whole, self._placed[name].offset + int(starts[0]), self._path)
+
+    def _bad(self, samples: SampleRange, place: int, number: int, error: BadImage) -> BadSample:
+        """Return a sample that could not be made, or raise its error."""
+        path, why = self._plan.maker.path(number), str(error)
+        act = f"pack {path!r} of {self._plan.name!r}"
+        if isinstance(error, UnequalSample):
+            raise type(error)(cannot(act, why, "one shape for all", error.next_step)) from error
+        if self._plan.on_bad == "raise":
+            is_file = isinstance(self._plan.maker, FileSampleMaker)
+            next_step = f"Remove or repair this {'file' if is_file else 'sample'}, or use on_bad='skip'"
+            raise BadImage(cannot(act, why, "an image file" if is_file else "a good sample", next_step)) from error
+        return BadSample(samples.split, samples.start + place, path, why)
+
+    def _ranges(self, first: int, count: int) -> Iterator[SampleRange]:
+        """Yield the samples from the `first`, counted through all splits, in ranges of at most so many.
+
+        Neither the rows of a range nor its files are more than 8 MiB, but for a single one. That bounds memory, and the
+        time that a range takes where later files are larger than those that were measured.
+        """
+        step = max(1, min(count, _CHUNK_SAMPLES, _CHUNK_BYTES // max(1, self._plan.row_bytes)))
+        before = 0
+        for split, samples in self._plan.counts.items():
+            ends = self._read_ends(split)
+            start = max(0, first - before)
+            while start < samples:
+                stop = min(start + step, samples)
+                if ends is not None:
+                    read = int(ends[start - 1]) if start else 0
+                    stop = min(stop, max(int(np.searchsorted(ends, read + _CHUNK_BYTES, "right")), start + 1))
+                yield SampleRange(split, start, stop)
+                start = stop
+            before += samples
+
+    def _read_ends(self, split: str) -> SampleNumbers | None:
+        """Return how many bytes are read for the samples of a split up to each; None if none are."""
+        return None
+
+
+class FileSampleWriter(SampleWriter):
+    """Makes samples of files, by as many threads or processes as they reward; arguments as of `SampleWriter`."""
+
+    def __init__(self, plan: PackPlan, path: Path, placed: dict[str, DataSet], retries: Retries) -> None:
+        super().__init__(plan, path, placed, retries)
+        assert isinstance(plan.maker, FileSampleMaker)
+        self._maker = plan.maker
+        self._numbers = {split: numbers.tolist() for split, numbers in plan.splits.items()}
+        self._ends: dict[str, SampleNumbers] = {}
+
+    def _write_all(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
+        source = self._maker.source
+        is_remote = source.can_hang or getattr(source, "is_sequential", False)
+        yield from (self._write_arriving if is_remote else self._write_measured)(threads, bar)
+
+    def write_range(self, samples: SampleRange) -> WrittenRange:
+        """Read, make and write some samples."""
+        maker, numbers = self._maker, self._numbers[samples.split][samples.start : samples.stop]
+        items = (maker.items[number] for number in numbers)
+        data = (read_sample(maker.source, item, self._retries, is_strict=maker.is_strict) for item in items)
+        return self._written_of(samples, numbers, data)
+
+    def _written_of(
+        self, samples: SampleRange, numbers: Sequence[int], data: Iterable[bytes | BrokenMember]
+    ) -> WrittenRange:
+        return self._written(samples, lambda on_bad: self._maker.columns(numbers, data, on_bad))
+
+    def _read_ends(self, split: str) -> SampleNumbers | None:
+        if split not in self._ends:
+            self._ends[split] = np.cumsum(self._maker.sizes(self._plan.splits[split]))
+        return self._ends[split]
+
+    def _write_measured(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
+        """Make the first samples here, and the others by what they cost."""
+        made, spent_s, samples = 0, 0.0, self._plan.samples
+        while made < samples and spent_s < _MEASURED_S:
+            few = next(self._ranges(made, max(1, made)))
+            started = time.perf_counter()
+            written = self.write_range(few)
+            if made:  # the first sample also pays for lazy imports
+                spent_s += time.perf_counter() - started
+            made += few.count
+            yield written
+        sample_s = spent_s / max(1, made - 1)
+        cpus = max(1, round(usable_cpus()))
+        ranges = self._ranges(made, max(1, round(_CHUNK_S / max(sample_s, 1e-9))))
+        is_long = (samples - made) * sample_s > _FORKING_S
+        if threads == "auto" and sample_s < _TINY_S and is_long and cpus > 1 and can_fork():
+            self.made_by = f"{cpus} processes"
+            with ForkedWorkers(self._plan.act, self.write_range, cpus, self._described) as workers:
+                yield from workers.results(ranges, bar.wait)
+            return
+        at_once = threads if threads != "auto" else cpus if sample_s >= _TINY_S else 1
+        self.made_by = f"{at_once} threads" if at_once > 1 else "one thread"
+        yield from concurrently(self.write_range, ranges, at_once, on_wait=bar.wait)
+
+    def _described(self, samples: SampleRange) -> str:
+        numbers = self._numbers[samples.split]
+        first, last = (self._maker.path(numbers[at]) for at in (samples.start, samples.stop - 1))
+        return f"{first!r} to {last!r}"
+
+    def _write_arriving(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
+        """Make samples as their files arrive.
+
+        Reading and making are separate: a read that hangs can be abandoned, and no more samples are made at once than
+        there are CPUs.
+        """
+        maker = self._maker
+        places: dict[Item, list[tuple[str, int, int]]] = {}  # one file can be several samples
+        for split, numbers in self._numbers.items():
+            for index, number in enumerate(numbers):
+                places.setdefault(maker.items[number], []).append((split, index, number))
+        reading = SampleReading(maker.source, threads, self._retries, bar.wait, is_strict=maker.is_strict)
+
+        def write(block: Block) -> list[WrittenRange]:
+            data = reading.data(block)
+            return [
+                self._written_of(SampleRange(split, index, index + 1), [number], [data])
+                for split, index, number in places[block.item]
+            ]
+
+        with reading, closing(reading.items(places)) as blocks:
+            for several in concurrently(write, blocks, "auto"):
+                yield from several
+        self.made_by = "as files came"
+
+
+def _row_bytes(made: SampleField, column: Column) -> npt.NDArray[np.uint8]:
+    """Return the bytes of each row, `[n, row_bytes]`."""
+    if isinstance(column, np.ndarray):
+        rows = column
+    else:
+        rows = np.empty((len(column), *made.shape), made.dtype)
+        for at, value in enumerate(column):
+            rows[at] = value
+    return rows.reshape(-1).view(np.uint8).reshape(len(column), made.row_bytes)
+
+
+def too_many_bad(plan: PackPlan, bad: Sequence[BadSample]) -> BadImage:
+    """Return the error for more bad files than are allowed."""
+    first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
+    found = f"{format_things(len(bad), 'bad file')} or more, first {first}"
+    next_step = "Check the source" if len(bad) == plan.samples else "Check the source, or raise max_bad="
+    return BadImage(cannot(plan.act, found, f"at most {plan.most_bad}", next_step))
