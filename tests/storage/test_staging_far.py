@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from far_mounts import FuseMount, has_fuse
+from far_mounts import FuseMount, has_fuse, wait_for
 from near_copies import copy, data_of, kept_partials, state_of, zipped
 from sampling import sampled
 from trees import leftovers, make_tree, needs
@@ -164,8 +164,17 @@ def test_a_drive_that_hangs_is_one_error_in_time(root, drive, operation):
 
 
 def test_a_drive_that_dies_keeps_what_is_near_and_a_new_mount_goes_on(root, drive, near_storage):
-    with drive({"on": "open", "path": "/data/cats/*", "do": "die", "first": 4}) as mount, pytest.raises(ColabkitError):
-        copy(mount.point / "data", threads=1)
+    with drive({"on": "open", "path": "/data/cats/*", "do": "hang", "first": 4}) as mount:
+
+        def die_when_a_file_is_copied() -> None:
+            wait_for(lambda: any(near_storage.rglob("cats/*.png")), "a local copy")
+            mount.kill()
+
+        death = threading.Thread(target=die_when_a_file_is_copied)
+        death.start()
+        with pytest.raises(ColabkitError):
+            copy(mount.point / "data", threads=1)
+        death.join()
     (kept,) = kept_partials(near_storage)
     there = {f"/data/{path}" for path, *_ in journalled(kept / "journal")[0]}
     assert there
