@@ -21,9 +21,9 @@ from .inspection import bytes_in as bytes_in
 from .inspection import may_be_loader as may_be_loader
 from .inspection import samples_in as samples_in
 from .loader import Loader as Loader
-from .sampler.blocks import BlockShuffled as BlockShuffled
-from .sampler.classes import Balanced as Balanced
+from .sampler.orders import BlockShuffled as BlockShuffled
 from .sampler.orders import Order as Order
 from .sampler.orders import Sequential as Sequential
 from .sampler.orders import Shuffled as Shuffled
-from .sampler.weights import Weighted as Weighted
+from .sampler.resampling import Balanced as Balanced
+from .sampler.resampling import Weighted as Weighted

@@ -12,7 +12,7 @@ import torch
 from sampling import sampled
 
 from colabkit.errors import InvalidOption
-from colabkit.loading.augment.compose import Compose, geometry_of, parted
+from colabkit.loading.augment.compose import Compose, geometry_of, split_steps
 from colabkit.loading.augment.cutting import cut
 from colabkit.loading.augment.geometry import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.loading.augment.mixing import Cutout, MixUp, Normalize
@@ -118,7 +118,7 @@ def test_a_compose_counts_as_its_transforms():
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_two_parts_give_what_the_whole_gives(count):
     steps = [RandomCrop(30), Cutout(5), FLIP]
-    first, rest = parted(Compose(steps), lambda step: step in steps[:count])
+    first, rest = split_steps(Compose(steps), lambda step: step in steps[:count])
     assert (first is None, rest is None) == (count == 0, count == 3)
     got, labels = images(), None
     for part in (first, rest):
@@ -192,58 +192,46 @@ def test_other_arguments_make_another_transform():
     assert RandomCrop(8) != RandomCrop(8, fill=1)
 
 
-@pytest.mark.parametrize(
-    ("make", "found"),
-    [
-        (lambda: RandomResizedCrop(0), "size=0"),
-        (lambda: RandomResizedCrop((8, 8, 8)), "size="),
-        (lambda: RandomResizedCrop(8.0), "size=8.0"),
-        (lambda: RandomResizedCrop(True), "size=True"),
-        (lambda: RandomResizedCrop("8"), "size='8'"),
-        (lambda: RandomResizedCrop(8, scale=(0, 1)), "scale="),
-        (lambda: RandomResizedCrop(8, scale=(0.5, 1.1)), "scale="),
-        (lambda: RandomResizedCrop(8, scale=(0.9, 0.5)), "scale="),
-        (lambda: RandomResizedCrop(8, scale=0.5), "scale=0.5"),
-        (lambda: RandomResizedCrop(8, ratio=(0.5, float("inf"))), "ratio="),
-        (lambda: RandomResizedCrop(8, ratio=(float("nan"), 1)), "ratio="),
-        (lambda: RandomCrop(8, padding=-1), "padding=-1"),
-        (lambda: RandomCrop(8, padding=(1, 2, 3)), r"padding=\(1, 2, 3\)"),
-        (lambda: RandomCrop(8, padding=1.5), "padding=1.5"),
-        (lambda: RandomCrop(8, fill="0"), "fill='0'"),
-        (lambda: RandomCrop(8, fill=float("nan")), "fill=nan"),
-        (lambda: CenterCrop(-3), "size=-3"),
-        (lambda: RandomHorizontalFlip(1.5), "p=1.5"),
-        (lambda: RandomHorizontalFlip(None), "p=None"),
-        (lambda: Cutout(0), "size=0"),
-        (lambda: Cutout(3, p=-0.1), "p=-0.1"),
-        (lambda: MixUp(0), "classes=0"),
-        (lambda: MixUp(3, alpha=0), "alpha=0"),
-        (lambda: MixUp(3, alpha=-1), "alpha=-1"),
-        (lambda: MixUp(3, alpha=float("inf")), "alpha=inf"),
-        (lambda: Compose([]), "none"),
-        (lambda: Compose(FLIP), "a RandomHorizontalFlip"),
-        (lambda: Compose([FLIP, 3]), "3 among them"),
-        (lambda: Compose([RandomHorizontalFlip]), "the class RandomHorizontalFlip"),
-        (lambda: Compose(FLIP, FLIP), "2 arguments"),
-    ],
-)
-def test_an_argument_that_cannot_be_meant_is_refused(make, found):
-    with pytest.raises(InvalidOption, match=rf"Cannot .*: {found}"):
-        make()
+REFUSED = [
+    (lambda: RandomResizedCrop(0), "size=0"),
+    (lambda: RandomResizedCrop((8, 8, 8)), "size=(8, 8, 8)"),
+    (lambda: RandomResizedCrop(8.0), "size=8.0"),
+    (lambda: RandomResizedCrop(True), "size=True"),
+    (lambda: RandomResizedCrop("8"), "size='8'"),
+    (lambda: RandomResizedCrop(8, scale=(0, 1)), "scale=("),
+    (lambda: RandomResizedCrop(8, scale=(0.5, 1.1)), "scale=("),
+    (lambda: RandomResizedCrop(8, scale=(0.9, 0.5)), "scale=("),
+    (lambda: RandomResizedCrop(8, scale=0.5), "scale=0.5"),
+    (lambda: RandomResizedCrop(8, ratio=(0.5, float("inf"))), "ratio=("),
+    (lambda: RandomResizedCrop(8, ratio=(float("nan"), 1)), "ratio=("),
+    (lambda: RandomCrop(8, padding=-1), "padding=-1"),
+    (lambda: RandomCrop(8, padding=(1, 2, 3)), "padding=(1, 2, 3)"),
+    (lambda: RandomCrop(8, padding=1.5), "padding=1.5"),
+    (lambda: RandomCrop(8, fill="0"), "fill='0'"),
+    (lambda: RandomCrop(8, fill=float("nan")), "fill=nan"),
+    (lambda: CenterCrop(-3), "size=-3"),
+    (lambda: RandomHorizontalFlip(1.5), "p=1.5"),
+    (lambda: RandomHorizontalFlip(None), "p=None"),
+    (lambda: Cutout(0), "size=0"),
+    (lambda: Cutout(3, p=-0.1), "p=-0.1"),
+    (lambda: MixUp(0), "classes=0"),
+    (lambda: MixUp(3, alpha=0), "alpha=0"),
+    (lambda: MixUp(3, alpha=-1), "alpha=-1"),
+    (lambda: MixUp(3, alpha=float("inf")), "alpha=inf"),
+    (lambda: Compose([]), "none"),
+    (lambda: Compose(FLIP), "a RandomHorizontalFlip"),
+    (lambda: Compose([FLIP, 3]), "transform=3, a callable. Pass a list of transforms."),
+    (lambda: RandomHorizontalFlip(2), "p=2, a finite number from 0 to 1. Use p=0.5."),
+    (lambda: MixUp(3, alpha=0), "alpha=0, a finite number of 0.001 or more. Use alpha=0.2."),
+    (lambda: Cutout(3, fill=None), "fill=None, a finite number. Use fill=0."),
+    (lambda: CenterCrop(8.0), "size=8.0, a whole number of 1 or more. Use size=8."),
+    (lambda: CenterCrop(8.5), "size=8.5, a whole number of 1 or more. Use size=1, say."),
+    (lambda: Compose([CenterCrop]), "a class, a callable. Create an instance: transform=CenterCrop(...)."),
+    (lambda: Compose(FLIP, FLIP), "2 arguments, a list of them. Put them in brackets: Compose([...])."),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RandomHorizontalFlip(2), "p=2, a finite number from 0 to 1. Use p=0.5."),
-        (lambda: MixUp(3, alpha=0), "alpha=0, a finite number of 0.001 or more. Use alpha=0.2."),
-        (lambda: Cutout(3, fill=None), "fill=None, a finite number. Use fill=0."),
-        (lambda: CenterCrop(8.0), "size=8.0, a whole number of 1 or more. Use size=8."),
-        (lambda: CenterCrop(8.5), "size=8.5, a whole number of 1 or more. Use size=1, say."),
-        (lambda: Compose([CenterCrop]), "made transforms. Make one of it: CenterCrop(...)."),
-        (lambda: Compose(FLIP, FLIP), "a list of them. Put them in brackets: Compose([...])."),
-    ],
-)
-def test_the_message_says_what_may_be_given(make, message):
-    with pytest.raises(InvalidOption, match=re.escape(message)):
-        make()
+def test_an_argument_that_cannot_be_meant_is_refused():
+    for make, found in REFUSED:
+        with pytest.raises(InvalidOption, match=rf"Cannot .*: .*{re.escape(found)}"):
+            make()

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from distributions import assert_same_distribution
 from sampling import sampled
 
 from colabkit.augment import Cutout, Draws, MixUp
@@ -65,10 +66,7 @@ def test_shares_are_of_the_beta_distribution(alpha):
     exact = torch.tensor(alpha, dtype=torch.float64)
     other = torch.distributions.Beta(exact, exact).sample((20_000,)).numpy()
     got, other = shares(alpha, 20_000).round(12), other.round(12)  # torch draws no exact 0 and 1
-    values = np.union1d(got, other)
-    below = [np.searchsorted(np.sort(sample), values, side="right") / 20_000 for sample in (got, other)]
-    # Kolmogorov and Smirnov: equal distributions differ by more with a probability below 1e-4.
-    assert np.abs(below[0] - below[1]).max() < 2.23 * math.sqrt(2 / 20_000)
+    assert_same_distribution(got, other)
     assert abs(got.mean() - 0.5) < 5 * got.std() / math.sqrt(20_000)
     assert got.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.06)
     assert got.min() >= 0

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from distributions import assert_same_distribution
 from sampling import sampled
 from torchvision.transforms import RandomCrop as TorchvisionCrop
 from torchvision.transforms import RandomResizedCrop as TorchvisionResizedCrop
@@ -20,14 +21,6 @@ def boxes(transform: Geometry, size: tuple[int, int], count: int = COUNT, seed: 
     """Return top, left, height and width of each sample, `[count, 4]`."""
     found = transform.boxes(np.tile(np.array(size), (count, 1)), Draws(seed, 0, np.arange(count)))
     return np.stack([found.top, found.left, found.height, found.width], 1)
-
-
-def assert_same_distribution(first: np.ndarray, second: np.ndarray) -> None:
-    """Compare two samples by Kolmogorov and Smirnov: equal ones fail with a probability below 1e-4 (c = 2.23)."""
-    values = np.union1d(first, second)
-    shares = [np.searchsorted(np.sort(sample), values, side="right") / len(sample) for sample in (first, second)]
-    bound = 2.23 * math.sqrt(1 / len(first) + 1 / len(second))
-    assert np.abs(shares[0] - shares[1]).max() < bound
 
 
 @pytest.mark.parametrize("size", [(256, 256), (100, 300), (37, 20), (4, 400), (400, 4)])

@@ -21,9 +21,8 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation import processes
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading import Loader
-from colabkit.loading.sampler.blocks import BlockShuffled
-from colabkit.loading.sampler.classes import Balanced
-from colabkit.loading.sampler.weights import Weighted
+from colabkit.loading.sampler.orders import BlockShuffled
+from colabkit.loading.sampler.resampling import Balanced, Weighted
 from colabkit.packs import open_pack
 
 WORLDS = (1, 2, 3, 4, 5)

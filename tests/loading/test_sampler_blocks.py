@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from distributions import assert_even
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampler import assert_even
 
 from colabkit.sampler import BlockShuffled
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from colabkit import sampler
 from colabkit.errors import InvalidOption
 from colabkit.foundation.permutation import epoch_order
-from colabkit.loading.sampler.blocks import BlockShuffled
-from colabkit.loading.sampler.classes import Balanced
-from colabkit.loading.sampler.orders import Order, Sequential, Shuffled
-from colabkit.loading.sampler.weights import Weighted
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
+from colabkit.loading.sampler.resampling import Balanced, Weighted
 
 LABELS = np.random.default_rng(5).integers(0, 9, 3000) ** 2
 WEIGHTS = np.where(np.arange(3000) % 5, np.random.default_rng(6).random(3000), 0)
@@ -155,7 +153,7 @@ def test_empty_sets_have_empty_orders():
 
 REFUSED = [
     (lambda: Sequential(-1), "n=-1"),
-    (lambda: Sequential(2**62 + 1), "at most"),
+    (lambda: Sequential(2**62 + 1), "Use n=4611686018427387904 or less"),
     (lambda: Shuffled(2.5), "n=2.5"),
     (lambda: Shuffled(5, seed=-1), "seed=-1"),
     (lambda: BlockShuffled(5, block_samples=0), "block_samples=0"),

@@ -7,21 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_sampler import assert_even
+from distributions import assert_as_likely, assert_chi_square, assert_even
 
 from colabkit.errors import InvalidOption
-from colabkit.loading.sampler import weights
-from colabkit.loading.sampler.weights import Weighted
+from colabkit.loading.sampler import resampling
+from colabkit.loading.sampler.resampling import Weighted
 
 WEIGHTS = np.array([3.0, 0, 1, 0.25, 0, 8, 2, 0])
-
-
-def assert_as_likely(counts: np.ndarray, chances: np.ndarray) -> None:
-    """Hold counts to 4.5 standard deviations of chi-square from what the chances say."""
-    expected = counts.sum() * chances / chances.sum()
-    assert expected.min() >= 5
-    free = counts.size - 1
-    assert abs(float(((counts - expected) ** 2 / expected).sum()) - free) < 4.5 * math.sqrt(2 * free)
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2**40])
@@ -40,9 +32,8 @@ def test_pairs_of_neighbours_come_as_often_as_the_product_of_their_weights():
     # Overlapping pairs: the statistic of serial tests has 9 - 3 degrees of freedom after that of single draws.
     singles = np.bincount(draws[:-1], minlength=3)
     alone = 90_000 * weights / 6
-    free = 6
     serial = ((counts - expected) ** 2 / expected).sum() - ((singles - alone) ** 2 / alone).sum()
-    assert abs(serial - free) < 4.5 * math.sqrt(2 * free)
+    assert_chi_square(serial, 6)
 
 
 @pytest.mark.parametrize("scale", [1, 1e-300, 1e300, 5e-324])
@@ -61,7 +52,7 @@ def test_samples_of_weight_0_at_the_ends_are_never_drawn():
 
 def test_a_draw_on_a_border_takes_the_sample_above_it(monkeypatch):
     """Or a draw of exactly 0 would take a first sample of weight 0."""
-    monkeypatch.setattr(weights, "uniforms", lambda words: np.array([0, 0.25, 0.5, 1 - 2.0**-53]))
+    monkeypatch.setattr(resampling, "uniforms", lambda words: np.array([0, 0.25, 0.5, 1 - 2.0**-53]))
     assert Weighted([0, 1, 0, 1, 2, 0], num_samples=4).indices(0, 0, 4).tolist() == [1, 3, 4, 4]
 
 
@@ -98,7 +89,7 @@ def test_the_logarithm_is_that_of_the_library_to_a_few_last_bits():
     """It is made of operations that are exact to the last bit on every machine."""
     words = np.random.default_rng(0).integers(0, 2**64, 20_000, np.uint64)
     expected = -np.log((words >> np.uint64(11)) * 2.0**-53 + 2.0**-54)
-    assert np.allclose(weights._exponential(words), expected, rtol=2e-15, atol=0)
+    assert np.allclose(resampling._exponential(words), expected, rtol=2e-15, atol=0)
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -151,7 +142,7 @@ REFUSED = [
     (torch.ones(2, requires_grad=True), {}, "in a Tensor that NumPy cannot read"),
     ([1, 1], {"num_samples": 0}, "num_samples=0"),
     ([1, 1], {"seed": 1.5}, "seed=1.5"),
-    ([1, 0, 1], {"num_samples": 3, "replacement": False}, "num_samples=3, 2 at most"),
+    ([1, 0, 1], {"num_samples": 3, "replacement": False}, "num_samples=3, a whole number from 1 to 2"),
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, cannot, kind_of, shown
+from colabkit.foundation import InvalidOption, cannot, check_callable, kind_of, shown
 from colabkit.loading.augment.cutting import Boxes
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform, is_per_sample
@@ -71,12 +71,7 @@ class Compose(_Steps):
         for transform in transforms:
             flat += transform.transforms if isinstance(transform, Compose) else [transform]
         for transform in flat:
-            if isinstance(transform, type):
-                found = f"the class {transform.__name__} among them"
-                raise InvalidOption(cannot(act, found, "made transforms", f"Make one of it: {transform.__name__}(...)"))
-            if not callable(transform):
-                found = f"{shown(transform)} among them"
-                raise InvalidOption(cannot(act, found, "something to call", "Pass made transforms"))
+            check_callable(act, "transform", transform, "Pass a list of transforms", optional=False)
             if is_per_sample(transform):
                 found = f"{shown(transform)}, which is for one sample"
                 next_step = (
@@ -90,7 +85,7 @@ class Compose(_Steps):
     @property
     def transforms(self) -> tuple[Callable[..., Any], ...]:
         """The transforms, in the order in which they apply."""
-        return tuple(transform for _, transform in self.steps)
+        return steps_of(self)
 
     def __repr__(self) -> str:
         return f"Compose([{', '.join(map(repr, self.transforms))}])"
@@ -125,9 +120,6 @@ def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None
 
     One crop, with the flips directly before and after it, is folded into one box of each sample. Applying the two in
     turn gives, bit for bit, what the transform gives.
-
-    Args:
-        transform: a transform, perhaps a `Compose` or a part of one.
     """
     if isinstance(transform, Geometry):
         return transform, None
@@ -138,16 +130,12 @@ def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None
     return (_Folded(leading) if leading else None), (_Steps(rest) if rest else None)
 
 
-def parted(
+def split_steps(
     transform: Transform, goes_first: Callable[[Callable[..., Any]], bool]
 ) -> tuple[Transform | None, Callable[..., Any] | None]:
-    """Return a transform in two parts: its leading steps for which `goes_first` holds, and the rest.
+    """Return a transform split in two: its leading steps for which `goes_first` holds, and the rest.
 
     Each step keeps its random numbers, so the two in turn give what the transform gives.
-
-    Args:
-        transform: a transform, perhaps a `Compose` or a part of one.
-        goes_first: told each step.
     """
     if not isinstance(transform, _Steps):
         return (transform, None) if goes_first(transform) else (None, transform)
@@ -155,6 +143,11 @@ def parted(
     count = next((place for place, (_, step) in enumerate(steps) if not goes_first(step)), len(steps))
     first, rest = steps[:count], steps[count:]
     return (_Steps(first) if first else None), (_Steps(rest) if rest else None)
+
+
+def steps_of(transform: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """Return the transforms that a `Compose`, or a piece of one, applies; of another one itself."""
+    return tuple(step for _, step in transform.steps) if isinstance(transform, _Steps) else (transform,)
 
 
 def _leading_geometry(steps: tuple[Step, ...]) -> tuple[tuple[int, Geometry], ...]:
@@ -165,10 +158,3 @@ def _leading_geometry(steps: tuple[Step, ...]) -> tuple[tuple[int, Geometry], ..
             break
         leading.append((number, step))
     return tuple(leading)
-
-
-def steps_of(transform: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """Return the transforms that a `Compose`, or a part of one, applies; of another one itself."""
-    if isinstance(transform, Compose):
-        return transform.transforms
-    return tuple(step for _, step in transform.steps) if isinstance(transform, _Steps) else (transform,)

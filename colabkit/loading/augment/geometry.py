@@ -39,16 +39,7 @@ class Geometry(Transform):
         raise NotImplementedError
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the boxes of the images, in their memory format, and the labels untouched.
-
-        Args:
-            images: `uint8` or floating `[B, C, H, W]`, on any device.
-            labels: anything.
-            draws: the random numbers of the B samples.
-
-        Raises:
-            InvalidOption: if these are no such images, or too small.
-        """
+        """Return the boxes of the images, in their memory format, and the labels untouched."""
         check_images("transform a batch", images, self.fill)
         height, width = images.shape[2:]
         sizes = np.broadcast_to(np.array([height, width], np.int64), (len(images), 2))
@@ -106,12 +97,7 @@ class RandomResizedCrop(Geometry):
         self.ratio = _checked_range(act, "ratio", ratio, (0.75, 1.25), float("inf"))
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
-        """Return the box of each sample; it lies inside the image.
-
-        Args:
-            sizes: height and width of each image, `int64 [B, 2]`.
-            draws: the random numbers of the B samples.
-        """
+        """Return the box of each sample; it lies inside the image."""
         rows, columns = sizes[:, :1], sizes[:, 1:]
         uniforms = draws.uniforms(2 * _TRIES + 2)
         areas = rows * columns * _between(uniforms[:, :_TRIES], *self.scale)
@@ -169,10 +155,6 @@ class RandomCrop(Geometry):
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
         """Return the box of each sample; it may lie partly on the border.
 
-        Args:
-            sizes: height and width of each image, `int64 [B, 2]`.
-            draws: the random numbers of the B samples.
-
         Raises:
             InvalidOption: if an image with its border is smaller than the box.
         """
@@ -207,12 +189,7 @@ class CenterCrop(Geometry):
         self.size: tuple[int, int] = check_size("crop images", "size", size)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
-        """Return the box of each sample, placed as torchvision places it.
-
-        Args:
-            sizes: height and width of each image, `int64 [B, 2]`.
-            draws: not used.
-        """
+        """Return the box of each sample, placed as torchvision places it."""
         room = sizes - self.size
         # A smaller image gets the odd pixel of its border below and to the right, a larger one loses half a pixel to
         # the nearest even place.
@@ -239,12 +216,7 @@ class RandomHorizontalFlip(Geometry):
         self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
-        """Return the whole image of each sample, mirrored or not.
-
-        Args:
-            sizes: height and width of each image, `int64 [B, 2]`.
-            draws: the random numbers of the B samples.
-        """
+        """Return the whole image of each sample, mirrored or not."""
         corner = np.zeros(len(sizes), np.int64)
         return Boxes(corner, corner, sizes[:, 0], sizes[:, 1], draws.uniforms(1)[:, 0] < self.p)
 

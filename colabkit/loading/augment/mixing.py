@@ -64,16 +64,7 @@ class Normalize(Transform):
         self._shift = _by_channel([-m / s for m, s in zip(mean, std, strict=True)])
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the normalised images, on the device they are on, and the labels untouched.
-
-        Args:
-            images: `uint8` from 0 to 255, or floating from 0 to 1, `[B, C, H, W]`.
-            labels: anything.
-            draws: not used.
-
-        Raises:
-            InvalidOption: if these are no such images, or have another number of channels.
-        """
+        """Return the normalised images, on the device they are on, and the labels untouched."""
         check_images("normalize", images)
         if len(self.mean) not in (1, images.shape[1]):
             found, needed = f"images of {images.shape[1]} channels", f"as many as there are means, {len(self.mean)}"
@@ -118,16 +109,7 @@ class Cutout(Transform):
         self.fill = check_number(act, "fill", fill, example=0)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the images with their squares, and the labels untouched.
-
-        Args:
-            images: `uint8` or floating `[B, C, H, W]`, on any device.
-            labels: anything.
-            draws: the random numbers of the B samples.
-
-        Raises:
-            InvalidOption: if these are no such images.
-        """
+        """Return the images with their squares, and the labels untouched."""
         check_images("cut squares out of images", images, self.fill)
         uniforms = draws.uniforms(3)
         corner = np.floor(uniforms[:, 1:] * images.shape[2:]).astype(np.int64) - np.array(self.size) // 2

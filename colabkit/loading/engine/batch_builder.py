@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colabkit.foundation import LoaderMeters
-from colabkit.loading.augment.compose import geometry_of, parted, steps_of
+from colabkit.loading.augment.compose import geometry_of, split_steps, steps_of
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_values
@@ -79,10 +79,10 @@ def split_transform(
         geometry, rest = None, transform
     if rest is None or on_device:
         return TransformStages(geometry, at_last=rest)
-    by_slice, others = parted(rest, _takes_any_slice)
+    by_slice, others = split_steps(rest, _takes_any_slice)
     by_batch, at_last = None, None
     if others is not None:
-        by_batch, at_last = parted(others, lambda step: isinstance(step, Transform))  # type: ignore[arg-type]
+        by_batch, at_last = split_steps(others, lambda step: isinstance(step, Transform))  # type: ignore[arg-type]
     return TransformStages(geometry, by_slice, by_batch, at_last)
 
 

@@ -23,8 +23,7 @@ from colabkit.loading.augment.transform import PerSample, is_per_sample
 from colabkit.loading.engine.batches import EpochRange, Share
 from colabkit.loading.engine.image_decoders import BadSamples
 from colabkit.loading.engine.tiers import KEEPS, Keep
-from colabkit.loading.sampler.blocks import BlockShuffled
-from colabkit.loading.sampler.orders import Order, Sequential, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
 _BLOCK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20

@@ -11,8 +11,7 @@ from typing import Any
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things
 from colabkit.loading.engine.custom_samplers import seed_of
-from colabkit.loading.sampler.blocks import BlockShuffled
-from colabkit.loading.sampler.orders import Order, Sequential, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
 _VERSION = 3
 _NEXT_STEPS = {  # by the beginning of a fingerprint

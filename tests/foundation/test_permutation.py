@@ -1,4 +1,7 @@
-"""The order of an epoch: a permutation, pure, the same on every machine for ever, and as even as chance."""
+"""The order of an epoch: a permutation, pure, the same on every machine for ever, and as even as chance.
+
+It is made by sorting, by tables or by words; `permute_each` has a permutation of its own at each position.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import math
 
 import numpy as np
 import pytest
+from distributions import assert_even, assert_unlike
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import sampled
 
 from colabkit.errors import InvalidOption
 from colabkit.foundation import permutation as network
 from colabkit.foundation.permutation import epoch_order
-from colabkit.foundation.random_numbers import key_of, round_keys
+from colabkit.foundation.random_numbers import hashed, key_of, round_keys, uniforms
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(1000, 6000), st.integers(2**16 - 20, 2**16 + 2000))
 SEEDS = st.integers(-(2**70), 2**70)
@@ -28,15 +33,6 @@ def way(request, monkeypatch):
 
 def whole(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
     return epoch_order(n, seed, epoch, 0, n)
-
-
-def assert_even(counts: np.ndarray) -> None:
-    """Hold counts of equally likely cells to 4.5 standard deviations of chi-square: by chance 1 fails in 100,000."""
-    expected = counts.sum() / counts.size
-    assert expected >= 5
-    chi_square = float(((counts - expected) ** 2 / expected).sum())
-    free = counts.size - 1
-    assert abs(chi_square - free) < 4.5 * math.sqrt(2 * free)
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,6 +79,9 @@ GOLDEN = [
     (2**16, 3, 3, 2**16 - 8, [3544, 27301, 7618, 4679, 28194, 58141, 50199, 25879]),
     (2**16 + 1, 3, 3, 2**16 - 7, [21993, 47601, 37330, 56285, 35070, 25587, 9301, 47470]),
     (100_000, 42, 3, 0, [30121, 57186, 81690, 25261, 73801, 62847, 71061, 2540]),
+    (1_281_167, 1, 2, 700_000, [1091743, 925237, 940566, 486698, 679443, 1017214]),
+    (4096**2, 1, 2, 5, [14195495, 7893552, 1151636, 5813495, 7176806, 8088104]),
+    (4096**2 + 1, 1, 2, 5, [5656845, 7893552, 6569704, 15321667, 9892788, 8088104]),
     (10**9, 7, 1, 123, [834652412, 649681639, 951183028, 500400603, 882087491, 133851038, 138306631, 788352070]),
     (2**40, -7, 1, 2**39, [660197456513, 539735056498, 293223557066, 931232089667]),
 ]
@@ -97,10 +96,7 @@ def test_orders_never_change_between_versions(n, seed, epoch, start, expected):
 @pytest.mark.parametrize("n", [30, 1024, 1025, 5000])
 def test_epochs_and_seeds_differ(n, way):
     orders = [whole(n, seed, epoch) for seed in (0, 1, 2**33) for epoch in range(4)]
-    orders.append(np.arange(n))
-    matches = [float((a == b).sum()) for i, a in enumerate(orders) for b in orders[:i]]
-    assert max(matches) <= 8  # two random orders agree at 1 place on average
-    assert 0.5 < np.mean(matches) < 1.6
+    assert_unlike([*orders, np.arange(n)])
 
 
 def test_epochs_share_no_round_keys():
@@ -176,3 +172,70 @@ def test_a_range_outside_is_refused(n, start, stop):
 def test_empty_and_single_sets_have_one_order():
     assert whole(0).tolist() == []
     assert whole(1, 9, 9).tolist() == [0]
+
+
+@pytest.mark.parametrize("n", [2**16 + 1, 256 * 257, 257**2, 100_000, 2**20, 4096**2 - 5, 4096**2, 4096**2 + 1])
+def test_tables_hold_what_words_would_give(n, monkeypatch):
+    """Up to the largest grid that has tables, and with cells beyond n, none, and as many as there can be."""
+    starts = (0, (n - 1000) // 2, n - 1000)
+    by_tables = [epoch_order(n, 5, 6, start, start + 1000) for start in starts]
+    monkeypatch.setattr(network, "_TABLES_UP_TO", 0)
+    for start, order in zip(starts, by_tables, strict=True):
+        assert np.array_equal(epoch_order(n, 5, 6, start, start + 1000), order)
+
+
+def permutations(size: int, count: int, key: int = 1) -> np.ndarray:
+    """Return permutations of [0, size), `[count, size]`."""
+    positions = np.tile(np.arange(size), count)
+    network.permute_each(positions, np.full_like(positions, size), hashed(key, np.arange(count)).repeat(size))
+    return positions.reshape(count, size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30), st.integers(0, 2**63))
+def test_permutations_of_any_sizes_side_by_side_are_those_of_each_alone(sizes, key):
+    keys = hashed(key, np.arange(len(sizes)))
+    positions = np.concatenate([np.arange(size) for size in sizes])
+    network.permute_each(positions, np.repeat(sizes, sizes), keys.repeat(sizes))
+    start = 0
+    for size, own_key in zip(sizes, keys, strict=True):
+        alone = np.arange(size)
+        network.permute_each(alone, np.full_like(alone, size), np.full(size, own_key))
+        assert np.array_equal(positions[start : start + size], alone)
+        assert np.array_equal(np.sort(alone), np.arange(size))
+        start += size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_all_permutations_of_few_are_equally_likely(size):
+    ranks = np.bincount(permutations(size, 20_000) @ size ** np.arange(size), minlength=size**size)
+    assert np.count_nonzero(ranks) == math.factorial(size)
+    assert_even(ranks[ranks > 0])
+
+
+@pytest.mark.parametrize("size", sampled([7, 31, 32, 33, 36, 37, 64, 100], 3))
+@pytest.mark.parametrize("apart", sampled([1, 2, 3], 1))
+def test_pairs_of_places_hold_all_pairs_equally_often(size, apart):
+    """Places 0 and `apart`, and so each of them alone; the bound is that of 10 times more pairs than cells."""
+    found = permutations(size, 10 * size * size, key=apart)
+    pairs = np.bincount(found[:, 0] * size + found[:, apart], minlength=size * size).reshape(size, size)
+    assert not pairs.diagonal().any()
+    assert_even(pairs[~np.eye(size, dtype=bool)])
+
+
+def test_words_are_those_of_splitmix64():
+    """The first outputs for seed 1234567, as the reference implementation prints them."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert hashed(1234567, np.arange(1, 5)).tolist() == expected
+    assert [hashed(1234567, np.array(number)).item() for number in range(1, 5)] == expected
+
+
+def test_keys_differ_by_each_number_and_their_order():
+    keys = {key_of(*numbers) for numbers in [(5,), (5, 1), (1, 5), (5, 0, 1), (5, 1, 0), (-1,), (-1, 2**63)]}
+    assert len(keys) == 7
+
+
+def test_uniform_numbers_are_even_and_below_1():
+    numbers = uniforms(hashed(3, np.arange(100_000)))
+    assert_even(np.bincount((numbers * 1000).astype(int), minlength=1000))
+    assert uniforms(np.array([2**64 - 1, 0], np.uint64)).tolist() == [1 - 2.0**-53, 0.0]

@@ -1,0 +1,241 @@
+"""Orders that depend on the data and may repeat samples: every class equally often, and draws by weight."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from colabkit.foundation import (
+    InvalidOption,
+    Positions,
+    Stream,
+    Words64,
+    cannot,
+    hashed,
+    key_of,
+    kind_of,
+    permute_each,
+    uniforms,
+)
+from colabkit.loading.sampler.orders import PureOrder, set_whole_number
+
+_SORTED_UP_TO = 64
+_MASK = (1 << 62) - 1
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Balanced(PureOrder):
+    """Every class equally often: each run of K positions holds each of the K classes once, in a random order.
+
+    Inside a class samples come in a shuffled order of the class, anew for each pass through it. A pass goes on from one
+    epoch to the next: a sample comes again only when all others of its class have had their turn. Where `num_samples`
+    is no multiple of K, an epoch's last run is cut short, and classes that it lacks leave out one sample. Any range
+    takes the time of that range; the samples' numbers by class are kept (8 bytes a sample).
+
+    Args:
+        labels: `[N]` whole numbers, the class of each sample: an array, list or tensor.
+        num_samples: positions of an epoch; None takes as many as there are labels.
+        seed: a whole number of 0 or more.
+
+    Raises:
+        InvalidOption: if labels are no whole numbers, or an argument is no whole number in its range.
+    """
+
+    num_samples: int
+    seed: int
+    _members: Positions  # the samples, class after class
+    _sizes: Positions  # of the classes, [K]
+    _starts: Positions  # of the classes in _members, [K]
+
+    def __init__(self, labels: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0) -> None:
+        checked = _numbers("a Balanced order", "labels", labels)
+        if checked.dtype.kind not in "iub":
+            found = f"labels of type {checked.dtype}"
+            raise InvalidOption(
+                cannot("make a Balanced order", found, "whole numbers", "Pass classes as whole numbers")
+            )
+        set_whole_number(self, "num_samples", checked.size if num_samples is None else num_samples, 1)
+        set_whole_number(self, "seed", seed, 0)
+        members = np.argsort(checked, kind="stable").astype(np.int64, copy=False)
+        sorted_labels = checked[members]
+        starts = np.flatnonzero(np.append(True, sorted_labels[1:] != sorted_labels[:-1]))
+        object.__setattr__(self, "_members", members)
+        object.__setattr__(self, "_starts", starts)
+        object.__setattr__(self, "_sizes", np.diff(starts, append=members.size))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def n(self) -> int:
+        """Samples in the data set."""
+        return int(self._members.size)
+
+    def __repr__(self) -> str:
+        found = f"{self._sizes.size} classes of {self._members.size} samples"
+        return f"Balanced({found}, num_samples={self.num_samples}, seed={self.seed})"
+
+    @cached_property
+    def policy(self) -> str:
+        """`"balanced "` and a digest of all but the seed."""
+        digest = hashlib.sha256(f"{self.num_samples} ".encode())
+        digest.update(self._sizes.astype("<i8", copy=False).data)
+        digest.update(self._members.astype("<i8", copy=False).data)
+        return f"balanced {digest.hexdigest()[:16]}"
+
+    def _samples(self, epoch: int, start: int, stop: int) -> Positions:
+        count = self._sizes.size
+        runs = np.arange(start, stop, dtype=np.int64) // count
+        classes = self._classes(epoch, start, stop, runs)
+        runs += operator.index(epoch) * -(-self.num_samples // count) & _MASK
+        sizes = self._sizes[classes]
+        passes = runs // sizes
+        keys = hashed(hashed(key_of(self.seed, Stream.PASSES), classes), passes)
+        runs -= passes * sizes
+        permute_each(runs, sizes, keys)
+        runs += self._starts[classes]
+        return self._members[runs]
+
+    def _classes(self, epoch: int, start: int, stop: int, runs: Positions) -> Positions:
+        """Return the class at each position: a permutation of the classes for each run."""
+        count = self._sizes.size
+        key = key_of(self.seed, epoch, Stream.RUNS)
+        if count > _SORTED_UP_TO:
+            classes = np.arange(start, stop) - runs * count
+            permute_each(classes, np.full_like(classes, count), hashed(key, runs))
+            return classes
+        first = start - start % count
+        words = hashed(key, np.arange(first, -(-stop // count) * count))
+        return np.argsort(words.reshape(-1, count), axis=1).ravel()[start - first : stop - first]
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Weighted(PureOrder):
+    """Samples drawn with a chance proportional to their weights, anew in each epoch.
+
+    With replacement each position is drawn for itself, in the time of the range that is asked for. Without, each sample
+    comes at most once: samples are sorted by exponential random numbers divided by their weights, which is the same as
+    drawing one after the other from what is left; this takes O(n log n) once per epoch, and the last epoch's order is
+    kept (8 bytes a sample). A sample of weight 0 is never drawn; with replacement this holds in practice for one whose
+    weight is below 2**-53 of the sum.
+
+    Args:
+        weights: `[N]` numbers of 0 or more that need not add up to 1: an array, list or tensor.
+        num_samples: positions of an epoch; None takes as many as there are weights, or, without replacement, as many
+            as there are weights above 0.
+        seed: a whole number of 0 or more.
+        replacement: whether a sample may come more than once.
+
+    Raises:
+        InvalidOption: if weights are negative, not finite or all 0, or do not suffice for `num_samples`.
+
+    Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006): exponential keys.
+    """
+
+    weights: npt.NDArray[np.float64]
+    num_samples: int
+    seed: int
+    replacement: bool
+
+    def __init__(
+        self, weights: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0, replacement: bool = True
+    ) -> None:
+        checked = _numbers("a Weighted order", "weights", weights, np.float64)
+        with np.errstate(over="ignore"):
+            total = float(checked.sum())
+        if not (checked.min() >= 0 and 0 < total < np.inf):
+            found = f"weights from {checked.min()} to {checked.max()} that add up to {total}"
+            needed = "finite weights of 0 or more with a sum above 0"
+            raise InvalidOption(cannot("make a Weighted order", found, needed, "Correct the weights"))
+        checked.setflags(write=False)
+        object.__setattr__(self, "weights", checked)
+        object.__setattr__(self, "replacement", bool(replacement))
+        most = None if replacement else int(np.count_nonzero(checked))
+        set_whole_number(self, "num_samples", num_samples if num_samples is not None else most or checked.size, 1, most)
+        set_whole_number(self, "seed", seed, 0)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def n(self) -> int:
+        """Samples in the data set."""
+        return int(self.weights.size)
+
+    def __repr__(self) -> str:
+        options = f"num_samples={self.num_samples}, seed={self.seed}, replacement={self.replacement}"
+        return f"Weighted({self.weights.size} weights, {options})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("weights", "num_samples", "seed", "replacement")}
+
+    @cached_property
+    def policy(self) -> str:
+        """`"weighted "` and a digest of all but the seed."""
+        digest = hashlib.sha256(f"{self.num_samples} {self.replacement} ".encode())
+        digest.update(self.weights.astype("<f8", copy=False).data)
+        return f"weighted {digest.hexdigest()[:16]}"
+
+    def _samples(self, epoch: int, start: int, stop: int) -> Positions:
+        if not self.replacement:
+            return self._drawn_once(epoch)[start:stop]
+        draws = uniforms(hashed(key_of(self.seed, epoch, Stream.DRAWS), np.arange(start, stop)))
+        return np.searchsorted(self._cumulative, draws, side="right")
+
+    @cached_property
+    def _cumulative(self) -> npt.NDArray[np.float64]:
+        # A sum reached by rounding ends in 1 exactly, and every draw is below 1.
+        sums = np.cumsum(self.weights)
+        sums /= sums[-1]
+        return sums
+
+    def _drawn_once(self, epoch: int) -> Positions:
+        kept: tuple[int, Positions] | None = self.__dict__.get("_kept")
+        if kept is None or kept[0] != epoch:
+            candidates = np.flatnonzero(self.weights)
+            words = hashed(key_of(self.seed, epoch, Stream.PRIORITIES), candidates)
+            with np.errstate(over="ignore"):
+                waits = _exponential(words) / self.weights[candidates]
+            kept = epoch, candidates[np.argsort(waits, kind="stable")[: self.num_samples]]
+            self.__dict__["_kept"] = kept
+        return kept[1]
+
+
+def _exponential(words: Words64) -> npt.NDArray[np.float64]:
+    """Return words as exponential random numbers, -log(u): the same on every machine, unlike `np.log`.
+
+    The logarithm of the mantissa m is the series of 2 artanh((m - 1) / (m + 1)), cut off below 2**-60.
+    """
+    mantissas, exponents = np.frexp(uniforms(words) + 2.0**-54)
+    is_low = mantissas < math.sqrt(0.5)
+    mantissas[is_low] *= 2
+    exponents[is_low] -= 1
+    ratios = (mantissas - 1) / (mantissas + 1)
+    squares = ratios * ratios
+    series = np.zeros_like(squares)
+    for power in range(23, 0, -2):
+        series *= squares
+        series += 1 / power
+    series *= ratios
+    waits: npt.NDArray[np.float64] = exponents * -math.log(2) - 2 * series
+    return waits
+
+
+def _numbers(order: str, name: str, values: npt.ArrayLike, dtype: Any = None) -> npt.NDArray[Any]:
+    """Return values as `[N]` with N > 0; they are copied if a dtype is given."""
+    try:
+        array = np.asarray(values)
+        array = array if dtype is None else array.astype(dtype)
+        found = f"{name} of shape {array.shape}"
+        if array.ndim == 1 and array.size:
+            return array
+    except (TypeError, ValueError, RuntimeError):
+        found = f"{name} in {kind_of(values)} that NumPy cannot read"
+    raise InvalidOption(cannot(f"make {order}", found, "one number a sample", "Pass an array of shape [N]"))
