@@ -80,8 +80,14 @@ def see_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
     def own(read: mounts.Reader = mounts.read_file) -> list[mounts.Mount]:
         return [mount for mount in real(read) if not mount.is_remote or mount.point.startswith(f"{folder}/")]
 
-    for patched in (mounts, drive, drivefs, mountpoints):
+    for patched in (mounts, drivefs, mountpoints):
         patch.setattr(patched, "mounts", own)
+
+
+def be_at(place: Place, patch: pytest.MonkeyPatch) -> None:
+    """Make `drive` believe that it runs at a place."""
+    for module in (drive, drivefs):
+        patch.setattr(module, "current_place", lambda: place)
 
 
 @contextmanager
@@ -89,9 +95,7 @@ def hosted_colab(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Colab]:
     """Make this process look like a kernel of hosted Colab, with the double of `google.colab` on the path."""
     colab = Colab(folder)
     see_only(folder, patch)
-    place = Place("Colab", "kernel", True)
-    patch.setattr(drive, "current_place", lambda: place)
-    patch.setattr(drivefs, "current_place", lambda: place)
+    be_at(Place("Colab", "kernel", True), patch)
     patch.setattr(drive, "COLAB_POINT", colab.point)
     patch.setenv("HOME", str(colab.home))
     patch.setenv("COLAB_DOUBLE", str(colab._file))

@@ -19,7 +19,7 @@ from colabkit.foundation.environment.limits import MemoryReport
 from colabkit.foundation.environment.runtime_report import RuntimeReport
 from colabkit.foundation.environment.storage import DiskReport
 from colabkit.foundation.reports import Report, escape, html_table
-from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport
+from colabkit.storage.drive.api import CacheReport, FlushReport, MountReport, UnmountReport
 from colabkit.storage.staging.reports import StageReport, UnstageReport
 
 TAGS = {"div", "table", "tr", "th", "td"}

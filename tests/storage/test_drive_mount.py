@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone, in_child, mounted_at, wait_for
-from far_side import Colab, hosted_colab, see_only
+from far_side import Colab, be_at, hosted_colab, see_only
 from sampling import sampled
 from trees import needs
 
@@ -20,10 +20,8 @@ import colabkit
 from colabkit.errors import InvalidOption, MountFailed, NotMounted, TimedOut, UnsentWrites
 from colabkit.foundation.environment.places import Place
 from colabkit.foundation.mount_table import DRIVEFS_LOG, Mount
-from colabkit.storage.drive import api as drive
-from colabkit.storage.drive import drivefs
-from colabkit.storage.drive.drivefs import _explained
-from colabkit.storage.drive.mountpoints import Daemon
+from colabkit.storage.drive import drivefs, mountpoints
+from colabkit.storage.drive.mountpoints import Daemon, detach, find_mount
 
 pytestmark = pytest.mark.usefixtures("fuse")
 
@@ -37,6 +35,13 @@ def fuse() -> None:
 def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Colab]:
     with hosted_colab(tmp_path, monkeypatch) as colab:
         yield colab
+
+
+@pytest.fixture
+def jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be in a Jupyter kernel, which sees the mounts of this test only."""
+    be_at(Place("Jupyter", "kernel", False), monkeypatch)
+    see_only(tmp_path, monkeypatch)
 
 
 def refused(**options) -> MountFailed:
@@ -83,7 +88,7 @@ def test_how_it_was_mounted_is_remembered(colab, readonly):
 
 def test_read_only_is_not_claimed_of_a_mount_that_was_there(colab, monkeypatch):
     colabkit.mount(readonly=True)
-    monkeypatch.setattr(drivefs, "_asked", {})
+    monkeypatch.setattr(drivefs, "_options", {})
     monkeypatch.setattr(drivefs, "daemons", lambda name: iter(()))
     report = colabkit.mount(readonly=True)
     assert report.readonly is None
@@ -99,9 +104,9 @@ def test_read_only_is_not_claimed_of_a_mount_that_was_there(colab, monkeypatch):
     ],
 )
 def test_how_another_process_mounted_it_is_read_from_the_programs_arguments(words, expected, monkeypatch):
-    monkeypatch.setattr(drivefs, "_asked", {})
+    monkeypatch.setattr(drivefs, "_options", {})
     monkeypatch.setattr(drivefs, "daemons", lambda name: iter([Daemon(1, "drive", words, {})]))
-    assert drivefs.asked(Mount("/content/drive", "fuse.drive", "drive", ("rw",))) == expected
+    assert drivefs.options_of(Mount("/content/drive", "fuse.drive", "drive", ("rw",))) == expected
 
 
 def test_a_dead_mount_is_taken_away_and_mounted_again(colab):
@@ -182,14 +187,14 @@ def test_what_google_colab_prints_besides_is_shown(colab, capsys):
     assert capsys.readouterr().out == "A word from Google\n"
 
 
-def test_mounting_anew_sends_the_writes_first(colab):
+def test_mounting_again_sends_the_writes_first(colab):
     colabkit.mount()
     colabkit.mount(force=True)
     events = [event.split()[0] for event in colab.events()]
     assert events == ["mount", "consent", "flush_and_unmount", "mount", "consent"]
 
 
-def test_mounting_anew_stops_where_writes_cannot_be_sent(colab):
+def test_mounting_again_stops_where_writes_cannot_be_sent(colab):
     colabkit.mount()
     colab.plan(push="fails")
     with pytest.raises(UnsentWrites, match="did not send all writes"):
@@ -274,7 +279,7 @@ def test_an_alarm_of_the_users_goes_on(colab):
     former = signal.signal(signal.SIGALRM, lambda *_: rang.set())
     others = signal.setitimer(signal.ITIMER_REAL, 5.0)
     try:
-        with drivefs._alarm(100.0):
+        with drivefs.alarm(100.0):
             pass
         left = signal.getitimer(signal.ITIMER_REAL)[0]
         assert 0 < left <= 5.0
@@ -306,28 +311,23 @@ def test_a_thread_is_told_to_call_from_a_cell(colab):
     ],
 )
 def test_elsewhere_it_says_what_works_there(name, words, monkeypatch):
-    place = Place(name, "script", False)
-    monkeypatch.setattr(drive, "current_place", lambda: place)
-    monkeypatch.setattr(drive, "mounts", list)
+    be_at(Place(name, "script", False), monkeypatch)
+    monkeypatch.setattr(mountpoints, "mounts", list)
     error = refused()
     assert error.cause == "place"
     assert words in str(error)
 
 
-def test_elsewhere_a_mount_by_other_means_is_found(tmp_path, monkeypatch):
-    place = Place("Jupyter", "kernel", False)
-    monkeypatch.setattr(drive, "current_place", lambda: place)
-    see_only(tmp_path, monkeypatch)
+@pytest.mark.usefixtures("jupyter")
+def test_elsewhere_a_mount_by_other_means_is_found(tmp_path):
     with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse"):
         report = colabkit.mount()
         assert (report.kind, report.path) == ("google-drive-ocamlfuse", tmp_path / "point")
         assert report.state == "was mounted already"
 
 
-def test_a_dead_mount_that_colab_does_not_own_is_taken_away_and_its_command_named(tmp_path, monkeypatch):
-    place = Place("Jupyter", "kernel", False)
-    monkeypatch.setattr(drive, "current_place", lambda: place)
-    see_only(tmp_path, monkeypatch)
+@pytest.mark.usefixtures("jupyter")
+def test_a_dead_mount_that_colab_does_not_own_is_taken_away_and_its_command_named(tmp_path):
     with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse") as mounted:
         mounted.kill()
         error = refused()
@@ -336,11 +336,9 @@ def test_a_dead_mount_that_colab_does_not_own_is_taken_away_and_its_command_name
         assert mounted_at(tmp_path / "point") == []
 
 
-def test_a_killed_rclone_is_taken_away_so_that_it_can_be_started_again(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("jupyter")
+def test_a_killed_rclone_is_taken_away_so_that_it_can_be_started_again(tmp_path):
     needs("rclone", has_rclone())
-    place = Place("Jupyter", "kernel", False)
-    monkeypatch.setattr(drive, "current_place", lambda: place)
-    see_only(tmp_path, monkeypatch)
     (tmp_path / "root").mkdir()
     with RcloneMount(tmp_path / "point", tmp_path / "root", tmp_path / "cache") as mounted:
         assert colabkit.mount().kind == "rclone"
@@ -350,11 +348,9 @@ def test_a_killed_rclone_is_taken_away_so_that_it_can_be_started_again(tmp_path,
             assert colabkit.mount().state == "was mounted already"
 
 
+@pytest.mark.usefixtures("jupyter")
 @pytest.mark.parametrize("force", sampled([True, False], 1))
-def test_a_mount_that_hangs_and_is_not_colabs_is_left_alone(tmp_path, monkeypatch, force):
-    place = Place("Jupyter", "kernel", False)
-    monkeypatch.setattr(drive, "current_place", lambda: place)
-    see_only(tmp_path, monkeypatch)
+def test_a_mount_that_hangs_and_is_not_colabs_is_left_alone(tmp_path, force):
     with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone") as mounted:
         mounted.hang()
         assert refused(timeout=1.0, force=force).cause == "hung"
@@ -418,14 +414,14 @@ def test_a_mount_in_use_is_not_taken_away(tmp_path):
     with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone"), contextlib.ExitStack() as stack:
         (tmp_path / "file").write_text("x")
         stack.enter_context((tmp_path / "point" / "file").open())
-        found = drive._meant(str(tmp_path / "point"), "unmount Drive", 1)
+        found = find_mount(str(tmp_path / "point"), "unmount Drive", 1)
         with pytest.raises(MountFailed, match="Close the files"):
-            drive.detach(found, 10)
+            detach(found, 10)
         assert mounted_at(tmp_path / "point") == ["fuse.rclone"]
 
 
 def test_nothing_mounted_is_said_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(drive, "mounts", list)
+    monkeypatch.setattr(mountpoints, "mounts", list)
     for call in (colabkit.unmount, colabkit.flush, colabkit.clear_cache):
         with pytest.raises(NotMounted, match=r"colabkit\.mount\(\)"):
             call()
@@ -442,6 +438,6 @@ def test_mounts_of_other_types_are_left_alone(tmp_path):
 
 
 def test_an_error_nobody_foresaw_is_still_one_line():
-    error = _explained(RuntimeError("several\nlines\nof text"), 1.0, frozenset())
+    error = drivefs.explain(RuntimeError("several\nlines\nof text"), 1.0, frozenset())
     assert error.cause == "unknown"
     assert "several lines of text" in str(error)

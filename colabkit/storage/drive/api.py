@@ -1,4 +1,4 @@
-"""Google Drive's mount: made, found again, repaired, flushed, its cache cleared, by the exact type of the mount.
+"""`mount()`, `unmount()`, `flush()` and `clear_cache()` of Google Drive, by the exact type of the mount.
 
 The kernel's table of mounts is read first, and a mount is only touched by children with a deadline: a dead or hanging
 mount never takes the notebook with it.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
 
 from colabkit.foundation import (
     DRIVE_TYPES,
@@ -19,47 +19,185 @@ from colabkit.foundation import (
     InvalidOption,
     Mount,
     MountFailed,
-    NotMounted,
-    Place,
+    Report,
     cannot,
     check_seconds,
     current_place,
-    drive_mounts,
     drive_root,
+    format_bytes,
+    format_count,
     format_seconds,
+    format_things,
     log_causes,
-    mount_holding,
-    mounts,
     user_path,
 )
-from colabkit.storage.drive.drivefs import DriveFs, asked, check_can_mount, mount_in_colab
-from colabkit.storage.drive.mountpoints import GIVE_UP, counted_files, detach, liveness, mount_failed
+from colabkit.storage.drive.drivefs import DriveFs, check_can_mount, mount_in_colab, options_of
+from colabkit.storage.drive.mountpoints import (
+    DriveMount,
+    check_alive,
+    check_not_inside,
+    counted_files,
+    detach,
+    find_drive,
+    find_mount,
+    liveness,
+    mount_failed,
+)
 from colabkit.storage.drive.ocamlfuse import Ocamlfuse
 from colabkit.storage.drive.rclone import Rclone
-from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport
 
 COLAB_POINT = "/content/drive"
+
+
+@dataclass(frozen=True, repr=False)
+class MountReport(Report):
+    """Where Drive is.
+
+    Attributes:
+        path: My Drive, the folder that `drive:` stands for.
+        mountpoint: where Drive is mounted.
+        kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
+        state: `"mounted"`, `"was mounted already"` or `"repaired"`, where a dead mount was replaced.
+        readonly: whether writes are refused; None where that cannot be told, as of a DriveFS that was there already.
+        seconds: how long it took.
+        notes: what else has to be known, such as writes that may be lost.
+    """
+
+    path: Path
+    mountpoint: Path
+    kind: str
+    state: str
+    readonly: bool | None
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def _summary(self) -> str:
+        mode = ", read-only" if self.readonly else ""
+        how = "" if self.state == "was mounted already" else f" in {format_seconds(self.seconds)}"
+        lines = [f"Drive {self.state} at {str(self.path)!r} ({self.kind}{mode}){how}; drive: is its short name"]
+        return "\n".join([*lines, *self.notes])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        mode = {None: "cannot be told", True: "read-only", False: "read and write"}[self.readonly]
+        return [
+            ("My Drive", str(self.path)),
+            ("mounted at", str(self.mountpoint)),
+            ("mode", mode),
+            *(("note", self._worded(note)) for note in self.notes),
+        ]
+
+
+@dataclass(frozen=True, repr=False)
+class _WritesReport(Report):
+    mountpoint: Path
+    kind: str
+    sent: str
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [("mountpoint", str(self.mountpoint)), ("kind", self.kind), ("writes", self.sent)]
+
+
+@dataclass(frozen=True, repr=False)
+class UnmountReport(_WritesReport):
+    """What `unmount()` did; `sent` is what is known about the writes."""
+
+    seconds: float
+
+    def _summary(self) -> str:
+        return f"Unmounted {str(self.mountpoint)!r} ({self.kind}) in {format_seconds(self.seconds)}; {self.sent}"
+
+
+@dataclass(frozen=True, repr=False)
+class FlushReport(_WritesReport):
+    """What `flush()` did.
+
+    Attributes:
+        mountpoint: whose writes.
+        kind: of the mount.
+        sent: what is known about the writes; that they reached Drive cannot be seen from here.
+        remounted: whether the mount was taken away and put back for it.
+        seconds: how long it took.
+    """
+
+    remounted: bool
+    seconds: float
+
+    def _summary(self) -> str:
+        again = ", mounted again" if self.remounted else ""
+        return f"Flushed {str(self.mountpoint)!r} ({self.kind}) in {format_seconds(self.seconds)}{again}; {self.sent}"
+
+
+@dataclass(frozen=True, repr=False)
+class CacheReport(Report):
+    """What `clear_cache()` did, or would do.
+
+    Attributes:
+        mountpoint: whose cache.
+        kind: of the mount.
+        folder: where the cache is; None where it is in the memory of the mount's program only.
+        cached_bytes: disk space that the cache held.
+        freed_bytes: of these, what was given back, or would be.
+        unsent: files that are not sent yet; None where that cannot be told.
+        steps: what was done, or would be.
+        loss: what is lost, or would be; empty for nothing.
+        dry_run: whether nothing was done.
+        seconds: how long it took.
+    """
+
+    mountpoint: Path
+    kind: str
+    folder: Path | None
+    cached_bytes: int
+    freed_bytes: int
+    unsent: int | None
+    steps: tuple[str, ...]
+    loss: str
+    dry_run: bool
+    seconds: float
+
+    def _summary(self) -> str:
+        kept = self.cached_bytes - self.freed_bytes
+        stays = f"; {format_bytes(kept)} of file contents stay" if kept else ""
+        if self.dry_run:
+            doing = f"Would clear the {self.kind} cache of {str(self.mountpoint)!r}"
+            is_sent_first = self.unsent and self.kind != "rclone"
+            first = f"; {format_things(self.unsent or 0, 'file')} to send first" if is_sent_first else ""
+            lost = self.loss or "nothing"
+            return f"{doing}: {format_bytes(self.freed_bytes)} to free{stays}{first}\nWould lose: {lost}"
+        did = f"Cleared the {self.kind} cache of {str(self.mountpoint)!r} in {format_seconds(self.seconds)}"
+        lost = f"\nLost: {self.loss}" if self.loss else ""
+        freed = f"{format_bytes(self.freed_bytes)} freed" if self.freed_bytes else "it lists again"
+        return f"{did}: {freed}{stays}{lost}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        unsent = "cannot be told" if self.unsent is None else format_count(self.unsent)
+        return [
+            ("cache", "in memory" if self.folder is None else f"{self.folder} ({format_bytes(self.cached_bytes)})"),
+            ("files not sent yet", unsent),
+            *(("step", step) for step in self.steps),
+            ("would be lost" if self.dry_run else "lost", self.loss or "nothing"),
+        ]
 
 
 def mount(
     path: str | os.PathLike[str] | None = None, *, readonly: bool = False, timeout: float = 120.0, force: bool = False
 ) -> MountReport:
-    """Mount Google Drive, or find the mount that is there, and return where it is.
+    """Mount Google Drive, or find its existing mount, and return where it is.
 
-    A mount that is there and alive is used as it is, without asking for consent again; one whose program died is
-    repaired. Elsewhere than in Colab a mount by google-drive-ocamlfuse or rclone is found; without one the error says
-    what works there.
+    An existing mount that is alive is used without asking for consent again; one whose program died is repaired.
+    Elsewhere than in Colab a mount by google-drive-ocamlfuse or rclone is found; without one the error says what works
+    there.
 
     Args:
         path: where to mount it; by default where it is, else `/content/drive`.
         readonly: refuse writes, which makes reading for training safer.
         timeout: seconds for the consent, and again for Drive. Drive also takes it as the time that it may list one
             folder in, for the life of the mount: folders of very many files need more.
-        force: mount anew what is alive, after its writes are sent, and what hangs, losing what is not sent.
+        force: mount it again also where it is alive, after its writes are sent, or hangs, losing what is not sent.
 
     Raises:
         MountFailed: with the cause in plain words and as its attribute `cause`.
-        UnsentWrites: if writes could not be sent before mounting anew.
+        UnsentWrites: if writes could not be sent before mounting again.
     """
     started = time.monotonic()
     act = "mount Drive"
@@ -68,12 +206,11 @@ def mount(
         raise InvalidOption(cannot(act, f"{path!r} as path", "a folder to mount it at", "Leave the path out"))
     place = current_place()
     asked_point = None if path is None else os.path.abspath(user_path(path, act))
-    found = _to_be_found(act, place, asked_point)
+    found = find_drive(act, place, asked_point)
     if found is None:
-        check_can_mount(place)
-    point = asked_point or (found.point if found else COLAB_POINT)
-    if found is None:
-        return _report(mount_in_colab(point, readonly, timeout, force), "mounted", readonly, started)
+        made = mount_in_colab(asked_point or COLAB_POINT, readonly, timeout, force)
+        return _report(made, "mounted", readonly, started)
+    point = asked_point or found.point
     state, reason = liveness(_folders(found), timeout)
     if state == "alive" and not force:
         if point != found.point:
@@ -83,11 +220,11 @@ def mount(
                 "one mount at a time",
                 "Use that, or drive: for short, or run colabkit.unmount() first",
             )
-        mode = asked(found)[0] if found.fstype == DRIVEFS else found.readonly
+        mode = options_of(found)[0] if found.fstype == DRIVEFS else found.readonly
         notes = [f"It is the rclone mount of {found.source!r}"] if found.fstype == RCLONE else []
         if readonly and not mode:
             known = "It is for reading and writing" if mode is False else "Whether it is read-only cannot be told"
-            notes.append(f"{known}; force=True mounts it anew")
+            notes.append(f"{known}; force=True mounts it again")
         return _report(found, "was mounted already", mode, started, tuple(notes))
     if found.fstype != DRIVEFS:
         raise _not_colabs(found, state, reason, timeout)
@@ -100,10 +237,10 @@ def mount(
             "quota" if is_quota else state,
             f"DriveFS at {found.point!r} {says}" + (", and its log says QUOTA_EXCEEDED" if is_quota else ""),
             "a mount that answers",
-            f"Wait and try again, or mount it anew with force=True, which {loses}",
+            f"Wait and try again, or mount it again with force=True, which {loses}",
         )
-    _check_not_inside(found, act)
-    return _mount_anew(found, point, state, readonly, timeout, started)
+    check_not_inside(found, act)
+    return _replace(found, point, state, readonly, timeout, started)
 
 
 def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
@@ -114,16 +251,16 @@ def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountF
         detach(found, timeout, lazily=True)
         gone = f"the program of the {kind} mount at {found.point!r} died, and what it left was taken away"
         return mount_failed(state, gone, "a mount that answers", f"Run '{command} {found.point}' again")
-    why = {"hung": "does not answer", "failing": f"answers {reason}"}.get(state, "is not Colab's to mount anew")
+    why = {"hung": "does not answer", "failing": f"answers {reason}"}.get(state, "is not Colab's to mount again")
     next_step = f"Use its own tools, or colabkit.unmount() and '{command} {found.point}'"
     cause = "place" if state == "alive" else state
     return mount_failed(cause, f"the {kind} mount at {found.point!r} {why}", "one that can be replaced", next_step)
 
 
-def _mount_anew(found: Mount, point: str, state: str, readonly: bool, timeout: float, started: float) -> MountReport:
+def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: float, started: float) -> MountReport:
     """Replace a DriveFS mount: its writes are sent first; dead or hung, it is taken away as it is."""
     if state in ("alive", "failing"):
-        DriveFs(found).unmount("mount Drive anew", timeout, progress=True)
+        DriveFs(found).unmount("mount Drive again", timeout, progress=True)
         made = mount_in_colab(point, readonly, timeout, force=False)
         return _report(made, "mounted", readonly, started)
     _take_away(found, timeout)
@@ -149,13 +286,13 @@ def unmount(
         MountFailed: if files on it are open.
     """
     started = time.monotonic()
-    found = _meant(path, "unmount Drive", timeout)
+    found = find_mount(path, "unmount Drive", timeout)
     act = f"unmount {found.point!r}"
-    _check_not_inside(found, act)
+    check_not_inside(found, act)
     if force:
         sent = _take_away(found, timeout)
     else:
-        _check_alive(found, act, timeout)
+        check_alive(found, act, timeout)
         sent = _served(found, act).unmount(act, timeout, progress)
     return UnmountReport(Path(found.point), DRIVE_TYPES[found.fstype], sent, time.monotonic() - started)
 
@@ -178,14 +315,14 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0,
         MountFailed: if Drive cannot be mounted again.
     """
     started = time.monotonic()
-    found = _meant(path, "flush Drive", timeout)
+    found = find_mount(path, "flush Drive", timeout)
     act = f"flush {found.point!r}"
-    _check_alive(found, act, timeout)
+    check_alive(found, act, timeout)
     served = _served(found, act)
-    if served.remounts_to_send:
-        _check_not_inside(found, act)
+    if served.is_remounted:
+        check_not_inside(found, act)
     sent = served.send(act, timeout, progress)
-    kind, remounted = DRIVE_TYPES[found.fstype], served.remounts_to_send
+    kind, remounted = DRIVE_TYPES[found.fstype], served.is_remounted
     return FlushReport(Path(found.point), kind, sent, remounted, time.monotonic() - started)
 
 
@@ -216,19 +353,19 @@ def clear_cache(
         MountFailed: if files on it are open, or it cannot be mounted again.
     """
     started = time.monotonic()
-    found = _meant(path, "clear the cache of Drive", timeout)
+    found = find_mount(path, "clear the cache of Drive", timeout)
     act = f"clear the cache of {found.point!r}"
     if not force or found.fstype != DRIVEFS:
-        _check_alive(found, act, timeout)
+        check_alive(found, act, timeout)
     served = _served(found, act)
-    folder, unsent = served.cache_folder(), served.unsent()
-    cached, freed = served.cache_bytes(), served.freeable_bytes()
+    folder, unsent, cached = served.cache_folder(), served.unsent(), served.cache_bytes()
+    freed = cached if served.frees_contents else 0
     if dry_run:
         loss = _at_stake(unsent, timeout) if force else ""
     else:
-        _check_not_inside(found, act)
+        check_not_inside(found, act)
         loss = served.clear(act, timeout, force, progress)
-        freed = max(0, cached - served.cache_bytes()) if freed else 0
+        freed = max(0, freed - served.cache_bytes()) if freed else 0
     return CacheReport(
         mountpoint=Path(found.point),
         kind=DRIVE_TYPES[found.fstype],
@@ -243,46 +380,7 @@ def clear_cache(
     )
 
 
-def _meant(path: str | os.PathLike[str] | None, act: str, timeout: float) -> Mount:
-    """Return the mount that a user means.
-
-    Raises:
-        NotMounted: if Drive is not mounted, or nothing is mounted at the path.
-        InvalidOption: if another kind of file system is.
-    """
-    check_seconds(act, "timeout", timeout)
-    table = mounts()
-    if path is None and not os.environ.get("COLABKIT_DRIVE"):
-        if found := _only_drive(act, table):
-            return found
-        raise NotMounted(cannot(act, "Drive is not mounted", "a mount", "Run colabkit.mount() first"))
-    path = "drive:" if path is None else path
-    holding = mount_holding(os.path.abspath(user_path(path, act)), table)
-    if holding is None or not holding.is_remote:
-        act = f"{act.partition(' Drive')[0]} {os.fspath(path)!r}"
-        raise NotMounted(cannot(act, "no mount is there", "a path on the Drive mount", "See colabkit.runtime()"))
-    if holding.fstype not in DRIVE_TYPES:
-        needed = f"one of {', '.join(DRIVE_TYPES)}"
-        raise InvalidOption(cannot(act, f"{holding.point!r} is of type {holding.fstype}", needed, "Use its own tools"))
-    return holding
-
-
-class _Served(Protocol):
-    """A mount and the program that serves it: what the calls of this module need of each type."""
-
-    steps: ClassVar[tuple[str, ...]]
-    remounts_to_send: ClassVar[bool]
-
-    def unsent(self) -> int | None: ...
-    def cache_folder(self) -> Path | None: ...
-    def cache_bytes(self) -> int: ...
-    def freeable_bytes(self) -> int: ...
-    def send(self, act: str, timeout: float, progress: bool) -> str: ...
-    def unmount(self, act: str, timeout: float, progress: bool) -> str: ...
-    def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str: ...
-
-
-def _served(found: Mount, act: str) -> _Served:
+def _served(found: Mount, act: str) -> DriveMount:
     if found.fstype == DRIVEFS:
         return DriveFs(found)
     return Ocamlfuse.of(found, act) if found.fstype == OCAMLFUSE else Rclone.of(found, act)
@@ -297,52 +395,10 @@ def _take_away(found: Mount, timeout: float) -> str:
     return "what it had not sent may be lost; look at its cache before mounting again"
 
 
-def _only_drive(act: str, table: list[Mount]) -> Mount | None:
-    """Return the Drive mount, None where there is none.
-
-    Raises:
-        NotMounted: if there are several.
-    """
-    found = drive_mounts(table)
-    if len(found) > 1:
-        points = ", ".join(repr(mount.point) for mount in found)
-        next_step = "Pass its path, or set COLABKIT_DRIVE to the folder that drive: stands for"
-        raise NotMounted(cannot(act, f"{len(found)} mounts can be meant ({points})", "one", next_step))
-    return found[0] if found else None
-
-
-def _to_be_found(act: str, place: Place, point: str | None) -> Mount | None:
-    """Return the mount that `mount()` finds there: where Colab can make its own, no other counts."""
-    table = mounts()
-    table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
-    if place.can_mount_drive:
-        table = [mount for mount in table if mount.fstype == DRIVEFS]
-    return _only_drive(act, table)
-
-
 def _at_stake(unsent: int | None, timeout: float) -> str:
     if unsent is None:
         return f"what cannot be sent in {format_seconds(timeout)}"
     return f"those of {counted_files(unsent)} that cannot be sent in {format_seconds(timeout)}" if unsent else ""
-
-
-def _check_not_inside(found: Mount, act: str) -> None:
-    """Refuse to take away the ground that this process stands on."""
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        return
-    if mount_holding(here, [found]):
-        needed = "a working folder elsewhere"
-        raise mount_failed("in use", f"the working folder {here!r} lies on it", needed, "Run %cd /content first", act)
-
-
-def _check_alive(found: Mount, act: str, timeout: float) -> None:
-    state, reason = liveness((found.point,), timeout)
-    if state in ("alive", "failing"):  # it answers, if only with errors: its writes may still be sent
-        return
-    cure = "Run colabkit.mount(), which takes it away" if state == "dead" else f"Wait and try again, or {GIVE_UP}"
-    raise mount_failed(state, f"the mount is {state} ({reason})", "a mount that answers", cure, act)
 
 
 def _folders(found: Mount) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from colabkit.foundation import (
     DRIVEFS_FOLDER,
@@ -41,7 +40,16 @@ from colabkit.foundation import (
     mounts,
     processes,
 )
-from colabkit.storage.drive.mountpoints import GIVE_UP, daemons, detach, is_mounted, liveness, mount_failed, wait_until
+from colabkit.storage.drive.mountpoints import (
+    GIVE_UP,
+    DriveMount,
+    daemons,
+    detach,
+    liveness,
+    mount_failed,
+    mounts_at,
+    wait_until,
+)
 
 _PUSH = "import sys; from google.colab import drive; drive.flush_and_unmount(timeout_ms=int(sys.argv[1]))"
 _WAITS = 2  # google.colab allows `timeout` once for consent and once for DriveFS,
@@ -77,13 +85,8 @@ def check_can_mount(place: Place, act: str = "mount Drive") -> None:
     """
     if not place.can_mount_drive:
         if place.name.startswith("Colab") and place.name not in _ELSEWHERE:
-            raise mount_failed(
-                "place",
-                "this runs outside the notebook's kernel",
-                "a cell",
-                "Run %mount in a cell of the notebook",
-                act,
-            )
+            found, next_step = "this runs outside the notebook's kernel", "Run %mount in a cell of the notebook"
+            raise mount_failed("place", found, "a cell", next_step, act)
         found, next_step = _ELSEWHERE.get(place.name, _ANYWHERE)
         raise mount_failed("place", found, "a hosted Colab notebook", next_step, act)
     if threading.current_thread() is not threading.main_thread():
@@ -105,17 +108,17 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     log_start = log_size()
     said = io.StringIO()
     try:
-        with _alarm(_WAITS * timeout + _GRACE_S), contextlib.redirect_stdout(said):
+        with alarm(_WAITS * timeout + _GRACE_S), contextlib.redirect_stdout(said):
             drive.mount(point, force_remount=force, timeout_ms=math.ceil(timeout * 1000), readonly=readonly)
     except Exception as error:
-        raise _explained(error, timeout, log_causes(log_start)) from error
+        raise explain(error, timeout, log_causes(log_start)) from error
     finally:
         sys.stdout.write("".join(line for line in said.getvalue().splitlines(True) if not line.startswith(_EXPECTED)))
     made = next((mount for mount in reversed(mounts()) if mount.point == point), None)
     if made is None:
         words = " ".join(said.getvalue().split()) or "nothing"
         raise mount_failed("unknown", f"google.colab said {words!r} and mounted nothing", "a mount", _AGAIN)
-    _asked[point] = (readonly, timeout)
+    _options[point] = (readonly, timeout)
     state, reason = liveness((made.point, drive_root(made)), timeout)
     if state != "alive":
         raise mount_failed(state, f"mounted, but not usable: {reason}", "a mount that answers", _AGAIN)
@@ -127,17 +130,17 @@ _AGAIN = (
     "Look for a dialog in the browser that asks for access and try again; if it stays, use Runtime > Disconnect and "
     "delete runtime"
 )
-_asked: dict[str, tuple[bool, float]] = {}  # what Drive was mounted with: read-only, time-out
+_options: dict[str, tuple[bool, float]] = {}  # what Drive was mounted with: read-only, time-out
 
 
-def asked(mount: Mount) -> tuple[bool | None, float | None]:
+def options_of(mount: Mount) -> tuple[bool | None, float | None]:
     """Return whether a mount is read-only and the seconds it may take to list a folder; None where it is not known.
 
     DriveFS has both of its own, so the kernel's table does not show them. This process knows what it mounted; of what
     was there before the program's arguments tell.
     """
-    if mount.point in _asked:
-        return _asked[mount.point]
+    if mount.point in _options:
+        return _options[mount.point]
     words = " ".join(word for daemon in daemons("drive") for word in daemon.arguments)
     limit = re.search(r"opendir_timeout_ms:(\d+)", words)
     mode = re.search(r"read_only_mode(?::(\w+))?", words)
@@ -145,13 +148,13 @@ def asked(mount: Mount) -> tuple[bool | None, float | None]:
     return readonly, int(limit[1]) / 1000 if limit else None
 
 
-def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
+def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
     """Return the error that says in plain words what `google.colab` ran into.
 
     Args:
-        error: what it raised.
+        error: the exception.
         timeout: seconds it was given.
-        logged: what DriveFS wrote to its log meanwhile.
+        logged: the causes in DriveFS's log.
     """
     name, text = type(error).__name__, " ".join(str(error).split())
     if name == "MessageError":
@@ -201,7 +204,7 @@ def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> Moun
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
+def alarm(seconds: float) -> Iterator[None]:
     """Interrupt the block, which runs in the main thread, at its deadline."""
 
     def ring(*_: object) -> None:
@@ -219,60 +222,38 @@ def _alarm(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 
-@dataclass(frozen=True, slots=True)
-class DriveFs:
+@dataclass(frozen=True)
+class DriveFs(DriveMount):
     """Colab's mount of Drive."""
 
     mount: Mount
 
-    steps: ClassVar[tuple[str, ...]] = (
-        "send all writes and end DriveFS",
-        "remove its folder but the logs",
-        "mount Drive again, with consent",
-    )
-    remounts_to_send: ClassVar[bool] = True
+    steps = ("send all writes and end DriveFS", "remove its folder but the logs", "mount Drive again, with consent")
+    is_remounted = True
 
     def unsent(self) -> int | None:
         """Return None: DriveFS does not tell what it has not sent."""
         return None
 
     def cache_folder(self) -> Path:
-        """Return the folder in which DriveFS keeps what was read and written, its state and its logs."""
+        """Return the folder of DriveFS, with its cache, its state and its logs."""
         return Path.home() / DRIVEFS_FOLDER
 
-    def cache_bytes(self) -> int:
-        """Return the disk space of all that `clear` removes."""
-        return sum(map(file_changes.disk_bytes, self._clearable()))
-
-    def freeable_bytes(self) -> int:
-        """Return the disk space that `clear` gives back."""
-        return self.cache_bytes()
-
-    def _clearable(self) -> list[Path]:
+    def cached(self) -> list[Path]:
         """Return what is in the cache folder apart from the logs, which tell why something failed."""
         folder = self.cache_folder()
         return [path for path in sorted(folder.iterdir()) if path.name != "Logs"] if folder.is_dir() else []
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes, which ends DriveFS, and mount it again; return what can be said of the writes.
-
-        Raises:
-            TimedOut: if they are not sent in time; DriveFS goes on sending.
-            UnsentWrites: if DriveFS refuses.
-            MountFailed: if Drive cannot be mounted again.
-        """
+        """Send all writes, which ends DriveFS, and mount it again."""
         check_can_mount(current_place(), act)
-        before = asked(self.mount)
+        before = options_of(self.mount)
         said = self.unmount(act, timeout, progress)
         self._mount_again(before, act, "all writes were sent")
         return said
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
-        """Mount as it was mounted before; DriveFS sometimes fails at once after it ended, so twice if need be.
-
-        Raises:
-            MountFailed: saying also what is done already.
-        """
+        """Mount as it was mounted before; DriveFS sometimes fails at once after it ended, so twice if need be."""
         readonly, timeout = before
         for again in (True, False):
             try:
@@ -286,7 +267,7 @@ class DriveFs:
                 raise mount_failed(error.cause, found, "Drive mounted again", "Run colabkit.mount()", act) from error
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes and end DriveFS; return what can be said of the writes. Raises as `send` does."""
+        """Send all writes and end DriveFS."""
         with heartbeat("send writes", timeout, progress) as tick:
             finished = processes.run(
                 processes.python(_PUSH, str(math.ceil(timeout * 1000)), isolated=False),
@@ -298,21 +279,15 @@ class DriveFs:
         said = (finished.output.strip().splitlines() or ["nothing"])[-1]
         if said.startswith(("NotImplementedError", "ModuleNotFoundError", "ImportError")):
             raise mount_failed("place", f"google.colab says {said!r}", "a hosted Colab notebook", _ANYWHERE[1], act)
-        if finished.status or not wait_until(lambda: not is_mounted(self.mount.point), _END_S):
+        if finished.status or not wait_until(lambda: not mounts_at(self.mount.point), _END_S):
             found = f"DriveFS did not send all writes (google.colab says {said!r})"
             raise UnsentWrites(cannot(act, found, "all writes sent", f"Try again with a longer timeout=, or {GIVE_UP}"))
         return "DriveFS says that it sent all writes; that they reached Drive cannot be seen from here"
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Send all writes, end DriveFS, remove its cache and mount it again; return what was lost.
-
-        Raises:
-            TimedOut: if not all writes are sent in time, unless `force`.
-            UnsentWrites: if they cannot be sent, unless `force`.
-            MountFailed: if Drive cannot be mounted again.
-        """
+        """Send all writes, end DriveFS, remove its cache and mount it again; return what was lost."""
         check_can_mount(current_place(), act)
-        before = asked(self.mount)
+        before = options_of(self.mount)
         loss = ""
         try:
             if force and liveness((self.mount.point,), timeout)[0] in ("dead", "hung"):
@@ -327,7 +302,7 @@ class DriveFs:
             found, needed = "Drive is unmounted, but DriveFS still runs", "its end, as it writes to its cache"
             raise TimedOut(cannot(act, found, needed, "Try again"))
         with file_changes.translated(act):
-            for path in self._clearable():
+            for path in self.cached():
                 file_changes.remove(path)
         self._mount_again(before, act, "the cache is removed")
         return loss
@@ -337,6 +312,6 @@ class DriveFs:
         for daemon in daemons("drive"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(daemon.pid, signal.SIGKILL)
-        if is_mounted(self.mount.point):
+        if mounts_at(self.mount.point):
             detach(self.mount, timeout, lazily=True)
         return "what DriveFS had not sent"

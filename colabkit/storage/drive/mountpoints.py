@@ -1,4 +1,4 @@
-"""What holds for every type of mount: whether it is alive, asked by a child; taking it away; who serves it."""
+"""What holds for every type of mount: finding it, its liveness, taking it away, and the program that serves it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,32 @@ import contextlib
 import errno
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from colabkit.foundation import Mount, MountFailed, TimedOut, cannot, format_things, mounts, processes
+from colabkit.foundation import (
+    DRIVE_TYPES,
+    DRIVEFS,
+    InvalidOption,
+    Mount,
+    MountFailed,
+    NotMounted,
+    Place,
+    TimedOut,
+    cannot,
+    check_seconds,
+    drive_mounts,
+    file_changes,
+    format_things,
+    heartbeat,
+    mount_holding,
+    mounts,
+    processes,
+    user_path,
+)
 
 Liveness = Literal["alive", "failing", "dead", "hung"]
 
@@ -41,7 +61,7 @@ def counted_files(count: int | None) -> str:
 
 
 def mount_failed(cause: str, found: str, needed: str, next_step: str, act: str = "mount Drive") -> MountFailed:
-    """Return the error of `mount()` with its cause."""
+    """Return a `MountFailed` with its cause."""
     error = MountFailed(cannot(act, found, needed, next_step))
     error.cause = cause
     return error
@@ -70,9 +90,9 @@ def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Livene
     return state, f"Errno {number}, {os.strerror(number)}"
 
 
-def is_mounted(point: str) -> bool:
-    """Return whether anything is mounted at a folder."""
-    return any(mount.point == point for mount in mounts())
+def mounts_at(point: str) -> int:
+    """Return how many mounts lie on a folder, one over the other."""
+    return sum(mount.point == point for mount in mounts())
 
 
 def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
@@ -93,7 +113,7 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         ["umount", *(["-l"] if lazily else [])],
     ]
     said = "none of fusermount3, fusermount and umount is installed"
-    before = _count(mount.point)
+    before = mounts_at(mount.point)
     deadline = time.monotonic() + timeout
     for name, *options in commands:
         program = processes.program(name)
@@ -101,15 +121,11 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
             continue
         left = max(0.1, deadline - time.monotonic())
         finished = processes.run([program, *options, mount.point], act, left)
-        if _count(mount.point) < before:
+        if mounts_at(mount.point) < before:
             return
         said = " ".join(finished.output.split()) or f"{name} ended with status {finished.status}"
     next_step = "Close the files that are open there, also notebooks' working folders, and try again"
     raise mount_failed("in use", said, "a mount that is not in use", next_step, act)
-
-
-def _count(point: str) -> int:
-    return sum(mount.point == point for mount in mounts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +148,9 @@ def daemons(name: str) -> Iterator[Daemon]:
             words = tuple(os.fsdecode(word) for word in (entry / "cmdline").read_bytes().split(b"\0")[:-1])
             start = 1 if words and os.path.basename(words[0]).startswith("python") else 0
             if len(words) > start and os.path.basename(words[start]) == name:
-                environ, folder = _environ(entry), os.readlink(entry / "cwd")
-                yield Daemon(int(entry.name), words[start], words[start + 1 :], environ, folder)
+                pairs = (entry / "environ").read_bytes().split(b"\0")
+                environ = dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
+                yield Daemon(int(entry.name), words[start], words[start + 1 :], environ, os.readlink(entry / "cwd"))
 
 
 def serving(name: str, point: str) -> Iterator[Daemon]:
@@ -141,11 +158,6 @@ def serving(name: str, point: str) -> Iterator[Daemon]:
     for daemon in daemons(name):
         if any(os.path.normpath(os.path.join(daemon.folder, word)) == point for word in daemon.arguments):
             yield daemon
-
-
-def _environ(process: Path) -> dict[str, str]:
-    pairs = (process / "environ").read_bytes().split(b"\0")
-    return dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
 
 
 def wait_until(is_done: Callable[[], bool], timeout: float, tick: Callable[[float], None] | None = None) -> bool:
@@ -159,3 +171,128 @@ def wait_until(is_done: Callable[[], bool], timeout: float, tick: Callable[[floa
             tick(passed)
         time.sleep(min(_POLL_S, timeout - passed))
     return True
+
+
+class DriveMount(ABC):
+    """A mount of Drive and the program that serves it.
+
+    Attributes:
+        mount: its entry in the kernel's table.
+        steps: what `clear` does, for the report.
+        is_remounted: whether `send` takes the mount away and puts it back.
+        frees_contents: whether `clear` removes file contents from the disk.
+    """
+
+    mount: Mount
+    steps: ClassVar[tuple[str, ...]]
+    is_remounted: ClassVar[bool] = False
+    frees_contents: ClassVar[bool] = True
+
+    @abstractmethod
+    def unsent(self) -> int | None:
+        """Return how many files wait to be uploaded, None where that cannot be known."""
+
+    @abstractmethod
+    def cache_folder(self) -> Path | None:
+        """Return the folder of the cache, None where it is not known."""
+
+    def cached(self) -> list[Path]:
+        """Return the files and folders that `clear` removes."""
+        return []
+
+    def cache_bytes(self) -> int:
+        """Return the disk space that the cache takes."""
+        return sum(map(file_changes.disk_bytes, self.cached()))
+
+    @abstractmethod
+    def send(self, act: str, timeout: float, progress: bool) -> str:
+        """Send all writes; return what is known about them.
+
+        Raises:
+            TimedOut: if they are not sent in time; sending continues.
+            UnsentWrites: if they cannot be sent, or nobody knows.
+            MountFailed: if the mount, taken away for it, cannot be mounted again.
+        """
+
+    @abstractmethod
+    def unmount(self, act: str, timeout: float, progress: bool) -> str:
+        """Send all writes and take the mount away; return what is known about them. Raises as `send` does."""
+
+    @abstractmethod
+    def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
+        """Clear the cache, of which only `force` loses unsent writes; return what was lost. Raises as `send` does."""
+
+    def wait_for_uploads(self, act: str, timeout: float, progress: bool) -> None:
+        """Wait until no file is left to upload.
+
+        Raises:
+            TimedOut: with the number of files that are left.
+        """
+        with heartbeat("upload", timeout, progress) as tick:
+            if wait_until(lambda: self.unsent() == 0, timeout, tick):
+                return
+        found = f"{counted_files(self.unsent())} not uploaded after {timeout:g} s"
+        raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
+
+
+def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
+    """Return the mount that `mount()` finds, None if it has to make one: in Colab, only Colab's own counts."""
+    table = mounts()
+    table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
+    if place.can_mount_drive:
+        table = [mount for mount in table if mount.fstype == DRIVEFS]
+    return _only_drive(act, table)
+
+
+def find_mount(path: str | os.PathLike[str] | None, act: str, timeout: float) -> Mount:
+    """Return the mount of Drive that holds a path, by default the only one.
+
+    Raises:
+        NotMounted: if Drive is not mounted, or nothing is mounted at the path.
+        InvalidOption: if another type of file system is mounted there, or `timeout` is invalid.
+    """
+    check_seconds(act, "timeout", timeout)
+    table = mounts()
+    if path is None and not os.environ.get("COLABKIT_DRIVE"):
+        if found := _only_drive(act, table):
+            return found
+        raise NotMounted(cannot(act, "Drive is not mounted", "a mount", "Run colabkit.mount() first"))
+    path = "drive:" if path is None else path
+    holding = mount_holding(os.path.abspath(user_path(path, act)), table)
+    if holding is None or not holding.is_remote:
+        act = f"{act.partition(' Drive')[0]} {os.fspath(path)!r}"
+        raise NotMounted(cannot(act, "no mount is there", "a path on the Drive mount", "See colabkit.runtime()"))
+    if holding.fstype not in DRIVE_TYPES:
+        needed = f"one of {', '.join(DRIVE_TYPES)}"
+        raise InvalidOption(cannot(act, f"{holding.point!r} is of type {holding.fstype}", needed, "Use its own tools"))
+    return holding
+
+
+def _only_drive(act: str, table: list[Mount]) -> Mount | None:
+    """Return the Drive mount, None where there is none; several raise `NotMounted`."""
+    found = drive_mounts(table)
+    if len(found) > 1:
+        points = ", ".join(repr(mount.point) for mount in found)
+        next_step = "Pass its path, or set COLABKIT_DRIVE to the folder that drive: stands for"
+        raise NotMounted(cannot(act, f"{len(found)} mounts can be meant ({points})", "one", next_step))
+    return found[0] if found else None
+
+
+def check_not_inside(found: Mount, act: str) -> None:
+    """Raise `MountFailed` if this process's working folder lies on a mount that is to be taken away."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return
+    if mount_holding(here, [found]):
+        needed = "a working folder elsewhere"
+        raise mount_failed("in use", f"the working folder {here!r} lies on it", needed, "Run %cd /content first", act)
+
+
+def check_alive(found: Mount, act: str, timeout: float) -> None:
+    """Raise `MountFailed` if a mount does not answer; one that answers errors may still send its writes."""
+    state, reason = liveness((found.point,), timeout)
+    if state in ("alive", "failing"):
+        return
+    cure = "Run colabkit.mount(), which takes it away" if state == "dead" else f"Wait and try again, or {GIVE_UP}"
+    raise mount_failed(state, f"the mount is {state} ({reason})", "a mount that answers", cure, act)

@@ -16,7 +16,6 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from colabkit.foundation import (
     ColabkitError,
@@ -25,19 +24,18 @@ from colabkit.foundation import (
     TimedOut,
     UnsentWrites,
     cannot,
-    file_changes,
     format_things,
-    heartbeat,
     processes,
 )
 from colabkit.storage.drive.mountpoints import (
     NOTHING_WAITS,
     Daemon,
+    DriveMount,
     counted_files,
     detach,
-    is_mounted,
     liveness,
     mount_failed,
+    mounts_at,
     serving,
     wait_until,
 )
@@ -49,32 +47,20 @@ _UNSENT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Ocamlfuse:
-    """A google-drive-ocamlfuse mount, its program, and its folders.
-
-    Attributes:
-        mount: in the kernel's table.
-        daemon: the program that serves it.
-        config: its configuration file.
-        cache: its cache folder.
-    """
+@dataclass(frozen=True)
+class Ocamlfuse(DriveMount):
+    """A google-drive-ocamlfuse mount, its program, its configuration file and its cache folder."""
 
     mount: Mount
     daemon: Daemon
     config: Path
     cache: Path
 
-    steps: ClassVar[tuple[str, ...]] = ("wait for uploads", "unmount", f"{PROGRAM} -cc", "mount again as it was")
-    remounts_to_send: ClassVar[bool] = False
+    steps = ("wait for uploads", "unmount", f"{PROGRAM} -cc", "mount again as it was")
 
     @classmethod
     def of(cls, mount: Mount, act: str) -> Ocamlfuse:
-        """Return what serves a mount.
-
-        Raises:
-            NotMounted: if its program cannot be found, so that its label and folders are unknown.
-        """
+        """Return the mount with its program; raises `NotMounted` if that cannot be found."""
         daemon = next(serving(PROGRAM, mount.point), None)
         if daemon is None:
             found = f"no {PROGRAM} of this user serves {mount.point!r}"
@@ -83,7 +69,7 @@ class Ocamlfuse:
         return cls(mount, daemon, config, cache)
 
     def unsent(self) -> int | None:
-        """Return how many files wait to be uploaded, or None where its database does not say or is not there."""
+        """Return how many files wait to be uploaded, None where its database is missing or damaged."""
         database = self.cache / "cache.db"
         try:
             with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=1)) as connection:
@@ -95,37 +81,17 @@ class Ocamlfuse:
         """Return the cache folder."""
         return self.cache
 
-    def cache_bytes(self) -> int:
-        """Return the disk space of the files that `-cc` removes."""
-        return sum(map(file_changes.disk_bytes, self._cached()))
-
-    def freeable_bytes(self) -> int:
-        """Return the disk space that `clear` gives back."""
-        return self.cache_bytes()
-
-    def _cached(self) -> list[Path]:
+    def cached(self) -> list[Path]:
+        """Return the files that `-cc` removes."""
         return [path for path in self.cache.iterdir() if path.is_file()] if self.cache.is_dir() else []
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait until nothing waits to be uploaded; return what can be said of the writes.
-
-        Raises:
-            TimedOut: naming how many files do.
-        """
-        with heartbeat("upload", timeout, progress) as tick:
-            if wait_until(lambda: self.unsent() == 0, timeout, tick):
-                return f"its database names nothing to send; what {PROGRAM} keeps in memory cannot be seen from here"
-        unsent = self.unsent()
-        found = f"{counted_files(unsent)} not uploaded after {timeout:g} s"
-        raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
+        """Wait for all uploads."""
+        self.wait_for_uploads(act, timeout, progress)
+        return f"its database names nothing to send; what {PROGRAM} keeps in memory cannot be seen from here"
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for uploads, take the mount away and wait for its program to end; return what can be said of the writes.
-
-        Raises:
-            MountFailed: if it is in use.
-            TimedOut: if uploads are not done, or its program does not end, in time.
-        """
+        """Wait for all uploads, unmount, and wait for the program to end."""
         self.send(act, timeout, progress)
         self._take_away(act, timeout)
         if unsent := self.unsent():
@@ -133,17 +99,14 @@ class Ocamlfuse:
         return f"{PROGRAM} says that {NOTHING_WAITS}"
 
     def _take_away(self, act: str, timeout: float) -> None:
+        """Take the mount away and wait for its program to end."""
         detach(self.mount, timeout)
         if not wait_until(lambda: not os.path.exists(f"/proc/{self.daemon.pid}"), timeout):
             found = f"{PROGRAM} still runs after {timeout:g} s"
             raise TimedOut(cannot(act, found, "its end", "It goes on uploading: allow more with timeout="))
 
-    def mount_again(self, timeout: float) -> None:
-        """Mount with the arguments that the program had.
-
-        Raises:
-            MountFailed: if it does not work.
-        """
+    def _mount_again(self, timeout: float) -> None:
+        """Mount with the arguments that the program had."""
         act = f"mount {self.mount.point!r} again"
         finished = self._run(list(self.daemon.arguments), act, timeout)
         state, reason = liveness((self.mount.point,), timeout)
@@ -153,14 +116,9 @@ class Ocamlfuse:
             raise mount_failed("unknown", found, "a mount that answers", f"Run it as before: {command}", act)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache in the order that loses nothing; return what was lost.
-
-        Raises:
-            TimedOut: if uploads are not done in time, unless `force`; then nothing was changed.
-            UnsentWrites: if the database names some after unmounting, unless `force`; then it is mounted again.
-        """
+        """Clear the cache in the order that loses nothing; where files are unsent, all stays or is mounted again."""
         try:
-            self.send(act, timeout, progress)
+            self.wait_for_uploads(act, timeout, progress)
         except TimedOut:
             if not force:
                 raise
@@ -173,15 +131,15 @@ class Ocamlfuse:
                 raise UnsentWrites(cannot(act, found, needed, "Try again, or give them up with force=True"))
             finished = self._run(["-cc", *self._identity()], act, timeout)
             # Without stored consent it ends with status 1, but after it has cleared: what counts is what is left.
-            if left := [path for path in self._cached() if not path.name.startswith("cache.db")]:
+            if left := [path for path in self.cached() if not path.name.startswith("cache.db")]:
                 found = f"{PROGRAM} -cc left {format_things(len(left), 'file')} and said {_said(finished)!r}"
                 raise mount_failed("unknown", found, "an empty cache", f"Look at {str(self.cache)!r}", act)
         except ColabkitError:
-            if not is_mounted(self.mount.point):
+            if not mounts_at(self.mount.point):
                 with contextlib.suppress(ColabkitError):
-                    self.mount_again(timeout)
+                    self._mount_again(timeout)
             raise
-        self.mount_again(timeout)
+        self._mount_again(timeout)
         return "" if unsent == 0 else f"{counted_files(unsent)} not uploaded"
 
     def _identity(self) -> list[str]:
@@ -201,13 +159,8 @@ class Ocamlfuse:
         try:
             return processes.run([self.daemon.program, *arguments], act, timeout, environ=self.daemon.environ)
         except OSError as error:
-            raise mount_failed(
-                "unknown",
-                f"{self.daemon.program!r} cannot be started ({error.strerror})",
-                "it to be installed",
-                f"Install {PROGRAM}",
-                act,
-            ) from error
+            found = f"{self.daemon.program!r} cannot be started ({error.strerror})"
+            raise mount_failed("unknown", found, "it to be installed", f"Install {PROGRAM}", act) from error
 
 
 def folders(daemon: Daemon) -> tuple[Path, Path]:

@@ -13,18 +13,17 @@ import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from colabkit.foundation import Mount, MountFailed, NotMounted, TimedOut, UnsentWrites, cannot, heartbeat
+from colabkit.foundation import Mount, MountFailed, NotMounted, UnsentWrites, cannot
 from colabkit.storage.drive.mountpoints import (
     GIVE_UP,
     NOTHING_WAITS,
     Daemon,
-    counted_files,
+    DriveMount,
     detach,
     mount_failed,
     serving,
-    wait_until,
 )
 
 _MOUNTING = frozenset({"mount", "mount2", "cmount", "nfsmount"})
@@ -32,26 +31,20 @@ _RC_ADDRESS = "localhost:5572"
 _RC_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rclone:
-    """An rclone mount, its program, and its remote control, None without one that can be asked."""
+@dataclass(frozen=True)
+class Rclone(DriveMount):
+    """An rclone mount, its program, and its remote control, None without one that answers."""
 
     mount: Mount
     daemon: Daemon
     control: Control | None
 
-    steps: ClassVar[tuple[str, ...]] = (
-        "make rclone forget its listings; contents it evicts itself, by --vfs-cache-max-size and -age",
-    )
-    remounts_to_send: ClassVar[bool] = False
+    steps = ("make rclone forget its listings; contents it evicts itself, by --vfs-cache-max-size and -age",)
+    frees_contents = False
 
     @classmethod
     def of(cls, mount: Mount, act: str) -> Rclone:
-        """Return what serves a mount.
-
-        Raises:
-            NotMounted: if its program cannot be found.
-        """
+        """Return the mount with its program; raises `NotMounted` if that cannot be found."""
         daemon = next((one for one in serving("rclone", mount.point) if _is_mount(one.arguments)), None)
         if daemon is None:
             found = f"no rclone of this user serves {mount.point!r}"
@@ -59,55 +52,37 @@ class Rclone:
         control = control_of(daemon)
         return cls(mount, daemon, control if control and control.answers(mount) else None)
 
-    def stats(self) -> dict[str, Any]:
-        """Return what the remote control says of the cache on disk; empty where there is no cache, or no control."""
+    def _stats(self) -> dict[str, Any]:
+        """Return the remote control's figures of the cache on disk, empty without one."""
         if self.control is None:
             return {}
         answer = self.control.ask("vfs/stats", self.control.named(self.mount)).get("diskCache")
         return answer if isinstance(answer, dict) else {}
 
     def unsent(self) -> int | None:
-        """Return how many files wait to be uploaded; None where rclone cannot be asked."""
+        """Return how many files wait to be uploaded, None where rclone cannot be asked."""
         if self.control is None:
             return None
-        stats = self.stats()
+        stats = self._stats()
         return int(stats.get("uploadsQueued", 0)) + int(stats.get("uploadsInProgress", 0))
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait until nothing waits to be uploaded; return what can be said of the writes.
-
-        Raises:
-            TimedOut: naming how many files do.
-            UnsentWrites: if rclone cannot be asked.
-        """
+        """Wait for all uploads; raises `UnsentWrites` where rclone cannot be asked."""
         if self.control is None:
             found = "rclone runs without --rc, so that it cannot be asked what it has not sent"
             next_step = f"Start it with --rc, or {GIVE_UP}"
             raise UnsentWrites(cannot(act, found, "an answer that all is sent", next_step))
-        with heartbeat("upload", timeout, progress) as tick:
-            if wait_until(lambda: self.unsent() == 0, timeout, tick):
-                return f"rclone says that {NOTHING_WAITS}"
-        found = f"{counted_files(self.unsent())} not uploaded after {timeout:g} s"
-        raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
+        self.wait_for_uploads(act, timeout, progress)
+        return f"rclone says that {NOTHING_WAITS}"
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for uploads and take the mount away; return what can be said of the writes.
-
-        Raises:
-            TimedOut: if uploads are not done in time.
-            UnsentWrites: if rclone cannot be asked.
-            MountFailed: if it is in use.
-        """
+        """Wait for all uploads and unmount."""
         said = self.send(act, timeout, progress)
         detach(self.mount, timeout)
         return said
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Make rclone forget what it listed, by its remote control, else by SIGHUP; nothing is lost.
-
-        Raises:
-            MountFailed: if rclone refuses.
-        """
+        """Make rclone forget what it listed, by its remote control, else by SIGHUP; nothing is lost."""
         if self.control is not None:
             self.control.ask("vfs/forget", self.control.named(self.mount))
         else:
@@ -115,23 +90,18 @@ class Rclone:
                 os.kill(self.daemon.pid, signal.SIGHUP)
             except OSError as error:
                 found = f"rclone cannot be signalled ({error.strerror})"
-                raise mount_failed(
-                    "unknown", found, "a running rclone of this user", "Start it with --rc", act
-                ) from error
+                needed = "a running rclone of this user"
+                raise mount_failed("unknown", found, needed, "Start it with --rc", act) from error
         return ""
 
     def cache_folder(self) -> Path | None:
-        """Return where file contents are kept, None where rclone does not say."""
-        path = self.stats().get("path")
+        """Return the folder of file contents, None where rclone does not say."""
+        path = self._stats().get("path")
         return Path(path) if isinstance(path, str) else None
 
     def cache_bytes(self) -> int:
-        """Return the bytes of file contents that rclone says it keeps on disk."""
-        return int(self.stats().get("bytesUsed", 0))
-
-    def freeable_bytes(self) -> int:
-        """Return 0: contents stay until rclone evicts them."""
-        return 0
+        """Return the bytes of file contents that rclone keeps on disk."""
+        return int(self._stats().get("bytesUsed", 0))
 
 
 @dataclass(frozen=True, slots=True)
