@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from colabkit.errors import BadImage
-from colabkit.packs.decode.arrays import decode_array
+from colabkit.packs.decode.images import decode_array
 
 
 def npy(values: object, **options: object) -> bytes:

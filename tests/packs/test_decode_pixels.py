@@ -8,7 +8,7 @@ from pictures import AGREEMENT, PACKAGES, by_pillow, distance, exif, fill_row, f
 from PIL import Image
 from sampling import sampled
 
-from colabkit.packs.decode import images, pillow_images
+from colabkit.packs.decode import images, pixels
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.pixels import FACTORS, choose_factor, divide_size, turn_pixels
 
@@ -88,14 +88,14 @@ def test_decoders_scale_by_exactly_the_factor_that_was_chosen(shape, channels, m
     data = saved(photo(*shape), "JPEG", quality=95)
     for factor in FACTORS:
         monkeypatch.setattr(images, "choose_factor", lambda *a, factor=factor: factor)
-        monkeypatch.setattr(pillow_images, "choose_factor", lambda *a, factor=factor: factor)
+        monkeypatch.setattr(pixels, "choose_factor", lambda *a, factor=factor: factor)
         scaled = []
         for package in ("simplejpeg", None):
             take(package, monkeypatch)
-            pixels, stored, _ = images._decode(data, channels, (1, 1))
+            found, stored, _ = images._decode(data, channels, (1, 1))
             assert stored == shape
-            assert pixels.shape == (*divide_size(shape, factor), channels)
-            scaled.append(pixels)
+            assert found.shape == (*divide_size(shape, factor), channels)
+            scaled.append(found)
         assert distance(*scaled) <= AGREEMENT
 
 

@@ -1,6 +1,6 @@
-"""Image files become uint8 arrays, by the fastest decoder that gives Pillow's result.
+"""Image files become uint8 arrays, by the fastest decoder that gives Pillow's result; `.npy` files become arrays.
 
-What comes out, whatever the file holds:
+What comes out of an image, whatever the file holds:
 
 - shape: `uint8 [H, W, C]`, C-contiguous, with C = 3 (RGB) or 1 (luminance);
 - grey files: repeated to RGB; RGB to luminance: a JPEG's own, ITU-R 601 for other formats;
@@ -24,19 +24,18 @@ All functions may be called from many threads at once, and before and after a fo
 
 from __future__ import annotations
 
+import io
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from numpy.lib import format as npy
 
+from colabkit.foundation import BadImage
 from colabkit.packs.decode.jpeg import SOS, find_decoder, read_header
-from colabkit.packs.decode.pillow_images import (
-    check_with_pillow,
-    convert_pillow,
-    decode_with_pillow,
-    measure_with_pillow,
-)
 from colabkit.packs.decode.pixels import (
     FACTORS,
     Data,
@@ -44,10 +43,14 @@ from colabkit.packs.decode.pixels import (
     Pixels,
     Size,
     check_pixels,
+    check_with_pillow,
     choose_factor,
+    convert_pillow,
+    decode_with_pillow,
     describe_sizes,
     divide_size,
     fit_pixels,
+    measure_with_pillow,
     turn_pixels,
     turn_size,
 )
@@ -55,12 +58,10 @@ from colabkit.packs.decode.pixels import (
 Region = tuple[int, int, int, int]
 """Top, left, height and width of a box."""
 
-COMPONENTS = (1, 3)
-"""Of the JPEG files that the fast decoders take: grey, YCbCr and RGB, not CMYK and YCCK."""
-
-FLAWS = (ValueError, RuntimeError)
-"""What the fast decoders raise: simplejpeg the former, torch the latter."""
-
+# Of the JPEG files that the fast decoders take: grey, YCbCr and RGB, not CMYK and YCCK.
+_COMPONENTS = (1, 3)
+# What the fast decoders raise: simplejpeg the former, torch the latter.
+_FLAWS = (ValueError, RuntimeError)
 # Fewer rows below a box are not worth the copy of the file.
 _SPARED_ROWS = 48
 # The tallest block of rows that is coded together, by 4:1:0 subsampling.
@@ -116,7 +117,7 @@ def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], N
     """
     height, width, channels = shape
     size = height, width
-    upright_as_wanted = {(height, width, components, 1) for components in COMPONENTS}
+    upright_as_wanted = {(height, width, components, 1) for components in _COMPONENTS}
     fast = find_decoder()
     decode_fast = None if fast is None else fast.decode_into
 
@@ -128,7 +129,7 @@ def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], N
                 try:
                     decode_fast(data, out)
                     return
-                except FLAWS:
+                except _FLAWS:
                     pass  # Pillow says what is wrong, or manages
         elif header is not None and not fit and turn_size(header[:2], header[3]) != size:
             raise OtherSize(describe_sizes(turn_size(header[:2], header[3]), size))
@@ -168,15 +169,52 @@ def check_image(data: Data) -> Size:
     """
     header = read_header(data)
     fast = find_decoder()
-    if header is not None and fast is not None and fast.decode_scaled is not None and header[2] in COMPONENTS:
+    if header is not None and fast is not None and fast.decode_scaled is not None and header[2] in _COMPONENTS:
         height, width, _, orientation = header
         check_pixels(height, width)
         try:
             fast.decode_scaled(data, 1, divide_size((height, width), 8))
             return turn_size((height, width), orientation)
-        except FLAWS:
+        except _FLAWS:
             pass  # Pillow says what is wrong, or manages
     return check_with_pillow(data)
+
+
+def decode_array(data: Data) -> npt.NDArray[Any]:
+    """Return the array in a `.npy` file of format 1 or 2; it shares the memory of `data`.
+
+    Raises:
+        BadImage: if the bytes are no such file, hold Python objects, or are more or fewer than the header says. The
+            message is the reason alone; the caller knows the file's name.
+    """
+    if not data:
+        raise BadImage("an empty file")
+    if data[:4] == b"PK\x03\x04":
+        raise BadImage("an archive of arrays (.npz), where one array (.npy) is needed")
+    if data[:6] != b"\x93NUMPY":
+        raise BadImage(f"no array; it begins with {bytes(data[:8])!r}")
+    head = io.BytesIO(bytes(data[: 64 * 1024]))
+    try:
+        version = npy.read_magic(head)
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+        if read is None:
+            raise BadImage(f"an array of format {version[0]}.{version[1]}, where 1.0 or 2.0 is needed")
+        shape, is_fortran, dtype = read(head)
+        if dtype.hasobject:
+            raise BadImage("an array of Python objects, which only pickle could read")
+        if dtype.itemsize == 0:
+            raise BadImage("an array of elements without bytes")
+        if any(side < 0 for side in shape):
+            raise BadImage(f"a damaged header of an array: shape {shape}")
+        needed, there = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
+        if needed != there:
+            raise BadImage(f"{there} bytes of values, where {dtype} {list(shape)} has {needed}")
+        flat: npt.NDArray[Any] = np.ndarray(math.prod(shape), dtype, buffer=data, offset=head.tell())
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+    except BadImage:
+        raise
+    except Exception as error:  # NumPy evaluates the header as a literal, which raises anything
+        raise BadImage(f"a damaged header of an array: {error}") from error
 
 
 def decode_region(data: Data, channels: int, region: Region, wanted: Size, whole: Size) -> tuple[Pixels, Region] | None:
@@ -197,7 +235,7 @@ def decode_region(data: Data, channels: int, region: Region, wanted: Size, whole
     """
     fast = find_decoder()
     header = read_header(data)
-    if fast is None or header is None or header[3] != 1 or header[2] not in COMPONENTS:
+    if fast is None or header is None or header[3] != 1 or header[2] not in _COMPONENTS:
         return None
     top, _, height, width = region
     factor = next((each for each in FACTORS if height >= each * wanted[0] and width >= each * wanted[1]), 1)
@@ -213,7 +251,7 @@ def decode_region(data: Data, channels: int, region: Region, wanted: Size, whole
             top_rows = np.empty((rows, whole[1], channels), np.uint8)
             fast.decode_top(memoryview(lower), top_rows)
             return top_rows, region
-    except (*FLAWS, struct.error):
+    except (*_FLAWS, struct.error):
         return None  # Pillow says what is wrong, or manages
     return None
 
@@ -226,14 +264,14 @@ def _decode(data: Data, channels: int, size: Size | None) -> tuple[Pixels, Size,
         stored = height, width
         check_pixels(height, width)
         fast = find_decoder()
-        if fast is not None and components in COMPONENTS and (orientation == 1 or not fast.turns):
+        if fast is not None and components in _COMPONENTS and (orientation == 1 or not fast.turns):
             factor = 1 if size is None else choose_factor(stored, orientation, size)
             try:
                 if factor == 1:
                     return fast.decode(data, channels), stored, orientation
                 if fast.decode_scaled is not None:
                     return fast.decode_scaled(data, channels, divide_size(stored, factor)), stored, orientation
-            except FLAWS:
+            except _FLAWS:
                 pass  # Pillow says what is wrong, or manages
     return decode_with_pillow(data, channels, size)
 

@@ -26,8 +26,7 @@ from colabkit.foundation import (
     memory_limits,
     read_file,
 )
-from colabkit.packs.decode.arrays import decode_array
-from colabkit.packs.decode.images import decode_image
+from colabkit.packs.decode.images import decode_array, decode_image
 from colabkit.packs.format.layout import LABELS, Field
 from colabkit.packs.labels.labelling import Labelling, label_samples
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadArchive, BadImage, BadSource, cannot, kind_of
-from colabkit.packs.decode.arrays import decode_array
-from colabkit.packs.decode.images import check_image, decode_image, row_decoder
+from colabkit.packs.decode.images import check_image, decode_array, decode_image, row_decoder
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.layout import SAMPLES, Field
 from colabkit.packs.packing.pack_plan import (
