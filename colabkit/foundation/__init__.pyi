@@ -1,6 +1,7 @@
 from . import file_changes as file_changes
 from . import meters as meters
 from . import partials as partials
+from . import plotting as plotting
 from . import processes as processes
 from .checks import check_callable as check_callable
 from .checks import check_number as check_number

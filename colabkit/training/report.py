@@ -115,12 +115,13 @@ class TrainReport(Report):
             NotEnoughSpace: if the disk is full.
             NotMounted: if it is on Drive, which is not mounted.
         """
-        from colabkit.training.plot import plot_run, write_figure
+        from colabkit.foundation import plotting
+        from colabkit.training.plot import plot_run
 
         headline = self._summary().partition("\n")[0].partition(";")[0]
         figure = plot_run(headline, self.epochs, self.curve, self.validations, self.hosts)
         if path is not None:
-            write_figure(figure, path)
+            plotting.save_figure(figure, path)
         return figure
 
     def to_dict(self) -> dict[str, Any]:

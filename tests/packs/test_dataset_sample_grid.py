@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from contract import make_pack, make_shards, seal_fields
 from PIL import Image
 from test_dataset_fields import png
 
-from colabkit.errors import Corrupt, InvalidOption, MissingSplit
+from colabkit.errors import Corrupt, InvalidOption, MissingPackage, MissingSplit
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.dataset.sample_grid import _grid
 
@@ -84,7 +85,7 @@ def test_the_grid_is_full_where_it_can_be(n, columns, rows):
     assert (found, -(-n // found), wide) == (columns, rows, high)
 
 
-def test_what_cannot_be_shown_is_refused(pack):
+def test_what_cannot_be_shown_is_refused(pack, monkeypatch):
     with pytest.raises(InvalidOption, match="n=0"):
         pack.show(n=0)
     with pytest.raises(MissingSplit):
@@ -95,6 +96,9 @@ def test_what_cannot_be_shown_is_refused(pack):
         file.write(b"\1")
     with pytest.raises(Corrupt, match=r"train\[0\]"):
         open_pack(pack.path).show(n=50)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackage, match=r"Cannot draw the samples.*Run pip install matplotlib"):
+        pack.show(n=1)
 
 
 @pytest.mark.parametrize(

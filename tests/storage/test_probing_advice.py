@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from colabkit.storage.probing.advice import advise, doubt
 from colabkit.storage.probing.child import LARGE_LEVELS, SMALL_LEVELS, Op, portions, rates
-from colabkit.storage.probing.plot import svg, text_bars
+from colabkit.storage.probing.plot import draw_rates, text_bars
 from colabkit.storage.probing.report import ProbeReport, ReadRate, best_rate
 
 MIB = 1 << 20
@@ -190,13 +191,22 @@ def test_portions_never_exceed_what_there_is_and_fill_low_levels_first(count: in
 
 def test_levels_that_were_not_measured_show_as_such_and_empty_panels_do_not_show() -> None:
     report = made(small=small(10, 40, None, None))
-    picture, lines = svg(report._panels()), text_bars(report._panels()).splitlines()
-    assert picture.count("<rect") == 2
+    picture, lines = draw_rates(report._panels()), text_bars(report._panels()).splitlines()
+    assert picture.count("font-weight: 700") == 2  # the title, and the best bar
     assert picture.count("n/a") == 4  # two labels, and again in the description
     assert "One large file" not in picture
     assert [line.split()[-1] for line in lines] == ["██████", "best", "n/a", "n/a"]
     assert "files/s: 10 with 1 thread, 40 with 4 threads, " in picture
-    assert svg(made(small=small(None, None, None, None))._panels()) == ""
+    assert draw_rates(made(small=small(None, None, None, None))._panels()) == ""
+
+
+def test_without_matplotlib_the_bars_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = made()
+    assert "<svg" in report._repr_html_()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    page = report._repr_html_()
+    assert "<svg" not in page
+    assert "200  ████████████████████████ best</pre>" in page
 
 
 def test_the_best_bar_is_explained_since_it_may_not_be_the_longest() -> None:

@@ -127,6 +127,7 @@ class Pack(Mapping[str, PackedDataset]):
 
         Raises:
             MissingSplit: if there is no such split.
+            MissingPackage: without matplotlib.
             Corrupt: if a sample's bytes are not the sealed ones.
         """
         check_whole_number(f"show {str(self.path)!r}", "n", n, 1)

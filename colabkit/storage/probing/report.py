@@ -14,8 +14,9 @@ from colabkit.foundation import (
     format_share,
     format_things,
     html_table,
+    plotting,
 )
-from colabkit.storage.probing.plot import BLUE, GREEN, Bar, Panel, svg, text_bars
+from colabkit.storage.probing.plot import RateBar, RatePanel, draw_rates, text_bars
 
 _NEAR_BEST = 0.9
 _BEST = f"the fewest threads or ranges that reach {format_share(_NEAR_BEST)} of the highest rate"
@@ -153,15 +154,15 @@ class ProbeReport(Report):
             rows.append(("stalled", self.stall))
         return [*rows, ("probed in", format_seconds(self.seconds))]
 
-    def _panels(self) -> list[Panel]:
+    def _panels(self) -> list[RatePanel]:
         small, large = best_rate(self.small, of_bytes=False), best_rate(self.large, of_bytes=True)
         panels = []
         if small:
             bars = [_bar(rate, rate.reads_per_s, _count, rate is small) for rate in self.small]
-            panels.append(Panel(BLUE, "Small files", "files/s", "threads", bars))
+            panels.append(RatePanel(plotting.BLUE, "Small files", "files/s", "threads", bars))
         if large:
             bars = [_bar(rate, rate.bytes_per_s, _bytes, rate is large) for rate in self.large]
-            panels.append(Panel(GREEN, "One large file", "per second", "ranges", bars))
+            panels.append(RatePanel(plotting.GREEN, "One large file", "per second", "ranges", bars))
         return panels
 
     def __str__(self) -> str:
@@ -174,11 +175,13 @@ class ProbeReport(Report):
         panels = self._panels()
         last = [("solid bar", _BEST)] if panels else []
         told = [(name, self._worded(text)) for name, text in first]
-        return html_table(self._worded(self._summary()).splitlines()[0], [*told, *self._rows(), *last]) + svg(panels)
+        return html_table(self._worded(self._summary()).splitlines()[0], [*told, *self._rows(), *last]) + draw_rates(
+            panels
+        )
 
 
-def _bar(rate: ReadRate, value: float | None, text: Callable[[float], str], is_best: bool) -> Bar:
-    return Bar(str(rate.concurrency), value, "n/a" if value is None else text(value), is_best)
+def _bar(rate: ReadRate, value: float | None, text: Callable[[float], str], is_best: bool) -> RateBar:
+    return RateBar(str(rate.concurrency), value, "n/a" if value is None else text(value), is_best)
 
 
 def _bytes(value: float) -> str:

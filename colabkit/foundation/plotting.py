@@ -1,0 +1,139 @@
+"""Figures: their one style, creation and encoding. Matplotlib, which is optional, is imported with the first figure.
+
+The colours are those of Okabe and Ito's palette that pass 3:1 contrast on white and on black; nothing is said by
+colour alone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+from colabkit.foundation.checks import import_optional
+from colabkit.foundation.errors import InvalidOption, cannot
+from colabkit.foundation.file_changes import translated, write_file
+from colabkit.foundation.mount_table import user_path
+from colabkit.foundation.partials import Partial
+from colabkit.foundation.reports import escape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
+GREY, DARK = "#767676", "#333333"
+_FAINT = "#8a8a8a"
+
+
+def new_figure(act: str, width: float, height: float, title: str = "", *, is_arranged: bool = True) -> Figure:
+    """Return an empty figure.
+
+    Args:
+        act: verb and object for the message.
+        width: in inches.
+        height: in inches.
+        title: above all axes, on the left.
+        is_arranged: let matplotlib make room for titles and labels; otherwise axes stay where they are put.
+
+    Raises:
+        MissingPackage: without matplotlib.
+    """
+    import_optional("matplotlib.figure", act, "to draw")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1) if is_arranged else None
+    figure = Figure(figsize=(width, height), layout=layout)
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+    return figure
+
+
+def style_axes(axes: Axes, title: str, unit: str, lines: int = 1) -> None:
+    """Give axes their title on the left, with room for a legend below it if there are two lines, and their unit."""
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=6 + 15 * (lines - 1))
+    axes.set_ylabel(unit)
+    axes.tick_params(labelsize=8, color=_FAINT)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_FAINT)
+    axes.grid(axis="y", color=_FAINT, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def add_legend(axes: Axes, side: Literal["left", "right"] = "right") -> None:
+    """Name what is drawn, above it: in the line of the title, or on the left in a line of its own."""
+    is_right = side == "right"
+    legend = axes.legend(
+        loc="lower right" if is_right else "lower left",
+        bbox_to_anchor=(int(is_right), 1),
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+        borderaxespad=0.1,
+        borderpad=0.4 if is_right else 0.2,
+        columnspacing=1.0,
+        handlelength=1.6,
+    )
+    # The title makes the room; a long legend may reach beyond its axes.
+    legend.set_in_layout(False)
+
+
+def shorten_text(text: Text, width_px: float) -> None:
+    """Cut a text that is wider than so many pixels of its figure."""
+    whole = text.get_text()
+    with warnings.catch_warnings(action="ignore"):
+        while whole and text.get_window_extent().width > width_px:
+            whole = whole[:-1]
+            text.set_text(whole.rstrip(" ,.-_") + "…")
+
+
+def encode_figure(figure: Figure, kind: str, **options: Any) -> bytes:
+    """Return a figure as the bytes of a file, of a `kind` such as `"png"` or `"pdf"`."""
+    written = io.BytesIO()
+    with warnings.catch_warnings():
+        # Letters that the font lacks are drawn as boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(written, format=kind, **options)
+    return written.getvalue()
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file, which is replaced in one rename; see `TrainReport.plot`."""
+    act = f"save the figure as {os.fspath(path)!r}"
+    target = user_path(path, act).absolute()
+    formats = figure.canvas.get_supported_filetypes()
+    if (ending := target.suffix[1:].lower()) not in formats:
+        found = f"{target.suffix!r} is no format of a picture" if ending else "its name has no ending"
+        raise InvalidOption(cannot(act, found, f"one of {', '.join(formats)} is needed", "Name it run.png, say"))
+    drawn = encode_figure(figure, ending)
+    with translated(act), Partial(target) as partial:
+        write_file(partial.path, drawn, durable=True)
+        partial.publish(replace=True)
+
+
+def svg_of(figure: Figure, title: str, description: str) -> str:
+    """Return a figure as inline SVG, transparent, with black text in the page's colour instead.
+
+    Args:
+        figure: with black text.
+        title: of the picture, for those who hear it.
+        description: of what it shows, likewise.
+    """
+    from matplotlib import rc_context
+
+    # Text stays text, in the page's size and font.
+    with rc_context({"svg.fonttype": "none"}):
+        drawn = encode_figure(figure, "svg", transparent=True, metadata={"Date": None}).decode()
+    body = drawn[drawn.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
+    body = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", body)
+    told = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
+    # Matplotlib leaves black text without a colour of its own.
+    head = '<svg role="img" fill="currentColor" style="display:block;max-width:100%;height:auto;margin:8px 0 2px"'
+    return body.replace("<svg", head, 1).replace(">", f">{told}", 1)
