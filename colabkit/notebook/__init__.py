@@ -1,11 +1,13 @@
 """Notebook: what people touch.
 
-- `options`: one table of verbs and options for magics and the command line.
-- `magics`: line and cell magics; `command_line`: the command `colabkit`.
-- `launcher`: `open_launcher()`, the panel with buttons.
-- `demonstration`: `demo()`.
+- `verbs`: the table of verbs and options, the only one for magics, commands, launcher and completion.
+- `options`: a line's words to keyword arguments, and messages back to a line's words; `lines`: a magic's line.
+- `magics`: line magics, and the extension that loads them; `cells`: cell magics.
+- `command_line`: the command `colabkit`. `launcher`: the panel with buttons. `demonstration`: `demo()`.
 
-To add a magic or a command, add a row to the table in `options/verbs.py` and a public function of the same name.
+To add `%hello` and `colabkit hello`: write `hello()`, which returns a `Report`, in the room that it belongs to; export
+it there and in `colabkit/__init__.pyi`; add a row `Verb("hello", ...)` to `VERBS` in `verbs`. Help, completion and
+error messages follow from the row. A magic that runs its cell stands in `CELLS` and has a function in `cells`.
 """
 
 import lazy_loader

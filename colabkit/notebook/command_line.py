@@ -23,9 +23,8 @@ from typing import Any
 
 import colabkit
 from colabkit.foundation import ColabkitError, InvalidOption, SourceMissing, cannot, printable
-from colabkit.notebook.options.parsing import VerbParser, arguments_of, look_up_in, parser_of
-from colabkit.notebook.options.verbs import VERBS, Verb
-from colabkit.notebook.options.wording import tell_in, words_of
+from colabkit.notebook.options import VerbParser, arguments_of, look_up_in, parser_of, tell_in, words_of
+from colabkit.notebook.verbs import VERBS, Verb
 
 _STATUS = (
     "Exit status: 0 when done, 1 after an error and where a report is not good, 2 for arguments that the command does "

@@ -7,7 +7,7 @@ prints it, to be put between README's marks.
 
 from __future__ import annotations
 
-from colabkit.notebook.options.verbs import CELLS, DASHBOARD, VERBS, Verb
+from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS, Verb
 
 __all__ = ["verbs_table"]
 

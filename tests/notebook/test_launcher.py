@@ -22,7 +22,6 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation.environment.storage import DiskReport
 from colabkit.notebook.launcher.pipeline import Pipeline, ResultPath, code_of, make_pipeline, run_pipeline
 from colabkit.notebook.launcher.settings import Settings, places
-from colabkit.notebook.magics.lines import line_parser, split_line
 
 GIB = 1 << 30
 
@@ -114,12 +113,9 @@ def test_a_wrong_size_is_an_error_of_the_family() -> None:
 def test_a_path_that_looks_like_an_option_is_a_path() -> None:
     pipeline = make_pipeline(Settings("--to", work="-w", size="-3", labels="-x"), "pack")
     staging, packing = pipeline.calls
-    assert staging.arguments["source"] == "./--to"
-    assert packing.arguments["out"].startswith("./-w/")
+    assert staging.arguments["source"] == "--to"
+    assert packing.arguments["out"].startswith("-w/")
     assert (packing.arguments["size"], packing.arguments["labels"]) == (-3, "-x")
-    line = dict(lines_of(code_of(pipeline)))["pack"]
-    parsed = line_parser(packing.verb, "%pack").parse_args(split_line(line, {}))
-    assert (parsed.size, parsed.labels) == (-3, "-x")
 
 
 ADDRESS = "https://user:secret1@example.org/a/birds.zip?token=secret2"
@@ -130,21 +126,34 @@ def test_an_address_with_secrets_is_asked_for_and_not_shown() -> None:
     code = code_of(plan)
     assert "secret" not in code
     assert 'ADDRESS = getpass("' in code
-    assert "staged = %stage $ADDRESS --to auto" in code
+    assert "staged = colabkit.stage(ADDRESS, to='auto')" in code
     assert plan.calls[0].arguments["source"] == ADDRESS
     assert plan.training.save_to.startswith("colabkit-work/birds-")
     assert "secret" not in make_pipeline(Settings("https://user:secret@example.org"), "train").training.save_to
 
 
 def test_plain_addresses_are_shown() -> None:
-    assert "%stage https://example.org/a.zip" in code_of(make_pipeline(Settings("https://example.org/a.zip"), "stage"))
+    code = code_of(make_pipeline(Settings("https://example.org/a.zip"), "stage"))
+    assert "colabkit.stage('https://example.org/a.zip', " in code
 
 
-def lines_of(code: str) -> list[tuple[str, str]]:
-    """Return the magics of a cell and their lines, as IPython hands them on."""
-    tree = ast.parse(TransformerManager().transform_cell(code))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
-    return [(node.args[0].value, node.args[1].value) for node in calls if ast.unparse(node.func).endswith("line_magic")]
+def calls_in(code: str) -> dict[str, dict[str, object]]:
+    """Return the arguments of colabkit's calls in a cell, as IPython runs it; expressions as text."""
+    found = {}
+    for node in ast.walk(ast.parse(TransformerManager().transform_cell(code))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("colabkit.") in CALLED:
+            function = getattr(colabkit, ast.unparse(node.func).removeprefix("colabkit."))
+            named = {one.arg: value_of(one.value) for one in node.keywords if one.arg}
+            bound = inspect.signature(function).bind_partial(*map(value_of, node.args), **named)
+            found[function.__name__] = dict(bound.arguments)
+    return found
+
+
+def value_of(node: ast.expr) -> object:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
 
 
 LINE_ENDS = "\0\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -168,15 +177,15 @@ def test_quotes_braces_and_dollar_signs_survive(word: str) -> None:
 
 
 def check_code(source: str, work: str) -> None:
-    """Check that the words of the shown magics, read back, are the arguments of the calls."""
+    """Check that the shown calls have the arguments of the pipeline."""
     pipeline = make_pipeline(Settings(source, work=work), "train")
-    found = dict(lines_of(code_of(pipeline)))
-    known = {"staged": SimpleNamespace(path="near"), "x": 1}
+    found = calls_in(code_of(pipeline))
     for call in pipeline.calls:
-        parsed = line_parser(call.verb, "%it").parse_args(split_line(found[call.verb.name], known))
-        for name, value in call.arguments.items():
-            assert getattr(parsed, name) == ("near" if value == ResultPath("staged") else value)
-    assert split_line(found["train"], known)[5] == pipeline.training.save_to
+        shown = {
+            name: repr(value) if isinstance(value, ResultPath) else value for name, value in call.arguments.items()
+        }
+        assert found[call.verb.call] == shown
+    assert found["train"]["save_to"] == pipeline.training.save_to
 
 
 CALLED = ("stage", "pack", "open_pack", "Loader", "small_network", "supervised_step", "train")

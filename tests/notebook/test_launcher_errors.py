@@ -12,11 +12,11 @@ from PIL import Image
 
 import colabkit
 from colabkit.foundation.errors import BadImage, BadSource, InvalidOption, SourceMissing, TargetExists, cannot
-from colabkit.notebook.launcher.api import Launcher
 from colabkit.notebook.launcher.html import POINTED
+from colabkit.notebook.launcher.panel import Launcher
 from colabkit.notebook.launcher.pipeline import Action
 from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings, reword_for_form
-from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.verbs import VERBS
 from colabkit.storage.sources.folder import FolderSource
 
 

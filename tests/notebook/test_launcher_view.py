@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import signal
 import sys
 import threading
@@ -23,8 +24,8 @@ import colabkit
 from colabkit.errors import MissingPackage, NoNotebook
 from colabkit.foundation import meters
 from colabkit.foundation.progress import ProgressBar
-from colabkit.notebook.launcher import api as launcher_module
-from colabkit.notebook.launcher.api import Launcher
+from colabkit.notebook.launcher import panel as launcher_module
+from colabkit.notebook.launcher.panel import Launcher
 
 
 def widgets_there() -> int:
@@ -225,8 +226,8 @@ def test_warnings_of_the_run_are_told_inside(
 def test_the_code_follows_the_form(panel: Launcher) -> None:
     panel.view.code_switch.value = True
     fill(panel, source="other", epochs=5)
-    assert "%stage other --to disk" in panel.view._code.value
-    assert "--epochs 5" in panel.view._code.value
+    assert "colabkit.stage('other', to='disk')" in html.unescape(panel.view._code.value)
+    assert "epochs=5" in panel.view._code.value
     fill(panel, source="")
     assert "# Cannot train on it: an empty source" in panel.view._code.value
     panel.view.code_switch.value = False
@@ -241,7 +242,7 @@ def test_pack_options_are_shown_when_asked_for(panel: Launcher) -> None:
 
 def test_what_is_free_is_looked_up_again_and_the_choice_stays(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "colabkit.notebook.launcher.api.places", lambda *_: [("a", "auto"), ("b", "tmpfs"), ("c", "disk")]
+        "colabkit.notebook.launcher.panel.places", lambda *_: [("a", "auto"), ("b", "tmpfs"), ("c", "disk")]
     )
     click(panel, "stage")
     assert panel.view.fields["to"].label == "c"
@@ -343,6 +344,6 @@ def test_without_ipywidgets_the_error_names_the_line_that_installs_it(
 def test_importing_it_imports_neither_torch_nor_ipywidgets() -> None:
     import subprocess
 
-    code = "import sys, colabkit.notebook.launcher.api; print({'torch', 'ipywidgets', 'IPython'} & set(sys.modules))"
+    code = "import sys, colabkit.notebook.launcher.panel; print({'torch', 'ipywidgets', 'IPython'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -14,8 +14,8 @@ from IPython.core.interactiveshell import InteractiveShell
 import colabkit
 from colabkit.errors import BadSource, InvalidOption, SourceMissing
 from colabkit.foundation import meters
-from colabkit.notebook.magics.lines import split_line
-from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.lines import split_line
+from colabkit.notebook.verbs import VERBS
 
 MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabkit"]
 CELLS = ["train", "dashboard"]

@@ -16,8 +16,8 @@ from magic_shells import loaded_shell
 
 import colabkit
 from colabkit.errors import ColabkitError, InvalidOption
-from colabkit.notebook.magics.lines import begun_word, quoted, split_line
-from colabkit.notebook.options.verbs import LINES, Option, Verb
+from colabkit.notebook.lines import begun_word, quoted, split_line
+from colabkit.notebook.verbs import LINES, Option, Verb
 
 TAKING_PATHS = [(verb, option) for verb in LINES for option in verb.options if option.kind in ("text", "path")]
 by_path = pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from sampling import sampled
 from trees import needs
 
 from colabkit.errors import TimedOut
-from colabkit.notebook.magics import completion
-from colabkit.notebook.options.verbs import LINES
+from colabkit.notebook import lines as completion
+from colabkit.notebook.verbs import LINES
 
 AGREED_S, MOST_S = completion._LIST_S, 20.0
 FOUND = (r"bird\ list.csv", r"bird\ songs/", "birds.h5", "birds/")
@@ -132,7 +132,7 @@ def test_paths_are_offered_as_they_have_to_be_typed(shell: InteractiveShell, lin
 
 
 def test_what_is_offered_is_read_as_the_path_again(shell: InteractiveShell, tmp_path: Path) -> None:
-    from colabkit.notebook.magics.lines import split_line
+    from colabkit.notebook.lines import split_line
 
     names = ["two words", "one's", 'say "hi"', "back\\slash", "$my_step", "{my_step}", "tab\there"]
     for name in names:
@@ -217,7 +217,7 @@ def test_unloading_ends_it(shell: InteractiveShell) -> None:
 
 
 def test_loading_needs_no_torch() -> None:
-    code = "import colabkit.notebook.magics.completion, sys; print('torch' in sys.modules)"
+    code = "import colabkit.notebook.lines, sys; print('torch' in sys.modules)"
     root = str(Path(completion.__file__).parent.parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": root}

@@ -18,7 +18,7 @@ from sampling import sampled
 
 import colabkit
 from colabkit.errors import InvalidOption, MissingSplit, SourceMissing
-from colabkit.notebook.magics.cells import NAMES
+from colabkit.notebook.cells import NAMES
 from colabkit.training.report import TrainingInterrupted
 
 EPOCHS = 3

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.notebook.options.parsing import arguments_of, given_in, look_up_in, parser_of
-from colabkit.notebook.options.verbs import CELLS, DASHBOARD, LOADING, VERBS, Option, Verb
+from colabkit.notebook.options import arguments_of, given_in, look_up_in, parser_of
+from colabkit.notebook.verbs import CELLS, DASHBOARD, LOADING, VERBS, Option, Verb
 
 LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
 

@@ -15,10 +15,9 @@ from magic_shells import loaded_shell, shown_by
 import colabkit
 from colabkit.errors import ColabkitError, MissingPackage
 from colabkit.notebook.command_line import main
-from colabkit.notebook.magics.lines import split_line
-from colabkit.notebook.options.parsing import arguments_of, parser_of
-from colabkit.notebook.options.verbs import CELLS, DASHBOARD, VERBS, Option, Verb
-from colabkit.notebook.options.wording import words_of
+from colabkit.notebook.lines import split_line
+from colabkit.notebook.options import arguments_of, parser_of, words_of
+from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS, Option, Verb
 
 ALL = [*VERBS, *CELLS, DASHBOARD]
 BY_NAME = {verb.name: verb for verb in VERBS}

@@ -12,9 +12,9 @@ import pytest
 from nbformat import NotebookNode
 from notebook_files import FOLDER, NOTEBOOKS, code_cells, read, stored
 
-from colabkit.notebook.magics.lines import split_line
-from colabkit.notebook.options.parsing import parser_of
-from colabkit.notebook.options.verbs import CELLS, DASHBOARD, VERBS, Verb
+from colabkit.notebook.lines import split_line
+from colabkit.notebook.options import parser_of
+from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS, Verb
 
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 LINES = {verb.name: verb for verb in (*VERBS, DASHBOARD) if verb.is_magic}

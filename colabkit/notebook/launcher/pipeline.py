@@ -1,6 +1,6 @@
-"""What a button does: public calls with keyword arguments, the cell that makes the same calls, and their execution.
+"""What a button does: public calls with keyword arguments, their execution, and the cell that makes the same calls.
 
-Each button does what those before it do, and what is there already is used as it is.
+Each button also does what the buttons before it do; existing results are reused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import colabkit
 from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, Report, cannot
 from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
-from colabkit.notebook.options.parsing import parse_value
-from colabkit.notebook.options.verbs import VERBS, Option, Verb
-from colabkit.notebook.options.wording import option_words
+from colabkit.notebook.options import parse_value
+from colabkit.notebook.verbs import VERBS, Option, Verb
 from colabkit.packs import label_samples
 from colabkit.storage import FSSPEC, WEB, Listing, address_of, looked_at_by
 
@@ -39,7 +38,6 @@ with its files, and stages remote records."""
 _VERBS = {verb.name: verb for verb in VERBS}
 _DRIVE = "drive:"
 _NAME_CHARS = 40
-_PLAIN = re.compile(r"[\w./:=,@%+-]+", re.ASCII)
 _ADDRESS = "ADDRESS"
 _HELD_OUT_BATCH = 256
 
@@ -49,6 +47,9 @@ class ResultPath:
     """An argument that stands for the path in an earlier call's report, by its variable."""
 
     name: str
+
+    def __repr__(self) -> str:
+        return f"{self.name}.path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +129,16 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
         if source.startswith("samples:") or "://" in source:
             needed = "a folder or a file, on this machine or a mount"
             raise InvalidOption(cannot(f"probe {shown!r}", "nothing on a mount", needed, "Stage it instead"))
-        calls.append(PipelineCall("probed", _VERBS["probe"], {"path": _path(source)}, "Probing"))
+        calls.append(PipelineCall("probed", _VERBS["probe"], {"path": source}, "Probing"))
         return Pipeline(source, tuple(calls))
-    near: Any = _path(source)
+    near: Any = source
     if action == "stage" or not is_read_by_pack(source):
         calls.append(PipelineCall("staged", _VERBS["stage"], {"source": near, "to": settings.to}, "Staging"))
         near = ResultPath("staged")
     if action == "stage":
         return Pipeline(shown, tuple(calls), secret=secret)
     options = _pack_options(act, settings)
-    folder = f"{_path(work).rstrip('/') or '/'}/{_folder_name(source, options)}"
+    folder = f"{work.rstrip('/') or '/'}/{_folder_name(source, options)}"
     packing = {"source": near, "out": f"{folder}/pack.h5", **options}
     calls.append(PipelineCall("packed", _VERBS["pack"], packing, "Packing"))
     if action == "pack":
@@ -161,11 +162,6 @@ def _checked(act: str, name: str, text: str) -> str:
         found = f"a line break in the {label.lower()}"
         raise InvalidOption(cannot(act, found, "one line of text", f"Check {label}"))
     return text
-
-
-def _path(text: str) -> str:
-    """Return a path that is not taken for an option."""
-    return f"./{text}" if text.startswith("-") else text
 
 
 def _pack_options(act: str, settings: Settings) -> dict[str, Any]:
@@ -207,46 +203,30 @@ def _shown(source: str) -> str:
 
 
 def code_of(pipeline: Pipeline) -> str:
-    """Return the cell that makes the same calls: magics, and the training in plain Python, to be copied and changed.
-
-    An address that holds more than may be shown is asked for when the cell runs.
-    """
-    imports = ["import colabkit", "import torch"] if pipeline.training else []
+    """Return the cell that makes the same calls, to be copied and changed; it asks for an address that is secret."""
     asking = ["from getpass import getpass"] if pipeline.secret else []
-    lines = ["%load_ext colabkit", *asking, *imports, ""]
+    torch = ["import torch"] if pipeline.training else []
+    lines = ["%load_ext colabkit", *asking, "import colabkit", *torch, ""]
     if pipeline.secret:
         lines += [f'{_ADDRESS} = getpass("Address of the data: ")', ""]
-    lines += [_line(call, pipeline.secret) for call in pipeline.calls]
+    lines += [_code_of_call(call, pipeline.secret) for call in pipeline.calls]
     lines += _training_lines(pipeline.training) if pipeline.training else [pipeline.calls[-1].name]
     return "\n".join(lines) + "\n"
 
 
-def _line(call: PipelineCall, secret: str) -> str:
-    words = [f"{call.name} = %{call.verb.name}"]
+def _code_of_call(call: PipelineCall, secret: str) -> str:
+    given = []
     for option in call.verb.options:
-        value = call.arguments.get(option.name)
-        if isinstance(value, ResultPath):
-            words.append(f"{{{value.name}.path}}")
-        elif secret and value == secret:
-            words.append(f"${_ADDRESS}")
-        elif not option.flag and value is not None:
-            words.append(_quoted(value))
-        elif option.name in call.arguments:
-            flag, text = option_words(option, value)
-            words.append(f"{flag}={_quoted(text)}" if text.startswith("-") else f"{flag} {_quoted(text)}")
-    return " ".join(words)
-
-
-def _quoted(word: str) -> str:
-    """Return a word of a magic's line that is read back unchanged: quotes, braces and dollar signs mean nothing."""
-    if _PLAIN.fullmatch(word):
-        return word
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        if option.name in call.arguments:
+            value = call.arguments[option.name]
+            text = _ADDRESS if secret and value == secret else repr(value)
+            given.append(f"{option.name}={text}" if option.flag else text)
+    return f"{call.name} = colabkit.{call.verb.call}({', '.join(given)})"
 
 
 def _training_lines(training: TrainingSettings) -> list[str]:
     """Return the code that does what `_train` does; a test compares the calls of both."""
-    how = f"--epochs {training.epochs} --save-to {_quoted(training.save_to)} --validate validate"
+    how = f"epochs={training.epochs}, save_to={training.save_to!r}, validate=validate"
     return [
         "",
         "data = colabkit.open_pack(packed.path)",
@@ -259,7 +239,7 @@ def _training_lines(training: TrainingSettings) -> list[str]:
         "",
         "model = colabkit.small_network(len(data.classes), shape).to(device)",
         "step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters(), lr=0.003))",
-        f"report = %train step loader {how}",
+        f"report = colabkit.train(step, loader, {how})",
         "report",
     ]
 

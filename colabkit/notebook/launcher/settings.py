@@ -16,8 +16,8 @@ from colabkit.foundation import (
     TargetExists,
     format_bytes,
 )
-from colabkit.notebook.options.verbs import VERBS
-from colabkit.notebook.options.wording import in_other_words, option_words
+from colabkit.notebook.options import in_other_words, option_words
+from colabkit.notebook.verbs import VERBS
 
 FIELDS = {
     "source": "Source",

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import colabkit
 from colabkit.foundation import InvalidOption, ShownInOneLine, SourceMissing, cannot, kind_of
-from colabkit.notebook.magics.lines import line_parser, split_line
-from colabkit.notebook.options.parsing import arguments_of, given_in, look_up_in
-from colabkit.notebook.options.verbs import CELLS, LOADING
+from colabkit.notebook.lines import line_parser, split_line
+from colabkit.notebook.options import arguments_of, given_in, look_up_in
+from colabkit.notebook.verbs import CELLS, LOADING
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

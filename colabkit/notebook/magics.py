@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import colabkit
 from colabkit.foundation import InvalidOption, ShownInOneLine, cannot, reword
-from colabkit.notebook.magics.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
-from colabkit.notebook.magics.completion import complete_lines
-from colabkit.notebook.magics.lines import line_parser, split_line
-from colabkit.notebook.options.parsing import arguments_of, look_up_in, parser_of
-from colabkit.notebook.options.verbs import CELLS, DASHBOARD, LINES, Verb
-from colabkit.notebook.options.wording import tell_in, words_of
+from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
+from colabkit.notebook.lines import complete_lines, line_parser, split_line
+from colabkit.notebook.options import arguments_of, look_up_in, parser_of, tell_in, words_of
+from colabkit.notebook.verbs import CELLS, DASHBOARD, LINES, Verb
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -80,7 +78,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     Args:
         shell: the running IPython shell.
     """
-    from colabkit.notebook.launcher.api import close_launchers
+    from colabkit.notebook.launcher.panel import close_launchers
 
     for undo in _unloaders.pop(shell, []):
         undo()

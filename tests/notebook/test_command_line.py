@@ -14,7 +14,7 @@ import pytest
 import colabkit
 from colabkit.foundation import meters
 from colabkit.notebook.command_line import main
-from colabkit.notebook.options.verbs import VERBS
+from colabkit.notebook.verbs import VERBS
 from colabkit.packs.format.pack_file import read_pack
 
 

@@ -1,1 +1,0 @@
-"""Magics, made from the table in `options/verbs.py`; to add one, add a row there."""
