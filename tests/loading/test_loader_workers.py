@@ -18,7 +18,7 @@ from sampling import sampled
 from colabkit.loading.engine import thread_pool
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
-from colabkit.loading.engine.thread_pool import ThreadPool, build_group
+from colabkit.loading.engine.thread_pool import ThreadPool
 
 DEADLINE_S = 20.0
 SIZE = 4  # samples of a batch
@@ -113,7 +113,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("piece", [None, 1, PIECE, SIZE, 100])
-@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("threads", [0, 1, 2, 16])
 @pytest.mark.parametrize("ahead", [1, 3, 50])
 def test_batches_come_whole_and_in_order_with_any_number_of_threads(start, threads, ahead, piece):
     builder = FakeBuilder(piece=piece)
@@ -224,7 +224,7 @@ def test_the_seconds_that_a_thread_had_nothing_to_do_are_told(start):
     assert all(wait_s >= 0 for wait_s in waits)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("threads", [0, 1, 2, 8])
 @pytest.mark.parametrize(
     ("step", "sample", "whole"),
     [
@@ -247,10 +247,10 @@ def test_an_error_comes_after_the_batches_before_it_and_nothing_after_it(start, 
     running.close()
     assert caught.value is error
     assert np.concatenate([np.empty(0), *(batch.positions for batch in got)]).tolist() == list(range(whole * SIZE))
-    assert running.ready() == 0
+    assert not running.ready()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [0, 3])
 def test_an_error_of_the_portions_comes_after_the_batches_before_it(start, threads):
     def plan() -> Iterator[BatchPlan]:
         yield from plans(2)
@@ -401,37 +401,33 @@ def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, capl
         wait_until(lambda: not loader_threads())
 
 
-@pytest.mark.parametrize("piece", [None, 1, PIECE, 100])
-def test_a_group_made_in_the_calling_thread_is_what_threads_make(start, piece):
-    for plan in plans(3):
-        here = build_group(FakeBuilder(piece=piece), plan)
-        there = list(taken(start([plan], FakeBuilder(piece=piece), threads=2)))
-        assert here.error is None
-        assert [batch.end for batch in here.batches] == [batch.end for batch in there]
-        assert all((a.values[0] == b.values[0]).all() for a, b in zip(here.batches, there, strict=True))
+def test_a_batch_that_cannot_be_finished_counts_before_a_later_piece_that_failed(start):
+    planned = {("fill", 2 * PIECE): "fill", ("finish", 0): "finish"}
 
-
-@pytest.mark.parametrize(
-    ("planned", "whole", "said"),
-    [
-        ({("begin", 0): "begin"}, 0, "begin"),
-        ({("fill", 0): "fill"}, 0, "fill"),
-        ({("fill", 2 * PIECE): "fill"}, 1, "fill"),
-        ({("finish", SIZE): "finish"}, 1, "finish"),
-        ({("fill", 2 * PIECE): "fill", ("finish", 0): "finish"}, 0, "finish"),
-    ],
-)
-def test_a_group_that_fails_is_the_same_in_the_calling_thread_and_in_others(start, planned, whole, said):
     def at(step: str, sample: int) -> None:
         if (step, sample) in planned:
             raise ValueError(planned[step, sample])
 
-    here = build_group(FakeBuilder(at), next(plans(1)))
-    assert ([batch.end for batch in here.batches], str(here.error)) == ([SIZE] * whole, said)
-    got: list[Batch] = []
-    with pytest.raises(ValueError, match=said):
-        got.extend(taken(start(plans(1), FakeBuilder(at))))
-    assert [batch.end for batch in got] == [SIZE] * whole
+    for threads in (0, 1, 2):
+        with pytest.raises(ValueError, match="finish"):
+            start(plans(1), FakeBuilder(at), threads).take(DEADLINE_S)
+
+
+def test_without_threads_the_caller_builds_each_group_when_it_takes_it(start):
+    threads: set[str] = set()
+    builder = FakeBuilder(lambda *_: threads.add(threading.current_thread().name))
+    running = start(plans(3), builder, threads=0, ahead=3)
+    assert (builder.begun, running.ready()) == (0, 0)
+    for number, _ in enumerate(iter(lambda: running.take(DEADLINE_S), None), 1):
+        assert (builder.begun, running.ready()) == (number, 0)
+        running.make_room()
+    assert threads == {threading.current_thread().name}
+
+
+def test_an_interrupt_of_the_caller_that_builds_is_raised_at_once(start):
+    running = start(plans(2), FakeBuilder(raises_at("fill", PIECE, KeyboardInterrupt())), threads=0)
+    with pytest.raises(KeyboardInterrupt):
+        running.take(DEADLINE_S)
 
 
 LEFT_OPEN = """

@@ -30,8 +30,8 @@ _HELD_BYTES = 256 << 20
 _TICK_S = 0.25
 
 
-class Cancellation(Exception):
-    """Raised inside a thread whose work nobody needs any more."""
+class Cancellation(BaseException):
+    """Raised inside a thread whose work nobody needs any more; no failure of that work."""
 
 
 @dataclass(frozen=True)

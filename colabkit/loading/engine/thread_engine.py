@@ -29,7 +29,7 @@ from colabkit.loading.engine.columns import DatasetColumns
 from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
-from colabkit.loading.engine.thread_pool import ThreadPool, build_group
+from colabkit.loading.engine.thread_pool import ThreadPool
 from colabkit.loading.engine.user_code import reporting_errors
 from colabkit.packs import FileDataset
 
@@ -136,10 +136,7 @@ class ThreadEngine:
                         self._depth.threads,
                         self._counts,
                     )
-                    if self._depth.threads:
-                        yield from self._build_in_threads(builder, rest, ahead)
-                    else:
-                        yield from self._build_inline(builder, rest)
+                    yield from self._build(builder, rest, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
@@ -164,24 +161,10 @@ class ThreadEngine:
                         return itertools.chain([plan.slice(given)] if given < len(plan.sizes) else [], plans)
         return None
 
-    def _build_inline(self, builder: BatchBuilder, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
-        """Yield batches built in the caller's thread."""
-        for plan in plans:
-            group = build_group(builder, plan)
-            batches, error = group.batches, group.error
-            batches.reverse()
-            del group
-            if batches:
-                batches[-1].was_ready = False
-            while batches:
-                yield batches.pop()
-            if error is not None:
-                raise error
-
-    def _build_in_threads(
+    def _build(
         self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | None
     ) -> Generator[Batch, None, None]:
-        """Yield batches that threads build."""
+        """Yield batches that threads build, or the caller's thread if there are none."""
         part = "decode" if self._images else "augment" if self._stages.works_in_threads else "gather"
         pool = ThreadPool(
             split_plans(plans, self._depth.group_batches),
@@ -232,8 +215,9 @@ class ThreadEngine:
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
         """Return the next group, None after the last; listeners hear of the wait."""
         ready = pool.ready()
-        self._counts.queued += ready
-        self._counts.queue_room += self._depth.groups
+        if self._depth.threads:
+            self._counts.queued += ready
+            self._counts.queue_room += self._depth.groups
         started = time.perf_counter()
         while True:
             try:

@@ -34,33 +34,15 @@ _NO_PLAN = BatchPlan(np.empty(0, np.int64), np.empty(0, np.int64), (), ())
 _OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
-def build_group(builder: BatchBuilder, plan: BatchPlan) -> BatchGroup:
-    """Return a group built in the calling thread; if that fails, with the batches before the error, and the error."""
-    group = BatchGroup(plan)
-    try:
-        group = builder.begin(plan)
-        for start, stop in group.pieces:
-            group.failed_at = start
-            builder.fill(group, start, stop)
-        group.failed_at = len(plan.indices)
-    except Exception as error:
-        group.error = error
-        if not group.values:
-            return group
-    try:
-        group.batches.extend(builder.finish(group, group.failed_at))
-    except Exception as error:
-        group.error = error  # of a batch before the one that could not be filled
-    return group
-
-
 class ThreadPool:
     """Builds the batches of plans in daemon threads; `take` returns their groups in order.
+
+    An error arrives in its turn: after the batches before it, and nothing comes after it.
 
     Args:
         plans: of the batches; one thread at a time fetches the next one.
         builder: builds them.
-        threads: how many.
+        threads: how many; with 0 `take` itself builds the group that it returns.
         groups_ahead: how many groups may be under way or waiting.
         on_wait: called with the seconds that a thread had nothing to do.
     """
@@ -103,6 +85,8 @@ class ThreadPool:
             queue.Empty: if there is none within `timeout` seconds.
             BaseException: with which building it failed.
         """
+        while not self._threads and self._ready.empty() and self._step():
+            pass
         group = self._ready.get(timeout=timeout)
         if isinstance(group, BaseException):
             raise group
@@ -134,33 +118,34 @@ class ThreadPool:
     def _run(self) -> None:
         limit_torch_to_one_thread()
         try:
-            while (piece := self._next()) is not None:
-                self._work(*piece)
-                del piece  # or its group's buffer could not be used again while this thread waits
+            while self._step():
+                pass
         except Cancellation:
             pass
         except BaseException as error:
             self._ready.put(error)
 
-    def _next(self) -> tuple[BatchGroup, int, int] | None:
-        """Return a piece to make, opening the next group if none is left; None when all is done."""
-        while True:
-            waited_s = 0.0
-            with self._changed:
-                while not (self._is_over or self._pieces or self._is_exhausted or self._may_open):
-                    since = time.perf_counter()
-                    self._changed.wait()
-                    waited_s += time.perf_counter() - since
-                is_over = self._is_over or (self._is_exhausted and not self._pieces)
-                piece = self._pieces.popleft() if self._pieces and not is_over else None
-                if piece is None and not is_over:
-                    self._room -= 1
-                    self._is_opening = True
-            if waited_s:
-                self._on_wait(waited_s)  # which takes a lock of its own
-            if piece is not None or is_over:
-                return piece
+    def _step(self) -> bool:
+        """Fill a piece, or open the next group if none is left and there is room; return False when all is done."""
+        waited_s = 0.0
+        with self._changed:
+            while not (self._is_over or self._pieces or self._is_exhausted or self._may_open):
+                since = time.perf_counter()
+                self._changed.wait()
+                waited_s += time.perf_counter() - since
+            is_over = self._is_over or (self._is_exhausted and not self._pieces)
+            # Local to this call, or its group's buffer could not be used again while this thread waits.
+            piece = self._pieces.popleft() if self._pieces and not is_over else None
+            if piece is None and not is_over:
+                self._room -= 1
+                self._is_opening = True
+        if waited_s:
+            self._on_wait(waited_s)  # which takes a lock of its own
+        if piece is not None:
+            self._work(*piece)
+        elif not is_over:
             self._open()
+        return not is_over
 
     @property
     def _may_open(self) -> bool:
@@ -171,9 +156,7 @@ class ThreadPool:
         try:
             plan = next(self._plans, _NO_PLAN)
             group = self._builder.begin(plan) if plan is not _NO_PLAN else None
-        except Cancellation:
-            raise
-        except BaseException as error:
+        except Exception as error:
             group = BatchGroup(plan)
             group.error, group.failed_at = error, 0
         with self._changed:
@@ -194,9 +177,7 @@ class ThreadPool:
         try:
             if start < group.failed_at:  # nothing after a failure is delivered
                 self._builder.fill(group, start, stop)
-        except Cancellation:
-            raise
-        except BaseException as error:
+        except Exception as error:
             with self._changed:
                 if start < group.failed_at:
                     group.failed_at, group.error = start, error
@@ -212,9 +193,7 @@ class ThreadPool:
                 group.batches.append(batch)
                 if self._is_over:
                     raise Cancellation
-        except Cancellation:
-            raise
-        except BaseException as error:
+        except Exception as error:
             group.error = error
         with self._changed:
             group.is_done = True
