@@ -206,7 +206,7 @@ def test_without_matplotlib_the_bars_are_text(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     page = report._repr_html_()
     assert "<svg" not in page
-    assert "200  ████████████████████████ best</pre>" in page
+    assert "200  ████████████████████████  best</pre>" in page
 
 
 def test_the_best_bar_is_explained_since_it_may_not_be_the_longest() -> None:
