@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -22,8 +22,10 @@ from trees import leftovers
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
 from colabkit.storage.fetching import transfer
 from colabkit.storage.fetching.api import FetchReport, fetch
+from colabkit.storage.sources import reads
+from colabkit.storage.sources.engine import BLOCK_BYTES
 
-CONTENT = random.Random(1).randbytes(3_000_001)
+CONTENT = random.Random(1).randbytes(9_000_001)  # three blocks
 TREE = {"a/one.bin": CONTENT, "a/b/two.txt": b"2", "three": b""}
 
 
@@ -39,37 +41,16 @@ class Faulty(MemoryFileSystem):
     def _strip_protocol(cls, path: str) -> str:
         return MemoryFileSystem._strip_protocol(path.replace("faulty://", "memory://"))
 
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        opened = super()._open(path, mode, **options)
-        if mode != "rb":
-            return opened
-        return Reader(opened.getvalue(), path)
-
-
-class Reader:
-    def __init__(self, content: bytes, path: str) -> None:
-        self.content, self.path, self.offset = content, path, 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def seek(self, offset: int) -> None:
-        self.offset = offset
-
-    def read(self, count: int) -> bytes:
-        Faulty.fault(self.path, self.offset)
-        block = self.content[self.offset : self.offset + count]
-        self.offset += len(block)
-        return block
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        Faulty.fault(path, start or 0)
+        return super().cat_file(path, start, end)
 
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Return the faulty file system, empty and without faults."""
     monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
     monkeypatch.setattr(Faulty, "fault", staticmethod(lambda path, offset: None), raising=False)
     fsspec.register_implementation("faulty", Faulty, clobber=True)
     Faulty.store.clear()
@@ -90,6 +71,19 @@ def fails_once(at: int, error: BaseException) -> Callable[[str, int], None]:
             raise left.pop()
 
     return fault
+
+
+def fails_after_a_block(to: Path, error: BaseException) -> Callable[[str, int], None]:
+    """Return a fault that raises once, at the second block of a file, when the journal in `to` has the first one."""
+    fault = fails_once(1, error)
+
+    def wait(path: str, offset: int) -> None:
+        if offset:
+            name = path.rpartition("/")[2]
+            until(lambda: any(name in journal.read_text() for journal in to.glob(".colabkit-*/journal")))
+        fault(path, offset)
+
+    return wait
 
 
 def get(url: str, to: Path, **options: Any) -> FetchReport:
@@ -131,15 +125,25 @@ def test_a_folder_comes_with_all_below_it(tmp_path, far):
 
 def test_after_an_error_the_file_is_resumed_where_it_was(tmp_path, far, monkeypatch):
     far.pipe("/x", CONTENT)
-    faults(monkeypatch, fails_once(1 << 20, OSError("reset by peer")))
+    faults(monkeypatch, fails_once(BLOCK_BYTES, OSError("reset by peer")))
     report = get("faulty://x", tmp_path)
     assert report.path.read_bytes() == CONTENT
     assert (report.retries, report.fetched_bytes) == (1, len(CONTENT))
 
 
+@pytest.mark.parametrize(("files", "blocks"), [(24, 1), (1, 6)], ids=["files", "parts of one file"])
+def test_files_and_parts_of_them_are_read_at_once(tmp_path, far, monkeypatch, files, blocks):
+    tree = {str(number): b"%d" % number * ((blocks - 1) * BLOCK_BYTES + 1) for number in range(files)}
+    for name, content in tree.items():
+        far.pipe(f"/tree/{name}", content)
+    at_once = threading.Barrier(files * blocks)  # passed only by as many reads in flight together
+    faults(monkeypatch, lambda path, offset: at_once.wait(30) and None)
+    assert files_of(get("faulty://tree", tmp_path).path) == tree
+
+
 def test_a_read_that_a_file_system_cancels_is_not_waited_for(tmp_path, far, monkeypatch):
     far.pipe("/x", CONTENT)
-    faults(monkeypatch, fails_once(1 << 20, asyncio.CancelledError()))
+    faults(monkeypatch, fails_once(BLOCK_BYTES, asyncio.CancelledError()))
     report = get("faulty://x", tmp_path)
     assert (report.path.read_bytes(), report.retries) == (CONTENT, 1)
     assert report.seconds < 10
@@ -147,24 +151,24 @@ def test_a_read_that_a_file_system_cancels_is_not_waited_for(tmp_path, far, monk
 
 def test_an_interrupted_file_is_resumed_by_the_next_call(tmp_path, far, monkeypatch):
     far.pipe("/x", CONTENT)
-    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    faults(monkeypatch, fails_after_a_block(tmp_path, PermissionError("expired")))
     with pytest.raises(FetchFailed, match=r"it needs a login \(PermissionError: expired\)"):
         get("faulty://x", tmp_path)
     report = get("faulty://x", tmp_path)
     assert report.path.read_bytes() == CONTENT
-    assert report.resumed_bytes == 1 << 20
+    assert BLOCK_BYTES <= report.resumed_bytes < len(CONTENT)
     assert leftovers(tmp_path) == []
 
 
 def test_an_interrupted_folder_is_resumed_by_the_next_call(tmp_path, far, monkeypatch):
     plant(far)
-    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    faults(monkeypatch, fails_after_a_block(tmp_path, PermissionError("expired")))
     with pytest.raises(FetchFailed):
         get("faulty://tree", tmp_path)
     assert not (tmp_path / "tree").exists()
     report = get("faulty://tree", tmp_path)
     assert files_of(report.path) == TREE
-    assert report.resumed_bytes == (1 << 20) + 1
+    assert BLOCK_BYTES < report.resumed_bytes < len(CONTENT)
     assert leftovers(tmp_path) == []
 
 
@@ -185,7 +189,7 @@ def test_what_changes_meanwhile_is_fetched_anew(tmp_path, far, monkeypatch, url)
 
 def test_a_changed_file_is_not_resumed_by_the_next_call(tmp_path, far, monkeypatch):
     far.pipe("/x", CONTENT)
-    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    faults(monkeypatch, fails_after_a_block(tmp_path, PermissionError("expired")))
     with pytest.raises(FetchFailed):
         get("faulty://x", tmp_path)
     far.pipe("/x", CONTENT[::-1])
@@ -198,7 +202,7 @@ def test_a_file_has_to_be_as_long_as_its_file_system_says(tmp_path, far, monkeyp
     far.pipe("/x", b"12345")
     honest = Faulty.info
     monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**honest(self, path), "size": 5 + claimed})
-    with pytest.raises(FetchFailed, match="bytes came than the file has"):
+    with pytest.raises(FetchFailed, match="it changed while it was fetched"):
         get("faulty://x", tmp_path)
     assert not (tmp_path / "x").exists()
 
@@ -209,7 +213,7 @@ def test_a_file_system_that_hangs_is_left_after_the_time_out(tmp_path, far, monk
     faults(monkeypatch, lambda path, offset: released.wait(30) and None)
     began = time.monotonic()
     try:
-        with pytest.raises(TimedOut, match=r"no answer of faulty:// in 300 ms, .*timeout=, then run it again\.$"):
+        with pytest.raises(TimedOut, match=r"in 300 ms, twice, .*timeout=, then run it again\.$"):
             get("faulty://x", tmp_path, timeout=0.3)
     finally:
         released.set()
@@ -220,18 +224,18 @@ def test_what_came_before_a_file_system_hangs_is_kept_and_said_to_be(tmp_path, f
     plant(far)
     for url in ("faulty://tree/a/one.bin", "faulty://tree"):
         released = threading.Event()
-        faults(monkeypatch, lambda path, offset, released=released: offset >= 1 << 20 and released.wait(30) and None)
+        faults(monkeypatch, lambda path, offset, released=released: offset and released.wait(30) and None)
         try:
             with pytest.raises(TimedOut, match=r"then run it again: it goes on where it stopped\.$"):
                 get(url, tmp_path, timeout=0.3)
         finally:
             released.set()
-        assert get(url, tmp_path).resumed_bytes >= 1 << 20
+        assert get(url, tmp_path).resumed_bytes >= BLOCK_BYTES
 
 
 def test_a_file_where_a_folder_was_when_an_earlier_call_was_stopped_is_fetched(tmp_path, far, monkeypatch):
     plant(far)
-    faults(monkeypatch, fails_once(1 << 20, PermissionError("expired")))
+    faults(monkeypatch, fails_after_a_block(tmp_path, PermissionError("expired")))
     with pytest.raises(FetchFailed):
         get("faulty://tree", tmp_path)
     far.rm("/tree", recursive=True)
@@ -247,7 +251,7 @@ def test_an_object_of_the_name_of_a_folder_is_its_mark_or_refused(tmp_path, far,
     both = {"/tree/a": {"name": "/tree/a", "size": size, "type": "file", "created": 1}}
     monkeypatch.setattr(Faulty, "find", lambda self, path, **options: {**both, **honest(self, path, **options)})
     if size:
-        with pytest.raises(FetchFailed, match="a file and a folder of the name 'a'"):
+        with pytest.raises(FetchFailed, match="'a' is an object and a folder"):
             get("faulty://tree", tmp_path)
         assert list(tmp_path.iterdir()) == []
     else:
@@ -320,7 +324,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
     ("url", "error", "told"),
     [
         ("nope://x/y", InvalidOption, "Protocol not known: nope"),
-        ("faulty://missing", FetchFailed, "nothing is at this address"),
+        ("faulty://missing", FetchFailed, "nothing is there"),
     ],
 )
 def test_what_cannot_be_fetched_is_told(tmp_path, url, error, told):
@@ -331,7 +335,7 @@ def test_what_cannot_be_fetched_is_told(tmp_path, url, error, told):
 
 def test_an_empty_folder_is_told(tmp_path, far):
     far.makedirs("/empty")
-    with pytest.raises(FetchFailed, match="no files in it"):
+    with pytest.raises(FetchFailed, match="nothing is there"):
         get("faulty://empty", tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import sys
 import threading
@@ -55,6 +56,8 @@ class Scripted:
         return False
 
     def info(self, path: str) -> Any:
+        if not isinstance(self.found, dict) or path not in self.found:
+            raise FileNotFoundError(path)
         return self.found[path]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -66,7 +69,7 @@ def scripted(monkeypatch):
     def make(found: Any, cat: Any = None, address: str = "gs://b/birds") -> tuple[BucketSource, Scripted]:
         fs = Scripted(found, cat)
         root = address.partition("://")[2].partition("?")[0].rpartition("@")[2]
-        monkeypatch.setattr(bucket, "file_system_of", lambda address, act: (fs, root, ""))
+        monkeypatch.setattr(bucket, "_file_system_of", lambda address, act: (fs, root, ""))
         return BucketSource(address), fs
 
     return make
@@ -167,12 +170,12 @@ def test_a_small_object_is_one_request_and_a_large_one_few(scripted):
 
     def cat(path: str, start: int | None, end: int | None) -> bytes:
         asked.append((path, start, end))
-        return data[: 8 << 20] if path.endswith("small") else data[start:end]
+        return data[start:end]
 
     source, _ = scripted({"b/birds/small": info(8 << 20), "b/birds/large": info(len(data))}, cat)
     large, small = source.list().items
     assert read_item(source, small, Retries()) == data[: 8 << 20]
-    assert asked == [("b/birds/small", None, None)]
+    assert asked == [("b/birds/small", 0, 8 << 20)]
     asked.clear()
     assert read_item(source, large, Retries()) == data
     assert asked == [("b/birds/large", at << 20, min(9, at + 4) << 20) for at in (0, 4, 8)]
@@ -200,6 +203,19 @@ def test_errors_that_pass_are_tried_again_and_others_are_not(scripted):
     with pytest.raises(FetchFailed, match=r"'x' of 'gs://b/birds'.*nothing is at this address"):
         read_item(source, item, retries)
     assert len(left) == 1
+
+
+def test_what_a_file_system_cancels_is_an_error_of_colabkit(scripted):
+    def cancel(*_: Any) -> Any:
+        raise asyncio.CancelledError
+
+    source, fs = scripted({"b/birds/x": info(1)}, cancel)
+    (item,) = source.list().items
+    with pytest.raises(FileFailed, match="CancelledError"):
+        read_item(source, item, Retries())
+    fs.found = cancel
+    with pytest.raises(FetchFailed, match="CancelledError"):
+        source.list()
 
 
 def test_no_secret_is_said(scripted):

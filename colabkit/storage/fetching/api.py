@@ -25,14 +25,14 @@ from colabkit.foundation import (
     partials,
 )
 from colabkit.storage.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
+from colabkit.storage.fetching.bucket import fetch_bucket
 from colabkit.storage.fetching.earlier import FetchRecord, state_of
-from colabkit.storage.fetching.filesystems import fetch_fsspec
 from colabkit.storage.fetching.gdrive import fetch_drive_file, fetch_drive_folder
 from colabkit.storage.fetching.sinks import ExpectedFile
 from colabkit.storage.fetching.transfer import FetchJob, FetchTarget, Unchanged, digest_of_folder
 from colabkit.storage.fetching.web import fetch_web
 
-_WAYS = {WEB: fetch_web, DRIVE_FILE: fetch_drive_file, DRIVE_FOLDER: fetch_drive_folder, FSSPEC: fetch_fsspec}
+_WAYS = {WEB: fetch_web, DRIVE_FILE: fetch_drive_file, DRIVE_FOLDER: fetch_drive_folder, FSSPEC: fetch_bucket}
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,8 +103,9 @@ def fetch(
     change; of a folder the number and bytes of its files), and the server says that its version is still the same.
     Drive tells no versions and is not asked. Anything else at the final path is left alone without `overwrite`.
 
-    An fsspec file system is read on a thread. If one answer, of a file 5 MiB at most, takes longer than `timeout`,
-    `fetch` ends by `TimedOut`; the thread cannot be ended, and stays until its file system answers.
+    An fsspec file system is read by threads, many files and parts of files at once. If one answer, of a file 4 MiB at
+    most, takes longer than `timeout`, twice, `fetch` ends by `TimedOut`; a thread that waits for such an answer cannot
+    be ended, and stays until its file system answers.
 
     Args:
         source: the id of a Drive file, a share link of a Drive file or folder, an `https://` or `http://` address, or

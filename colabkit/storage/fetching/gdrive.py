@@ -24,7 +24,7 @@ from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching import gdown_child
 from colabkit.storage.fetching.headers import HEAD_BYTES, disposition_name, html_title, is_html
 from colabkit.storage.fetching.sinks import digests_of
-from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, FetchJob, Unchanged
+from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, FetchJob, Unchanged, sync_file
 
 _AGAIN = "Check the network, then run it again"
 _LOOK_S = 0.5  # between two looks at what has come
@@ -234,7 +234,7 @@ def _whole_file(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any])
         title = job.address.scrubbed(html_title(page))
         found = f"a web page titled {title!r}" if title else "a web page"
         raise FetchFailed(cannot(job.act, found, "a file", "Open the link in a browser to see what Drive says"))
-    _sync(kept.data)
+    sync_file(kept.data)
     return Fetched(kept.data, name, f"gdown {said['version']}", "", 1, digests_of(kept.data, job.wanted))
 
 
@@ -254,7 +254,7 @@ def _whole_folder(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any
         next_step = 'In Drive, share it with "Anyone with the link"'
         raise FetchFailed(cannot(job.act, found, "at least one", next_step))
     for path in files:
-        _sync(path)
+        sync_file(path)
     return Fetched(made[0], safe_name(made[0].name) or "folder", f"gdown {said['version']}", "", len(files), {})
 
 
@@ -264,14 +264,6 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def _name(job: FetchJob, file: dict[str, Any]) -> str:
     return disposition_name(file["disposition"]) or job.address.text
-
-
-def _sync(path: Path) -> None:
-    fd = file_changes.reopen(path)
-    try:
-        file_changes.sync(fd, path)
-    finally:
-        os.close(fd)
 
 
 def _environment() -> dict[str, str]:

@@ -19,6 +19,7 @@ from colabkit.foundation import (
     TargetExists,
     TimedOut,
     cannot,
+    file_changes,
     format_bytes,
     format_seconds,
     user_path,
@@ -247,6 +248,15 @@ class FetchJob:
         found = f"its {self.wanted.kind} is {fetched.digests[self.wanted.kind]}"
         needed = f"{self.wanted.digits}, as asked for"
         raise Corrupt(cannot(self.act, found, needed, "Check the digest; if it is right, the source is not"))
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's bytes are on the medium."""
+    fd = file_changes.reopen(path)
+    try:
+        file_changes.sync(fd, path)
+    finally:
+        os.close(fd)
 
 
 def digest_of_folder(act: str) -> InvalidOption:

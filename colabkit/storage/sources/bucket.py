@@ -6,8 +6,11 @@ import datetime as dt
 import errno
 import io
 import os
-from collections.abc import Mapping
-from typing import Any, BinaryIO, cast
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, TypeVar, cast
 
 from colabkit.foundation import (
     BadSource,
@@ -23,7 +26,9 @@ from colabkit.storage.addresses import FSSPEC, Address, address_of
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.items import Item, Listing
 
-_WHOLE_BYTES = 8 << 20  # objects up to this size are got in one request
+T = TypeVar("T")
+
+_WHOLE_BYTES = 8 << 20  # objects up to this size are read by one request
 _RANGE_BYTES = 4 << 20  # of larger ones at least so much, since each request costs a latency
 _LISTING_S = 600.0  # a listing shows no sign of life until it is whole: five million objects take so long
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
@@ -58,31 +63,51 @@ class BucketSource:
 
     Args:
         address: as in `"gs://bucket/birds"`.
+        act: verb and object for messages.
+        stalled_s: seconds to wait for a listing, twice; by default ten minutes.
+
+    Attributes:
+        protocol: as in `"gs"`; of a chain that of its first link.
+        via: fsspec's version and the protocol, for a report.
 
     Raises:
         InvalidOption: if it is no address of a file system that fsspec knows.
         MissingPackage: if fsspec or the package of the address's protocol is not installed.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, act: str = "", stalled_s: float | None = None) -> None:
         self._address = address_of(address)
         self.name = self._address.shown
         self.can_hang = True
-        self._act = f"read {self.name!r}"
+        self._act = act or f"read {self.name!r}"
+        self._stalled_s = stalled_s
         if self._address.kind != FSSPEC:
             needed = "the address of a bucket, as in 'gs://bucket/birds'"
             raise InvalidOption(cannot(self._act, f"a {self._address.kind} address", needed, "Fetch it first"))
+        self.protocol = _protocol_of(self._address)
         try:
-            self._fs, root, _ = file_system_of(self._address, self._act)
+            self._fs, root, self.via = self._ask(lambda: _file_system_of(self._address, self._act))
         except ColabkitError:
             raise
-        except Exception as error:
-            raise self._failed(self._act, error) from None
+        except OSError as error:
+            raise self._unreadable(error) from None
         self._root = root.rstrip("/")
-        self._is_object: bool | None = None  # whether the address is that of one object
+        self._is_object: bool | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._address.text,)
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the address is that of one object; the file system is asked if nothing was listed yet."""
+        if self._is_object is None:
+            self._is_object = bool(self._fs.isfile(self._root))
+        return self._is_object
+
+    @property
+    def base_name(self) -> str:
+        """The last component of the address."""
+        return self._root.rpartition("/")[2]
 
     def list(self) -> Listing:
         """Return every object below the address, by one listing.
@@ -94,74 +119,76 @@ class BucketSource:
             TimedOut: if there was no answer in ten minutes, twice.
         """
         try:
-            found = answer_of(self._find, self.can_hang, _LISTING_S)
+            facts = self.find()
         except ColabkitError:
             raise
-        except Exception as error:
-            if isinstance(error, FileNotFoundError):
-                found = {}
-            else:
-                raise self._failed(self._act, error) from None
+        except OSError as error:
+            raise self._unreadable(error) from None
+        skipped = [(path, "its size is not known") for path, info in facts.items() if info.get("size") is None]
+        return Listing(tuple(items_of(facts)), tuple(skipped))
+
+    def find(self) -> dict[str, Mapping[str, Any]]:
+        """Return the file system's facts about every object, by its path below the address, in order.
+
+        Raises:
+            OSError: EIO, if it could not be listed this time; other errors as of `list`.
+        """
+        found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your access"
             raise SourceMissing(cannot(self._act, "nothing is there", "objects at this address", next_step))
         self._is_object = set(found) == {self._root}
-        items, skipped = [], []
-        folders: set[str] = set()
+        facts: dict[str, Mapping[str, Any]] = {}
         for key, info in found.items():
-            if info.get("type") == "directory" or (not info.get("size") and key.endswith("/")):
-                continue  # stores without folders mark them by empty objects
-            if key == self._root and not self._is_object:
-                continue  # such a mark too
-            path = self._inner_path(key)
-            if info.get("size") is None:
-                skipped.append((path, "its size is not known"))
-                continue
-            items.append(Item(path, int(info["size"]), _mtime_ns(info)))
-            while (path := path.rpartition("/")[0]) and path not in folders:
-                folders.add(path)
-        if clash := next((item.path for item in items if item.path in folders), None):
-            twice = f"{clash!r} is an object and a folder"
-            raise BadSource(cannot(self._act, twice, "one of them", "Rename the object"))
-        return Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)))
+            is_mark = not info.get("size") and (key.endswith("/") or (key == self._root and not self._is_object))
+            if info.get("type") != "directory" and not is_mark:
+                facts[self._inner_path(key)] = info
+        # Some stores mark a folder by an empty object of its name.
+        folders = {str(folder) for path in facts for folder in PurePosixPath(path).parents}
+        for path in facts.keys() & folders:
+            if facts.pop(path).get("size"):
+                twice = f"{self._address.scrubbed(path)!r} is an object and a folder"
+                raise BadSource(cannot(self._act, twice, "one of them", "Rename the object"))
+        return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object: a small one is got whole, a large one by the ranges that are read of it.
+        """Open an object: a small one is read whole, a large one by ranges.
 
         Raises:
             FetchFailed: if it is gone or may not be read.
             OSError: EIO, if it could not be read this time.
         """
-        if item.size > _WHOLE_BYTES:
+        if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))
 
     def read(self, item: Item, start: int | None = None, end: int | None = None) -> bytes:
         """Return an object's bytes, all or those from `start` to before `end`; errors as of `open`."""
-        try:
-            return bytes(self._fs.cat_file(self._key(item), start=start, end=end))
-        except Exception as error:
-            act = f"read {item.path!r} of {self.name!r}"
-            if (refused := refusal(self._address, act, error)) is not None:
-                raise refused from None
-            raise OSError(errno.EIO, self._told(error)) from None
+        with self._judged(f"read {item.path!r} of {self.name!r}"):
+            key = self._root if self.is_object else f"{self._root}/{item.path}" if self._root else item.path
+            return bytes(self._fs.cat_file(key, start=start, end=end))
 
     def close(self) -> None:
         """Do nothing: no object stays open."""
 
-    def _find(self) -> dict[str, Mapping[str, Any]]:
-        self._fs.invalidate_cache()
-        found: dict[str, Mapping[str, Any]] = self._fs.find(self._root, detail=True)
-        if set(found) == {self._root}:
-            return {self._root: self._fs.info(self._root)}  # find() may say nothing of it
-        return found
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Return what a call to the file system returns, unless it stalls twice."""
+        with self._judged(self._act):
+            return answer_of(call, self.can_hang, self._stalled_s or _LISTING_S)
 
-    def _key(self, item: Item) -> str:
-        if self._is_object is None:
-            self._is_object = bool(self._fs.isfile(self._root))
-        if self._is_object:
-            return self._root
-        return f"{self._root}/{item.path}" if self._root else item.path
+    def _found(self) -> dict[str, Mapping[str, Any]]:
+        self._fs.invalidate_cache()
+        own: Mapping[str, Any] = {"type": "directory"}
+        with suppress(FileNotFoundError):  # stores without folders know only what is below them
+            own = self._fs.info(self._root)
+        if own.get("type") != "directory" and own.get("size") != 0:
+            return {self._root: own}  # an object can be readable where nothing can be listed
+        try:
+            found: dict[str, Mapping[str, Any]] = self._fs.find(self._root, detail=True)
+        except FileNotFoundError:
+            found = {}
+        is_empty_object = own.get("type") != "directory" and not found.keys() - {self._root}
+        return {self._root: own} if is_empty_object else found
 
     def _inner_path(self, key: str) -> str:
         path = key.rpartition("/")[2] if self._is_object else key.removeprefix(self._root)
@@ -172,14 +199,38 @@ class BucketSource:
         found = f"an object named {self._address.scrubbed(key)!r}"
         raise BadSource(cannot(self._act, found, "names inside the folder", "Do not use a source like this"))
 
-    def _failed(self, act: str, error: Exception) -> FetchFailed:
-        """Return what an error means; its own text may hold secrets of the address."""
-        known = refusal(self._address, act, error)
-        needed = "a file system that answers"
-        return known or FetchFailed(cannot(act, self._told(error), needed, "Check the address, then run it again"))
+    def _unreadable(self, error: OSError) -> FetchFailed:
+        needed, next_step = "a file system that answers", "Check the address, then run it again"
+        return FetchFailed(cannot(self._act, error.strerror or "", needed, next_step))
 
-    def _told(self, error: Exception) -> str:
-        return self._address.scrubbed(f"{type(error).__name__}: {error}")
+    @contextmanager
+    def _judged(self, act: str) -> Iterator[None]:
+        """Translate errors of a file system, whose texts may hold secrets; `OSError` where another try may help."""
+        try:
+            yield
+        except ColabkitError:
+            raise
+        except (Exception, CancelledError) as error:
+            told = self._address.scrubbed(f"{type(error).__name__}: {error}")
+            if isinstance(error, FileNotFoundError):
+                found, needed, next_step = "nothing is at this address", "a file or folder", "Check the address"
+            elif type(error).__name__ in _LOGIN_ERRORS:
+                found, needed = f"it needs a login ({told})", "access to it"
+                next_step = _LOGINS.get(
+                    self.protocol, f"Give credentials as the package for {self.protocol}:// describes"
+                )
+            elif isinstance(error, _FINAL):
+                found, needed, next_step = told, "a file system that can be read", "Check the address"
+            else:
+                raise OSError(errno.EIO, told) from None
+            raise FetchFailed(cannot(act, found, needed, next_step)) from None
+
+
+def items_of(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
+    """Yield the objects whose size is known."""
+    for path, info in facts.items():
+        if info.get("size") is not None:
+            yield Item(path, int(info["size"]), _mtime_ns(info))
 
 
 class _Object(io.RawIOBase):
@@ -212,7 +263,9 @@ class _Object(io.RawIOBase):
         if not size:
             return b""
         if not self._held_at <= self._at < self._at + size <= self._held_at + len(self._held):
-            end = self._at + min(left, max(size, _RANGE_BYTES))
+            # Who reads small pieces in order wants the rest too; who reads blocks gets each by one request.
+            ahead = left if size < _RANGE_BYTES and self._item.size <= _WHOLE_BYTES else _RANGE_BYTES
+            end = self._at + min(left, max(size, ahead))
             self._held = self._bucket.read(self._item, self._at, end)
             self._held_at = self._at
         inside = self._at - self._held_at
@@ -238,19 +291,18 @@ def _mtime_ns(info: Mapping[str, Any]) -> int:
     return 0
 
 
-def protocol_of(address: Address) -> str:
-    """Return the protocol of an address, as in `"gs"`; of a chain that of its first link."""
+def _protocol_of(address: Address) -> str:
     return address.text.partition("://")[0].partition("::")[0].lower()
 
 
-def file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
+def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
     """Return the file system of an address, the path in it, and both programs' names for a report.
 
     Raises:
         MissingPackage: if fsspec or the protocol's package is not installed.
         InvalidOption: if fsspec does not know the protocol.
     """
-    protocol = protocol_of(address)
+    protocol = _protocol_of(address)
     purpose, package = f"to read {protocol}://", _PACKAGES.get(protocol)
     advice = f"Run pip install {package}" if package else ""
     fsspec = import_optional("fsspec", act, purpose, next_step=advice)
@@ -267,20 +319,3 @@ def file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
         told = address.scrubbed(error)
         raise InvalidOption(cannot(act, told, needed, "Check the part before ://")) from None
     return fs, root, f"fsspec {fsspec.__version__} ({protocol})"
-
-
-def refusal(address: Address, act: str, error: BaseException) -> FetchFailed | None:
-    """Return what an error of a file system means where trying again is of no use, None where it may be.
-
-    The error's own text may hold addresses with signatures: what is returned does not.
-    """
-    told = address.scrubbed(f"{type(error).__name__}: {error}")
-    if isinstance(error, FileNotFoundError):
-        return FetchFailed(cannot(act, "nothing is at this address", "a file or folder", "Check the address"))
-    if type(error).__name__ in _LOGIN_ERRORS:
-        protocol = protocol_of(address)
-        next_step = _LOGINS.get(protocol, f"Give credentials as the package for {protocol}:// describes")
-        return FetchFailed(cannot(act, f"it needs a login ({told})", "access to it", next_step))
-    if isinstance(error, _FINAL):
-        return FetchFailed(cannot(act, told, "a file system that can be read", "Check the address"))
-    return None

@@ -70,6 +70,7 @@ class Reading:
         on_wait: called some times a second while nothing comes.
         place: puts a block of a large item where it goes. Of a source that cannot hang it is called by the threads that
             read, which then hold one buffer each; the blocks that come out have no data any more.
+        stalled_s: seconds without a byte after which a read of a source that can hang is given up; by default 60.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Reading:
         retries: Retries,
         on_wait: Callable[[], None] | None = None,
         place: Callable[[Block], None] | None = None,
+        stalled_s: float | None = None,
     ) -> None:
         self._source = source
         self._threads = threads
@@ -91,7 +93,7 @@ class Reading:
         self._shared: set[SharedFile] = set()
         self._before: Callable[[], None] | None = None
         if source.can_hang:
-            self._calls = Calls(self._read, self._level, STALLED_S, on_wait)
+            self._calls = Calls(self._read, self._level, stalled_s or STALLED_S, on_wait)
 
     def begin(self, item: Item) -> bool:
         """Begin to read a small item before all is known that will be wanted; return whether it was.

@@ -1,0 +1,144 @@
+"""Files and folders of any fsspec file system, read concurrently and resumed block by block."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from colabkit.foundation import (
+    BadSource,
+    ColabkitError,
+    FetchFailed,
+    FileFailed,
+    SourceChanged,
+    SourceMissing,
+    TimedOut,
+    cannot,
+    file_changes,
+    format_seconds,
+    partials,
+)
+from colabkit.storage.addresses import safe_name
+from colabkit.storage.fetching.sinks import digests_of
+from colabkit.storage.fetching.transfer import Again, Fetched, FetchJob, sync_file
+from colabkit.storage.sources.bucket import BucketSource, items_of
+from colabkit.storage.sources.concurrency import answer_of
+from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
+from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.reads import Retries
+from colabkit.storage.staging.writer import Copy
+
+_VERSION_FIELDS = frozenset(
+    {
+        *("ETag", "etag", "md5Hash", "md5", "crc32c", "generation", "checksum", "oid", "blob_id", "sha", "sha256"),
+        *("version_id", "VersionId", "mtime", "modified", "LastModified", "last_modified", "updated", "created"),
+    }
+)
+
+
+def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
+    """Fetch the file, or every file below the folder, into the partial.
+
+    Raises:
+        MissingPackage: if fsspec or the protocol's package is not installed.
+        FetchFailed: if it cannot be fetched.
+        TimedOut: if the file system did not answer in time.
+        TargetExists: if something else is at the final path.
+    """
+    try:
+        download = _BucketDownload(job, kept)
+        return job.try_until_done(download.attempt, download.can_resume)
+    except (SourceMissing, BadSource) as error:
+        raise FetchFailed(str(error)) from None
+
+
+class _BucketDownload:
+    def __init__(self, job: FetchJob, kept: partials.KeptPartial) -> None:
+        self.job, self.kept = job, kept
+        self.bucket = BucketSource(job.address.text, job.act, job.timeout)
+
+    def can_resume(self) -> bool:
+        """Return whether the next call can use what has come: its version is known."""
+        return bool(self.kept.record.get("validator") and file_changes.disk_bytes(self.kept.data))
+
+    def attempt(self) -> Fetched:
+        """List what is there and read what is missing."""
+        retries = Retries()
+        try:
+            return self._fetch(retries)
+        except TimedOut:
+            found = f"no answer of {self.bucket.protocol}:// in {format_seconds(self.job.timeout)}, twice"
+            next_step = "Check the network or allow more seconds with timeout=, then run it again"
+            next_step = self.job.advice(next_step, self.can_resume())
+            raise TimedOut(cannot(self.job.act, found, "one in this time", next_step)) from None
+        except SourceChanged:
+            raise self._start_over() from None
+        except FileFailed as error:
+            # Its cause holds what the file system said, without secrets; the job's message has an act of its own.
+            cause = error.__cause__
+            found = str(cause.strerror if isinstance(cause, OSError) else error)
+            raise Again(found, "Run it again") from None
+        finally:
+            self.job.retries += retries.count
+
+    def _facts(self) -> dict[str, Mapping[str, Any]]:
+        try:
+            return self.bucket.find()
+        except ColabkitError:
+            raise
+        except OSError as error:
+            raise Again(error.strerror or "", "Run it again") from None
+
+    def _fetch(self, retries: Retries) -> Fetched:
+        job, kept, bucket = self.job, self.kept, self.bucket
+        facts = self._facts()
+        version = _version_of_all(facts)
+        is_folder = not bucket.is_object
+        name = safe_name(bucket.base_name) or "download"
+        final = job.admit(name, version, is_folder=is_folder)
+        if not version or kept.record.get("validator") != version:
+            kept.start_over()
+            kept.note(validator=version)
+        items = list(items_of(facts))
+        sizes = {item.path: item.size for item in items}
+        with Copy(bucket.name, kept.data, kept.folder / "journal") as copy:
+            copy.go_on(items)
+            have = sum(min(BLOCK_BYTES, sizes[path] - at) for path, crcs in copy.crcs.items() for at in crcs)
+            file_changes.check_space(job.act, sum(sizes.values()) - have, final)
+            job.begin(have, sum(sizes.values()) if len(items) == len(facts) else None)
+            with Reading(bucket, "auto", retries, stalled_s=job.timeout) as reading:
+                for block in reading.blocks(copy.wanted(bucket, items)):
+                    copy.write(block)
+                    job.advance(block.size)
+            for inside in facts.keys() - sizes.keys():
+                self._read_unsized(copy, inside)
+        if _version_of_all(self._facts()) != version:
+            raise self._start_over()
+        for inside in facts:
+            sync_file(kept.data / inside)
+        path = kept.data if is_folder else kept.data / next(iter(facts))
+        return Fetched(path, name, bucket.via, version, len(facts), digests_of(path, job.wanted))
+
+    def _read_unsized(self, copy: Copy, path: str) -> None:
+        """Read a file whose size its file system does not know, in one piece."""
+        data = answer_of(lambda: self.bucket.read(Item(path, 0)), True, self.job.timeout)
+        blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+        copy.write_whole(Item(path, len(data)), blocks)
+        self.job.advance(len(data))
+
+    def _start_over(self) -> Again:
+        self.kept.start_over()
+        return Again("it changed while it was fetched", "Run it again when it is at rest", is_anew=True)
+
+
+def _version_of_all(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a digest of the files' versions, empty if a file system knows no more of a file than its size."""
+    versions = {path: _version(info) for path, info in facts.items()}
+    return hashlib.sha256(json.dumps(versions).encode()).hexdigest() if all(versions.values()) else ""
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    found = {field: str(info[field]) for field in sorted(_VERSION_FIELDS & info.keys()) if info[field]}
+    return json.dumps([info.get("size"), found]) if found else ""
