@@ -24,7 +24,8 @@ class KFoldReport(Report):
 
     Attributes:
         folds: for each fold what was returned for it: the report of `train()`, or numbers.
-        values: for each fold its numbers: the last of the training and of the validation, which win.
+        values: for each fold its numbers: the last of the training, and of the validation as `val_loss` where both
+            have a number of that name.
         mean: of each number over the folds that have it.
         spread: standard deviation of each number over these folds (of a sample); 0 for a single one, NaN where one
             of them is not finite.
@@ -122,7 +123,7 @@ def _spread(column: Sequence[float]) -> float:
 
 def _numbers(report: Any) -> Mapping[str, float]:
     if isinstance(report, TrainReport):
-        return {**report.epochs[-1].values, **report.epochs[-1].validation} if report.epochs else {}
+        return report.epochs[-1].shown if report.epochs else {}
     if isinstance(report, Mapping) and all(is_number(value) for value in report.values()):
         return {str(name): float(value) for name, value in report.items()}
     found = f"run returned {kind_of(report)}"

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, MetersSnapshot, TrainingDiverged, cannot, kind_of
+from colabkit.foundation import InvalidOption, MetersSnapshot, TrainingDiverged, cannot, kind_of, meters
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,7 @@ class EpochRecord:
     @property
     def shown(self) -> dict[str, float]:
         """All numbers by label: those of a validation as `val_loss`, where training has a number of that name too."""
-        shared = {"loss", "accuracy", *self.values}
-        judged = {f"val_{name}" if name in shared else name: value for name, value in self.validation.items()}
-        return {**self.values, **judged}
+        return {**self.values, **meters.label_validation(self.validation, self.values)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,7 @@ class TrainingRun:
         return not strength
 
     def _validate(self, begun: EpochProgress) -> None:
-        """Validator the state; after a resume this comes first if it was interrupted here."""
+        """Validate the state; after a resume this comes first if it was interrupted here."""
         begun.is_validation_due = True
         random = random_state() if self._saving.folder is not None else None
         received, began = self._loader.received, time.monotonic()
@@ -297,6 +297,7 @@ class TrainingRun:
         begun.is_validation_due = False
         begun.validation = found
         self._validations.append(Validation(self._steps, found))
+        meters.publish(meters.ValidationDone(self._steps, found))
         if not self._judge.is_by_epoch:
             self._judged(found)
             if self._judge.is_best and not self._is_last(begun):

@@ -51,6 +51,18 @@ def test_it_runs_beside_training(loader: colabkit.Loader) -> None:
     assert "Loss        0.25" in screen.frames[-1][1]
 
 
+def test_the_loss_of_a_validation_stands_beside_that_of_training(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    with Dashboard(screen, machine=machine):
+        step = lambda batch: {"loss": 0.25, "accuracy": 0.9}  # noqa: E731
+        train(step, loader, validate=lambda: {"loss": 0.5, "accuracy": 0.8, "auc": 0.7})
+    html, text, _ = screen.frames[-1]
+    beside = "val_loss 0.5 · accuracy 0.9 · val_accuracy 0.8 · auc 0.7"
+    (line,) = [line for line in text.splitlines() if line.startswith("  Loss        0.25 ")]
+    assert line.endswith(f" · {beside}")
+    assert f"<b>0.25</b> &#8194;{beside}" in html
+
+
 def test_it_runs_beside_a_plain_data_loader_that_is_watched() -> None:
     screen = Frames()
     watched = colabkit.watch(DataLoader(TensorDataset(torch.zeros(80, 2)), batch_size=1))

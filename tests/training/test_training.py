@@ -373,6 +373,13 @@ def test_events_tell_the_run_from_start_to_end(tmp_path, data, heard):
     assert [event.step for event in heard if isinstance(event, meters.StepDone)] == [7, 8, 9, 10, 11, 12]
 
 
+def test_each_validation_is_an_event(data, heard):
+    numbers = iter((0.5, 0.25))
+    train(nothing, Loader(data, 4), epochs=2, validate=lambda: {"loss": next(numbers)})
+    found = [event for event in heard if isinstance(event, meters.ValidationDone)]
+    assert found == [meters.ValidationDone(6, {"loss": 0.5}), meters.ValidationDone(12, {"loss": 0.25})]
+
+
 def test_no_epochs_train_nothing_and_negative_ones_are_refused(data, heard):
     report = train(nothing, Loader(data, 4), epochs=0)
     assert (report.epochs, report.samples_per_s) == ((), 0.0)

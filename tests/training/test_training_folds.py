@@ -49,10 +49,13 @@ def test_reports_of_train_are_compared_by_their_last_numbers(tmp_path, data):
 
     report = colabkit.k_fold(run, data, folds=3, seed=1)
     assert [fold.trained for fold in report.folds] == [1, 1, 1]
-    assert set(report.mean) == {"loss", "accuracy"}
-    expected = sum(fold.epochs[-1].validation["accuracy"] for fold in report.folds) / 3
-    assert report.mean["accuracy"] == pytest.approx(expected)
-    assert "accuracy" in report._repr_html_()
+    assert list(report.mean) == ["loss", "accuracy", "val_loss", "val_accuracy"]
+    for name in ("loss", "accuracy"):
+        expected = [getattr(fold.epochs[-1], part)[name] for part in ("values", "validation") for fold in report.folds]
+        assert report.mean[name] == pytest.approx(sum(expected[:3]) / 3)
+        assert report.mean[f"val_{name}"] == pytest.approx(sum(expected[3:]) / 3)
+    assert "val_loss" in repr(report)
+    assert "val_accuracy" in report._repr_html_()
     again = colabkit.k_fold(run, data, folds=3, seed=1)
     assert [fold.trained for fold in again.folds] == [0, 0, 0]
     assert again.mean == report.mean

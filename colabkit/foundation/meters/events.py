@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -68,17 +68,36 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class ValidationDone:
+    """A validation is over: after how many steps in all, and the numbers that `validate` returned."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """`train()` ends; `error` is the exception's name when it did not end by itself."""
 
     error: str | None
 
 
-Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | RunEnded
+Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | ValidationDone | RunEnded
 Listener: TypeAlias = Callable[[Event], None]
 
 _listeners: list[Listener] = []
 os.register_at_fork(after_in_child=_listeners.clear)  # a panel is its own process's
+
+
+def label_validation(values: Mapping[str, float], training: Iterable[str]) -> dict[str, float]:
+    """Return the numbers of a validation by label: as `val_loss` where training has a number of that name too.
+
+    Args:
+        values: the numbers.
+        training: names of the numbers of training.
+    """
+    shared = {"loss", "accuracy", *training}
+    return {f"val_{name}" if name in shared else name: value for name, value in values.items()}
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:

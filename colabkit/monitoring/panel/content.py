@@ -54,6 +54,7 @@ class PanelState:
         data_bytes_per_s: bytes a second that the loader read or, where it counts no reads, gathered.
         queue_rate: how full the queue of ready batches was, in [0, 1].
         values: what a step returned lately.
+        validation: what the last validation returned, by label, as in `"val_loss"`.
         host: the machine.
         gpu_number: which of the machine's GPUs the batches go to.
         load_curve: utilisation of that GPU or, without one, of the CPUs, in [0, 1].
@@ -78,6 +79,7 @@ class PanelState:
     data_bytes_per_s: float | None = None
     queue_rate: float | None = None
     values: Mapping[str, float] = field(default_factory=dict)
+    validation: Mapping[str, float] = field(default_factory=dict)
     host: HostSnapshot | None = None
     gpu_number: int = 0
     load_curve: tuple[float, ...] = ()
@@ -250,9 +252,11 @@ def advised(state: PanelState) -> Advised:
 
 
 def values(state: PanelState) -> str:
-    """Return what a step returned beside its loss."""
-    rest = [(name, value) for name, value in state.values.items() if name != "loss"]
-    return " · ".join(f"{clipped(name, 24)} {_number(value)}" for name, value in rest[:_MOST_VALUES])
+    """Return what stands beside the loss: each number of a validation follows its counterpart of training."""
+    found = {**state.values, **state.validation}
+    names = [label for name in ("loss", *found) for label in (name, f"val_{name}") if label in found]
+    rest = [name for name in dict.fromkeys(names) if name != "loss"]
+    return " · ".join(f"{clipped(name, 24)} {_number(found[name])}" for name in rest[:_MOST_VALUES])
 
 
 def cost(state: PanelState) -> str:

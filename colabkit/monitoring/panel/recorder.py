@@ -50,6 +50,7 @@ class RunRecorder:
         self._waiting_s = 0.0
         self._window: deque[tuple[float, MetersSnapshot]] = deque()
         self._values = StepValues()
+        self._validation: Mapping[str, float] = {}
         self._next_point_s = 0.0
         self._next_look_s = 0.0
         self._diagnosis: Diagnosis | None = None
@@ -57,6 +58,7 @@ class RunRecorder:
         self._noters: dict[type, Callable[[Any], None]] = {
             meters.BatchTaken: self._batch_taken,
             meters.StepDone: self._step_done,
+            meters.ValidationDone: self._validated,
             meters.Waiting: self._waits,
             meters.EpochStarted: self._epoch_started,
             meters.RunStarted: self._run_started,
@@ -87,6 +89,9 @@ class RunRecorder:
         self._values.note(event.values)
         self._epoch, self._step = event.epoch + 1, event.step_in_epoch
         self._noted_steps += 1
+
+    def _validated(self, event: meters.ValidationDone) -> None:
+        self._validation = event.values
 
     def _waits(self, event: meters.Waiting) -> None:
         if event.meters is self._meters:
@@ -150,6 +155,7 @@ class RunRecorder:
             data_bytes_per_s=data,
             queue_rate=queue,
             values=self._values.values,
+            validation=meters.label_validation(self._validation, self._values.values),
             host=machine.latest,
             gpu_number=number,
             load_curve=_loads(seen, number),
