@@ -14,12 +14,12 @@ from .format.layout import SAMPLES as SAMPLES
 from .labels.folders import ClassTree as ClassTree
 from .labels.folders import class_tree as class_tree
 from .labels.labelling import label_samples as label_samples
+from .packing.api import PackReport as PackReport
 from .packing.api import pack as pack
 from .packing.options import Size as Size
 from .packing.options import height_and_width as height_and_width
-from .packing.reports import PackReport as PackReport
-from .packing.reports import VerifyReport as VerifyReport
+from .packing.verification import VerifyReport as VerifyReport
 from .packing.verification import verify as verify
 from .preparing.api import prepare as prepare
-from .preparing.report import PreparedPack as PreparedPack
-from .preparing.report import PrepareReport as PrepareReport
+from .preparing.prepared_pack import PreparedPack as PreparedPack
+from .preparing.prepared_pack import PrepareReport as PrepareReport

@@ -30,7 +30,7 @@ HOSTILE = (
 OWN = (
     "foundation/reports.py",
     "packs/dataset/opened_pack.py",
-    "packs/preparing/report.py",
+    "packs/preparing/prepared_pack.py",
     "storage/probing/report.py",
 )
 

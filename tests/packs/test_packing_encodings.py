@@ -176,7 +176,7 @@ def test_auto_stores_no_pixels_that_would_not_fit(tmp_path, tree, monkeypatch, s
         monkeypatch.setattr(file_plan.file_changes, "free_bytes", lambda path: fitting)
     report = pack(tree, tmp_path / "whole.h5", progress=False)
     assert report.encoding == "source"
-    assert "more than fits in disk and RAM, so files as they are" in report.note
+    assert "more than fits in disk and RAM, so files stay unchanged" in report.note
     monkeypatch.setattr(file_plan, "memory_limits", lambda read: SimpleNamespace(available_bytes=20_000))
     report = pack(tree, tmp_path / "sized.h5", size=24, quality=60, progress=False)
     assert (report.encoding, report.sample_shape) == ("jpeg", (24, 24, 3))

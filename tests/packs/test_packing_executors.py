@@ -29,10 +29,9 @@ from trees import leftovers, make_tree
 from colabkit.errors import BadImage, InvalidOption, PackingFailed
 from colabkit.packs.format.layout import Field
 from colabkit.packs.packing import sample_writer, shard_tasks, shards
-from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.api import PackReport, pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
 from colabkit.packs.packing.pack_plan import FieldTable, PackPlan
-from colabkit.packs.packing.reports import PackReport
 from colabkit.packs.packing.shard_tasks import ShardTask
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item

@@ -15,8 +15,7 @@ from trees import leftovers, make_tree
 from colabkit.errors import BadImage, BadSource, Corrupt, InvalidOption, SourceMissing, TargetExists
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.reports import PackReport
+from colabkit.packs.packing.api import PackReport, pack
 from colabkit.packs.packing.verification import verify
 
 ROW = 6 * 5 * 3

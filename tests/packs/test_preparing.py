@@ -22,7 +22,7 @@ from colabkit.notebook.command_line import main
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.api import prepare
-from colabkit.packs.preparing.report import PreparedPack
+from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.storage.staging import targets
 
 

@@ -24,7 +24,7 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing import api as preparing
 from colabkit.packs.preparing.api import prepare
-from colabkit.packs.preparing.report import PreparedPack
+from colabkit.packs.preparing.prepared_pack import PreparedPack
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,16 @@ from colabkit.foundation import (
     ColabkitError,
     InvalidOption,
     ProgressBar,
+    Report,
     TargetExists,
     cannot,
     check_whole_number,
     file_changes,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    format_things,
     parse_bytes,
     user_path,
 )
@@ -30,11 +36,10 @@ from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.file_plan import FileCollection
-from colabkit.packs.packing.in_memory import is_arrays, is_dataset, plan_arrays, plan_dataset
-from colabkit.packs.packing.options import Fields, PackOptions, Size, checked_options
+from colabkit.packs.packing.memory_plan import is_arrays, is_dataset, plan_arrays, plan_dataset
+from colabkit.packs.packing.options import Fields, PackOptions, Size
 from colabkit.packs.packing.pack_plan import Encoding, OnBad, PackPlan, UnequalSample
 from colabkit.packs.packing.pack_writer import WrittenPack
-from colabkit.packs.packing.reports import PackReport
 from colabkit.packs.packing.shard_tasks import check_executor
 from colabkit.packs.packing.shards import SHARD_BYTES, reclaim, write_shards, write_single
 from colabkit.packs.packing.verification import shards_of
@@ -58,6 +63,82 @@ from colabkit.storage import (
 
 _PACKED = (*TAR_SUFFIXES, ".zip", ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
 """How the names of objects in a bucket end that hold many samples, and so are staged whole."""
+
+_LISTED = 5
+
+
+@dataclass(frozen=True, repr=False)
+class PackReport(Report):
+    """What `pack()` made.
+
+    Attributes:
+        path: the pack; of several shards its index.
+        source: where its samples came from.
+        splits: samples of each split.
+        classes: class names; a label is an index into them.
+        encoding: `raw`, `source`, `jpeg`, or `array` for what came as arrays.
+        sample_shape: height, width and channels of every image, or the shape of every array; () where they differ.
+        pack_bytes: length of the pack, all shards together.
+        shards: how many files hold the samples.
+        seconds: how long it took.
+        made_by: what made the samples: processes, threads, tasks of an executor.
+        retries: reads that failed and were tried again.
+        left_out: files that are no samples, with the reason.
+        bad: samples that could not be decoded, with the reason.
+        note: what there is to say of the encoding that was chosen.
+        reused: whether the same pack was there already.
+    """
+
+    path: Path
+    source: str
+    splits: Mapping[str, int]
+    classes: tuple[str, ...]
+    encoding: str
+    sample_shape: tuple[int, ...]
+    pack_bytes: int
+    shards: int
+    seconds: float
+    made_by: str
+    retries: int
+    left_out: tuple[tuple[str, str], ...]
+    bad: tuple[tuple[str, str], ...]
+    note: str
+    reused: bool
+
+    def __fspath__(self) -> str:
+        """Return the path, so that the report stands for its pack."""
+        return str(self.path)
+
+    def _summary(self) -> str:
+        samples = sum(self.splits.values())
+        shape = f" {'x'.join(map(str, self.sample_shape))}" if self.sample_shape else ""
+        kind = "sample" if self.encoding == "array" else "image"
+        size = f"{format_things(samples, kind)}{shape}, {format_bytes(self.pack_bytes)}"
+        size += f" in {self.shards} shards" if self.shards > 1 else ""
+        if self.reused:
+            return f"Already packed at {str(self.path)!r}: {size}; overwrite=True packs it again"
+        rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
+        notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
+        if self.left_out:
+            path, why = self.left_out[0]
+            notes += f", {format_things(len(self.left_out), 'other file')} left out, as {path!r} ({why})"
+        text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
+        if self.bad:
+            path, why = self.bad[0]
+            text += f"\n{format_things(len(self.bad), 'bad file')}, first {path!r} ({why}); .bad lists them"
+        return f"{text}\nEncoding {self.encoding}: {self.note}" if self.note else text
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            ("path", str(self.path)),
+            ("source", self.source),
+            ("splits", ", ".join(f"{split} {format_count(count)}" for split, count in self.splits.items())),
+            ("classes", f"{len(self.classes)}: {', '.join(self.classes[:12])}" if self.classes else "none"),
+            ("encoding", self.encoding),
+            ("made by", self.made_by or "an earlier call"),
+            ("left out", _listed(self.left_out)),
+            ("bad", _listed(self.bad)),
+        ]
 
 
 def pack(
@@ -131,19 +212,7 @@ def pack(
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
     opened = None if in_memory else _opened(source, overwrite=overwrite, progress=progress)
     act = f"pack {in_memory if opened is None else opened.name!r}"
-    options = checked_options(
-        act,
-        size=size,
-        encoding=encoding,
-        quality=quality,
-        channels=channels,
-        labels=labels,
-        splits=splits,
-        fields=fields,
-        seed=seed,
-        on_bad=on_bad,
-        max_bad=max_bad,
-    )
+    options = PackOptions(act, size, encoding, quality, channels, labels, splits, fields, seed, on_bad, max_bad)
     check_threads(act, threads)
     check_executor(act, executor)
     if isinstance(shard_bytes, str):
@@ -305,3 +374,8 @@ def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> Pack
         note=meta["options"].get("note") or "",
         reused=written is None,
     )
+
+
+def _listed(files: tuple[tuple[str, str], ...]) -> str:
+    more = f"; and {len(files) - _LISTED} more" if len(files) > _LISTED else ""
+    return "; ".join(f"{name!r} ({why})" for name, why in files[:_LISTED]) + more or "nothing"

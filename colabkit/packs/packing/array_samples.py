@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of
-from colabkit.packs.format.layout import SAMPLES, Field
+from colabkit.packs.format.layout import SAMPLES, Field, Indices
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
     Column,
     MemorySampleMaker,
     SampleField,
-    SampleNumbers,
     is_storable,
 )
 
 IMAGE_CHANNELS = (1, 3)
 _STEP_BYTES = 8 << 20
 
-Blobs: TypeAlias = tuple[bytes, ...]
-"""Text or bytes, one for each sample."""
 Rows: TypeAlias = Any
 """An array whose rows are samples: NumPy's, or one that gives NumPy arrays for slices, as `h5py.Dataset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextColumn:
+    """Text as UTF-8, or bytes, one for each sample."""
+
+    values: tuple[bytes, ...]
+    content: Literal["text", "bytes"]
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 def is_array(value: object) -> bool:
@@ -34,13 +43,10 @@ def is_array(value: object) -> bool:
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
-def rows_of(act: str, name: str, value: Any) -> tuple[Rows | Blobs, str]:
-    """Return an array with what it holds: `array`, `text` or `bytes`.
+def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
+    """Return an array of numbers, or the text or bytes of a list or array; raises `InvalidOption` for anything else.
 
     Arrays of NumPy, memory maps too, and tensors on the CPU are not copied; what gives slices is not read yet.
-
-    Raises:
-        InvalidOption: if it is no array of numbers or text.
     """
     if hasattr(value, "numpy") and hasattr(value, "detach"):
         value = value.detach().cpu()
@@ -57,18 +63,18 @@ def rows_of(act: str, name: str, value: Any) -> tuple[Rows | Blobs, str]:
         found = f"{name} is {kind_of(value)} that is no array ({' '.join(str(error).split()):.80})"
         raise InvalidOption(cannot(act, found, "numbers of one shape, or text", "Convert it")) from error
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
-        return _blobs_of(act, name, rows)
+        return _text_column(act, name, rows)
     if not is_storable(rows.dtype):
         raise InvalidOption(cannot(act, f"{name} has the dtype {rows.dtype}", "numbers or text", "Convert it"))
-    return rows, "array"
+    return rows
 
 
-def _blobs_of(act: str, name: str, rows: npt.NDArray[Any]) -> tuple[Blobs, str]:
+def _text_column(act: str, name: str, rows: npt.NDArray[Any]) -> TextColumn:
     values = rows.tolist()
     if rows.ndim == 1 and all(isinstance(value, str) for value in values):
-        return tuple(value.encode("utf-8", "surrogateescape") for value in values), "text"
+        return TextColumn(tuple(value.encode("utf-8", "surrogateescape") for value in values), "text")
     if rows.ndim == 1 and all(isinstance(value, bytes) for value in values):
-        return tuple(values), "bytes"
+        return TextColumn(tuple(values), "bytes")
     told = f"{name} holds Python objects" if rows.ndim == 1 else f"{name} holds text of shape {list(rows.shape)}"
     odd = next((value for value in values if not isinstance(value, str)), None) if rows.ndim == 1 else None
     told += f", {kind_of(odd)} among them" if odd is not None else ""
@@ -76,86 +82,80 @@ def _blobs_of(act: str, name: str, rows: npt.NDArray[Any]) -> tuple[Blobs, str]:
 
 
 class ArraySampleMaker(MemorySampleMaker):
-    """Takes samples from arrays, one array a field.
+    """Takes samples from arrays, one array a field and split.
 
     Args:
-        parts: for each split its arrays by field, `X` first, but without labels; all alike.
-        contents: of the fields: `array`, `text` or `bytes`.
-        chosen: numbers of the samples that there are, counted through all parts; None for all.
+        columns: for each field its arrays, split after split; `X` first, no labels.
+        chosen: numbers of the samples that there are, counted through all splits; None for all.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Mapping[str, Rows | Blobs]],
-        contents: Mapping[str, str],
-        chosen: SampleNumbers | None = None,
-    ) -> None:
-        self._parts = list(parts)
-        self._contents = dict(contents)
+    def __init__(self, columns: Mapping[str, Sequence[Rows | TextColumn]], chosen: Indices | None = None) -> None:
+        self._columns = columns
         self._chosen = chosen
-        self._ends = np.cumsum([len(part[SAMPLES]) for part in parts])
-        self.fields = tuple(_made(name, array, contents[name]) for name, array in parts[0].items())
+        self._ends = np.cumsum([len(array) for array in columns[SAMPLES]])
+        self.fields = tuple(_field(name, arrays[0]) for name, arrays in columns.items())
 
     def path(self, number: int) -> str:
         """Return the sample's number as text."""
         return f"sample {number}"
 
-    def lengths(self, numbers: SampleNumbers) -> SampleNumbers | None:
+    def lengths(self, numbers: Indices) -> Indices | None:
         """Return the bytes of each sample's text; None if samples are rows."""
         if not self.fields[0].field.is_ragged:
             return None
-        blobs = self._column(self.fields[0], numbers)
-        return np.fromiter(map(len, blobs), np.int64, len(blobs))
+        texts = self._column(self.fields[0], numbers)
+        return np.fromiter(map(len, texts), np.int64, len(texts))
 
-    def columns(self, numbers: SampleNumbers, on_bad: BadHandler) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
         """Return each field of many samples, without a copy where rows lie side by side."""
         return tuple(self._column(made, numbers) for made in self.fields)
 
-    def subset(self, numbers: SampleNumbers) -> ArraySampleMaker:
+    def subset(self, numbers: Indices) -> ArraySampleMaker:
         """Return these samples only; nothing is copied before it is written or pickled."""
-        chosen = numbers if self._chosen is None else self._chosen[numbers]
-        return ArraySampleMaker(self._parts, self._contents, chosen)
+        return ArraySampleMaker(self._columns, numbers if self._chosen is None else self._chosen[numbers])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        count = int(self._ends[-1]) if self._chosen is None else len(self._chosen)
-        columns = (self._column(made, np.arange(count)) for made in self.fields)
-        plain = (tuple(one) if isinstance(one, list) else one for one in columns)
-        part = dict(zip((made.field.name for made in self.fields), plain, strict=True))
-        return ArraySampleMaker, ([part], self._contents)
+        every = np.arange(self._ends[-1] if self._chosen is None else len(self._chosen))
+        columns = {}
+        for made in self.fields:
+            column, content = self._column(made, every), made.field.content
+            columns[made.field.name] = [TextColumn(tuple(column), content) if made.field.is_ragged else column]  # type: ignore[arg-type]
+        return ArraySampleMaker, (columns,)
 
-    def _column(self, made: SampleField, numbers: SampleNumbers) -> Any:
+    def _column(self, made: SampleField, numbers: Indices) -> Any:
         rows = numbers if self._chosen is None else self._chosen[numbers]
         owners = np.searchsorted(self._ends, rows, "right")
         pieces: list[Any] = []
-        for owner in dict.fromkeys(owners.tolist()):  # samples of one split lie in one part
-            array = self._parts[owner][made.field.name]
+        for owner in dict.fromkeys(owners.tolist()):  # samples of one split lie in one array
+            array = self._columns[made.field.name][owner]
             mine = rows[owners == owner] - (int(self._ends[owner - 1]) if owner else 0)
-            if isinstance(array, tuple):
-                pieces.append([array[row] for row in mine.tolist()])
+            if isinstance(array, TextColumn):
+                pieces += [array.values[row] for row in mine.tolist()]
             else:
-                pieces.append(np.ascontiguousarray(_taken(array, mine), made.dtype))
+                pieces.append(np.ascontiguousarray(_take(array, mine), made.dtype))
         if made.field.is_ragged:
-            return [blob for piece in pieces for blob in piece]
+            return pieces
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def check_alike(
-    act: str, name: str, first: tuple[Rows | Blobs, str] | None, other: tuple[Rows | Blobs, str] | None
-) -> None:
-    """Refuse a field that is not of the same kind in two splits, each as `rows_of` gives it; raises `InvalidOption`."""
+def check_alike(act: str, name: str, first: Rows | TextColumn | None, other: Rows | TextColumn | None) -> None:
+    """Refuse a field that is not of the same kind in two splits; raises `InvalidOption`."""
     if first is None or other is None:
         found = f"the field {name!r} in some splits only"
         raise InvalidOption(cannot(act, found, "the same fields in all", "Leave it out, or give it for all"))
-    given = first, other
-    one, two = (kind if isinstance(rows, tuple) else f"{rows.dtype} {list(rows.shape[1:])}" for rows, kind in given)
+    one, two = (
+        given.content if isinstance(given, TextColumn) else f"{given.dtype} {list(given.shape[1:])}"
+        for given in (first, other)
+    )
     if one != two:
         found = f"{name!r} of {one} in one split and of {two} in another"
         raise InvalidOption(cannot(act, found, "the same kind, shape and dtype", "Convert one of them"))
 
 
-def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | Blobs]) -> None:
+def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn]) -> None:
     """Refuse arrays that have not as many rows, or none; raises `InvalidOption` or `BadSource`."""
-    counts = {name: None if not isinstance(one, tuple) and not one.shape else len(one) for name, one in arrays.items()}
+    is_single = {name: not isinstance(one, TextColumn) and not one.shape for name, one in arrays.items()}
+    counts = {name: None if is_single[name] else len(one) for name, one in arrays.items()}
     for name, count in counts.items():
         if count is None or count != counts[SAMPLES]:
             told = f"{name} of {split!r} has {'no' if count is None else count} samples and X {counts[SAMPLES] or 0}"
@@ -164,36 +164,31 @@ def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | Blobs]) -> N
         raise BadSource(cannot(act, f"no samples in {split!r}", "at least one", "Leave the split out"))
 
 
-def digest_of_rows(rows: Rows | Blobs, content: str) -> list[Any]:
-    """Return plain values that other arrays do not have: what they hold or their dtype, shape and CRC32s."""
-    if isinstance(rows, tuple):
-        return [content, len(rows), crc32(b"".join(rows)), crc32(np.fromiter(map(len, rows), np.int64, len(rows)).data)]
-    crc = 0
-    for piece in _pieces(rows):
-        crc = crc32(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data, crc)
-    return [rows.dtype.str, list(rows.shape), crc]
+def digest_of_column(column: Rows | TextColumn) -> list[Any]:
+    """Return plain values that other arrays do not have: the content or dtype, the shape, CRC32s."""
+    if isinstance(column, TextColumn):
+        lengths = np.fromiter(map(len, column.values), np.int64, len(column))
+        return [column.content, len(column), crc32(b"".join(column.values)), crc32(lengths.data)]
+    crc, step = 0, _rows_at_once(column)
+    for start in range(0, len(column), step):
+        crc = crc32(np.ascontiguousarray(column[start : start + step]).reshape(-1).view(np.uint8).data, crc)
+    return [column.dtype.str, list(column.shape), crc]
 
 
-def _pieces(rows: Rows) -> Iterator[npt.NDArray[Any]]:
-    step = _step(rows)
-    for start in range(0, len(rows), step):
-        yield np.asarray(rows[start : start + step])
-
-
-def _step(rows: Rows) -> int:
-    """Return how many rows are read at once."""
+def _rows_at_once(rows: Rows) -> int:
+    """Return how many rows are read in one piece."""
     row_bytes = int(np.prod(rows.shape[1:], dtype=np.int64)) * int(rows.dtype.itemsize)
     return max(1, _STEP_BYTES // max(1, row_bytes))
 
 
-def _taken(array: Rows, rows: SampleNumbers) -> npt.NDArray[Any]:
+def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
     """Return rows of an array, side by side or not; of one in a file, what lies between is read too, step by step."""
     if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return np.asarray(array[int(rows[0]) : int(rows[-1]) + 1])
     if isinstance(array, np.ndarray):
         return array[rows]
     order = np.argsort(rows)
-    ordered, step = rows[order], _step(array)
+    ordered, step = rows[order], _rows_at_once(array)
     found = np.empty((len(rows), *array.shape[1:]), array.dtype)
     at = 0
     while at < len(rows):
@@ -205,9 +200,9 @@ def _taken(array: Rows, rows: SampleNumbers) -> npt.NDArray[Any]:
     return found
 
 
-def _made(name: str, array: Rows | Blobs, content: str) -> SampleField:
-    if isinstance(array, tuple):
-        return SampleField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
+def _field(name: str, array: Rows | TextColumn) -> SampleField:
+    if isinstance(array, TextColumn):
+        return SampleField(Field(name, array.content, is_ragged=True))
     shape = tuple(map(int, array.shape[1:]))
     is_image = name == SAMPLES and array.dtype == np.uint8 and len(shape) == 3 and shape[2] in IMAGE_CHANNELS
     dtype = np.dtype(array.dtype).newbyteorder("<").str

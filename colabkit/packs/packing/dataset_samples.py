@@ -15,7 +15,7 @@ from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOptio
 from colabkit.packs.decode.images import decode_pillow
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, fit_pixels
-from colabkit.packs.format.layout import LABELS, SAMPLES, Field
+from colabkit.packs.format.layout import LABELS, SAMPLES, Field, Indices
 from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
 from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
 from colabkit.packs.packing.options import check_field_names
@@ -25,7 +25,6 @@ from colabkit.packs.packing.pack_plan import (
     Encoding,
     MemorySampleMaker,
     SampleField,
-    SampleNumbers,
     UnequalSample,
     Value,
     format_shape,
@@ -84,15 +83,15 @@ class ImageFormat:
 class DatasetSampleMaker(MemorySampleMaker):
     """Takes samples from map-style data sets, in their order.
 
-    What a data set holds open may stand neither threads nor forks, so it is asked by one thread at a time. A sample
-    is `x`, `(x, y, ...)` or a mapping, whose keys tell `X` and `Y`. Images of Pillow, `uint8 [C, H, W]` tensors and
+    A data set may support neither threads nor forks, so one thread at a time reads it. A sample is `x`, `(x, y, ...)`
+    or a mapping, whose keys decide which value is `X` and which `Y`. Images of Pillow, `uint8 [C, H, W]` tensors and
     `uint8 [H, W, C]` arrays, with C = 1 or 3, become `uint8 [H, W, C]`. A number, or a row of numbers, behind `x` is
-    its label `Y`; what else there is becomes fields `Z`, `Z2`, or by their names. What they are is told by the first
-    sample.
+    its label `Y`; other values become fields `Z`, `Z2`, or have the names of their keys. The first sample decides what
+    all fields are.
 
     Args:
         act: verb and object for messages.
-        parts: for each split its data set.
+        datasets: for each split its data set.
         images: how images are stored.
         label: the key of the labels of mappings; "auto" takes the usual ones, None takes no labels at all.
         classes: names that may stand as labels; numbers then are their places.
@@ -106,7 +105,7 @@ class DatasetSampleMaker(MemorySampleMaker):
     def __init__(
         self,
         act: str,
-        parts: Mapping[str, Any],
+        datasets: Mapping[str, Any],
         images: ImageFormat,
         label: str | None,
         classes: Sequence[str],
@@ -114,13 +113,13 @@ class DatasetSampleMaker(MemorySampleMaker):
         skips_bad: bool,
     ) -> None:
         self._act = act
-        self._parts = dict(parts)
-        self.counts = {split: _length(act, split, part) for split, part in parts.items()}
+        self._datasets = dict(datasets)
+        self.counts = {split: _length(act, split, dataset) for split, dataset in datasets.items()}
         self._ends = np.cumsum(list(self.counts.values()))
         self._images = images
         self._label = label
         self._class_numbers = {str(name): number for number, name in enumerate(classes)}
-        self._chosen: SampleNumbers | None = None
+        self._chosen: Indices | None = None
         self._lock = threading.Lock()
         tries = min(_FIRST_TRIES if skips_bad else 1, int(self._ends[-1]))
         for number in range(tries):
@@ -139,32 +138,24 @@ class DatasetSampleMaker(MemorySampleMaker):
         """Learn from the first sample what all are."""
         self._places = self._find_fields(first)
         values = {name: _at(first, place) for name, place in self._places.items()}
-        self.is_image = _is_image(values[SAMPLES])
-        if not self.is_image and (self._images.size is not None or self._images.encoding == "jpeg"):
+        # Height, width and channels of the first image; None if samples are no images.
+        self.image_shape = self._images.pixels(values[SAMPLES]).shape if _is_image(values[SAMPLES]) else None
+        if not self.image_shape and (self._images.size is not None or self._images.encoding == "jpeg"):
             found, needed = f"size= or encoding= for {_named(values[SAMPLES])}", "images"
             raise InvalidOption(cannot(self._act, found, needed, "Leave it out"))
         self.fields = tuple(self._field(name, value) for name, value in values.items())
         self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
-        self.first_shape = self._images.pixels(values[SAMPLES]).shape if self.is_image else None
-
-    @property
-    def label_kind(self) -> LabelKind:
-        """What the labels are, by the first."""
         labels = next((made for made in self.fields if made.field.name == LABELS), None)
-        return "none" if labels is None else kind_of_stored(labels.dtype, 1 + len(labels.shape))
-
-    @property
-    def label_count(self) -> int:
-        """How many labels or targets a sample has; 0 for a class or a single target."""
-        labels = next((made for made in self.fields if made.field.name == LABELS), None)
-        return labels.shape[0] if labels is not None and labels.shape else 0
+        self.label_kind: LabelKind = "none" if labels is None else kind_of_stored(labels.dtype, 1 + len(labels.shape))
+        # How many labels or targets a sample has; 0 for a class or a single target.
+        self.label_count = labels.shape[0] if labels is not None and labels.shape else 0
 
     def path(self, number: int) -> str:
         """Return the sample's number in its data set as text."""
         split, row = self._where(number)
-        return f"sample {row}" + (f" of {split}" if len(self._parts) > 1 else "")
+        return f"sample {row}" + (f" of {split}" if len(self._datasets) > 1 else "")
 
-    def columns(self, numbers: SampleNumbers, on_bad: BadHandler) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
         """Return each field of many samples, which the data set gives one by one."""
         samples = []
         for place, number in enumerate(numbers.tolist()):
@@ -185,12 +176,12 @@ class DatasetSampleMaker(MemorySampleMaker):
                 value = _at(sample, place)
             except (KeyError, IndexError, TypeError) as error:
                 raise UnlikeFirst(f"it has no {name!r}") from error
-            if name == SAMPLES and _is_image(value) != self.is_image:
+            if name == SAMPLES and _is_image(value) != bool(self.image_shape):
                 raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first")
             values.append(self._alike(made, self._value(name, value)))
         return tuple(values)
 
-    def subset(self, numbers: SampleNumbers) -> DatasetSampleMaker:
+    def subset(self, numbers: Indices) -> DatasetSampleMaker:
         """Return these samples only; all subsets share one lock."""
         chosen = object.__new__(DatasetSampleMaker)
         chosen.__dict__.update(self.__dict__)
@@ -209,14 +200,14 @@ class DatasetSampleMaker(MemorySampleMaker):
         if self._chosen is not None:
             number = int(self._chosen[number])
         at = int(np.searchsorted(self._ends, number, "right"))
-        return list(self._parts)[at], number - (int(self._ends[at - 1]) if at else 0)
+        return list(self._datasets)[at], number - (int(self._ends[at - 1]) if at else 0)
 
     def _sample(self, number: int) -> Any:
         split, row = self._where(number)
         try:
             # An executor may pack shards in several threads.
             with self._lock:
-                return self._parts[split][row]
+                return self._datasets[split][row]
         except (ColabkitError, MemoryError):
             raise
         except Exception as error:  # a data set's own code raises anything
@@ -234,7 +225,7 @@ class DatasetSampleMaker(MemorySampleMaker):
             return {SAMPLES: ()}
         if not sample:
             raise BadSource(cannot(self._act, "an empty tuple as sample", "x, or x and y", "Return (x, y)"))
-        names = getattr(next(iter(self._parts.values())), "fields", None)  # of a pack's data set
+        names = getattr(next(iter(self._datasets.values())), "fields", None)  # of a pack's data set
         if isinstance(names, tuple) and len(names) == len(sample) and names[0] == SAMPLES:
             return {name: (number,) for number, name in enumerate(names) if name != LABELS or self._label}
         places: dict[str, KeyPath] = {SAMPLES: (0,)}
@@ -313,7 +304,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if not isinstance(value, np.ndarray):
             return value
         if value.shape != made.shape:
-            kind = UnequalPicture if name == SAMPLES and self.is_image else UnlikeFirst
+            kind = UnequalPicture if name == SAMPLES and self.image_shape else UnlikeFirst
             what = "its shape" if name == SAMPLES else f"the shape of {name!r}"
             raise kind(f"{what} is {format_shape(value.shape)}, not {format_shape(made.shape)} like the first")
         if value.dtype.str != made.dtype:
@@ -326,7 +317,7 @@ class DatasetSampleMaker(MemorySampleMaker):
 
     def _field(self, name: str, value: Any) -> SampleField:
         stored = self._value(name, value)
-        is_image = name == SAMPLES and self.is_image
+        is_image = name == SAMPLES and self.image_shape is not None
         if isinstance(stored, np.ndarray):
             content = "labels" if name == LABELS else "image" if is_image else "array"
             dtype = stored.dtype.newbyteorder("<").str

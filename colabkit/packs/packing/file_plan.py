@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,25 +50,8 @@ _ARRAYS = ".npy"
 _NPY_MAGIC = b"\x93NUMPY"
 
 
-@dataclass(frozen=True)
-class _ImageProbe:
-    """What the images are, by some of them: shape and dtype of each, and what they cost to decode."""
-
-    kinds: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    decode_s: float
-
-    @property
-    def are_equal(self) -> bool:
-        return len(set(self.kinds)) == 1
-
-
 class FileCollection:
-    """A source of files, listed and labelled: what a plan is made from.
-
-    Args:
-        source: open.
-        listing: of the source.
-        options: what was asked for.
+    """A source of files, listed and labelled.
 
     Raises:
         BadSource: if classes or splits cannot be found.
@@ -106,14 +88,14 @@ class FileCollection:
         Raises:
             BadImage: if the images that are looked at first cannot be decoded.
         """
-        encoding, shape, dtype, note = self._encoding(final, is_unequal)
+        encoding, shape, dtype, note = self._choose_encoding(final, is_unequal)
         options, labelled = self._options, self._labelled
         maker = FileSampleMaker(
             self._source,
             self._items,
             encoding,
-            channels=options.channels,
-            size=options.size,
+            options.channels,
+            options.image_size,
             is_strict=options.on_bad == "raise",
             shape=shape,
             dtype=dtype,
@@ -121,14 +103,15 @@ class FileCollection:
             quality=options.quality,
             extra=self._extra,
         )
+        size, quality = options.image_size, options.quality if encoding == "jpeg" else None
         about = {
             "source": self._source.name,
             "encoding": encoding,
             "classes": labelled.classes,
             "label_kind": labelled.kind,
-            "sample_shape": list(shape) or ([*options.size, options.channels] if options.size else None),
+            "sample_shape": list(shape) or ([*size, options.channels] if size else None),
             "channels": options.channels,
-            "options": {"size": options.size, "quality": options.quality if encoding == "jpeg" else None, "note": note},
+            "options": {"size": size, "quality": quality, "note": note},
             "plan": self.key,
             "source_bytes": sum(item.size for item in self._items),
             "left_out": labelled.left_out,
@@ -136,47 +119,44 @@ class FileCollection:
         most_bad = options.most_bad(len(self._items))
         return PackPlan(self._source.name, maker, labelled.splits, self._tables, about, options.on_bad, most_bad)
 
-    def _encoding(self, final: Path, is_unequal: bool) -> tuple[Encoding, tuple[int, ...], str, str]:
-        """Return encoding, shape and dtype of a raw row, and what there is to say of it."""
-        options = self._options
-        sized = (*options.size, options.channels) if options.size else ()
+    def _choose_encoding(self, final: Path, is_unequal: bool) -> tuple[Encoding, tuple[int, ...], str, str]:
+        """Return encoding, shape and dtype of a raw row, and a note for the report."""
+        options, size = self._options, self._options.image_size
         if self._are_arrays:
-            if options.encoding not in ("auto", "raw") or options.size:
+            if options.encoding not in ("auto", "raw") or size:
                 found, needed = "an encoding or size of images", "none, since all samples are .npy arrays"
                 raise InvalidOption(cannot(options.act, found, needed, "Leave it out"))
-            shape, dtype = self._probe(1).kinds[0]
+            shape, dtype = self._probe(1)[0][0]
             if not is_storable(dtype):
-                found, needed = f"arrays of {dtype}", "numbers"
-                raise BadSource(cannot(options.act, found, needed, "Convert them first"))
+                raise BadSource(cannot(options.act, f"arrays of {dtype}", "numbers", "Convert them first"))
             return "raw", shape, dtype.str, ""
         if options.encoding in ("source", "jpeg"):
             return options.encoding, (), "|u1", ""
-        if options.encoding == "raw":
-            return "raw", sized or self._probe(1).kinds[0][0], "|u1", ""
-        fitting = min(_FREE_SHARE * file_changes.free_bytes(final), memory_limits(read_file).available_bytes)
-        if sized:
-            raw_bytes = int(np.prod(sized)) * len(self._items)
-            if raw_bytes <= fitting:
-                return "raw", sized, "|u1", ""
-            return "jpeg", (), "|u1", f"raw would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
-        probe = self._probe(_PROBED)
-        shape, _ = probe.kinds[0]
+        if size:
+            shape, is_one_size = (*size, options.channels), True
+        else:
+            kinds, decode_s = self._probe(_PROBED if options.encoding == "auto" else 1)
+            shape, is_one_size = kinds[0][0], len(set(kinds)) == 1 and not is_unequal
         raw_bytes = int(np.prod(shape)) * len(self._items)
-        if probe.are_equal and not is_unequal and raw_bytes <= fitting:
+        fitting = min(_FREE_SHARE * file_changes.free_bytes(final), memory_limits(read_file).available_bytes)
+        if options.encoding == "raw" or (is_one_size and raw_bytes <= fitting):
             return "raw", shape, "|u1", ""
-        if probe.are_equal and not is_unequal:
-            why = f"raw pixels would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
-            return "source", (), "|u1", f"{why}, so files as they are"
+        if is_one_size:
+            note = f"raw pixels would take {format_bytes(raw_bytes)}, more than fits in disk and RAM"
+            return ("jpeg", (), "|u1", note) if size else ("source", (), "|u1", f"{note}, so files stay unchanged")
         suggested = _SUGGESTED_SIDE**2 * options.channels * len(self._items)
-        gain = (
-            f"images of several sizes, so files as they are; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) would "
-            f"take {format_bytes(suggested)} and save {format_seconds(probe.decode_s)} of decoding a sample "
-            "in every epoch"
+        note = (
+            f"images of several sizes, so files stay unchanged; raw at {_SUGGESTED_SIDE} (size={_SUGGESTED_SIDE}) "
+            f"would take {format_bytes(suggested)} and save {format_seconds(decode_s)} of decoding a sample in every "
+            "epoch"
         )
-        return "source", (), "|u1", gain
+        return "source", (), "|u1", note
 
-    def _probe(self, most: int) -> _ImageProbe:
-        """Decode some samples, spread over all; while all of them are bad and may be, the next ones too."""
+    def _probe(self, most: int) -> tuple[list[tuple[tuple[int, ...], np.dtype[Any]]], float]:
+        """Decode some samples, spread over all, and return the shape and dtype of each, and the mean decoding time.
+
+        While all of them are bad, and may be, the next ones are decoded too.
+        """
         options = self._options
         is_sequential = getattr(self._source, "is_sequential", False)
         some = np.unique(np.linspace(0, len(self._items) - 1, 1 if is_sequential else most, dtype=np.int64))
@@ -209,14 +189,14 @@ class FileCollection:
             found = f"no good file among {len(bad)} that were looked at, first {item.path!r} ({reason})"
             next_step = "Check the source" if len(bad) == len(self._items) else "Check the source, or raise max_bad="
             raise BadImage(cannot(options.act, found, "and an image is needed", next_step))
-        return _ImageProbe(tuple(kinds), decode_s / len(kinds))
+        return kinds, decode_s / len(kinds)
 
     def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
         """Return fields that a function makes, and those of columns, the labels first."""
         labelled, made, tables = self._labelled, [], []
         if labelled.values is not None:
             tables.append(FieldTable(Field(LABELS, "labels"), labelled.values))
-        for name, wanted in self._options.fields.items():
+        for name, wanted in self._options.sources_of_fields.items():
             if callable(wanted):
                 made.append((_made_by(self._options.act, name, wanted(self._items[0].path)), wanted))
             else:
@@ -235,11 +215,7 @@ class FileCollection:
 
 
 def _column_table(act: str, field: str, column: str, values: list[Any]) -> FieldTable:
-    """Return a column as a field: numbers, lists of numbers of one length, or text.
-
-    Raises:
-        BadSource: if cells are empty, or of several kinds.
-    """
+    """Return a column as a field: numbers, lists of numbers of one length, or text."""
     missing = sum(value is None for value in values)
     if missing:
         found = f"{missing} of {format_things(len(values), 'cell')} of {column!r} are empty"

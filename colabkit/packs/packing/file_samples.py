@@ -14,14 +14,13 @@ import numpy.typing as npt
 from colabkit.foundation import BadArchive, BadImage, BadSource, cannot, kind_of
 from colabkit.packs.decode.images import check_image, decode_array, decode_image, row_decoder
 from colabkit.packs.decode.jpeg import encode_jpeg
-from colabkit.packs.format.layout import SAMPLES, Field
+from colabkit.packs.format.layout import SAMPLES, Field, Indices
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
     Column,
     Encoding,
     SampleField,
     SampleMaker,
-    SampleNumbers,
     UnequalSample,
     Value,
     format_shape,
@@ -148,15 +147,15 @@ class FileSampleMaker(SampleMaker):
         """Return the file's path in its source."""
         return self.items[number].path
 
-    def subset(self, numbers: SampleNumbers) -> FileSampleMaker:
+    def subset(self, numbers: Indices) -> FileSampleMaker:
         """Return these files only."""
         return replace(self, items=[self.items[number] for number in numbers.tolist()])
 
-    def lengths(self, numbers: SampleNumbers) -> SampleNumbers | None:
+    def lengths(self, numbers: Indices) -> Indices | None:
         """Return the files' sizes if they are packed unchanged."""
         return self.sizes(numbers) if self.encoding == "source" else None
 
-    def sizes(self, numbers: SampleNumbers) -> SampleNumbers:
+    def sizes(self, numbers: Indices) -> Indices:
         """Return the bytes of each sample's file."""
         return np.fromiter((self.items[number].size for number in numbers.tolist()), np.int64, len(numbers))
 

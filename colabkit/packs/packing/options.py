@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from colabkit.foundation import InvalidOption, cannot, check_one_of, check_size, check_whole_number
@@ -22,19 +23,57 @@ _OWN_NAMES = frozenset("XY") | {"crc", "colabkit"}
 
 @dataclass(frozen=True)
 class PackOptions:
-    """The options that decide what a pack holds; arguments as of `pack()`."""
+    """The options that decide what a pack holds; arguments as of `pack()`.
+
+    Raises:
+        InvalidOption: if one of them is invalid.
+    """
 
     act: str
-    size: tuple[int, int] | None
+    size: Size | None
     encoding: Encoding | Literal["auto"]
     quality: int
     channels: Literal[1, 3]
     labels: Labels
     splits: Splits
-    fields: Mapping[str, str | Callable[[str], Any]]
+    fields: Fields | None
     seed: int
     on_bad: OnBad
     max_bad: float
+
+    def __post_init__(self) -> None:
+        act = self.act
+        check_one_of(act, "encoding", self.encoding, ("auto", "raw", "source", "jpeg"))
+        check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
+        check_one_of(act, "channels", self.channels, (3, 1), "Use channels=3 for RGB or channels=1 for luminance")
+        is_number = isinstance(self.max_bad, int | float) and not isinstance(self.max_bad, bool)
+        if not is_number or not 0 <= self.max_bad < math.inf:
+            found, needed = f"max_bad={self.max_bad!r}", "a share below 1 or a whole number of samples"
+            raise InvalidOption(cannot(act, found, needed, "Use max_bad=0.01 or max_bad=50, for example"))
+        if self.encoding == "source" and self.size is not None:
+            found, needed = "size= with encoding='source'", "which keeps the files' own bytes"
+            raise InvalidOption(cannot(act, found, needed, "Leave size out, or use encoding='jpeg'"))
+        object.__setattr__(self, "quality", check_whole_number(act, "quality", self.quality, 1, 100))
+        object.__setattr__(self, "seed", check_whole_number(act, "seed", self.seed, 0))
+        # These two check what they return.
+        _ = self.image_size, self.sources_of_fields
+
+    @cached_property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of all images; None keeps their own."""
+        return height_and_width(self.act, self.size)
+
+    @cached_property
+    def sources_of_fields(self) -> Mapping[str, str | Callable[[str], Any]]:
+        """For each further field its column, or its function of a sample's path."""
+        fields = [self.fields] if isinstance(self.fields, str) else self.fields
+        named = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields or ()}
+        check_field_names(self.act, named)
+        for name, value in named.items():
+            if not isinstance(value, str) and not callable(value):
+                found, needed = f"{value!r} as field {name!r}", "the name of a column, or a function of a sample's path"
+                raise InvalidOption(cannot(self.act, found, needed, "Use fields=['age'], for example"))
+        return named
 
     def most_bad(self, samples: int) -> int:
         """Return how many of so many samples may be bad."""
@@ -46,50 +85,11 @@ class PackOptions:
 
     def plain(self) -> list[Any]:
         """Return the options as plain values, by which packs are compared; functions by what they do."""
-        fields = {name: _plain(value) for name, value in self.fields.items()}
+        size, seed = self.image_size, self.seed if isinstance(self.splits, Mapping) else None
         return [
-            *(self.size and list(self.size), self.encoding, self.quality, self.channels, _plain(self.labels)),
-            *(_plain(self.splits), fields, self.seed if isinstance(self.splits, Mapping) else None, self.on_bad),
+            *(size and list(size), self.encoding, self.quality, self.channels, _plain(self.labels)),
+            *(_plain(self.splits), _plain(self.sources_of_fields), seed, self.on_bad),
         ]
-
-
-def checked_options(
-    act: str,
-    *,
-    size: Size | None,
-    encoding: str,
-    quality: int,
-    channels: int,
-    labels: Labels,
-    splits: Splits,
-    fields: Fields | None,
-    seed: int,
-    on_bad: str,
-    max_bad: float,
-) -> PackOptions:
-    """Return the options; raises `InvalidOption` for invalid ones."""
-    check_one_of(act, "encoding", encoding, ("auto", "raw", "source", "jpeg"))
-    check_one_of(act, "on_bad", on_bad, ("raise", "skip", "blank"))
-    check_one_of(act, "channels", channels, (3, 1), "Use channels=3 for RGB or channels=1 for luminance")
-    if isinstance(max_bad, bool) or not isinstance(max_bad, int | float) or not 0 <= max_bad < math.inf:
-        found, needed = f"max_bad={max_bad!r}", "a share below 1 or a whole number of samples"
-        raise InvalidOption(cannot(act, found, needed, "Use max_bad=0.01 or max_bad=50, for example"))
-    if encoding == "source" and size is not None:
-        found, needed = "size= with encoding='source'", "which keeps the files' own bytes"
-        raise InvalidOption(cannot(act, found, needed, "Leave size out, or use encoding='jpeg'"))
-    return PackOptions(
-        act=act,
-        size=height_and_width(act, size),
-        encoding=encoding,  # type: ignore[arg-type]
-        quality=check_whole_number(act, "quality", quality, 1, 100),
-        channels=channels,  # type: ignore[arg-type]
-        labels=labels,
-        splits=splits,
-        fields=_checked_fields(act, fields),
-        seed=check_whole_number(act, "seed", seed, 0),
-        on_bad=on_bad,  # type: ignore[arg-type]
-        max_bad=max_bad,
-    )
 
 
 def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
@@ -109,18 +109,6 @@ def check_field_names(act: str, names: Iterable[object]) -> None:
         if not isinstance(name, str) or not name or name in _OWN_NAMES or "/" in name or "\0" in name:
             found, needed = f"a field named {name!r}", "a name without '/', other than X, Y and crc"
             raise InvalidOption(cannot(act, found, needed, "Rename it"))
-
-
-def _checked_fields(act: str, fields: Fields | None) -> Mapping[str, str | Callable[[str], Any]]:
-    if isinstance(fields, str):
-        fields = [fields]
-    named = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields or ()}
-    check_field_names(act, named)
-    for name, value in named.items():
-        if not isinstance(value, str) and not callable(value):
-            found, needed = f"{value!r} as field {name!r}", "the name of a column, or a function of a sample's path"
-            raise InvalidOption(cannot(act, found, needed, "Use fields=['age'], for example"))
-    return named
 
 
 def _plain(value: Any) -> Any:

@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadImage
-from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, Field
+from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, Field, Indices
 
 OnBad: TypeAlias = Literal["raise", "skip", "blank"]
 Encoding: TypeAlias = Literal["raw", "source", "jpeg"]
-SampleNumbers: TypeAlias = npt.NDArray[np.int64]
-Lengths: TypeAlias = Mapping[str, SampleNumbers]
+Lengths: TypeAlias = Mapping[str, Indices]
 """The bytes of each sample of a ragged field, by the name of its data set."""
 Value: TypeAlias = npt.NDArray[Any] | bytes | memoryview
 Column: TypeAlias = npt.NDArray[Any] | Sequence[Any]
@@ -70,14 +69,14 @@ class SampleMaker(ABC):
         """Return the name of a sample in messages and lists."""
 
     @abstractmethod
-    def subset(self, numbers: SampleNumbers) -> Self:
+    def subset(self, numbers: Indices) -> Self:
         """Return a maker of these samples only, numbered from 0."""
 
     @abstractmethod
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
         """Yield the fields of some samples; bad ones are left out."""
 
-    def lengths(self, numbers: SampleNumbers) -> SampleNumbers | None:
+    def lengths(self, numbers: Indices) -> Indices | None:
         """Return the bytes of each sample's `X` if that is ragged and they are known before it is made."""
         return None
 
@@ -90,7 +89,7 @@ class MemorySampleMaker(SampleMaker):
     """Makes samples of values in memory, or of a data set that is asked for them."""
 
     @abstractmethod
-    def columns(self, numbers: SampleNumbers, on_bad: BadHandler) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
         """Return each field of many samples; bad ones are blank."""
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
@@ -114,7 +113,7 @@ class FieldTable:
     field: Field
     values: npt.NDArray[Any] | tuple[bytes, ...]
 
-    def subset(self, numbers: SampleNumbers) -> FieldTable:
+    def subset(self, numbers: Indices) -> FieldTable:
         """Return the values of these samples."""
         if isinstance(self.values, tuple):
             return FieldTable(self.field, tuple(self.values[number] for number in numbers.tolist()))
@@ -137,7 +136,7 @@ class PackPlan:
 
     name: str
     maker: SampleMaker
-    splits: Mapping[str, SampleNumbers]
+    splits: Mapping[str, Indices]
     tables: tuple[FieldTable, ...]
     about: Mapping[str, Any]
     on_bad: OnBad
@@ -164,7 +163,7 @@ class PackPlan:
         return {split: len(numbers) for split, numbers in self.splits.items()}
 
     @property
-    def numbers(self) -> SampleNumbers:
+    def numbers(self) -> Indices:
         """The maker's numbers of all samples, split after split."""
         return np.concatenate(list(self.splits.values()))
 
@@ -199,7 +198,7 @@ class PackPlan:
             found[self.maker.fields[0].field.data_set(split)] = lengths
         return found
 
-    def data_sets(self, kept: Mapping[str, SampleNumbers], lengths: Lengths) -> list[DataSet]:
+    def data_sets(self, kept: Mapping[str, Indices], lengths: Lengths) -> list[DataSet]:
         """Return the layout of a pack.
 
         Args:
@@ -233,8 +232,8 @@ class PackPlan:
 
     def shard(self, start: int, stop: int, about: Mapping[str, Any]) -> PackPlan:
         """Return the plan of a shard: samples `start` to `stop`, counted through all splits."""
-        chosen: list[SampleNumbers] = []
-        splits: dict[str, SampleNumbers] = {}
+        chosen: list[Indices] = []
+        splits: dict[str, Indices] = {}
         before = count = 0
         for split, numbers in self.splits.items():
             mine = numbers[max(0, start - before) : max(0, stop - before)]

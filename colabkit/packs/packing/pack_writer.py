@@ -26,10 +26,10 @@ from colabkit.foundation import (
     format_things,
     partials,
 )
-from colabkit.packs.format.layout import CRC, DataSet
+from colabkit.packs.format.layout import CRC, DataSet, Indices
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
-from colabkit.packs.packing.pack_plan import Lengths, PackPlan, SampleNumbers
+from colabkit.packs.packing.pack_plan import Lengths, PackPlan
 from colabkit.packs.packing.sample_writer import BadSample, FileSampleWriter, SampleWriter, WrittenRange, too_many_bad
 from colabkit.storage import Retries, Threads
 
@@ -192,7 +192,7 @@ class Compaction:
         return bool(self.bad or self._spooled)
 
     @cached_property
-    def kept(self) -> Mapping[str, SampleNumbers]:
+    def kept(self) -> Mapping[str, Indices]:
         """The samples of each split that the pack has, in its order: all but bad ones that are skipped."""
         is_kept = {split: np.ones(count, bool) for split, count in self._plan.counts.items()}
         if self._plan.on_bad == "skip":
@@ -269,7 +269,7 @@ class Compaction:
             os.close(fd)
 
 
-def _runs(starts: SampleNumbers, sizes: SampleNumbers) -> Iterator[tuple[int, int]]:
+def _runs(starts: Indices, sizes: Indices) -> Iterator[tuple[int, int]]:
     """Yield offset and size of each run of bytes without a gap."""
     starts, sizes = starts[sizes > 0], sizes[sizes > 0]
     if not len(starts):
@@ -303,7 +303,7 @@ def write_table(fd: int, values: npt.NDArray[Any], placed: DataSet, path: Path) 
 
 
 def _tables(
-    plan: PackPlan, split: str, kept: SampleNumbers, compaction: Compaction
+    plan: PackPlan, split: str, kept: Indices, compaction: Compaction
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield the name and the values of each table of a split."""
     yield f"{CRC}_{split}", compaction.crcs(split)
@@ -319,7 +319,7 @@ def _tables(
             yield made.field.index(split), _index(compaction.lengths[made.field.data_set(split)])
 
 
-def _index(lengths: SampleNumbers) -> SampleNumbers:
+def _index(lengths: Indices) -> Indices:
     """Return offset and length of each sample in the flat data set."""
     return np.stack([np.cumsum(lengths) - lengths, lengths], 1)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, format_things, usable_cpus
-from colabkit.packs.format.layout import DataSet
+from colabkit.packs.format.layout import DataSet, Indices
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, SampleReading, read_sample
 from colabkit.packs.packing.forked_workers import ForkedWorkers, can_fork
 from colabkit.packs.packing.pack_plan import (
@@ -23,7 +23,6 @@ from colabkit.packs.packing.pack_plan import (
     MemorySampleMaker,
     PackPlan,
     SampleField,
-    SampleNumbers,
     UnequalSample,
 )
 from colabkit.storage import Block, Item, Retries, Threads, concurrently
@@ -80,7 +79,7 @@ class WrittenRange:
     samples: SampleRange
     crcs: npt.NDArray[np.uint32]
     bad: tuple[BadSample, ...]
-    spooled: tuple[tuple[SampleNumbers, bytes], ...]
+    spooled: tuple[tuple[Indices, bytes], ...]
 
 
 class SampleWriter:
@@ -151,7 +150,7 @@ class SampleWriter:
                 spooled.append((np.fromiter(map(len, column), np.int64, len(column)), b"".join(column)))
         return WrittenRange(samples, np.array(crcs, "<u4"), tuple(bad), tuple(spooled))
 
-    def _write_known(self, name: str, starts: SampleNumbers, blobs: Column) -> None:
+    def _write_known(self, name: str, starts: Indices, blobs: Column) -> None:
         """Write samples one after the other at the places that their lengths gave them; bad ones leave theirs empty."""
         sizes = np.diff(starts).tolist()
         whole = b"".join(blob or bytes(size) for blob, size in zip(blobs, sizes, strict=True))
@@ -189,7 +188,7 @@ class SampleWriter:
                 start = stop
             before += samples
 
-    def _read_ends(self, split: str) -> SampleNumbers | None:
+    def _read_ends(self, split: str) -> Indices | None:
         """Return how many bytes are read for the samples of a split up to each; None if none are."""
         return None
 
@@ -202,7 +201,7 @@ class FileSampleWriter(SampleWriter):
         assert isinstance(plan.maker, FileSampleMaker)
         self._maker = plan.maker
         self._numbers = {split: numbers.tolist() for split, numbers in plan.splits.items()}
-        self._ends: dict[str, SampleNumbers] = {}
+        self._ends: dict[str, Indices] = {}
 
     def _write_all(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
         source = self._maker.source
@@ -221,7 +220,7 @@ class FileSampleWriter(SampleWriter):
     ) -> WrittenRange:
         return self._written(samples, lambda on_bad: self._maker.columns(numbers, data, on_bad))
 
-    def _read_ends(self, split: str) -> SampleNumbers | None:
+    def _read_ends(self, split: str) -> Indices | None:
         if split not in self._ends:
             self._ends[split] = np.cumsum(self._maker.sizes(self._plan.splits[split]))
         return self._ends[split]

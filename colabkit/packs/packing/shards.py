@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from colabkit.foundation import ColabkitError, ProgressBar, TargetExists, cannot, file_changes, partials
-from colabkit.packs.format.layout import LABELS, DataSet, Field, PackInfo
+from colabkit.packs.format.layout import LABELS, DataSet, Field, Indices, PackInfo
 from colabkit.packs.format.pack_file import create_pack, is_pack, read_pack, seal_pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
-from colabkit.packs.packing.pack_plan import PackPlan, SampleNumbers, digest_of
+from colabkit.packs.packing.pack_plan import PackPlan, digest_of
 from colabkit.packs.packing.pack_writer import (
     WrittenPack,
     check_free,
@@ -228,7 +228,7 @@ class _ShardSet:
             raise too_many_bad(self._plan, bad)
 
 
-def _sample_bytes(plan: PackPlan) -> SampleNumbers:
+def _sample_bytes(plan: PackPlan) -> Indices:
     """Return about how many bytes each sample takes, counted through all splits."""
     sizes = np.full(plan.samples, plan.row_bytes, np.int64)
     if plan.lengths:
@@ -251,7 +251,7 @@ def _spooled_bytes(plan: PackPlan) -> int:
     return sum(found) // max(1, len(found))
 
 
-def _ranges(sizes: SampleNumbers, shard_bytes: int) -> list[tuple[int, int]]:
+def _ranges(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
     """Return which samples, counted through all splits, go into each shard: at least one, and as many bytes in each."""
     ends = np.cumsum(sizes)
     total = int(ends[-1])

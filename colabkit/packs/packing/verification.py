@@ -5,16 +5,68 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 
-from colabkit.foundation import Corrupt, ProgressBar, cannot, file_changes, user_path
+from colabkit.foundation import (
+    Corrupt,
+    ProgressBar,
+    Report,
+    cannot,
+    file_changes,
+    format_seconds,
+    format_things,
+    user_path,
+)
 from colabkit.packs.format.layout import CRC, PackInfo
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing.reports import VerifyReport
 from colabkit.storage import StageReport, StageVerifyReport, near_copy_at, verify_near_copy
+
+_LISTED = 5
+
+
+@dataclass(frozen=True, repr=False)
+class VerifyReport(Report):
+    """What `verify()` found.
+
+    Attributes:
+        path: the pack; of several shards its index.
+        samples: how many were checked.
+        damaged: split and index of each sample whose bytes changed.
+        damaged_files: names of the files that hold them.
+        seconds: how long it took.
+    """
+
+    path: Path
+    samples: int
+    damaged: tuple[tuple[str, int], ...]
+    damaged_files: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether no sample is damaged."""
+        return not self.damaged
+
+    def _summary(self) -> str:
+        if not self.damaged:
+            return f"{str(self.path)!r} is whole: {format_things(self.samples, 'sample')}, each as it was sealed"
+        first = ", ".join(f"{split}[{index}]" for split, index in self.damaged[:_LISTED])
+        damage = f"{len(self.damaged)} of {format_things(self.samples, 'sample')}, first {first}"
+        if self.damaged_files != (self.path.name,):
+            damage += f", in {', '.join(map(repr, self.damaged_files))}"
+        return f"{str(self.path)!r} is damaged: {damage}; pack or stage it again"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        files = ", ".join(self.damaged_files) or "none"
+        return [
+            ("damaged", str(len(self.damaged))),
+            ("damaged files", files),
+            ("checked in", format_seconds(self.seconds)),
+        ]
 
 
 def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:

@@ -1,7 +1,7 @@
-"""`prepare()` is the shortest way to a near pack: the one that is near, else the one on Drive, else a new one.
+"""`prepare()` returns a local pack by the shortest way: the existing one, else the one on Drive, else a new one.
 
-Near packs of one source and one set of options lie in a folder of their own, each under a digest of the state that the
-source was in. One process at a time makes one there. The folder's notes tell how long the ways took, and what is saved.
+Local packs of one source and one set of options lie in a folder of their own, each under a digest of the state that the
+source was in. One process at a time makes one there. The folder's notes hold how long each way took, and what is saved.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from colabkit.foundation import (
     ColabkitError,
@@ -35,15 +37,30 @@ from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.options import Fields, Size, checked_options
+from colabkit.packs.packing.options import Fields, PackOptions, Size
 from colabkit.packs.packing.pack_plan import Encoding, OnBad
 from colabkit.packs.packing.verification import verify
-from colabkit.packs.preparing.report import PreparedPack, PrepareReport, Way
-from colabkit.packs.preparing.state import state_of
-from colabkit.storage import AnySource, Threads, answer_of, identity_of, publish, short_name, stage
+from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, Way
+from colabkit.storage import (
+    STALLED_S,
+    AnySource,
+    Retries,
+    Threads,
+    answer_of,
+    concurrently,
+    identity_of,
+    publish,
+    short_name,
+    stage,
+)
 
-_NAME_CHARS = 56  # with two digests at most 255 bytes, also of 4 a character
+T = TypeVar("T")
+
+# With two digests a name takes at most 255 bytes, also of 4 a character.
+_NAME_CHARS = 56
 _LOCK, _NOTES = "lock", "notes.json"
+# Entries of a folder whose sizes and times count; of those beyond, only the names.
+_STATED_ENTRIES = 1000
 
 
 def prepare(
@@ -64,12 +81,12 @@ def prepare(
     refresh: bool = False,
     progress: bool = True,
 ) -> PreparedPack:
-    """Return a near pack of a source by the shortest way there is; its `report` tells which.
+    """Return a local pack of a source by the shortest way there is; its `report` names the way.
 
-    A near pack of the same source and options is used without touching a source on a mount; one of a source on this
+    A local pack of the same source and options is used without touching a source on a mount; one of a source on this
     machine only if that is in the same state or gone. Else one that was saved in `save_to`, for the same source,
-    options and state, is staged, one file, and all its samples are checked. Else the source is packed. A near pack that
-    is not saved yet is then saved, so that the next session stages one file; if that fails, the report says why.
+    options and state, is staged, one file, and all its samples are checked. Else the source is packed. A local pack
+    that is not saved yet is then saved, so that the next session stages one file; if that fails, the report says why.
 
     The state of a source is the names, sizes and times of what lies directly in it, or its own size and time if it is a
     file; what changes deeper is seen with `refresh=True`, and so are changes of addresses and of the files that a table
@@ -90,7 +107,7 @@ def prepare(
         max_bad: how many there may be; a share above 0 allows at least one.
         save_to: the folder that keeps packs; None saves nothing. Where Drive is not mounted nothing is saved on it.
         threads: reads in flight, or `"auto"`.
-        refresh: pack the source anew, whatever is there, and save the new pack in place of the old one.
+        refresh: pack the source again, whatever is there, and save the new pack in place of the old one.
         progress: show progress bars.
 
     Raises:
@@ -110,235 +127,216 @@ def prepare(
         "on_bad": on_bad,
         "max_bad": max_bad,
     }
-    options = repr(checked_options(act, **given).plain())
-    keeping, unsaved = _keeping_folder(save_to, name)
-    stem = f"{short_name(name)[:_NAME_CHARS]}-{_digest(key, options)}"
-    folder = (near_folder(os.environ) / "packs" / stem).absolute()
+    options = repr(PackOptions(act, **given).plain())
+    save_folder, unsaved = _save_folder(save_to, name)
+    folder = near_folder(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{_digest(key, options)}"
 
-    def make(near: Path) -> None:
-        pack(
-            source,
-            near,
-            **given,
-            threads=threads,
-            overwrite=True,  # which also looks again at what was fetched or staged for it
-            progress=progress,
-        )
+    def pack_to(path: Path) -> None:
+        # overwrite=True also looks again at what was fetched or staged for it.
+        pack(source, path, **given, threads=threads, overwrite=True, progress=progress)
 
-    work = _Preparation(act, name, folder, keeping, unsaved, make, threads=threads, refresh=refresh, progress=progress)
+    work = _Preparation(name, folder.absolute(), save_folder, unsaved, pack_to, threads, refresh, progress)
     with file_changes.translated(act):
         return work.run()
 
 
+@dataclass
 class _Preparation:
     """One call of `prepare()`.
 
-    Args:
-        act: verb and object for messages.
+    Attributes:
         name: the source's, an absolute path if it has one.
-        folder: of the near packs of this source and these options.
-        keeping: the folder that keeps packs, None where none are saved.
+        folder: of the local packs of this source and these options.
+        save_folder: the folder that keeps packs, None where none are saved.
         unsaved: why none are.
-        make: packs the source to a path.
+        pack_to: packs the source to a path.
         threads: reads in flight.
-        refresh: whether what is there does not count.
+        refresh: whether existing packs do not count.
         progress: whether to show progress bars.
+        state: of the source; None before it is read, and where there is no source.
+        unused: why a saved pack was not used.
+        near_s: seconds that finding or opening the local pack took.
     """
 
-    def __init__(
-        self,
-        act: str,
-        name: str,
-        folder: Path,
-        keeping: Path | None,
-        unsaved: str,
-        make: Callable[[Path], None],
-        *,
-        threads: Threads,
-        refresh: bool,
-        progress: bool,
-    ) -> None:
-        self._act = act
-        self._name = name
-        self._folder = folder
-        self._keeping = keeping
-        self._unsaved = unsaved
-        self._make = make
-        self._threads = threads
-        self._refresh = refresh
-        self._progress = progress
-        self._is_far = os.path.isabs(name) and can_hang(name, mounts())
-        self._state: str | None = None
-        self._unused = ""
-        self._near_s = 0.0
-        self._notes = self._noted()
+    name: str
+    folder: Path
+    save_folder: Path | None
+    unsaved: str
+    pack_to: Callable[[Path], None]
+    threads: Threads
+    refresh: bool
+    progress: bool
+    state: str | None = None
+    unused: str = ""
+    near_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.is_far = os.path.isabs(self.name) and can_hang(self.name, mounts())
+        self.notes = self.read_notes()
 
     def run(self) -> PreparedPack:
         """Go the shortest way there is."""
-        if not self._is_far:
-            self._look()
-        found = self._found()
-        if found is not None and (self._keeping is None or self._is_saved(found.path)):
-            return self._prepared(found, "near")
-        if found is None and self._look() is None:
-            self._make(self._near)  # an error, unless the source has just come
+        if not self.is_far:
+            self.read_state()
+        found = self.find_local()
+        if found is not None and (self.save_folder is None or self.is_saved(found.path)):
+            return self.prepared(found, "near")
+        if found is None and self.read_state() is None:
+            self.pack_to(self.path)  # an error, unless the source has just come
         way: Way = "near"
-        with self._turn() as is_alone:
-            self._notes = self._noted()
-            found = self._found()
+        with self.alone() as is_alone:
+            self.notes = self.read_notes()
+            found = self.find_local()
             if found is None:
-                way, found = self._made()
+                way, found = self.make()
                 if is_alone:
-                    self._remove_all_but(found.path)
-            elif is_alone is False and not self._is_saved(found.path):
-                self._keeping, self._unsaved = None, "another process, which is at it, saves it"
-            if self._keeping is not None and not self._is_saved(found.path):
-                self._save(found.path)
-        return self._prepared(found, way)
+                    self.remove_all_but(found.path)
+            elif is_alone is False and not self.is_saved(found.path):
+                self.save_folder, self.unsaved = None, "another process, which is at it, saves it"
+            if self.save_folder is not None and not self.is_saved(found.path):
+                self.save(found.path)
+        return self.prepared(found, way)
 
-    def _look(self) -> str | None:
-        """Return the source's state, None where nothing is there; one on a mount is looked at now, if not before."""
-        if self._state is None:
-            self._state = state_of(self._name, is_far=self._is_far)
-        return self._state
+    def read_state(self) -> str | None:
+        """Return the source's state, None where there is no source; that of one on a mount is read late, and once."""
+        if self.state is None:
+            self.state = state_of(self.name, is_far=self.is_far)
+        return self.state
 
-    def _found(self) -> PackInfo | None:
-        """Return the near pack of the source's state, or the newest where that is not known; None if none is whole."""
-        if self._refresh:
+    def find_local(self) -> PackInfo | None:
+        """Return the local pack of the source's state, or the newest where that is not known; None if none is whole."""
+        if self.refresh:
             return None
         started = time.monotonic()
-        if self._state is not None:
-            paths = [self._near]
-        else:
-            paths = sorted(self._folder.glob("*.h5"), key=_modified_ns, reverse=True)
+        paths = [self.path]
+        if self.state is None:
+            paths = sorted(self.folder.glob("*.h5"), key=_modified_ns, reverse=True)
         found = next(filter(None, map(_opened, paths)), None)
-        self._near_s = time.monotonic() - started
+        self.near_s = time.monotonic() - started
         return found
 
     @property
-    def _near(self) -> Path:
-        return self._folder / f"{_digest(self._state or '')}.h5"
+    def path(self) -> Path:
+        """The local pack of the source's state."""
+        return self.folder / f"{_digest(self.state or '')}.h5"
 
-    def _saved(self, near: Path) -> Path:
-        assert self._keeping is not None
-        return self._keeping / f"{self._folder.name}-{near.name}"
+    def saved_path(self, local: Path) -> Path:
+        """Return where a local pack is saved."""
+        assert self.save_folder is not None
+        return self.save_folder / f"{self.folder.name}-{local.name}"
 
-    def _is_saved(self, near: Path) -> bool:
-        return self._keeping is not None and self._notes.get("saved") == str(self._saved(near))
+    def is_saved(self, local: Path) -> bool:
+        """Return whether a local pack is known to be saved."""
+        return self.save_folder is not None and self.notes.get("saved") == str(self.saved_path(local))
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool | None]:
-        """Give whether this process alone is at it, None where the file system has no locks.
+    def alone(self) -> Iterator[bool | None]:
+        """Yield whether this process alone works in the folder, None where the file system has no locks.
 
-        Another process that is at it is waited for, until its pack is there or nothing moves in the folder any more.
+        Another process is waited for, until its pack is there or nothing changes in the folder any more.
         """
-        file_changes.make_folder(self._folder)
-        fd = file_changes.open_lock(self._folder / _LOCK)
+        file_changes.make_folder(self.folder)
+        fd = file_changes.open_lock(self.folder / _LOCK)
         try:
             is_alone = try_lock(fd)
             if is_alone is False:
-
-                def is_busy() -> bool:
-                    return try_lock(fd) is False and self._found() is None
-
-                with ProgressBar("wait for another prepare()", None, " s", self._progress) as bar:
-                    wait_while_busy(self._folder, is_busy, bar.wait)
+                with ProgressBar("wait for another prepare()", None, " s", self.progress) as bar:
+                    wait_while_busy(self.folder, lambda: try_lock(fd) is False and self.find_local() is None, bar.wait)
                 is_alone = try_lock(fd)
             yield is_alone
         finally:
             os.close(fd)
 
-    def _made(self) -> tuple[Literal["saved", "packed"], PackInfo]:
-        """Bring the saved pack near, else pack the source."""
-        if self._look() is not None and self._keeping is not None and not self._refresh:
+    def make(self) -> tuple[Literal["saved", "packed"], PackInfo]:
+        """Stage the saved pack, else pack the source."""
+        way: Literal["saved", "packed"] = "packed"
+        started = time.monotonic()
+        if self.read_state() is not None and self.save_folder is not None and not self.refresh:
+            saved = self.saved_path(self.path)
+            if self.stage_saved(saved):
+                way = "saved"
+                self.note(saved_s=time.monotonic() - started, saved=str(saved))
+        if way == "packed":
+            self.note(saved="")
+            if _opened(self.path) is None:
+                file_changes.remove(self.path)  # pack() overwrites nothing that is damaged
             started = time.monotonic()
-            if self._staged(self._saved(self._near)):
-                self._note(saved_s=time.monotonic() - started, saved=str(self._saved(self._near)))
-                return "saved", self._reopened()
-        self._note(saved="")
-        if _opened(self._near) is None:
-            file_changes.remove(self._near)  # what is damaged is not overwritten by pack()
+            self.pack_to(self.path)
+            self.note(packed_s=time.monotonic() - started)
         started = time.monotonic()
-        self._make(self._near)
-        self._note(packed_s=time.monotonic() - started)
-        return "packed", self._reopened()
+        info = read_pack(self.path)
+        self.near_s = time.monotonic() - started
+        return way, info
 
-    def _reopened(self) -> PackInfo:
-        started = time.monotonic()
-        info = read_pack(self._near)
-        self._near_s = time.monotonic() - started
-        return info
-
-    def _staged(self, saved: Path) -> bool:
-        """Bring the saved pack near if it is there and whole; return whether it was."""
+    def stage_saved(self, saved: Path) -> bool:
+        """Stage the saved pack if there is one and it is whole; return whether it was."""
         act = f"use {str(saved)!r}"
-        copy = self._near.with_suffix(".staged")
+        copy = self.path.with_suffix(".staged")
         try:
             if not answer_of(lambda: os.path.isfile(saved), can_hang(str(saved), mounts())):
                 return False
-            report = stage(saved, copy, threads=self._threads, extract=False, progress=self._progress)
-            with file_changes.translated(act), partials.Partial(self._near) as partial:
+            report = stage(saved, copy, threads=self.threads, extract=False, progress=self.progress)
+            with file_changes.translated(act), partials.Partial(self.path) as partial:
                 file_changes.rename(report.path, partial.path)
                 file_changes.remove(copy)
-                if not _is_whole(partial.path, progress=self._progress):
-                    raise Corrupt(cannot(act, "it is damaged", "a pack as it was sealed", "It is packed anew"))
+                if not _is_whole(partial.path, progress=self.progress):
+                    raise Corrupt(cannot(act, "it is damaged", "a pack as it was sealed", "It is packed again"))
                 partial.publish(replace=True)
         except ColabkitError as error:
-            self._unused = str(error)
+            self.unused = str(error)
             if isinstance(error, TimedOut):
-                self._keeping, self._unsaved = None, f"{str(saved.parent)!r} does not answer"
+                self.save_folder, self.unsaved = None, f"{str(saved.parent)!r} does not answer"
             return False
         return True
 
-    def _save(self, near: Path) -> None:
+    def save(self, local: Path) -> None:
+        """Save a local pack, or note why that failed."""
         try:
-            publish(near, self._saved(near), progress=self._progress)
+            publish(local, self.saved_path(local), progress=self.progress)
         except ColabkitError as error:
-            self._unsaved = str(error)
+            self.unsaved = str(error)
         else:
-            self._note(saved=str(self._saved(near)))
+            self.note(saved=str(self.saved_path(local)))
 
-    def _remove_all_but(self, near: Path) -> None:
+    def remove_all_but(self, local: Path) -> None:
         """Remove packs of former states, and what killed processes left."""
-        for path in list(self._folder.iterdir()):
-            if path.name not in (near.name, _LOCK, _NOTES):
+        for path in list(self.folder.iterdir()):
+            if path.name not in (local.name, _LOCK, _NOTES):
                 with contextlib.suppress(OSError):
                     file_changes.remove(path)
 
-    def _noted(self) -> dict[str, Any]:
+    def read_notes(self) -> dict[str, Any]:
+        """Return what earlier calls noted."""
         try:
-            return dict(json.loads((self._folder / _NOTES).read_bytes()))
+            return dict(json.loads((self.folder / _NOTES).read_bytes()))
         except (OSError, ValueError, TypeError):
             return {}
 
-    def _note(self, **values: object) -> None:
-        """Remember what the next call may want to know; it does without if that cannot be written."""
-        self._notes.update(values)
-        with contextlib.suppress(OSError), partials.Partial(self._folder / _NOTES) as partial:
-            file_changes.write_file(partial.path, json.dumps(self._notes).encode())
+    def note(self, **values: object) -> None:
+        """Write notes for the next call, which can do without them."""
+        self.notes.update(values)
+        with contextlib.suppress(OSError), partials.Partial(self.folder / _NOTES) as partial:
+            file_changes.write_file(partial.path, json.dumps(self.notes).encode())
             partial.publish(replace=True)
 
-    def _prepared(self, info: PackInfo, way: Way) -> PreparedPack:
-        is_saved = self._is_saved(info.path)
+    def prepared(self, info: PackInfo, way: Way) -> PreparedPack:
+        """Return the pack with its report."""
+        is_saved = self.is_saved(info.path)
+        seconds = {name: self.notes.get(name) for name in ("saved_s", "packed_s")}
         report = PrepareReport(
             path=info.path,
             way=way,
-            near_s=self._near_s,
-            saved_s=self._seconds("saved_s"),
-            packed_s=self._seconds("packed_s"),
-            saved_path=self._saved(info.path) if is_saved else None,
-            unsaved="" if is_saved else self._unsaved,
-            unused=self._unused,
+            near_s=self.near_s,
+            **{name: float(one) if isinstance(one, int | float) else None for name, one in seconds.items()},
+            saved_path=self.saved_path(info.path) if is_saved else None,
+            unsaved="" if is_saved else self.unsaved,
+            unused=self.unused,
             pack_bytes=info.path.stat().st_size,
         )
         return PreparedPack(info, report)
 
-    def _seconds(self, name: str) -> float | None:
-        found = self._notes.get(name)
-        return float(found) if isinstance(found, int | float) else None
 
-
-def _keeping_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, str]:
+def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, str]:
     """Return where packs of a source are saved, else why they are not."""
     if save_to is None:
         return None, "save_to=None"
@@ -349,6 +347,47 @@ def _keeping_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[
     if os.path.isabs(name) and folder.is_relative_to(name):
         return None, f"{str(folder)!r} lies in the source, which is never written to"
     return folder, ""
+
+
+def state_of(name: str, *, is_far: bool) -> str | None:
+    """Return text that differs for most changes of a source, cheap on a slow mount; None where there is no source."""
+    if not os.path.isabs(name):
+        return ""
+    try:
+        top = answer_of(lambda: _retried(lambda: os.stat(name)), is_far)
+        if not stat.S_ISDIR(top.st_mode):
+            return json.dumps([top.st_size, top.st_mtime_ns])
+        names = sorted(answer_of(lambda: _retried(lambda: os.listdir(name)), is_far))
+    except FileNotFoundError:
+        return None
+    paths = (os.path.join(name, entry) for entry in names[:_STATED_ENTRIES])
+    states = concurrently(
+        lambda path: (path, *_retried(lambda: _entry_state(path))),
+        paths,
+        "auto",
+        stalled_s=STALLED_S if is_far else None,
+    )
+    return json.dumps([names, sorted(states)])
+
+
+def _entry_state(path: str) -> tuple[int, int, int]:
+    """Return kind, size and time of a file, a folder or a link; a folder has no size that means anything."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:  # it was removed meanwhile
+        return 0, 0, 0
+    return stat.S_IFMT(found.st_mode), 0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns
+
+
+def _retried(ask: Callable[[], T]) -> T:
+    """Return what `ask` returns, tried again if the mount fails for a moment."""
+    retries, tries = Retries(), 0
+    while True:
+        try:
+            return ask()
+        except OSError as error:
+            tries += 1
+            retries.pause(error, tries)
 
 
 def _opened(path: Path) -> PackInfo | None:

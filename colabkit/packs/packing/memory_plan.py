@@ -9,22 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot
-from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field
+from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field, Indices
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
 from colabkit.packs.labels.splits import SPLIT_FOLDERS, shares_of, split_shares, strata_of
 from colabkit.packs.packing.array_samples import (
     ArraySampleMaker,
-    Blobs,
     Rows,
+    TextColumn,
     check_alike,
     check_lengths,
-    digest_of_rows,
+    column_of,
+    digest_of_column,
     is_array,
-    rows_of,
 )
 from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSampleMaker, ImageFormat
 from colabkit.packs.packing.options import PackOptions, check_field_names
-from colabkit.packs.packing.pack_plan import FieldTable, PackPlan, SampleNumbers, digest_of
+from colabkit.packs.packing.pack_plan import FieldTable, PackPlan, digest_of
 
 _FIELDS = {"x": SAMPLES, "y": LABELS}
 
@@ -53,105 +53,89 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
         BadSource: if a split is empty.
     """
     act = options.act
-    _refuse(act, "size=", options.size is not None)
-    _refuse(act, "fields=", bool(options.fields))
-    _refuse(act, f"on_bad={options.on_bad!r}", options.on_bad != "raise")
-    _refuse(act, f"labels={options.labels!r:.60}", options.labels not in ("auto", None))
-    _refuse(act, f"encoding={options.encoding!r}", options.encoding not in ("auto", "raw"))
-    given = {split: _arrays(act, split, part) for split, part in _parts_of(act, source).items()}
-    alike = next(iter(given.values()))
-    for part in given.values():
-        for name in alike.keys() | part.keys():
-            check_alike(act, name, alike.get(name), part.get(name))
-    contents = {name: content for name, (_, content) in alike.items()}
-    parts = {split: {name: rows for name, (rows, _) in part.items()} for split, part in given.items()}
-    first = next(iter(parts.values()))
-    digests = [
-        [split, name, digest_of_rows(one, contents[name])]
-        for split, part in parts.items()
-        for name, one in part.items()
-    ]
-    labels = LabelValues("none", (), None)
-    if LABELS in first and options.labels is not None:
-        columns = [part[LABELS] for part in parts.values()]
-        labels = _labels(act, [one if isinstance(one, tuple) else np.asarray(one) for one in columns])
-    parts = {split: {name: one for name, one in part.items() if name != LABELS} for split, part in parts.items()}
-    texts = [name for name, one in first.items() if isinstance(one, tuple) and name not in (SAMPLES, LABELS)]
-    tables = [] if labels.values is None else [FieldTable(Field(LABELS, "labels"), labels.values)]
-    for name in texts:
-        values = tuple(blob for part in parts.values() for blob in part.pop(name))
-        tables.append(FieldTable(Field(name, contents[name], is_ragged=True), values))  # type: ignore[arg-type]
-    maker = ArraySampleMaker([*parts.values()], contents)
-    counts = {split: len(part[SAMPLES]) for split, part in parts.items()}
+    refused = {
+        "size=": options.size is not None,
+        "fields=": bool(options.fields),
+        f"on_bad={options.on_bad!r}": options.on_bad != "raise",
+        f"labels={options.labels!r:.60}": options.labels not in ("auto", None),
+        f"encoding={options.encoding!r}": options.encoding not in ("auto", "raw"),
+    }
+    _refuse(act, refused)
+    splits = {split: _checked_arrays(act, split, arrays) for split, arrays in _by_split(act, source).items()}
+    first = next(iter(splits.values()))
+    for arrays in splits.values():
+        for name in first.keys() | arrays.keys():
+            check_alike(act, name, first.get(name), arrays.get(name))
+    digests = [[split, name, digest_of_column(one)] for split, arrays in splits.items() for name, one in arrays.items()]
+    columns = {name: [arrays[name] for arrays in splits.values()] for name in first}
+    labels, tables = LabelValues("none", (), None), []
+    given_labels = columns.pop(LABELS, None)
+    if given_labels is not None and options.labels is not None:
+        labels = _labels(act, given_labels)
+    if labels.values is not None:
+        tables.append(FieldTable(Field(LABELS, "labels"), labels.values))
+    for name in [name for name, one in first.items() if isinstance(one, TextColumn) and name not in (SAMPLES, LABELS)]:
+        texts = columns.pop(name)
+        values = tuple(value for column in texts for value in column.values)
+        tables.append(FieldTable(Field(name, texts[0].content, is_ragged=True), values))
+    maker = ArraySampleMaker(columns)
+    counts = {split: len(arrays[SAMPLES]) for split, arrays in splits.items()}
     x = maker.fields[0]
     encoding = "raw" if x.field.content == "image" else "array"
-    about = _about("arrays", encoding, labels.kind, labels.classes, list(x.shape), digest_of(options.plain(), digests))
-    return PackPlan(
-        "arrays", maker, _splits(act, counts, options, labels.kind, labels.values), tuple(tables), about, "raise", 0
-    )
+    about = _about("arrays", encoding, labels.kind, labels.classes, x.shape, digest_of(options.plain(), digests))
+    numbers = _number_splits(act, counts, options, labels.kind, labels.values)
+    return PackPlan("arrays", maker, numbers, tuple(tables), about, "raise", 0)
 
 
 def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
-    """Return the plan of a pack of map-style data sets.
-
-    Args:
-        source: the data set, or a mapping of splits to such.
-        options: of the pack.
+    """Return the plan of a pack of a map-style data set, or of one for each split.
 
     Raises:
         InvalidOption: if an option is meant for files.
         BadSource: if a split is empty, or samples hold what cannot be packed.
         BadImage: if the data set cannot give the first sample.
     """
-    act = options.act
-    _refuse(act, "fields=", bool(options.fields))
-    _refuse(act, "on_bad='blank'", options.on_bad == "blank")
-    _refuse(act, "encoding='source'", options.encoding == "source")
-    if options.labels is not None and not isinstance(options.labels, str):
-        found, needed = f"labels={options.labels!r:.60} for a data set", "the key of a label in its samples, or None"
+    act, key = options.act, options.labels
+    refused = {
+        "fields=": bool(options.fields),
+        "on_bad='blank'": options.on_bad == "blank",
+        "encoding='source'": options.encoding == "source",
+    }
+    _refuse(act, refused)
+    if key is not None and not isinstance(key, str):
+        found, needed = f"labels={key!r:.60} for a data set", "the key of a label in its samples, or None"
         raise InvalidOption(cannot(act, found, needed, "Leave it out, or return (x, label) in the data set"))
-    parts = _parts_of(act, source)
-    key = options.labels
-    names = [_classes(part, key) for part in parts.values()]
+    datasets = _by_split(act, source)
+    names = [_classes(dataset, key) for dataset in datasets.values()]
     if len(set(names)) > 1:
-        found = f"other classes in {' than in '.join(parts)}"
+        found = f"other classes in {' than in '.join(datasets)}"
         raise BadSource(cannot(act, found, "the same classes in the same order", "Number the labels alike"))
-    maker = DatasetSampleMaker(
-        act,
-        parts,
-        ImageFormat("jpeg" if options.encoding == "jpeg" else "raw", options.channels, options.size, options.quality),
-        key,
-        names[0],
-        skips_bad=options.on_bad == "skip",
-    )
-    kind = maker.label_kind
-    targets = [_targets(part, key, maker.counts[split]) for split, part in parts.items()] if kind == "class" else []
-    known = _joined(targets) if targets else None
-    classes = _class_names(maker, names[0], known)
-    shape = list(maker.fields[0].shape)
-    if maker.is_image:
-        assert maker.first_shape is not None
-        shape = list(maker.first_shape) if options.encoding != "jpeg" or options.size else []
-    encoding = ("jpeg" if options.encoding == "jpeg" else "raw") if maker.is_image else "array"
-    name = type(next(iter(parts.values()))).__name__
-    about = _about(name, encoding, kind, classes, shape, None)
-    if maker.first_shape is not None:
-        about["channels"] = maker.first_shape[2]
-    strata = known if len(parts) == 1 else None
-    splits = _splits(act, maker.counts, options, "class", strata)
-    most_bad = options.most_bad(sum(maker.counts.values()))
-    return PackPlan(name, maker, splits, (), about, options.on_bad, most_bad)
+    is_jpeg = options.encoding == "jpeg"
+    images = ImageFormat("jpeg" if is_jpeg else "raw", options.channels, options.image_size, options.quality)
+    maker = DatasetSampleMaker(act, datasets, images, key, names[0], skips_bad=options.on_bad == "skip")
+    kind, known = maker.label_kind, None
+    if kind == "class":
+        known = _joined([_targets(dataset, key, maker.counts[split]) for split, dataset in datasets.items()])
+    shape = maker.image_shape or maker.fields[0].shape
+    encoding = images.encoding if maker.image_shape else "array"
+    has_one_shape = not (maker.image_shape and is_jpeg) or options.size is not None
+    name = type(next(iter(datasets.values()))).__name__
+    about = _about(name, encoding, kind, _class_names(maker, names[0], known), shape if has_one_shape else (), None)
+    if maker.image_shape:
+        about["channels"] = maker.image_shape[2]
+    numbers = _number_splits(act, maker.counts, options, "class", known if len(datasets) == 1 else None)
+    return PackPlan(name, maker, numbers, (), about, options.on_bad, options.most_bad(sum(maker.counts.values())))
 
 
 def _about(
-    name: str, encoding: str, kind: str, classes: Sequence[str], shape: list[int], key: str | None
+    name: str, encoding: str, kind: str, classes: Sequence[str], shape: Sequence[int], key: str | None
 ) -> dict[str, Any]:
     return {
         "source": name,
         "encoding": encoding,
         "classes": tuple(classes),
         "label_kind": kind,
-        "sample_shape": shape or None,
+        "sample_shape": list(shape) or None,
         "channels": shape[2] if len(shape) == 3 else 3,
         "options": {},
         "plan": key,
@@ -160,28 +144,29 @@ def _about(
     }
 
 
-def _refuse(act: str, option: str, is_given: bool) -> None:
-    """Refuse an option that means something for files only."""
-    if is_given:
-        next_step = "Leave it out, and change the samples before"
-        raise InvalidOption(cannot(act, f"{option} for samples that are no files", "the samples alone", next_step))
+def _refuse(act: str, options: Mapping[str, bool]) -> None:
+    """Refuse options that are given, by their text, and mean something for files only."""
+    for option, is_given in options.items():
+        if is_given:
+            next_step = "Leave it out, and change the samples before"
+            raise InvalidOption(cannot(act, f"{option} for samples that are no files", "the samples alone", next_step))
 
 
-def _arrays(act: str, split: str, part: Mapping[str, Any]) -> dict[str, tuple[Rows | Blobs, str]]:
-    """Return a split's arrays, `X` first, each with what it holds."""
-    if SAMPLES not in part:
-        told = f"the fields {', '.join(part) or 'nothing'} in {split!r}"
-        raise InvalidOption(cannot(act, told, "an array named X", "Use {'X': images, 'Y': labels}, say"))
-    check_field_names(act, [name for name in part if name not in (SAMPLES, LABELS)])
-    found = {name: rows_of(act, name, part[name]) for name in sorted(part, key=lambda name: name != SAMPLES)}
-    check_lengths(act, split, {name: rows for name, (rows, _) in found.items()})
+def _checked_arrays(act: str, split: str, arrays: Mapping[str, Any]) -> dict[str, Rows | TextColumn]:
+    """Return a split's arrays, `X` first."""
+    if SAMPLES not in arrays:
+        told = f"the fields {', '.join(arrays) or 'nothing'} in {split!r}"
+        raise InvalidOption(cannot(act, told, "an array named X", "Use {'X': images, 'Y': labels}, for example"))
+    check_field_names(act, [name for name in arrays if name not in (SAMPLES, LABELS)])
+    found = {name: column_of(act, name, arrays[name]) for name in sorted(arrays, key=lambda name: name != SAMPLES)}
+    check_lengths(act, split, found)
     return found
 
 
-def _labels(act: str, given: Sequence[npt.NDArray[Any] | Blobs]) -> LabelValues:
-    if all(isinstance(one, tuple) for one in given):
-        return number_classes([blob.decode("utf-8", "surrogateescape") for one in given for blob in one])
-    values = np.concatenate(given)
+def _labels(act: str, columns: Sequence[Rows | TextColumn]) -> LabelValues:
+    if all(isinstance(one, TextColumn) for one in columns):
+        return number_classes([value.decode("utf-8", "surrogateescape") for one in columns for value in one.values])
+    values = np.concatenate(list(map(np.asarray, columns)))
     try:
         found = infer_array(values)
     except ValueError as error:
@@ -204,9 +189,9 @@ def _class_names(maker: DatasetSampleMaker, names: Sequence[str], known: npt.NDA
     return ()
 
 
-def _splits(
+def _number_splits(
     act: str, counts: Mapping[str, int], options: PackOptions, kind: LabelKind, labels: npt.NDArray[Any] | None
-) -> dict[str, SampleNumbers]:
+) -> dict[str, Indices]:
     if options.splits is None:
         ends = np.cumsum(list(counts.values())).tolist()
         return {split: np.arange(end - counts[split], end) for split, end in zip(counts, ends, strict=True)}
@@ -238,14 +223,13 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
     return ()
 
 
-def _targets(dataset: Any, key: str | None, count: int) -> SampleNumbers | None:
+def _targets(dataset: Any, key: str | None, count: int) -> Indices | None:
     """Return the classes of a data set that tells them without making its samples, as torchvision's do."""
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         whole = _targets(dataset.dataset, key, len(dataset.dataset))
         return None if whole is None else whole[np.asarray(dataset.indices)]
     if parts := getattr(dataset, "datasets", None):
-        found = [_targets(part, key, len(part)) for part in parts]
-        return _joined(found)
+        return _joined([_targets(part, key, len(part)) for part in parts])
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list):
         names = [name for name in (LABEL_KEYS if key in ("auto", None) else (key,)) if name in columns]
@@ -258,29 +242,26 @@ def _targets(dataset: Any, key: str | None, count: int) -> SampleNumbers | None:
     return None
 
 
-def _joined(parts: Sequence[SampleNumbers | None]) -> SampleNumbers | None:
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known) if len(known) == len(parts) else None
+def _joined(targets: Sequence[Indices | None]) -> Indices | None:
+    known = [some for some in targets if some is not None]
+    return np.concatenate(known) if len(known) == len(targets) else None
 
 
-def _parts_of(act: str, source: Any) -> dict[str, Any]:
-    """Return the parts of a source by split, in the order train, dev, test.
+def _by_split(act: str, source: Any) -> dict[str, Any]:
+    """Return the arrays or the data set of each split, in the order train, dev, test.
 
     Arrays come as a mapping of fields to arrays, or of splits to such mappings, or by names as a pack has them:
     `X_train`, `Y_train`, `X_test`.
-
-    Raises:
-        InvalidOption: if the names make no sense.
     """
     if not isinstance(source, Mapping):
         return {"train": {SAMPLES: source} if is_array(source) else source}
-    named = {str(name): part for name, part in source.items()}
-    are_parts = [isinstance(part, Mapping) or is_dataset(part) for part in named.values()]
-    if named and all(are_parts):
-        return _by_split(act, named)
-    if any(are_parts):
+    named = {str(name): value for name, value in source.items()}
+    are_splits = [isinstance(value, Mapping) or is_dataset(value) for value in named.values()]
+    if named and all(are_splits):
+        return _ordered_splits(act, named)
+    if any(are_splits):
         found, needed = "arrays beside mappings", "either arrays by field or splits"
-        raise InvalidOption(cannot(act, found, needed, "Use {'X': images, 'Y': labels}, say"))
+        raise InvalidOption(cannot(act, found, needed, "Use {'X': images, 'Y': labels}, for example"))
     ends = {name: name.rpartition("_") for name in named}
     is_flat = {name: bool(field) and split.lower() in SPLIT_FOLDERS for name, (field, _, split) in ends.items()}
     if not any(is_flat.values()) or any(name.lower() in _FIELDS for name in named):
@@ -290,17 +271,17 @@ def _parts_of(act: str, source: Any) -> dict[str, Any]:
         raise InvalidOption(cannot(act, found, f"names that end in {', '.join(SPLITS)}", "Rename or remove it"))
     fields: dict[str, dict[str, Any]] = {}
     for name, (field, _, split) in ends.items():
-        fields.setdefault(split, {})[_FIELDS.get(field, field)] = named[name]
-    return _by_split(act, fields)
+        fields.setdefault(split, {})[field] = named[name]
+    return _ordered_splits(act, fields)
 
 
-def _by_split(act: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+def _ordered_splits(act: str, named: Mapping[str, Any]) -> dict[str, Any]:
     splits = {}
-    for name, part in parts.items():
+    for name, value in named.items():
         split = SPLIT_FOLDERS.get(name.lower())
         if split is None or split in splits:
-            found, needed = f"the splits {', '.join(map(repr, parts))}", f"names among {', '.join(SPLITS)}, each once"
+            found, needed = f"the splits {', '.join(map(repr, named))}", f"names among {', '.join(SPLITS)}, each once"
             raise InvalidOption(cannot(act, found, needed, "Rename or join them"))
-        is_fields = isinstance(part, Mapping)
-        splits[split] = {_FIELDS.get(str(field), str(field)): one for field, one in part.items()} if is_fields else part
+        is_fields = isinstance(value, Mapping)
+        splits[split] = {_FIELDS.get(str(key), str(key)): one for key, one in value.items()} if is_fields else value
     return {split: splits[split] for split in SPLITS if split in splits}
