@@ -16,6 +16,7 @@ from .probing.report import ProbeReport as ProbeReport
 from .publishing import PublishReport as PublishReport
 from .publishing import publish as publish
 from .slow_mount import MOVED_BLOCK_BYTES as MOVED_BLOCK_BYTES
+from .slow_mount import SLOWEST_BYTES_S as SLOWEST_BYTES_S
 from .slow_mount import Moved as Moved
 from .slow_mount import SlowMount as SlowMount
 from .slow_mount import check_written as check_written

@@ -22,7 +22,9 @@ T = TypeVar("T")
 MOVED_BLOCK_BYTES = 4 << 20
 """Files are moved in blocks of this size."""
 
-_SLOWEST_BYTES_S = 10e6  # some mounts send a whole file when it is closed, and answer nothing meanwhile
+SLOWEST_BYTES_S = 10e6
+"""A slow rate: some mounts send a whole file when it is closed, and answer nothing meanwhile."""
+
 _SLOWEST_FILES_S = 10.0  # a former folder is removed in one go
 _MOST_ABANDONED = 3  # each abandoned thread holds memory for as long as the mount hangs
 
@@ -98,7 +100,7 @@ class SlowMount:
         if len(self._abandoned) >= _MOST_ABANDONED:
             found = f"{self.name!r} has yet to answer {format_things(len(self._abandoned), 'earlier call')}"
             raise TimedOut(cannot(act, found, needed, next_step))
-        stalled_s = self.stalled_s + largest_bytes / _SLOWEST_BYTES_S + files / _SLOWEST_FILES_S
+        stalled_s = self.stalled_s + largest_bytes / SLOWEST_BYTES_S + files / _SLOWEST_FILES_S
         with Calls(run, Level(1, is_fixed=True), stalled_s, on_wait, tries=1) as calls:
             try:
                 calls.make(None)

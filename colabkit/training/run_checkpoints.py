@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 
 from colabkit.foundation import InvalidOption, LaunchFailed, TargetExists, cannot, format_things
 from colabkit.loading import Loader
-from colabkit.training.checkpoints.folder import CheckpointFolder, LoadedCheckpoint
+from colabkit.training.checkpoints.files import LoadedCheckpoint
+from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
@@ -27,6 +29,7 @@ class RunCheckpoints:
         step: saved as well if it has a state.
         loader: whose position is saved.
         processes: those that train together.
+        timeout: how long the file system may leave an operation unanswered; None for the usual time.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class RunCheckpoints:
         step: Any,
         loader: Loader,
         processes: Ranks,
+        timeout: float | str | None = None,
     ) -> None:
         self.folder = save_to
         self.resumed_from: Path | None = None
@@ -49,7 +53,10 @@ class RunCheckpoints:
         self._processes = processes
         self._checkpoints: CheckpointFolder | None = None
         if save_to is not None and processes.is_first:
-            self._checkpoints = CheckpointFolder(save_to, keep_last=keep_last, mode=rule[0], monitor=rule[1])
+            mode, monitor = rule
+            self._checkpoints = CheckpointFolder(
+                save_to, keep_last=keep_last, mode=mode, monitor=monitor, timeout=timeout
+            )
 
     @property
     def is_free(self) -> bool:
@@ -182,7 +189,7 @@ class RunCheckpoints:
             wait: return when the checkpoint is written.
 
         Raises:
-            NotEnoughSpace, FileFailed, InvalidOption: with `wait`, if it cannot be written.
+            NotEnoughSpace, FileFailed, TimedOut, InvalidOption: with `wait`, if it cannot be written.
         """
         if self.folder is None:
             return
@@ -232,14 +239,18 @@ class RunCheckpoints:
         """Wait until all checkpoints are where they should be.
 
         Raises:
-            NotEnoughSpace, FileFailed: if the last one could not be written.
+            NotEnoughSpace, FileFailed, TimedOut: if the last one could not be written.
         """
         self._together(lambda: None if self._checkpoints is None else self._checkpoints.finish(), "end the training")
 
-    def close(self) -> None:
-        """End what saves in the background."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.close()
+            self._checkpoints.__exit__(kind, error, trace)
 
 
 def _kind_of(part: Any) -> str:

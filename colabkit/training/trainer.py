@@ -134,6 +134,7 @@ def train(
     deadline: Moment | None = None,
     on_nonfinite: Literal["raise", "continue"] = "raise",
     on_step: OnStep | None = None,
+    timeout: float | str | None = None,
 ) -> TrainReport:
     """Call `step` on every batch of some epochs and return what came of it.
 
@@ -170,13 +171,16 @@ def train(
         on_nonfinite: what a NaN or an infinity does that a step returns: `"raise"` stops the training, `"continue"`
             lets it go on. Numbers on a GPU are looked at when they are read, not after each step.
         on_step: called after each step with its record.
+        timeout: how long the file system of `save_to` may leave one operation of a checkpoint unanswered, in seconds or
+            as text such as `"5min"`; each 10 MB add a second. Then that checkpoint counts as failed. None for two
+            minutes.
 
     Raises:
         TrainingInterrupted: a `KeyboardInterrupt`, after Ctrl-C and a last checkpoint, if any; it holds the report.
         InvalidOption: if an argument cannot be meant, or the checkpoints are of other data or another `state`.
         TargetExists: if `resume` is false and there are checkpoints.
         Corrupt: if all checkpoints are damaged.
-        NotEnoughSpace, FileFailed: if the first or the last checkpoint cannot be written.
+        NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.
     """
     act = "train"
     check_whole_number(act, "epochs", epochs, 0)
@@ -199,8 +203,8 @@ def train(
     with ExitStack() as stack:
         processes = stack.enter_context(Ranks())
         judge = Validator(*judged_by, processes)
-        saving = RunCheckpoints(folder, keep_last, judge.rule, parts, step, loader, processes)
-        stack.callback(saving.close)
+        saving = RunCheckpoints(folder, keep_last, judge.rule, parts, step, loader, processes, timeout)
+        stack.enter_context(saving)
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
         run = TrainingRun(
             step,

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from far_mounts import wait_for
 from trees import leftovers
 
 from colabkit.training.checkpoints import folder as checkpoint_folder
 from colabkit.training.checkpoints import remote
+from colabkit.training.checkpoints.files import THREAD_NAME
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
@@ -82,3 +84,35 @@ def assert_nothing_runs(folder: Path) -> None:
     names = [os.readlink(path) for path in descriptors if os.path.lexists(path)]
     assert [name for name in names if name.startswith(str(folder))] == []
     assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+class HeldDisk:
+    """A disk that does not answer: changes of files wait from the first one of a kind on, until they are released.
+
+    Args:
+        set_hook: the fixture `file_hook`.
+        operation: the first that waits, as `"create"`.
+    """
+
+    def __init__(self, set_hook: Callable[[Callable[[str, Path], None] | None], None], operation: str) -> None:
+        self.reached = threading.Event()
+        self._released = threading.Event()
+        self._operation = operation
+        self._set_hook = set_hook
+        set_hook(self)
+
+    def __call__(self, operation: str, path: Path) -> None:
+        if operation == self._operation or self.reached.is_set():
+            self.reached.set()
+            assert self._released.wait(60)
+
+    def release(self) -> None:
+        """Answer everything again, and return when the threads that waited have ended."""
+        self._set_hook(None)
+        self._released.set()
+        wait_for(lambda: not writers(), "the end of what hung")
+
+
+def writers() -> list[threading.Thread]:
+    """Return the threads that write checkpoints."""
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]

@@ -96,6 +96,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
         assert kept.latest == near_of(near_storage) / "checkpoint-00000030.pt"
         assert len(caplog.records) == 1
         mount.go_on()
+        wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
         monkeypatch.setattr(remote, "STALLED_S", 60.0)
         kept.save(40, content(40), score=0.3)
         kept.finish()

@@ -8,22 +8,24 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from queue import SimpleQueue
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import torch
 
 from colabkit.foundation import file_changes
 from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpoint, is_marked, marker
-from colabkit.training.checkpoints.snapshots import unsafe
+from colabkit.training.checkpoints.snapshots import ContentCopy, unsafe
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-
+THREAD_NAME = "colabkit-checkpoint"
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
 _NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine would hardly ever write
@@ -31,6 +33,39 @@ _NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine wou
 
 class WriteAborted(Exception):
     """Nobody wants the file any more."""
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """A checkpoint to write.
+
+    Attributes:
+        limit_s: seconds that the file system may leave one operation unanswered.
+        is_given_up: whether it left one unanswered for longer, which is noted.
+    """
+
+    step: int
+    copied: ContentCopy | None
+    score: float | None
+    started: float
+    is_awaited: bool
+    is_raised: bool
+    limit_s: float
+    stop: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    moved_at: float = field(default_factory=time.monotonic)
+    is_given_up: bool = False
+
+    @property
+    def left_s(self) -> float:
+        """The seconds until the file system has to answer."""
+        return self.moved_at + self.limit_s - time.monotonic()
+
+    def moved(self) -> None:
+        """Note that the file system has answered; raises `WriteAborted` if nobody wants the checkpoint any more."""
+        if self.stop.is_set():
+            raise WriteAborted
+        self.moved_at = time.monotonic()
 
 
 def give_way() -> None:
@@ -43,29 +78,25 @@ def give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def write(
-    content: Mapping[str, Any], path: Path, act: str, stop: threading.Event, *, is_urgent: bool
-) -> tuple[int, str]:
+def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tuple[int, str]:
     """Write content to a new file, on the medium when it returns, and return its bytes and their SHA-256.
 
     Digest and writes are made in large blocks, without the interpreter's lock, in a thread that gives way to all
-    others. It is then loaded once, mapped, so that what cannot be loaded is found now, not when it is needed.
+    others. The file is then loaded once, mapped, so that what cannot be loaded is found now, not when it is needed.
 
     Args:
         content: copied before.
         path: of the file.
         act: verb and object for messages.
-        stop: set when the file is not wanted any more.
-        is_urgent: whether somebody waits for it, and it gives way to nobody.
+        job: learns when the file system answers, and says whether the file is still wanted.
 
     Raises:
         InvalidOption: if `content` holds objects that only an unsafe load would bring back.
-        WriteAborted: after `stop`.
+        WriteAborted: if the file is not wanted any more.
     """
     fd = file_changes.create(path)
     try:
-        with ThreadPoolExecutor(1, "colabkit-checkpoint", None if is_urgent else give_way) as thread:
-            sink = _CheckpointSink(fd, path, stop, thread)
+        with _CheckpointSink(fd, path, job) as sink:
             try:
                 with _without_crc(sink):
                     torch.save({"made_by": marker(), "content": content}, cast(IO[bytes], sink))
@@ -77,8 +108,7 @@ def write(
         file_changes.sync(fd, path)
     finally:
         os.close(fd)
-    if stop.is_set():
-        raise WriteAborted
+    job.moved()
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
@@ -96,7 +126,7 @@ def _named(error: Exception) -> str:
 
 
 class _CheckpointSink:
-    """What `torch.save` writes to: gathers small pieces, and digests and writes large ones as they come.
+    """What `torch.save` writes to: gathers small pieces, and digests and writes large ones in a thread of its own.
 
     Attributes:
         size: bytes that were written.
@@ -104,16 +134,27 @@ class _CheckpointSink:
         was_opened: closed when the first bytes come.
     """
 
-    def __init__(self, fd: int, path: Path, stop: threading.Event, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, fd: int, path: Path, job: SaveJob) -> None:
         self.size = 0
         self.error: BaseException | None = None
         self.was_opened = contextlib.ExitStack()
         self._fd = fd
         self._path = path
-        self._stop = stop
-        self._thread = thread
+        self._job = job
         self._sha256 = hashlib.sha256()
         self._gathered = bytearray()
+        self._pieces: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._results: SimpleQueue[BaseException | None] = SimpleQueue()
+        # No executor: the interpreter would wait for its thread at exit, for ever if the disk hangs.
+        self._thread = threading.Thread(target=self._put_pieces, name=THREAD_NAME, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pieces.put(None)
+        self._thread.join()
 
     @property
     def digest(self) -> str:
@@ -124,15 +165,11 @@ class _CheckpointSink:
         if self.error is not None:
             raise self.error
         view = memoryview(data).cast("B")
-        try:
-            if len(view) + len(self._gathered) < _GATHERED_BYTES:
-                self._gathered += view
-            else:
-                self.end()
-                self._thread.submit(self._put, view).result()
-        except BaseException as error:
-            self.error = error
-            raise
+        if len(view) + len(self._gathered) < _GATHERED_BYTES:
+            self._gathered += view
+        else:
+            self.end()
+            self._hand_over(view)
         return len(view)
 
     def flush(self) -> None:
@@ -141,17 +178,36 @@ class _CheckpointSink:
     def end(self) -> None:
         """Write what was gathered."""
         if self._gathered:
-            self._thread.submit(self._put, memoryview(bytes(self._gathered))).result()
+            self._hand_over(memoryview(bytes(self._gathered)))
             self._gathered.clear()
+
+    def _hand_over(self, piece: memoryview) -> None:
+        self._pieces.put(piece)
+        self.error = self._results.get()
+        if self.error is not None:
+            raise self.error
+
+    def _put_pieces(self) -> None:
+        if not self._job.is_awaited:
+            give_way()
+        while (piece := self._pieces.get()) is not None:
+            error: BaseException | None = None
+            try:
+                self._put(piece)
+            except BaseException as raised:
+                error = raised
+            self._results.put(error)
+            # Neither holds the caller's memory, nor itself through its traceback, until the next piece comes.
+            del piece, error
 
     def _put(self, view: memoryview) -> None:
         for start in range(0, len(view), _BLOCK_BYTES):
-            if self._stop.is_set():
-                raise WriteAborted
+            self._job.moved()
             block = view[start : start + _BLOCK_BYTES]
             self._sha256.update(block)
             file_changes.write_at(self._fd, block, self.size, self._path)
             self.size += len(block)
+        self._job.moved()
 
 
 @contextmanager
@@ -165,6 +221,23 @@ def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
     torch.serialization.set_crc32_options(False)
     with sink.was_opened:
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        path: its file.
+        step: after which it was taken.
+        content: what was saved, with all tensors on the CPU.
+        passed_over: newer checkpoints that are damaged, with the reason.
+    """
+
+    path: Path
+    step: int
+    content: Mapping[str, Any]
+    passed_over: tuple[tuple[Path, str], ...]
 
 
 def load(sealed: SealedCheckpoint) -> dict[str, Any]:

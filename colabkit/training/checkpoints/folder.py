@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,15 +17,19 @@ from colabkit.foundation import (
     Corrupt,
     InvalidOption,
     NotEnoughSpace,
+    TimedOut,
     can_hang,
     cannot,
+    check_one_of,
     check_whole_number,
     file_changes,
+    format_seconds,
     mounts,
     near_folder,
 )
-from colabkit.training.checkpoints.files import WriteAborted, load, write
-from colabkit.training.checkpoints.remote import RemoteFolder
+from colabkit.storage import SLOWEST_BYTES_S
+from colabkit.training.checkpoints.files import THREAD_NAME, LoadedCheckpoint, SaveJob, WriteAborted, load, write
+from colabkit.training.checkpoints.remote import STALLED_S, RemoteFolder
 from colabkit.training.checkpoints.seals import (
     DamagedCheckpoint,
     Mode,
@@ -37,42 +40,12 @@ from colabkit.training.checkpoints.seals import (
     sealed_in,
     steps_in,
 )
-from colabkit.training.checkpoints.snapshots import ContentCopier, ContentCopy
+from colabkit.training.checkpoints.snapshots import ContentCopier
+from colabkit.training.schedule import duration_s
 
 logger = logging.getLogger("colabkit")
 
 _HEADER_BYTES = 1 << 20  # of a file beside its tensors, about
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedCheckpoint:
-    """A checkpoint that was loaded.
-
-    Attributes:
-        path: its file.
-        step: after which it was taken.
-        content: what was saved, with all tensors on the CPU.
-        passed_over: newer checkpoints that are damaged, with the reason.
-    """
-
-    path: Path
-    step: int
-    content: Mapping[str, Any]
-    passed_over: tuple[tuple[Path, str], ...]
-
-
-@dataclass(slots=True)
-class _SaveJob:
-    """A checkpoint to write."""
-
-    step: int
-    copied: ContentCopy | None
-    score: float | None
-    started: float
-    is_awaited: bool
-    is_raised: bool
-    stop: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
 
 
 class CheckpointFolder:
@@ -86,30 +59,46 @@ class CheckpointFolder:
     The newest `keep_last` and the best stay, near and at `save_to`. Older ones are removed when a newer one is sealed.
     It is used by one thread. Leaving it as a context manager closes it.
 
+    A write that the file system leaves unanswered for longer than `timeout` is given up: nothing waits for it any more,
+    and it is taken back when the file system answers. Until then nothing else can be saved.
+
     Args:
         save_to: the folder; made when it is needed.
         keep_last: how many of the newest stay.
         mode: whether the lowest or the highest score is the best.
         monitor: what is scored; checkpoints with scores of something else are none of the best.
+        timeout: how long the file system may leave one operation unanswered, in seconds or as text such as `"5min"`;
+            each 10 MB of a checkpoint add a second. None for two minutes.
+
+    Attributes:
+        near_folder: where checkpoints are written first; `save_to` itself, if it is near.
+        save_s: the longest seconds from a `save()` until the checkpoint was at its place so far; 0 before the first.
 
     Raises:
         InvalidOption: if an argument cannot be meant.
     """
 
     def __init__(
-        self, save_to: str | os.PathLike[str], *, keep_last: int = 2, mode: Mode = "min", monitor: str = ""
+        self,
+        save_to: str | os.PathLike[str],
+        *,
+        keep_last: int = 2,
+        mode: Mode = "min",
+        monitor: str = "",
+        timeout: float | str | None = None,
     ) -> None:
         act = f"keep checkpoints in {str(save_to)!r}"
         check_whole_number(act, "keep_last", keep_last, 1)
-        if mode not in ("min", "max"):
-            raise InvalidOption(cannot(act, f"mode={mode!r}", "'min' or 'max'", "Use mode='min' for a loss"))
+        check_one_of(act, "mode", mode, ("min", "max"))
+        timeout_s = None if timeout is None else duration_s(act, "timeout", timeout)
+        self._timeout_s = timeout_s or STALLED_S
         self.folder = Path(os.path.abspath(save_to))
-        self._near = self.folder
+        self.near_folder = self.folder
         self._far: RemoteFolder | None = None
         if can_hang(str(self.folder), mounts()):
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
-            self._near = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
-            self._far = RemoteFolder(self.folder)
+            self.near_folder = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
+            self._far = RemoteFolder(self.folder, timeout_s)
         self._keep_last = keep_last
         self._judge = f"{mode} {monitor}".rstrip()
         self._copies = ContentCopier()
@@ -117,7 +106,7 @@ class CheckpointFolder:
         self._threads: list[threading.Thread] = []
 
         self._changed = threading.Condition()  # guards what follows
-        self._job: _SaveJob | None = None
+        self._job: SaveJob | None = None
         self._publisher: threading.Thread | None = None
         self._publishing: SealedCheckpoint | None = None
         self._tried: set[str] = set()  # digests that were tried to be published since the last save
@@ -127,23 +116,14 @@ class CheckpointFolder:
         self._last_error: BaseException | None = None
         self._failures: list[tuple[int, str]] = []
         self._began: dict[int, float] = {}
-        self._save_s = 0.0
+        self.save_s = 0.0
         self._is_over = False
-
-    @property
-    def near_folder(self) -> Path:
-        """Where checkpoints are written first; `save_to` itself, if it is near."""
-        return self._near
 
     @property
     def is_free(self) -> bool:
         """Whether a `save()` now would not wait for an earlier one."""
-        return self._job is None
-
-    @property
-    def save_s(self) -> float:
-        """The longest seconds from a `save()` until the checkpoint was at its place so far; 0 before the first."""
-        return self._save_s
+        job = self._job
+        return job is None or job.left_s <= 0
 
     @property
     def latest(self) -> Path | None:
@@ -174,7 +154,7 @@ class CheckpointFolder:
         """
         act = f"look for checkpoints in {str(self.folder)!r}"
         with file_changes.translated(act):
-            steps = steps_in(self._near)
+            steps = steps_in(self.near_folder)
         if self._far is not None:
             steps += self._far.ask(act, lambda _: steps_in(self.folder))
         return max(steps, default=None)
@@ -192,21 +172,23 @@ class CheckpointFolder:
         """
         act = f"resume from {str(self.folder)!r}"
         with file_changes.translated(act):
-            near = sealed_in(self._near)
+            near = sealed_in(self.near_folder)
         far = [] if self._far is None else self._far.ask(act, lambda _: sealed_in(self.folder))
         there = {sealed.seal for sealed in far}
         passed_over: list[tuple[Path, str]] = []
         for sealed in sorted([*near, *far], key=lambda one: (-one.step, one.seal in there)):
             try:
                 with file_changes.translated(act):
-                    is_far = self._far is not None and sealed.seal in there
-                    content = load(self._fetched(sealed, act) if is_far else sealed)
+                    if self._far is not None and sealed.seal in there:
+                        content = load(self._far.fetch(sealed, self.near_folder, act))
+                    else:
+                        content = load(sealed)
             except DamagedCheckpoint as error:
                 passed_over.append((sealed.path, str(error)))
                 self._damaged.add(sealed.path)
                 continue
             with self._changed, file_changes.translated(act):
-                self._near_sealed, self._far_sealed = sealed_in(self._near), far
+                self._near_sealed, self._far_sealed = sealed_in(self.near_folder), far
                 self._last_step = sealed.step
             return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(passed_over))
         if passed_over:
@@ -214,17 +196,12 @@ class CheckpointFolder:
             raise Corrupt(cannot(act, found, "one whole checkpoint", "Choose another folder to start anew"))
         return None
 
-    def _fetched(self, sealed: SealedCheckpoint, act: str) -> SealedCheckpoint:
-        assert self._far is not None
-        if sealed.trouble:
-            raise DamagedCheckpoint(sealed.trouble)
-        return self._far.fetch(sealed, self._near, act)
-
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
         """Copy `content` and begin to write it as the checkpoint of `step`; only the copy takes the caller's time.
 
         The copies stay in memory for the next call. Where there is not enough memory for them, and while an earlier
-        checkpoint is being written, it waits. Tensors will come back on the CPU, detached.
+        checkpoint is being written, it waits. Tensors will come back on the CPU, detached. What goes wrong is noted in
+        `failures`.
 
         Args:
             step: after which this is.
@@ -235,32 +212,60 @@ class CheckpointFolder:
         Raises:
             InvalidOption: if `content` holds objects that only an unsafe load would bring back.
             NotEnoughSpace, FileFailed: with `wait`, if the file system refuses; older checkpoints stay.
+            TimedOut: with `wait`, if it does not answer.
         """
         act = f"save the checkpoint of step {step}"
         started = time.monotonic()
         check_whole_number(act, "step", step, 0)
         with self._changed:
-            self._changed.wait_for(lambda: self._job is None)
+            try:
+                self._await_writer(act)
+            except TimedOut as error:
+                self._note_failure(step, str(error), is_told=wait)
+                if wait:
+                    raise
+                return
             if self._is_over:
                 raise InvalidOption(cannot(act, "they are closed", "open ones", "Make new CheckpointFolder"))
         copied = self._copies.copy(act, content)
         number = None if score is None or not math.isfinite(score) else float(score)
-        job = _SaveJob(int(step), copied, number, started, wait or not copied.is_apart, wait)
+        limit_s = self._timeout_s + copied.size / SLOWEST_BYTES_S
+        job = SaveJob(int(step), copied, number, started, wait or not copied.is_apart, wait, limit_s)
         self._start(job)
         if not job.is_awaited:
             return
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._job is not job)
-        except BaseException:
+                self._await_writer(act)
+        except BaseException as error:
             if not copied.is_apart:
                 job.stop.set()  # the caller's tensors may change now
-            raise
+            if wait or not isinstance(error, TimedOut):
+                raise
         if job.error is not None and wait:
             raise job.error
 
-    def _start(self, job: _SaveJob) -> None:
-        writer = threading.Thread(target=self._write, args=(job,), name="colabkit-checkpoint", daemon=True)
+    def _await_writer(self, act: str) -> None:
+        """Return when no checkpoint is being written; the caller holds `_changed`.
+
+        Raises:
+            TimedOut: if the file system does not answer.
+        """
+        while (job := self._job) is not None:
+            if (left_s := job.left_s) > 0:
+                self._changed.wait(left_s)
+                continue
+            job.stop.set()
+            found = f"{str(self.near_folder)!r} has answered nothing for {format_seconds(job.limit_s)}"
+            error = TimedOut(cannot(act, found, "a disk that answers", "Check the disk, or save to another one"))
+            if not job.is_given_up:
+                job.is_given_up = True
+                self._last_error = error
+                self._note_failure(job.step, str(error), is_told=job.is_raised)
+            raise error
+
+    def _start(self, job: SaveJob) -> None:
+        writer = threading.Thread(target=self._write, args=(job,), name=THREAD_NAME, daemon=True)
         with self._changed:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(writer)
@@ -272,7 +277,7 @@ class CheckpointFolder:
                 job.stop.set()
                 raise
 
-    def _write(self, job: _SaveJob) -> None:
+    def _write(self, job: SaveJob) -> None:
         """Write and seal a checkpoint, and hand it over to be published; in a thread of its own."""
         try:
             left = self._sealed(job)
@@ -280,7 +285,7 @@ class CheckpointFolder:
             job.copied = None
             with self._changed:
                 job.error = error
-                if not isinstance(error, WriteAborted):
+                if not isinstance(error, WriteAborted) and not job.is_given_up:
                     self._last_error = error
                     self._note_failure(job.step, str(error) or type(error).__name__, is_told=job.is_raised)
                 self._job = None
@@ -291,44 +296,38 @@ class CheckpointFolder:
             self._near_sealed = left
             self._last_step = job.step
             self._last_error = None
-            self._save_s = max(self._save_s, time.monotonic() - job.started)
+            self.save_s = max(self.save_s, time.monotonic() - job.started)
             self._began = {one.step: self._began[one.step] for one in left if one.step in self._began}
             self._began[job.step] = job.started
             self._job = None
             self._changed.notify_all()
             self._publish_soon()
 
-    def _sealed(self, job: _SaveJob) -> list[SealedCheckpoint]:
+    def _sealed(self, job: SaveJob) -> list[SealedCheckpoint]:
         """Write and seal, remove old ones, and return those that are left."""
-        path = self._near / f"checkpoint-{job.step:08d}.pt"
-        act = f"save {str(path)!r}"
+        act = f"save {str(self.near_folder / f'checkpoint-{job.step:08d}.pt')!r}"
         copied = job.copied
         assert copied is not None
+
+        def sealed() -> SealedCheckpoint:
+            size, rated = copied.size + _HEADER_BYTES, (job.score, self._judge)
+            return put(self.near_folder, job.step, rated, size, lambda path: write(copied.content, path, act, job), act)
+
+        def pruned(keep_last: int) -> list[SealedCheckpoint]:
+            publishing = self._publishing
+            needed = [] if publishing is None else [publishing.step]
+            return prune(self.near_folder, job.step, keep_last, self._judge, self._damaged, needed)
+
         with file_changes.translated(act):
             try:
-                sealed = self._put(job, copied, act)
+                path = sealed().path
             except NotEnoughSpace:
-                before = len(sealed_in(self._near))
-                if len(prune(self._near, job.step, 1, self._judge, self._damaged, self._needed())) == before:
+                before = len(sealed_in(self.near_folder))
+                if len(pruned(1)) == before:
                     raise
-                sealed = self._put(job, copied, act)  # in the place of an older one: the newest is there still
-            self._damaged.discard(sealed.path)
-            return prune(self._near, job.step, self._keep_last, self._judge, self._damaged, self._needed())
-
-    def _put(self, job: _SaveJob, copied: ContentCopy, act: str) -> SealedCheckpoint:
-        return put(
-            self._near,
-            job.step,
-            (job.score, self._judge),
-            copied.size + _HEADER_BYTES,
-            lambda partial: write(copied.content, partial, act, job.stop, is_urgent=job.is_awaited),
-            act,
-        )
-
-    def _needed(self) -> list[int]:
-        """Return the steps of checkpoints that are being published."""
-        publishing = self._publishing
-        return [] if publishing is None else [publishing.step]
+                path = sealed().path  # in the place of an older one: the newest is there still
+            self._damaged.discard(path)
+            return pruned(self._keep_last)
 
     def _publish_soon(self) -> None:
         self._tried.clear()
@@ -364,7 +363,7 @@ class CheckpointFolder:
             with self._changed:
                 self._far_sealed = far
                 if sealed.step in self._began:
-                    self._save_s = max(self._save_s, time.monotonic() - self._began[sealed.step])
+                    self.save_s = max(self.save_s, time.monotonic() - self._began[sealed.step])
 
     def _next_to_publish(self) -> SealedCheckpoint | None:
         near = self._counting(self._near_sealed)
@@ -402,20 +401,35 @@ class CheckpointFolder:
         """Return when all is written and, as far as the mount takes it, published; Ctrl-C comes through.
 
         Raises:
-            NotEnoughSpace, FileFailed: if the last checkpoint could not be written. What could not be published raises
-                nothing: `failures` says where it lies.
+            NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written. What could not be
+                published raises nothing: `failures` says where it lies.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._job is None and self._publisher is None)
+            self._await_writer("finish saving checkpoints")
+            self._changed.wait_for(lambda: self._publisher is None)
             if self._last_error is not None:
                 raise self._last_error
 
     def close(self) -> None:
-        """End the threads, whatever they are at: what is not sealed is taken back."""
+        """End the threads, whatever they are at: what is not sealed is taken back.
+
+        Raises:
+            TimedOut: if a write is unanswered, which no call has reported before. Its thread ends when the file system
+                answers.
+        """
         with self._changed:
             self._is_over = True
+            is_told = False
             if self._job is not None:
                 self._job.stop.set()
+                is_told = self._job.is_given_up
+            self._changed.wait_for(lambda: self._publisher is None)
+            try:
+                self._await_writer("close the checkpoints")
+            except TimedOut:
+                if is_told:
+                    return
+                raise
             threads = list(self._threads)
         for thread in threads:
             if thread.ident is not None:
@@ -427,4 +441,9 @@ class CheckpointFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except TimedOut:
+            # The first error counts; this one is noted in `failures`.
+            if kind is None:
+                raise

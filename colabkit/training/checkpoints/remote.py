@@ -15,7 +15,7 @@ from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpo
 T = TypeVar("T")
 
 STALLED_S = 120.0
-"""Seconds in which a mount has to answer, or to take or give something."""
+"""Seconds in which a mount or a disk has to answer, or to take or give something."""
 
 
 class RemoteFolder:
@@ -23,10 +23,12 @@ class RemoteFolder:
 
     Args:
         folder: where the checkpoints go in the end.
+        timeout_s: seconds in which the mount has to answer; None for `STALLED_S`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self.folder = folder
+        self._timeout_s = timeout_s
         self._mount = SlowMount(str(folder), STALLED_S)
 
     def ask(self, act: str, work: Callable[[Moved], T], size: int = 0, on_wait: Callable[[], None] | None = None) -> T:
@@ -45,7 +47,7 @@ class RemoteFolder:
         if not can_hang(str(self.folder), mounts()):
             found = f"the mount that held {str(self.folder)!r} is gone"
             raise NotMounted(cannot(act, found, "the mount", "Run colabkit.mount() if it is Drive, or mount it again"))
-        self._mount.stalled_s = STALLED_S
+        self._mount.stalled_s = self._timeout_s or STALLED_S
         return self._mount.call(act, work, largest_bytes=size, on_wait=on_wait)
 
     def publish(

@@ -1,0 +1,138 @@
+"""CheckpointFolder on a disk that stops answering: no call waits for ever, and the folder stays consistent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_folders import HeldDisk, assert_nothing_runs, content, found, save, steps_at, writers
+from far_mounts import wait_for
+from trainings import train
+
+from colabkit.errors import InvalidOption, TimedOut
+from colabkit.foundation import meters
+from colabkit.loading import Loader
+from colabkit.training.checkpoints.folder import CheckpointFolder
+
+TIMEOUT_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Look after each test for threads and open files that stayed."""
+    yield
+    assert_nothing_runs(tmp_path)
+
+
+@pytest.fixture
+def disk(file_hook) -> Iterator[HeldDisk]:
+    """Return a disk that answers nothing from its first write on, until it is released."""
+    held = HeldDisk(file_hook, "write")
+    yield held
+    held.release()
+
+
+def test_every_call_gives_up_a_write_that_hangs_and_the_next_one_succeeds(tmp_path, file_hook):
+    save(tmp_path, 10)
+    for step, operation in enumerate(("create", "write", "sync"), 20):
+        with CheckpointFolder(tmp_path, timeout=TIMEOUT_S) as kept:
+            disk = HeldDisk(file_hook, operation)
+            for number, call in ((step, kept.save), (step + 1, kept.save)):
+                with pytest.raises(
+                    TimedOut, match=rf"Cannot save the checkpoint of step {number}: '.+' has answered no"
+                ):
+                    call(number, content(number), wait=True)
+            with pytest.raises(TimedOut, match=r"Cannot finish .+ has answered nothing for .+, a disk that answers"):
+                kept.finish()
+            assert kept.is_free  # nothing waits for it any more
+            assert [step for step, _ in kept.failures] == [step, step + 1]
+            assert found(tmp_path)[0] == 10
+            disk.release()
+            assert steps_at(tmp_path) == [10]
+            kept.save(30, content(30), wait=True)
+            kept.finish()
+            assert steps_at(tmp_path) == [10, 30]
+            (tmp_path / "checkpoint-00000030.json").unlink()
+
+
+def test_a_write_that_hangs_after_its_content_is_whole_comes_late_and_whole(tmp_path, file_hook):
+    with CheckpointFolder(tmp_path, timeout=TIMEOUT_S) as kept:
+        disk = HeldDisk(file_hook, "rename")
+        with pytest.raises(TimedOut):
+            kept.save(10, content(10), wait=True)
+        assert kept.latest is None
+        disk.release()
+        assert found(tmp_path) == (10, [])
+        assert kept.latest == tmp_path / "checkpoint-00000010.pt"
+        kept.finish()
+
+
+def test_without_waiting_a_write_that_hangs_is_a_failure_that_is_said_once(tmp_path, disk, caplog):
+    with CheckpointFolder(tmp_path, timeout="0.5s") as kept:
+        for step in (10, 20, 30):
+            kept.save(step, content(step))
+        assert sorted(step for step, _ in kept.failures) == [10, 20, 30]
+        assert len(caplog.records) == 1
+        disk.release()
+
+
+def test_a_close_that_would_wait_for_ever_raises_unless_another_error_counts(tmp_path, file_hook):
+    def leave(error: Exception | None) -> None:
+        disk = HeldDisk(file_hook, "write")
+        kept = CheckpointFolder(tmp_path, timeout=TIMEOUT_S)
+        try:
+            with kept:
+                kept.save(10, content(10))
+                assert disk.reached.wait(30)
+                if error is not None:
+                    raise error
+        finally:
+            assert [step for step, _ in kept.failures] == [10]
+            kept.close()  # a second time it is known
+            disk.release()
+
+    with pytest.raises(ValueError, match="planned"):
+        leave(ValueError("planned"))
+    with pytest.raises(TimedOut, match="Cannot close"):
+        leave(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_goes_on_while_its_disk_hangs_and_says_what_was_not_saved(tmp_path, data, file_hook):
+    disks: list[HeldDisk] = []
+
+    def note(done: meters.StepDone) -> None:
+        if done.step == 7:  # of the second of four epochs of 6 steps
+            wait_for(lambda: not writers(), "the checkpoint of the first one")
+            disks.append(HeldDisk(file_hook, "create"))
+        if done.step == 20:
+            disks[0].release()
+
+    report = train(lambda batch: None, Loader(data, 4), epochs=4, save_to=tmp_path, on_step=note, timeout=TIMEOUT_S)
+    assert report.trained == 4
+    assert sorted(step for step, _ in report.failed_saves) == [12, 18]
+    assert "has answered nothing for" in repr(report)
+    assert steps_at(tmp_path)[-1] == 24
+
+
+def test_a_training_whose_last_checkpoint_hangs_ends_with_an_error(tmp_path, data, file_hook):
+    disks: list[HeldDisk] = []
+
+    def note(done: meters.StepDone) -> None:
+        if done.step == 6:
+            disks.append(HeldDisk(file_hook, "create"))
+
+    with pytest.raises(TimedOut, match="has answered nothing for"):
+        train(lambda batch: None, Loader(data, 4), save_to=tmp_path, on_step=note, timeout=TIMEOUT_S)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-checkpoint")]
+    assert all(thread.daemon for thread in threads)
+    disks[0].release()
+    assert steps_at(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("timeout", [0, "soon"])
+def test_a_timeout_that_cannot_be_meant_is_one_line(tmp_path, timeout):
+    with pytest.raises(InvalidOption, match=r"Cannot keep checkpoints .*timeout="):
+        CheckpointFolder(tmp_path, timeout=timeout)
