@@ -14,7 +14,6 @@ import torch
 from colabkit.foundation import (
     BadImage,
     cannot,
-    check_callable,
     check_size,
     check_whole_number,
     format_things,
@@ -28,15 +27,13 @@ from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_
 from colabkit.loading.engine.custom_samplers import SamplerPlanner, yields_batches
 from colabkit.loading.engine.device import marked
 from colabkit.loading.engine.identity import name_of
-from colabkit.loading.engine.image_decoders import BadSamples, OnBad
+from colabkit.loading.engine.image_decoders import OnBad
 from colabkit.loading.engine.options import (
     LoaderOptions,
     check_beside,
-    check_choices,
     check_counts,
     check_drop_last,
     check_skipping,
-    check_transform,
     order_of,
     sample_argument,
     share_of,
@@ -150,39 +147,32 @@ class Loader:
         world_size: int | None = None,
     ) -> None:
         act = "make a Loader"
-        batch_size = check_whole_number(act, "batch_size", batch_size, 1)
-        seed = check_whole_number(act, "seed", seed, 0)
-        if prefetch_batches is not None:
-            prefetch_batches = check_whole_number(act, "prefetch_batches", prefetch_batches, 1)
-        if num_workers is not None:
-            num_workers = check_whole_number(act, "num_workers", num_workers, 0)
-        check_transform(act, transform)
-        check_callable(act, "collate_fn", collate_fn, "Pass a function of a list of samples")
-        self.dataset = whole = unwrap_subset(act, dataset)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.drop_last = drop_last
-        self.device = usable_device(act, device)
-        check_choices(act, keep, on_bad, self.device)
-        self.transform = transform
-        self.meters = meters.LoaderMeters()
-        self._aside: meters.LoaderMeters | None = None
-        self._given_share = rank, world_size
-        self._bad = BadSamples(on_bad)
-        share = share_of(act, rank, world_size)
         options = LoaderOptions(
+            act,
             batch_size,
-            self.device,
+            seed,
+            usable_device(act, device),
             transform,
+            collate_fn,
             None if size is None else check_size(act, "size", size),
             keep,
+            on_bad,
             num_workers,
             prefetch_batches,
             persistent_workers,
-            self._bad,
-            self.meters,
         )
-        why = sample_argument(transform, collate_fn)
+        self.dataset = whole = unwrap_subset(act, dataset)
+        self.batch_size = options.batch_size
+        self.seed = options.seed
+        self.drop_last = drop_last
+        self.device = options.device
+        self.transform = transform
+        self.meters = options.counts
+        self._aside: meters.LoaderMeters | None = None
+        self._given_share = rank, world_size
+        self._bad = options.bad
+        share = share_of(act, rank, world_size)
+        why = sample_argument(options)
         self._columns = None if why else columns_of(act, self.dataset, fields, as_dict)
         if self._columns is None:
             self.dataset = as_samples(act, self.dataset)
@@ -190,14 +180,14 @@ class Loader:
             why = why or (kind_of(self.dataset), "load a pack, image files or arrays")
             check_beside(act, {**given, "on_bad": on_bad != "raise"}, why)
             self._count = len(self.dataset)
-            self._pipeline = process_pipeline(act, options, self.dataset, collate_fn)
+            self._pipeline = process_pipeline(options, self.dataset)
         else:
             self._count = self._columns.count
-            self._pipeline = column_pipeline(act, options, self._columns, self.dataset, share.world_size)
-        order = order_of(act, shuffle, seed, self._count, sampler, self._pipeline.row_bytes)
+            self._pipeline = column_pipeline(options, self._columns, self.dataset, share.world_size)
+        order = order_of(act, shuffle, self.seed, self._count, sampler, self._pipeline.row_bytes)
         self._yields_batches = not isinstance(order, Order) and yields_batches(order)
         check_drop_last(act, drop_last, self._yields_batches)
-        self._position = LoaderPosition(order, seed, fingerprint_of(act, whole))
+        self._position = LoaderPosition(order, self.seed, fingerprint_of(act, whole))
         self._check_counts(act, share)
         self.meters.facts = self._pipeline.facts(self.dataset, self._count, transform and _name_of(transform))
 

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from colabkit.foundation import meters
 from colabkit.foundation.meters.counts import LoaderMeters, PartSnapshot
 from colabkit.loading import Loader
+from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.process_engine import ProcessEngine, WorkerBatch
 
 
@@ -149,6 +150,7 @@ class PlannedEngine(ProcessEngine):
 
 def test_a_batch_was_ready_that_was_made_before_it_was_asked_for_however_long_it_takes_to_get_it():
     counts = LoaderMeters()
-    engine = PlannedEngine(Numbers(), None, None, 1, 2, False, torch.device("cpu"), counts)
+    options = LoaderOptions("x", 1, 0, torch.device("cpu"), None, None, None, "auto", "raise", 1, 2, False, counts)
+    engine = PlannedEngine(options, Numbers())
     assert [batch.was_ready for batch in engine.batches(0, 0, iter(()))] == [False, True, True, True]
     assert (counts.queued, counts.queue_room) == (2 + 2 + 1, 4 * 2)

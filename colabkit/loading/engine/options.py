@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from colabkit.foundation import (
 )
 from colabkit.loading.augment.transform import PerSample, is_per_sample
 from colabkit.loading.engine.batches import EpochRange, Share
-from colabkit.loading.engine.image_decoders import BadSamples
+from colabkit.loading.engine.image_decoders import BadSamples, OnBad
 from colabkit.loading.engine.tiers import KEEPS, Keep
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
@@ -30,33 +30,62 @@ _WINDOW_BYTES = 256 << 20
 _MOST_BLOCK = 1024
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoaderOptions:
-    """The checked options of a `Loader` that decide how its batches are built.
+    """The options of a `Loader`, checked when they are put together.
 
     Attributes:
-        batch_size: samples of a batch.
-        device: where batches go.
-        transform: of the images of each batch.
-        size: of decoded image files.
-        keep: where samples shall live.
+        act: for messages.
+        size: height and width of decoded image files.
         num_workers: threads or processes; None for as many as CPUs may be used.
         prefetch_batches: batches built ahead; None chooses.
-        persistent_workers: whether processes live on between epochs.
-        bad: image files that cannot be decoded.
         counts: the loader's meters.
+        bad: image files that could not be decoded.
     """
 
+    act: str
     batch_size: int
+    seed: int
     device: torch.device
     transform: Callable[..., Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
     size: tuple[int, int] | None
     keep: Keep
+    on_bad: OnBad
     num_workers: int | None
     prefetch_batches: int | None
     persistent_workers: bool
-    bad: BadSamples
-    counts: LoaderMeters
+    counts: LoaderMeters = field(default_factory=LoaderMeters)
+    bad: BadSamples = field(init=False)
+
+    def __post_init__(self) -> None:
+        act, transform = self.act, self.transform
+        self.batch_size = check_whole_number(act, "batch_size", self.batch_size, 1)
+        self.seed = check_whole_number(act, "seed", self.seed, 0)
+        if self.prefetch_batches is not None:
+            self.prefetch_batches = check_whole_number(act, "prefetch_batches", self.prefetch_batches, 1)
+        if self.num_workers is not None:
+            self.num_workers = check_whole_number(act, "num_workers", self.num_workers, 0)
+        next_step = "Pass a function of a batch of images"
+        if isinstance(transform, list | tuple):
+            whose = "torchvision's v2" if any(map(is_per_sample, transform)) else "colabkit.augment"
+            next_step = f"Combine them with Compose([...]) of {whose}"
+        check_callable(act, "transform", transform, next_step)
+        check_callable(act, "collate_fn", self.collate_fn, "Pass a function of a list of samples")
+        check_one_of(act, "keep", self.keep, KEEPS)
+        check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
+        if self.keep == "gpu" and not self.is_on_gpu:
+            found, next_step = "keep='gpu' with batches on the CPU", "Pass device='cuda' too"
+            if not torch.cuda.device_count():
+                found = "keep='gpu', and no usable GPU here"
+                next_step = "Choose a GPU runtime and pass device='cuda', or leave keep out"
+            raise InvalidOption(cannot(act, found, "a GPU to which batches go", next_step))
+        self.bad = BadSamples(self.on_bad)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether batches go to a GPU."""
+        return self.device.type == "cuda"
 
     @property
     def workers(self) -> int:
@@ -64,34 +93,13 @@ class LoaderOptions:
         return max(1, round(usable_cpus())) if self.num_workers is None else self.num_workers
 
 
-def check_choices(act: str, keep: object, on_bad: object, device: torch.device) -> None:
-    """Raise `InvalidOption` for values of `keep` and `on_bad` that do not exist, or not on this device."""
-    check_one_of(act, "keep", keep, KEEPS)
-    check_one_of(act, "on_bad", on_bad, ("raise", "skip", "blank"))
-    if keep == "gpu" and device.type != "cuda":
-        found, next_step = "keep='gpu' with batches on the CPU", "Pass device='cuda' too"
-        if not torch.cuda.device_count():
-            found = "keep='gpu', and no usable GPU here"
-            next_step = "Choose a GPU runtime and pass device='cuda', or leave keep out"
-        raise InvalidOption(cannot(act, found, "a GPU to which batches go", next_step))
-
-
-def check_transform(act: str, transform: Any) -> None:
-    """Raise `InvalidOption` unless a transform is None or can be called."""
-    next_step = "Pass a function of a batch of images"
-    if isinstance(transform, list | tuple):
-        whose = "torchvision's v2" if any(map(is_per_sample, transform)) else "colabkit.augment"
-        next_step = f"Combine them with Compose([...]) of {whose}"
-    check_callable(act, "transform", transform, next_step)
-
-
-def sample_argument(transform: Any, collate_fn: Any) -> tuple[str, str] | None:
+def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
     """Return the argument that needs samples one by one, and how to avoid it; None if there is none."""
-    if collate_fn is not None:
+    if options.collate_fn is not None:
         return "collate_fn=", "leave collate_fn= out"
-    if isinstance(transform, PerSample):
+    if isinstance(options.transform, PerSample):
         return "PerSample", "use a transform of batches"
-    if is_per_sample(transform):
+    if is_per_sample(options.transform):
         return "a transform of torchvision", "use those of colabkit.augment"
     return None
 
@@ -109,11 +117,11 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
         raise InvalidOption(cannot(act, found, "one of the two", f"Leave {names} out, or {why[1]}"))
 
 
-def check_without_processes(act: str, persistent_workers: bool, why: tuple[str, str]) -> None:
-    """Raise `InvalidOption` for `persistent_workers` without processes; `why` is the reason, and what to do."""
-    if persistent_workers:
-        found, needed = f"persistent_workers=True with {why[0]}", "worker processes to keep"
-        raise InvalidOption(cannot(act, found, needed, why[1]))
+def check_without_processes(options: LoaderOptions, why: str, next_step: str) -> None:
+    """Raise `InvalidOption` for `persistent_workers` without processes."""
+    if options.persistent_workers:
+        found, needed = f"persistent_workers=True with {why}", "worker processes to keep"
+        raise InvalidOption(cannot(options.act, found, needed, next_step))
 
 
 def check_skipping(act: str, on_bad: str, share: Share) -> None:

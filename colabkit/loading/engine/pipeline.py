@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -115,7 +115,7 @@ class BatchPipeline:
             encoding=encoding,
             tier=self.tier.name,
             transform=transform,
-            is_pinned=True if options.device.type == "cuda" else None,
+            is_pinned=True if options.is_on_gpu else None,
             keeps_workers=options.persistent_workers or not options.workers if kind == "processes" else None,
         )
 
@@ -126,50 +126,30 @@ def _packed_from(dataset: Any) -> str | None:
     return name if name != path_of(dataset) and (os.path.isabs(name) or "://" in name) else None
 
 
-def process_pipeline(
-    act: str, options: LoaderOptions, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None
-) -> BatchPipeline:
+def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     """Return the pipeline of a map-style data set, whose samples are made one by one in worker processes."""
     nothing = Room(None, 0, 0)
-    tier = choose_tier(act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
+    tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
     if not options.workers:
-        check_without_processes(act, options.persistent_workers, ("num_workers=0", "Leave one of the two out"))
+        check_without_processes(options, "num_workers=0", "Leave one of the two out")
     sample_transform = options.transform if is_per_sample(options.transform) else None
-    engine = ProcessEngine(
-        dataset,
-        sample_transform,
-        collate_fn,
-        options.workers,
-        options.prefetch_batches,
-        options.persistent_workers,
-        options.device,
-        options.counts,
-    )
     stages = TransformStages(at_last=None if sample_transform is not None else options.transform)
-    return BatchPipeline(options, tier, engine, stages)
+    return BatchPipeline(options, tier, ProcessEngine(options, dataset, sample_transform), stages)
 
 
-def column_pipeline(
-    act: str, options: LoaderOptions, columns: DatasetColumns, dataset: Any, processes: int
-) -> BatchPipeline:
+def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: Any, processes: int) -> BatchPipeline:
     """Return the pipeline of columns, whose batches are gathered or decoded in threads, or on the device.
 
-    Args:
-        act: for messages.
-        options: of the loader.
-        columns: of the data set.
-        dataset: the data set.
-        processes: how many share what is free.
+    `processes` share what is free.
 
     Raises:
         InvalidOption: if the options do not fit the samples.
     """
-    check_without_processes(
-        act, options.persistent_workers, (f"{columns.description}, which threads load", "Leave it out")
-    )
-    rows, on_device = columns.rows, options.device.type == "cuda"
+    act = options.act
+    check_without_processes(options, f"{columns.description}, which threads load", "Leave it out")
+    rows, on_device = columns.rows, options.is_on_gpu
     if columns.images is None:
-        _check_rows(act, options, columns)
+        _check_rows(options, columns)
         resized = rows is not None and rows.are_images_of_bytes
         stages = split_transform(options.transform, on_device=on_device, by_sample=False, resized=resized)
         row_shape = None
@@ -202,17 +182,9 @@ def column_pipeline(
     populator = None
     if row_files is not None and rows is not None and tier.name == "ram":
         populator = PagePopulator(rows.maps, rows.numbers)
-    thread_engine = ThreadEngine(
-        columns,
-        stages,
-        images,
-        _prefetch_depth(options, stages, images is not None, row_bytes),
-        options.batch_size,
-        options.device,
-        options.counts,
-        populator,
-        row_files if tier.name == "disk" else None,
-    )
+    depth = _prefetch_depth(options, stages, images is not None, row_bytes)
+    row_files = row_files if tier.name == "disk" else None
+    thread_engine = ThreadEngine(options, columns, stages, images, depth, populator, row_files)
     return BatchPipeline(options, tier, thread_engine, stages, columns, row_bytes, images)
 
 
@@ -220,7 +192,7 @@ def _image_stages(
     options: LoaderOptions, columns: DatasetColumns, dataset: ImageDataset
 ) -> tuple[TransformStages, tuple[int, int, int] | None]:
     """Return the stages for image files, and the shape of decoded rows; None if a crop makes images one size."""
-    on_device = options.device.type == "cuda"
+    on_device = options.is_on_gpu
     crops = split_transform(options.transform, on_device=on_device, by_sample=True, resized=True)
     if options.size is None and crops.geometry is not None and crops.geometry.size is not None:
         return crops, None
@@ -229,9 +201,9 @@ def _image_stages(
     return split_transform(options.transform, on_device=on_device, by_sample=False, resized=True), row_shape
 
 
-def _check_rows(act: str, options: LoaderOptions, columns: DatasetColumns) -> None:
+def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
     """Raise `InvalidOption` for options that do not apply to samples that need no decoding."""
-    rows = columns.rows
+    act, rows = options.act, columns.rows
     shape = tuple(rows.shape[:2]) if rows is not None and rows.are_images else None
     # `size=` is allowed if it matches.
     if options.size is not None and options.size != shape:
@@ -240,8 +212,8 @@ def _check_rows(act: str, options: LoaderOptions, columns: DatasetColumns) -> No
             found, needed = f"size={options.size} for images that are stored decoded", f"their size {shape}"
         next_step = "Leave size= out: a transform such as RandomResizedCrop scales, or pack() them with this size"
         raise InvalidOption(cannot(act, found, needed, next_step))
-    if options.bad.on_bad != "raise":
-        found = f"on_bad={options.bad.on_bad!r} for samples that need no decoding"
+    if options.on_bad != "raise":
+        found = f"on_bad={options.on_bad!r} for samples that need no decoding"
         raise InvalidOption(cannot(act, found, "image files", "Leave on_bad= out: there is nothing to fail"))
     first = None if options.transform is None else steps_of(options.transform)[0]
     if isinstance(first, Transform) and not isinstance(first, PerBatch):  # custom functions may permute them
@@ -252,7 +224,7 @@ def _prefetch_depth(
     options: LoaderOptions, stages: TransformStages, is_decoded: bool, row_bytes: int | None
 ) -> PrefetchDepth:
     """Return how much is built ahead: many small batches, a few large ones."""
-    works, on_device = is_decoded or stages.works_in_threads, options.device.type == "cuda"
+    works, on_device = is_decoded or stages.works_in_threads, options.is_on_gpu
     threads = options.workers if works else min(1, options.workers)  # one thread gathers faster than two in turns
     threads = max(1, threads) if on_device else threads
     batch_bytes = max(1, options.batch_size * (row_bytes or 1 << 18))

@@ -28,6 +28,7 @@ from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, In
 from colabkit.loading.engine.buffers import PinnedSlots, warn_unpinned
 from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.identity import name_of
+from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.user_code import (
     loader_failed,
     reporting_errors,
@@ -189,42 +190,26 @@ def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:
 
 
 class ProcessEngine:
-    """Makes the batches of epochs sample by sample, in worker processes.
+    """Makes the batches of epochs sample by sample, in worker processes, or without any where they are requested.
 
-    Args:
-        dataset: map-style.
-        sample_transform: applied to each sample's first field, or None.
-        collate_fn: makes a batch of samples; None for torch's.
-        num_workers: processes; with 0 samples are made where the batch is requested.
-        prefetch_batches: batches that each process makes ahead; None for torch's default.
-        persistent_workers: whether processes live on between epochs.
-        device: where batches go; for a GPU a thread puts them in page-locked memory.
-        counts: the loader's meters.
+    A thread puts batches for a GPU in page-locked memory. `sample_transform` applies to each sample's first field.
     """
 
     plan_batches = 1
 
     def __init__(
-        self,
-        dataset: Any,
-        sample_transform: Callable[[Any], Any] | None,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        num_workers: int,
-        prefetch_batches: int | None,
-        persistent_workers: bool,
-        device: torch.device,
-        counts: meters.LoaderMeters,
+        self, options: LoaderOptions, dataset: Any, sample_transform: Callable[[Any], Any] | None = None
     ) -> None:
-        keyed = _KeyedDataset(dataset, sample_transform, collate_fn or default_collate)
-        prefetch = max(1, -(-(prefetch_batches or 2 * num_workers) // num_workers)) if num_workers else None
-        pins = device.type == "cuda"
-        self._new_pool = functools.partial(_ProcessPool, keyed, num_workers, prefetch, pins, persistent_workers)
-        self._is_persistent = persistent_workers
+        keyed = _KeyedDataset(dataset, sample_transform, options.collate_fn or default_collate)
+        workers, pins, persists = options.workers, options.is_on_gpu, options.persistent_workers
+        prefetch = max(1, -(-(options.prefetch_batches or 2 * workers) // workers)) if workers else None
+        self._new_pool = functools.partial(_ProcessPool, keyed, workers, prefetch, pins, persists)
+        self._is_persistent = persists
         self._idle: dict[int, _ProcessPool] = {}  # which no iteration uses, by their process: a forked child has none
-        self._most_ahead = num_workers * (prefetch or 0)
-        self._device = device
-        self._counts = counts
-        self._slots = PinnedSlots(0, device) if pins else None
+        self._most_ahead = workers * (prefetch or 0)
+        self._device = options.device
+        self._counts = options.counts
+        self._slots = PinnedSlots(0, options.device) if pins else None
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch; closing the generator ends all that works for it."""

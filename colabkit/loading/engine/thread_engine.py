@@ -28,6 +28,7 @@ from colabkit.loading.engine.buffers import FieldBuffers, PageableSlots, PinnedS
 from colabkit.loading.engine.columns import DatasetColumns
 from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.image_decoders import ImageOptions
+from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
 from colabkit.loading.engine.thread_pool import ThreadPool
 from colabkit.loading.engine.user_code import reporting_errors
@@ -65,46 +66,42 @@ class ThreadEngine:
         plan_batches: how many batches are planned together at most.
 
     Args:
+        options: of the loader.
         columns: of the data set.
         stages: of the transform.
         images: how samples are decoded, if they are image files.
         depth: how much is built ahead.
-        batch_size: samples of a batch.
-        device: where batches go.
-        counts: the loader's meters.
         populator: reads a map's pages into memory meanwhile; None for none.
         row_files: with rows that are read from disk just ahead of their use; None if the kernel caches them.
     """
 
     def __init__(
         self,
+        options: LoaderOptions,
         columns: DatasetColumns,
         stages: TransformStages,
         images: ImageOptions | None,
         depth: PrefetchDepth,
-        batch_size: int,
-        device: torch.device,
-        counts: meters.LoaderMeters,
         populator: PagePopulator | None,
         row_files: tuple[RowFile, ...] | None,
     ) -> None:
         self.plan_batches = depth.plan_batches
+        self._options = options
         self._columns = columns
         self._stages = stages
         self._images = images
         self._depth = depth
-        self._batch_size = batch_size
-        self._device = device
-        self._counts = counts
+        self._counts = options.counts
         self._populator = populator
         self._row_files = row_files
         self._made = made_shape(columns, stages.geometry, images)
-        samples = min(depth.group_batches * (batch_size + 1), max(1, columns.count))  # a sampler may ask for more
-        keep = depth.groups + 2
-        self._buffers = FieldBuffers([samples * size for size in field_bytes_of(columns, self._made)], keep, device)
+        # A sampler may ask for more samples.
+        samples = min(depth.group_batches * (options.batch_size + 1), max(1, columns.count))
+        field_bytes, keep = field_bytes_of(columns, self._made), depth.groups + 2
+        self._buffers = FieldBuffers([samples * size for size in field_bytes], keep, options.device)
         self._results = PageableSlots(0, keep)
-        is_inline = images is None and not stages.works_in_threads and device.type == "cpu"
-        self._inline = InlineGather(columns, batch_size, counts) if is_inline else None
+        is_inline = images is None and not stages.works_in_threads and not options.is_on_gpu
+        self._inline = InlineGather(columns, options.batch_size, options.counts) if is_inline else None
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch; closing the generator ends all that works for it."""
@@ -113,10 +110,10 @@ class ThreadEngine:
             self._populator.start()
         try:
             if ahead is not None:
-                plans = announce_plans(plans, ahead.announce, max(_FILES_AHEAD, 4 * self._batch_size))
+                plans = announce_plans(plans, ahead.announce, max(_FILES_AHEAD, 4 * self._options.batch_size))
             elif self._row_files is not None and (rows := self._columns.rows) is not None:
                 numbers = None if rows.numbers is None else rows.numbers.numpy()
-                depth = 2 * self._depth.group_batches * self._batch_size
+                depth = 2 * self._depth.group_batches * self._options.batch_size
                 plans = read_rows_ahead(split_plans(plans, self._depth.group_batches), self._row_files, numbers, depth)
             with reporting_errors():
                 rest: Iterator[BatchPlan] | None = plans
@@ -209,7 +206,7 @@ class ThreadEngine:
                 yield group.batches, group.buffer
 
         few = self._depth.group_batches
-        transfer = DeviceTransfer(self._device, pinned, self._counts)
+        transfer = DeviceTransfer(self._options.device, pinned, self._counts)
         yield from send(transfer, groups(), lambda under_way: under_way > few or not pool.ready())
 
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
