@@ -40,7 +40,16 @@ from colabkit.foundation import (
 )
 from colabkit.loading import Loader, Normalize
 from colabkit.monitoring import dashboard
-from colabkit.packs import ClassTree, PackedDataset, Size, class_tree, decode_image, height_and_width, open_pack, pack
+from colabkit.packs import (
+    Labelling,
+    PackedDataset,
+    Size,
+    decode_image,
+    height_and_width,
+    label_samples,
+    open_pack,
+    pack,
+)
 from colabkit.storage import FolderSource, Item, SlowSource, Source, TarSource, ZipSource, open_source, stage
 from colabkit.training import TrainReport, small_network, supervised_step, train
 
@@ -177,16 +186,19 @@ def demo(
         if isinstance(source, ZipSource | TarSource):
             say("0/4  Extracting the archive, so that its files lie on the slow drive")
         drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
-        tree = class_tree(drive.list(), source.name)
-        if "train" not in tree.splits:
-            found = f"only the splits {', '.join(tree.splits)}"
+        labelled = label_samples(drive.list(), source.name)
+        if labelled.kind != "class":
+            found, next_step = f"labels for {labelled.kind}", "Use images in one folder for each class"
+            raise BadSource(cannot(f"train on {source.name!r}", found, "one class for each image", next_step))
+        if "train" not in labelled.splits:
+            found = f"only the splits {', '.join(labelled.splits)}"
             raise BadSource(cannot(f"train on {source.name!r}", found, "a folder 'train'", "Rename one of the folders"))
-        shape = _shape(drive.source, tree, size)
+        shape = _shape(drive.source, labelled, size)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        batch_size = 32 if sum(map(len, tree.splits.values())) < 10_000 else 128
+        batch_size = 32 if sum(map(len, labelled.splits.values())) < 10_000 else 128
 
         say(f"1/4  Training straight from the slow drive, as usual: DataLoader(num_workers={_NAIVE_WORKERS})")
-        naive_rate, naive_share = _train_naively(drive, tree, shape, batch_size, device)
+        naive_rate, naive_share = _train_naively(drive, labelled, shape, batch_size, device)
         say(f"     {naive_rate:,.0f} images/s, {format_share(naive_share)} of the time waiting for data")
 
         say("2/4  Staging: every file is copied near, many at once")
@@ -194,7 +206,7 @@ def demo(
         say(f"     {staged}")
 
         say("3/4  Packing: all images go into one sealed HDF5 file")
-        splits = _FRACTIONS if set(tree.splits) == {"train"} else None
+        splits = _FRACTIONS if set(labelled.splits) == {"train"} else None
         packed = pack(staged.path, folder / "pack.h5", size=shape, splits=splits, overwrite=True, progress=progress)
         say(f"     {packed}")
 
@@ -249,12 +261,12 @@ def _as_files(source: Source, folder: Path, progress: bool) -> Source:
     return source
 
 
-def _shape(source: Source, tree: ClassTree, size: Size | None) -> tuple[int, int]:
+def _shape(source: Source, labelled: Labelling, size: Size | None) -> tuple[int, int]:
     """Return the height and width to pack: as asked, else the images' own where they are small and equal."""
     if size is not None:
         return (size, size) if isinstance(size, int) else size
-    items = [item for samples in tree.splits.values() for item, _ in samples]
-    peeked = {_image_shape(source, item) for item in items[:: max(1, len(items) // _PEEKED)]}
+    some = labelled.items[:: max(1, len(labelled.items) // _PEEKED)]
+    peeked = {_image_shape(source, item) for item in some}
     if len(peeked) == 1 and max(own := peeked.pop()) <= _LARGEST_KEPT:
         return own
     return _SIZE
@@ -297,17 +309,19 @@ class _StraightFromFiles(Dataset[tuple[Tensor, int]]):
 
 
 def _train_naively(
-    drive: Source, tree: ClassTree, shape: tuple[int, int], batch_size: int, device: str
+    drive: Source, labelled: Labelling, shape: tuple[int, int], batch_size: int, device: str
 ) -> tuple[float, float]:
     """Return images a second and the share of waiting, over a few batches; workers' start apart."""
-    dataset = _StraightFromFiles(drive, tree.splits["train"], shape)
+    assert labelled.values is not None
+    samples = tuple((labelled.items[number], int(labelled.values[number])) for number in labelled.splits["train"])
+    dataset = _StraightFromFiles(drive, samples, shape)
     loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=_NAIVE_WORKERS)
-    model = small_network(len(tree.classes), (*shape, 3)).to(device)
+    model = small_network(len(labelled.classes), (*shape, 3)).to(device)
     step = supervised_step(model, torch.optim.AdamW(model.parameters()))
     images = 0
     wait_s = 0.0
     endless = itertools.chain.from_iterable(itertools.repeat(loader))  # few images make few batches
-    batches = map(partial(_checked, drive, tree.splits["train"]), endless)
+    batches = map(partial(_checked, drive, samples), endless)
     step(_moved(next(batches), device))
     started = time.perf_counter()
     for _ in range(_NAIVE_BATCHES):

@@ -11,8 +11,7 @@ from .decode.images import row_decoder as row_decoder
 from .decode.pixels import OtherSize as OtherSize
 from .format.layout import LABELS as LABELS
 from .format.layout import SAMPLES as SAMPLES
-from .labels.folders import ClassTree as ClassTree
-from .labels.folders import class_tree as class_tree
+from .labels.labelling import Labelling as Labelling
 from .labels.labelling import label_samples as label_samples
 from .packing.api import PackReport as PackReport
 from .packing.api import pack as pack

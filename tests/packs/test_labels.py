@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from colabkit.errors import BadSource, InvalidOption
-from colabkit.packs.labels.folders import ClassTree, class_tree
 from colabkit.packs.labels.labelling import Labelling, label_samples
 from colabkit.storage.sources.items import Item, Listing
 
@@ -16,25 +15,26 @@ def listing_of(*paths: str) -> Listing:
     return Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
 
 
-def tree_of(*paths: str) -> ClassTree:
-    """Return the tree of a listing with these paths."""
-    return class_tree(listing_of(*paths), "source")
+def labelled_paths(*paths: str) -> Labelling:
+    """Return the samples of a folder with these files."""
+    return label_samples(listing_of(*paths), "source")
 
 
-def labelled(tree: ClassTree) -> dict[str, dict[str, str]]:
+def classes_of(labelled: Labelling) -> dict[str, dict[str, str]]:
     """Return path -> class name for each split."""
     return {
-        split: {item.path: tree.classes[label] for item, label in samples} for split, samples in tree.splits.items()
+        split: {labelled.items[number].path: labelled.classes[labelled.values[number]] for number in numbers}
+        for split, numbers in labelled.splits.items()
     }
 
 
 def test_each_folder_is_a_class_and_labels_follow_the_sorted_names():
-    tree = tree_of("cats/1.jpg", "ants/1.png", "ants/deep/er/2.PNG", "Bees/x.jpeg")
+    tree = labelled_paths("cats/1.jpg", "ants/1.png", "ants/deep/er/2.PNG", "Bees/x.jpeg")
     assert tree.classes == ("Bees", "ants", "cats")
-    assert labelled(tree) == {
+    assert classes_of(tree) == {
         "train": {"Bees/x.jpeg": "Bees", "ants/1.png": "ants", "ants/deep/er/2.PNG": "ants", "cats/1.jpg": "cats"}
     }
-    assert [label for _, label in tree.splits["train"]] == [0, 1, 1, 2]
+    assert tree.values.tolist() == [0, 1, 1, 2]
     assert tree.left_out == ()
 
 
@@ -52,42 +52,45 @@ def test_each_folder_is_a_class_and_labels_follow_the_sorted_names():
     ],
 )
 def test_split_folders_are_known_by_their_usual_names(folder, split):
-    tree = tree_of(f"{folder}/cats/1.jpg", f"{folder}/ants/1.jpg")
-    assert labelled(tree) == {split: {f"{folder}/ants/1.jpg": "ants", f"{folder}/cats/1.jpg": "cats"}}
+    tree = labelled_paths(f"{folder}/cats/1.jpg", f"{folder}/ants/1.jpg")
+    assert classes_of(tree) == {split: {f"{folder}/ants/1.jpg": "ants", f"{folder}/cats/1.jpg": "cats"}}
 
 
 def test_splits_come_in_their_order_with_the_classes_of_all():
-    tree = tree_of("test/cats/1.jpg", "val/ants/1.jpg", "train/bees/1.jpg")
+    tree = labelled_paths("test/cats/1.jpg", "val/ants/1.jpg", "train/bees/1.jpg")
     assert list(tree.splits) == ["train", "dev", "test"]
     assert tree.classes == ("ants", "bees", "cats")
 
 
 def test_a_split_folder_beside_a_class_folder_is_a_class():
-    tree = tree_of("test/1.jpg", "train/1.jpg", "cats/1.jpg")
+    tree = labelled_paths("test/1.jpg", "train/1.jpg", "cats/1.jpg")
     assert tree.classes == ("cats", "test", "train")
     assert list(tree.splits) == ["train"]
 
 
 @pytest.mark.parametrize("wrap", ["data/", "a/b/c/", "my dataset/"])
 def test_folders_that_wrap_the_whole_tree_are_looked_through(wrap):
-    assert tree_of(f"{wrap}cats/1.jpg", f"{wrap}ants/1.jpg").classes == ("ants", "cats")
-    tree = tree_of(f"{wrap}train/cats/1.jpg", f"{wrap}test/cats/2.jpg")
-    assert labelled(tree) == {"train": {f"{wrap}train/cats/1.jpg": "cats"}, "test": {f"{wrap}test/cats/2.jpg": "cats"}}
+    assert labelled_paths(f"{wrap}cats/1.jpg", f"{wrap}ants/1.jpg").classes == ("ants", "cats")
+    tree = labelled_paths(f"{wrap}train/cats/1.jpg", f"{wrap}test/cats/2.jpg")
+    assert classes_of(tree) == {
+        "train": {f"{wrap}train/cats/1.jpg": "cats"},
+        "test": {f"{wrap}test/cats/2.jpg": "cats"},
+    }
 
 
 def test_a_single_class_is_no_wrapping():
-    assert tree_of("cats/1.jpg", "cats/2.jpg").classes == ("cats",)
-    assert tree_of("cats/1.jpg", "cats/deep/2.jpg").classes == ("cats",)
+    assert labelled_paths("cats/1.jpg", "cats/2.jpg").classes == ("cats",)
+    assert labelled_paths("cats/1.jpg", "cats/deep/2.jpg").classes == ("cats",)
 
 
 def test_a_lone_split_folder_is_no_wrapping():
-    assert labelled(tree_of("test/cats/1.jpg", "test/ants/1.jpg")) == {
+    assert classes_of(labelled_paths("test/cats/1.jpg", "test/ants/1.jpg")) == {
         "test": {"test/ants/1.jpg": "ants", "test/cats/1.jpg": "cats"}
     }
 
 
 def test_hidden_files_and_files_that_are_no_images_are_left_out_and_named():
-    tree = tree_of(
+    tree = labelled_paths(
         "cats/1.jpg",
         "cats/.hidden.jpg",
         ".git/x.png",
@@ -99,7 +102,7 @@ def test_hidden_files_and_files_that_are_no_images_are_left_out_and_named():
         "cats/1.jpg.txt",
         "cats/x.",
     )
-    assert labelled(tree) == {"train": {"cats/1.jpg": "cats"}}
+    assert classes_of(tree) == {"train": {"cats/1.jpg": "cats"}}
     assert sorted(tree.left_out) == [
         (".git/x.png", "hidden"),
         ("README", "no image by its name"),
@@ -115,31 +118,31 @@ def test_hidden_files_and_files_that_are_no_images_are_left_out_and_named():
 
 def test_what_the_source_passed_over_is_left_out_too():
     listing = Listing((Item("cats/1.jpg", 1),), (("cats/link.jpg", "link"),))
-    assert class_tree(listing, "source").left_out == (("cats/link.jpg", "link"),)
+    assert label_samples(listing, "source").left_out == (("cats/link.jpg", "link"),)
 
 
 @pytest.mark.parametrize("suffix", ["bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp", "JPG"])
 def test_images_are_known_by_their_endings(suffix):
-    assert len(tree_of(f"cats/a.b.{suffix}").splits["train"]) == 1
+    assert len(labelled_paths(f"cats/a.b.{suffix}").splits["train"]) == 1
 
 
 def test_an_image_outside_of_class_folders_is_refused_and_named():
     with pytest.raises(BadSource, match=r"'1\.jpg' lies in no class folder"):
-        tree_of("1.jpg", "cats/1.jpg")
+        labelled_paths("1.jpg", "cats/1.jpg")
     with pytest.raises(BadSource, match=r"'train/1\.jpg' lies in no class folder"):
-        tree_of("train/1.jpg", "test/cats/1.jpg")
+        labelled_paths("train/1.jpg", "test/cats/1.jpg")
 
 
 def test_no_image_and_no_file_are_told_apart():
     with pytest.raises(BadSource, match="no image among 2 files"):
-        tree_of("a/1.txt", "b/2.csv")
+        labelled_paths("a/1.txt", "b/2.csv")
     with pytest.raises(BadSource, match=r"Cannot label 'source': no files at all"):
-        tree_of()
+        labelled_paths()
 
 
 def test_any_name_of_a_class_is_kept():
     names = ["<img src=x>", "猫", "a b", "caf\udce9"]
-    assert set(tree_of(*(f"{name}/1.jpg" for name in names)).classes) == set(names)
+    assert set(labelled_paths(*(f"{name}/1.jpg" for name in names)).classes) == set(names)
 
 
 def by_split(labelled: Labelling) -> dict[str, list[str]]:
@@ -147,25 +150,20 @@ def by_split(labelled: Labelling) -> dict[str, list[str]]:
     return {split: [labelled.items[n].path for n in numbers] for split, numbers in labelled.splits.items()}
 
 
-@pytest.mark.parametrize(
-    "paths",
-    [
-        ("cats/1.jpg", "ants/2.png", "ants/deep/1.png", "ants/1.png", "README"),
-        ("train/b/1.jpg", "train/a/2.jpg", "test/b/3.jpg", "val/a/4.jpg", "valid/a/3.jpg", "Val/a/5.jpg"),
-        ("data/x/train/cats/1.jpg", "data/x/dev/cats/1.jpg", ".git/x.jpg"),
-    ],
-)
-def test_samples_of_class_folders_are_those_of_the_class_tree(paths):
-    tree, labelled = tree_of(*paths), label_samples(listing_of(*paths), "source")
-    assert labelled.kind == "class"
-    assert (labelled.classes, labelled.left_out) == (tree.classes, tree.left_out)
-    assert labelled.values.dtype == labelled.rows.dtype == np.int64
-    found = {
-        split: tuple((labelled.items[n], labelled.values[n]) for n in numbers)
-        for split, numbers in labelled.splits.items()
+def test_samples_of_class_folders_are_sorted_by_class_folder_and_name():
+    labelled = labelled_paths("cats/1.jpg", "ants/2.png", "ants/deep/1.png", "ants/1.png", "README")
+    assert by_split(labelled) == {"train": ["ants/1.png", "ants/2.png", "ants/deep/1.png", "cats/1.jpg"]}
+    assert (labelled.kind, labelled.values.dtype, labelled.rows.dtype) == ("class", np.int64, np.int64)
+    paths = "train/b/1.jpg", "train/a/2.jpg", "test/b/3.jpg", "val/a/4.jpg", "valid/a/3.jpg", "Val/a/5.jpg"
+    labelled = labelled_paths(*paths)
+    assert by_split(labelled) == {
+        "train": ["train/a/2.jpg", "train/b/1.jpg"],
+        "dev": ["Val/a/5.jpg", "val/a/4.jpg", "valid/a/3.jpg"],
+        "test": ["test/b/3.jpg"],
     }
-    assert found == tree.splits
-    assert list(labelled.splits) == list(tree.splits)
+    assert list(labelled.splits) == ["train", "dev", "test"]
+    wrapped = labelled_paths("data/x/train/cats/1.jpg", "data/x/dev/cats/1.jpg", ".git/x.jpg")
+    assert by_split(wrapped) == {"train": ["data/x/train/cats/1.jpg"], "dev": ["data/x/dev/cats/1.jpg"]}
 
 
 def test_rows_say_where_each_sample_stands_in_the_listing():
@@ -212,9 +210,8 @@ def test_items_whose_names_have_no_endings_are_all_samples():
 
 def test_shards_of_records_are_never_taken_for_classes():
     listing = listing_of("part-0/00001", "part-1/00001")
-    for call in (label_samples, class_tree):
-        with pytest.raises(BadSource, match=r"'part-0/00001' is not named like a file.+labels=None"):
-            call(listing, "source")
+    with pytest.raises(BadSource, match=r"'part-0/00001' is not named like a file.+labels=None"):
+        label_samples(listing, "source")
     assert len(label_samples(listing, "source", labels=lambda path: path[5]).classes) == 2
 
 

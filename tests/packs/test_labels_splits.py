@@ -113,12 +113,12 @@ def test_shares_that_add_up_to_a_hair_less_than_one_lose_no_sample():
         ({}, "add up to 0"),
         ({"train": 0.8}, "add up to 0.8"),
         ({"train": 0.8, "test": 0.3}, "add up to 1.1"),
-        ({"train": 1.2, "test": -0.2}, "positive shares"),
-        ({"train": 1.0, "test": 0.0}, "positive shares"),
-        ({"train": math.nan}, "positive shares"),
-        ({"train": math.inf}, "positive shares"),
-        ({"train": "all"}, "the share 'all'"),
-        ({"train": True}, "the share True"),
+        ({"train": 1.2, "test": -0.2}, r"shares\['test'\]=-0.2, a finite number above 0"),
+        ({"train": 1.0, "test": 0.0}, r"shares\['test'\]=0.0"),
+        ({"train": math.nan}, r"shares\['train'\]=nan"),
+        ({"train": math.inf}, r"shares\['train'\]=inf"),
+        ({"train": "all"}, r"shares\['train'\]='all'"),
+        ({"train": True}, r"shares\['train'\]=True"),
     ],
 )
 def test_shares_that_cannot_be_meant_are_refused(shares, found):

@@ -15,7 +15,7 @@ import pytest
 from test_sources_tar import tar_bytes
 
 from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted, SourceMissing, TimedOut
-from colabkit.packs.labels.folders import class_tree
+from colabkit.packs import label_samples
 from colabkit.storage.sources import concurrency, folder, registry, tar_archive, zip_archive
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.folder import FileSource, FolderSource
@@ -196,7 +196,7 @@ def test_one_file_has_no_classes(tmp_path):
     (tmp_path / "train.h5").write_bytes(b"pack")
     source = open_source(tmp_path / "train.h5")
     with pytest.raises(BadSource, match="no image among 1 file,"):
-        class_tree(source.list(), source.name)
+        label_samples(source.list(), source.name)
 
 
 @pytest.mark.parametrize("kind", [FileSource, TarSource, ZipSource])

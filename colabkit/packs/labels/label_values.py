@@ -18,13 +18,11 @@ LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
 
 _PLAIN = frozenset({bool, int, float, str, list, tuple, set, frozenset, type(None)})
 _LISTS = frozenset({list, tuple, set, frozenset})
-_ORDERED = frozenset({list, tuple})
 _KINDS = "text, whole numbers, floats, bools or lists"
 _MOST_CLASSES = 100_000
 _LARGEST_CLASS = np.iinfo(np.int64).max
 # A table of labels is kept in memory.
 _MOST_TABLE_BYTES = 4 << 30
-_CONVERT = "Convert them, or use another column"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +125,8 @@ def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]
     Raises:
         BadSource: if a cell is empty or NaN, or the cells are of several kinds or of another.
     """
-    cells = _plain_cells(cells)
-    _check_filled(act, what, cells, items)
-    kinds = set(map(type, cells))
+    column = _Column(act, what, cells, items)
+    cells, kinds = column.cells, column.kinds
     if kinds == {str}:
         return number_classes(cells)
     if kinds in ({bool}, {int}):
@@ -139,15 +136,14 @@ def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]
             return LabelValues("class", name_classes(values), values.astype(np.int64))
         return number_classes(cells)
     if kinds in ({float}, {float, int}):  # JSON and text write 1 for 1.0
-        return LabelValues("regression", (), _targets(act, what, cells, items))
+        return LabelValues("regression", (), column.targets())
     if kinds <= _LISTS:
-        return _infer_lists(act, what, cells, items, kinds <= _ORDERED)
+        return _infer_lists(column)
     odd = next((row for row, cell in enumerate(cells) if type(cell) not in _PLAIN), None)
     if odd is not None:
-        raise BadSource(cannot(act, f"{what} holds {_named(cells, odd, items)}", _KINDS, _CONVERT))
+        raise column.error(f"holds {column.named(odd)}", _KINDS)
     odd = next(row for row, cell in enumerate(cells) if type(cell) is not type(cells[0]))
-    found = f"{what} holds {_named(cells, 0, items)} and {_named(cells, odd, items)}"
-    raise BadSource(cannot(act, found, "one kind of values", _CONVERT))
+    raise column.error(f"holds {column.named(0)} and {column.named(odd)}", "one kind of values")
 
 
 def infer_columns(
@@ -167,17 +163,14 @@ def infer_columns(
     has_floats, is_binary = False, True
     found: list[npt.NDArray[Any]] = []
     for name, given in zip(names, columns, strict=True):
-        what = f"the column {name!r}"
-        cells = _plain_cells(given)
-        _check_filled(act, what, cells, items)
-        kinds = set(map(type, cells))
-        if not kinds <= {bool, int, float}:
-            row = next(row for row, cell in enumerate(cells) if type(cell) not in (bool, int, float))
-            told = f"{what} holds {_named(cells, row, items)}"
-            raise BadSource(cannot(act, told, "numbers or bools in several columns", "Use one column, or convert it"))
-        has_floats |= float in kinds
-        is_binary &= float not in kinds and set(cells) <= {0, 1}
-        found.append(np.array(cells, np.uint8) if is_binary else _targets(act, what, cells, items))
+        column = _Column(act, f"the column {name!r}", given, items)
+        if not column.kinds <= {bool, int, float}:
+            row = next(row for row, cell in enumerate(column.cells) if type(cell) not in (bool, int, float))
+            needed = "numbers or bools in several columns"
+            raise column.error(f"holds {column.named(row)}", needed, "Use one column, or convert it")
+        has_floats |= float in column.kinds
+        is_binary &= float not in column.kinds and set(column.cells) <= {0, 1}
+        found.append(np.array(column.cells, np.uint8) if is_binary else column.targets())
     if is_binary:
         return LabelValues("multilabel", tuple(names), np.stack(found, axis=1))
     if has_floats:
@@ -186,32 +179,69 @@ def infer_columns(
     raise BadSource(cannot(act, f"the columns {', '.join(names)} hold other whole numbers", needed, "Convert them"))
 
 
-def _infer_lists(act: str, what: str, cells: Sequence[Any], items: Sequence[Item], is_ordered: bool) -> LabelValues:
+class _Column:
+    """The cells of one column as plain Python values, none of them empty; `act` and `what` are for messages."""
+
+    def __init__(self, act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> None:
+        self.cells = _plain_cells(cells)
+        self.kinds = set(map(type, self.cells))
+        self._act, self._what, self.items = act, what, items
+        if not self.kinds.isdisjoint({type(None), float}):
+            is_empty = [cell is None or (type(cell) is float and math.isnan(cell)) for cell in self.cells]
+            if empty := [row for row, cell in enumerate(is_empty) if cell]:
+                count = f"{len(empty)} of {format_things(len(cells), 'sample')}"
+                found = f"is empty for {items[empty[0]].path!r}, and for {count} in all"
+                raise self.error(found, "a value for each", "Fill them, or leave these samples out")
+
+    def error(self, found: str, needed: str, next_step: str = "Convert them, or use another column") -> BadSource:
+        return BadSource(cannot(self._act, f"{self._what} {found}", needed, next_step))
+
+    def named(self, row: int) -> str:
+        """Return what a cell is and whose, for a message."""
+        names = {str: "text", bool: "a bool", int: "a whole number", float: "a float"}
+        cell = self.cells[row]
+        return f"{names.get(type(cell)) or kind_of(cell)} for {self.items[row].path!r}"
+
+    def targets(self) -> npt.NDArray[Any]:
+        """Return floats, or lists of one length of them, as `float32`; refuse what that cannot hold."""
+        with np.errstate(over="ignore"):
+            try:
+                values = np.array(self.cells, np.float64).astype(np.float32)
+            except OverflowError:  # a whole number beyond float64
+                values = np.array([_float(cell) for cell in self.cells], np.float32)
+        beyond = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+        if beyond.any():
+            row = int(beyond.argmax())
+            found = f"holds {self.cells[row]!s:.60} for {self.items[row].path!r}"
+            raise self.error(found, "what float32 can hold", "Scale the targets, or leave this sample out")
+        return values
+
+
+def _infer_lists(column: _Column) -> LabelValues:
+    cells = column.cells
     if not set().union(*(map(type, cell) for cell in cells)) <= {bool, int, float, str}:
-        cells = [_plain_cells(tuple(cell)) for cell in cells]
+        cells = column.cells = [_plain_cells(tuple(cell)) for cell in cells]
     for row, cell in enumerate(cells):
         if any(value is None or value != value for value in cell):  # noqa: PLR0124 - NaN alone is not itself
-            raise BadSource(
-                cannot(act, f"{what} holds a list with an empty value for {items[row].path!r}", _KINDS, _CONVERT)
-            )
+            raise column.error(f"holds a list with an empty value for {column.items[row].path!r}", _KINDS)
     kinds = set().union(*(map(type, cell) for cell in cells))
     lengths = set(map(len, cells))
+    is_ordered = column.kinds.isdisjoint({set, frozenset})
     if not kinds:
-        raise BadSource(cannot(act, f"{what} holds empty lists only", "some labels", "Use another column"))
+        raise column.error("holds empty lists only", "some labels", "Use another column")
     if kinds == {float} and is_ordered:
         if len(lengths) > 1:
-            found = f"{what} holds lists of {min(lengths)} to {max(lengths)} floats"
-            raise BadSource(cannot(act, found, "as many targets for each sample", _CONVERT))
-        return LabelValues("regression", tuple(map(str, range(lengths.pop()))), _targets(act, what, cells, items))
+            raise column.error(f"holds lists of {min(lengths)} to {max(lengths)} floats", "one length for all samples")
+        return LabelValues("regression", tuple(map(str, range(lengths.pop()))), column.targets())
     if is_ordered and len(lengths) == 1 and kinds <= {bool, int} and set().union(*cells) <= {0, 1}:
         return LabelValues("multilabel", tuple(map(str, range(lengths.pop()))), np.array(cells, np.uint8))
     if kinds not in ({str}, {int}):
-        found = f"{what} holds lists of {', '.join(sorted(kind.__name__ for kind in kinds))}"
-        raise BadSource(cannot(act, found, "lists of text, or of whole numbers", _CONVERT))
+        found = f"holds lists of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+        raise column.error(found, "lists of text, or of whole numbers")
     names = sorted(set().union(*cells))
     if (size := len(cells) * len(names)) > _MOST_TABLE_BYTES:
-        found = f"{what} holds {len(names)} labels, {format_bytes(size)} for {len(cells)} samples"
-        raise BadSource(cannot(act, found, f"at most {format_bytes(_MOST_TABLE_BYTES)}", "Leave out the rare ones"))
+        found = f"holds {len(names)} labels, {format_bytes(size)} for {len(cells)} samples"
+        raise column.error(found, f"at most {format_bytes(_MOST_TABLE_BYTES)}", "Leave out the rare ones")
     number = {name: index for index, name in enumerate(names)}
     counts = np.fromiter(map(len, cells), np.int64, len(cells))
     held = np.fromiter((number[name] for cell in cells for name in cell), np.int64, int(counts.sum()))
@@ -220,37 +250,11 @@ def _infer_lists(act: str, what: str, cells: Sequence[Any], items: Sequence[Item
     return LabelValues("multilabel", tuple(map(str, names)), values)
 
 
-def _targets(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> npt.NDArray[Any]:
-    """Return floats, or lists of one length of them, as `float32`; refuse what that cannot hold."""
-    with np.errstate(over="ignore"):
-        try:
-            values = np.array(cells, np.float64).astype(np.float32)
-        except OverflowError:  # a whole number beyond float64
-            values = np.array([_float(cell) for cell in cells], np.float32)
-    beyond = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
-    if beyond.any():
-        row = int(beyond.argmax())
-        found = f"{what} holds {cells[row]!s:.60} for {items[row].path!r}"
-        raise BadSource(cannot(act, found, "what float32 can hold", "Scale the targets, or leave this sample out"))
-    return values
-
-
 def _float(value: float) -> float:
     try:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _check_filled(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> None:
-    """Raise `BadSource` if cells are None or NaN."""
-    if type(None) not in (kinds := set(map(type, cells))) and float not in kinds:
-        return
-    empty = [row for row, cell in enumerate(cells) if cell is None or (type(cell) is float and math.isnan(cell))]
-    if empty:
-        count = f"{len(empty)} of {format_things(len(cells), 'sample')}"
-        found = f"{what} is empty for {items[empty[0]].path!r}, and for {count} in all"
-        raise BadSource(cannot(act, found, "a value for each", "Fill them, or leave these samples out"))
 
 
 def _plain_cells(cells: Sequence[Any]) -> Sequence[Any]:
@@ -266,8 +270,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int):
         return int(value)
     return value.tolist() if hasattr(value, "tolist") else value  # arrays and their scalars
-
-
-def _named(cells: Sequence[Any], row: int, items: Sequence[Item]) -> str:
-    names = {str: "text", bool: "a bool", int: "a whole number", float: "a float"}
-    return f"{names.get(type(cells[row])) or kind_of(cells[row])} for {items[row].path!r}"

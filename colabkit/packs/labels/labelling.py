@@ -1,8 +1,13 @@
-"""Samples, labels and splits of a listing: from its columns, its folders, or functions of the path."""
+"""Samples, labels and splits of a listing: from its columns, its folders, or functions of the path.
+
+Folders are `[split/]class/…/file`. Splits are folders named like splits, and only where all top folders are; everything
+else at the top is a class. A folder that wraps the whole tree, as archives often have it, is ignored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -10,9 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, InvalidOption, cannot, check_whole_number
-from colabkit.packs.format.layout import SPLITS
-from colabkit.packs.labels.folders import Tree, by_folder, samples_of
+from colabkit.foundation import BadSource, InvalidOption, cannot, check_whole_number, format_things
+from colabkit.packs.format.layout import SPLITS, Indices
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_cells, infer_columns
 from colabkit.packs.labels.splits import shares_of, split_named, split_shares, strata_of
 from colabkit.storage import Item, Listing
@@ -30,7 +34,9 @@ LABEL_COLUMNS = (
 """Names of columns that hold labels."""
 
 _SPLIT_COLUMN = "split"
-_KNOWN_SPLITS = "train, dev, val, test or the like"
+_IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})
+_ARRAY = "npy"
+_LAYOUT = "labels need one folder of images for each class, as in 'cats/1.jpg'"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Labelling:
         classes: names of the classes, or of the K labels or targets; empty for a single target or no labels.
         values: `int64 [n]` numbers of classes, `uint8 [n, K]` labels, `float32 [n]` or `[n, K]` targets, None for none.
         splits: for each split that has samples, in the order train, dev, test, their numbers, `int64`, in the order
-            that they have in a pack.
+            of the pack.
         left_out: files that are no samples, with the reason.
     """
 
@@ -72,7 +78,7 @@ def label_samples(
         labels: the name of a column, several such names, a function that takes a sample's path and returns what a cell
             could hold, or None. `"auto"` takes the first column named `label, labels, class, class_name, target,
             category, y, cls, image/class/label, json.label` or `json.class`, in capitals or not, else the names of
-            folders. What the cells mean is told at `label_values.infer_cells`.
+            folders. `label_values.infer_cells` describes what cells mean.
         splits: the name of a column, a function that takes a sample's path and returns a split, or shares of all
             samples such as `{"train": 0.8, "test": 0.2}`, which each class keeps, each combination of labels, and each
             of up to ten ranges of a single target. None takes a column named `split`, in capitals or not, else folders
@@ -82,35 +88,33 @@ def label_samples(
 
     Raises:
         BadSource: if there are no samples or no labels, cells that are empty or of several kinds, or unknown splits.
-        InvalidOption: if there is no such column, or shares cannot be meant: they do not add up to 1, leave a split
-            empty, or the source has splits already.
+        InvalidOption: if there is no such column, or shares do not add up to 1, leave a split empty, or the source
+            has splits already.
     """
     check_whole_number(f"split {name!r}", "seed", seed, 0)
     act = f"label {name!r}"
     column = _label_column(listing.columns) if isinstance(labels, str) and labels == "auto" else labels
     is_by_folder = column is None and labels is not None
-    if listing.columns:
-        folders, left_out = by_folder(listing.items), listing.skipped
+    if not listing.columns:
+        folders, left_out = _find_samples(act, listing)
+    elif listing.items:
+        folders, left_out = _by_folder(listing.items, range(len(listing.items))), listing.skipped
     else:
-        folders, left_out = samples_of(act, listing)
-    if not folders:
         raise BadSource(cannot(act, "no rows", "at least one", "Check the table"))
-    tree = Tree(folders)
-    if is_by_folder and splits is None and not listing.columns:
-        tree.check_splits(act)
-    if listing.columns:
-        order = np.arange(len(listing.items))
-    elif is_by_folder:
-        order = tree.order(listing.items)
+    tree = _FolderTree(listing.items, folders)
+    if is_by_folder and not listing.columns:
+        if splits is None:
+            tree.check_splits(act)
+        order = tree.order()
     else:
         order = np.sort(np.fromiter(chain.from_iterable(folders.values()), np.int64))
     items = tuple(map(listing.items.__getitem__, order.tolist()))
     if is_by_folder:
-        meaning = _folder_classes(act, listing, tree, order)
+        meaning = _folder_classes(act, listing.columns, tree, order)
     else:
-        meaning = _meaning(act, listing.columns, column, items)
-    dealt = _Splitting(f"split {name!r}", listing, tree, items, order).splits(splits, meaning, seed)
-    return Labelling(items, order, meaning.kind, meaning.classes, meaning.values, dealt, left_out)
+        meaning = _infer_labels(act, listing.columns, column, items)
+    found = _split_samples(f"split {name!r}", listing.columns, tree.splits()[order], items, splits, meaning, seed)
+    return Labelling(items, order, meaning.kind, meaning.classes, meaning.values, found, left_out)
 
 
 def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
@@ -119,25 +123,24 @@ def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
     return next((named[name] for name in LABEL_COLUMNS if name in named), None)
 
 
-def _folder_classes(act: str, listing: Listing, tree: Tree, order: npt.NDArray[np.int64]) -> LabelValues:
+def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, order: Indices) -> LabelValues:
     """Return classes from folders; raises `BadSource` if there are none, or one for all rows of a table."""
-    if not listing.columns:
-        classes, numbers = tree.classes(act, listing.items)
-        return LabelValues("class", classes, numbers[order])
     try:
-        classes, numbers = tree.classes(act, listing.items)
+        meaning = tree.classes(act, order)
     except BadSource:
-        classes, numbers = (), order
-    if len(classes) < 2:  # one folder is merely where a table's files lie
-        found = f"the columns {', '.join(listing.columns)}, and no folder for each class"
+        if not columns:
+            raise
+        meaning = LabelValues("class", (), order)
+    if columns and len(meaning.classes) < 2:  # one folder is merely where a table's files lie
+        found = f"the columns {', '.join(columns)}, and no folder for each class"
         needed = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
         next_step = "Use labels='a column', a function of the path, or labels=None"
         raise BadSource(cannot(act, found, needed, next_step))
-    return LabelValues("class", classes, numbers)
+    return meaning
 
 
-def _meaning(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels, items: Sequence[Item]) -> LabelValues:
-    """Return what the wanted labels mean."""
+def _infer_labels(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels, items: Sequence[Item]) -> LabelValues:
+    """Return what columns, or the results of a function, mean as labels."""
     if labels is None:
         return LabelValues("none", (), None)
     if isinstance(labels, str):
@@ -161,61 +164,177 @@ def _column(act: str, columns: Mapping[str, Sequence[Any]], name: str) -> Sequen
     return columns[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Splitting:
-    """Samples that are to be split; `order` has their rows."""
-
-    act: str
-    listing: Listing
-    tree: Tree
-    items: Sequence[Item]
-    order: npt.NDArray[np.int64]
-
-    def splits(self, splits: Splits, meaning: LabelValues, seed: int) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the numbers of each split's samples."""
-        if splits is None:
-            places = self._own()
-        elif isinstance(splits, str):
-            cells = _column(self.act, self.listing.columns, splits)
-            places = self._places(f"the column {splits!r}", cells)
-        elif callable(splits):
-            places = self._places("what splits= returned", [splits(item.path) for item in self.items])
-        else:
-            return self._shared_out(splits, meaning, seed)
-        found = {split: np.flatnonzero(places == place) for place, split in enumerate(SPLITS)}
-        return {split: numbers for split, numbers in found.items() if len(numbers)}
-
-    def _shared_out(self, splits: object, meaning: LabelValues, seed: int) -> dict[str, npt.NDArray[np.int64]]:
-        shares = shares_of(self.act, splits)
-        own = np.unique(self._own(is_strict=False))
-        if own.tolist() != [0]:
-            found = f"the source already has the splits {', '.join(SPLITS[place] for place in own)}"
+def _split_samples(
+    act: str,
+    columns: Mapping[str, Sequence[Any]],
+    by_folder: Indices,
+    items: Sequence[Item],
+    splits: Splits,
+    meaning: LabelValues,
+    seed: int,
+) -> dict[str, Indices]:
+    """Return the numbers of each split's samples; `by_folder` has the place in `SPLITS` of each by its folder."""
+    own = next((name for name in columns if name.lower() == _SPLIT_COLUMN), None)
+    if isinstance(splits, str):
+        places = _split_places(act, f"the column {splits!r}", _column(act, columns, splits), items)
+    elif callable(splits):
+        places = _split_places(act, "what splits= returned", [splits(item.path) for item in items], items)
+    elif splits is None:
+        places = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
+    else:
+        shares = shares_of(act, splits)
+        # A column that holds other values than splits is no split of the source.
+        cells = [SPLITS[place] for place in np.unique(by_folder)] if own is None else columns[own]
+        names = {split_named(cell) for cell in cells}
+        if None not in names and names != {SPLITS[0]}:
+            found = f"the source already has the splits {', '.join(split for split in SPLITS if split in names)}"
             needed = "samples that are not split yet"
-            raise InvalidOption(cannot(self.act, found, needed, "Leave splits out, or use a function of the path"))
-        strata = strata_of(meaning.kind, meaning.values, shares)
-        return split_shares(strata, len(self.items), shares, seed)
+            raise InvalidOption(cannot(act, found, needed, "Leave splits out, or use a function of the path"))
+        return split_shares(strata_of(meaning.kind, meaning.values, shares), len(items), shares, seed)
+    split = {split: np.flatnonzero(places == place) for place, split in enumerate(SPLITS)}
+    return {name: numbers for name, numbers in split.items() if len(numbers)}
 
-    def _own(self, *, is_strict: bool = True) -> npt.NDArray[np.int64]:
-        """Return the place in `SPLITS` of each sample's split, by what the source says.
 
-        Args:
-            is_strict: whether a column with other values is an error; else it says nothing.
+def _split_places(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> Indices:
+    """Return the place in `SPLITS` of the split that each cell means."""
+    splits = [split_named(cell) for cell in cells]
+    if None in splits:
+        unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        found = f"{what} holds {', '.join(unknown[:5])}{more}, first for {items[splits.index(None)].path!r}"
+        next_step = "Rename them, or use splits= with a function of the path"
+        raise BadSource(cannot(act, found, "train, dev, val, test or the like", next_step))
+    return np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
+
+
+class _FolderTree:
+    """Splits and classes of the folders that hold samples.
+
+    Args:
+        items: of the listing.
+        folders: the rows of the samples in each folder, by its path.
+    """
+
+    def __init__(self, items: Sequence[Item], folders: Mapping[str, Sequence[int]]) -> None:
+        self._items = items
+        self._folders = folders
+        self._inside = _strip_wrapping({folder: tuple(folder.split("/")) if folder else () for folder in folders})
+        self._has_splits = all(parts and split_named(parts[0]) for parts in self._inside.values())
+
+    def check_splits(self, act: str) -> None:
+        """Raise `BadSource` for folders of classes beside `train` and its like whose own name is no split's.
+
+        They would be lost.
         """
-        column = next((name for name in self.listing.columns if name.lower() == _SPLIT_COLUMN), None)
-        if column is None:
-            return self.tree.splits(len(self.listing.items))[self.order]
-        cells = self.listing.columns[column]
-        if not is_strict and any(split_named(cell) is None for cell in cells):
-            return np.zeros(len(cells), np.int64)
-        return self._places(f"the column {column!r}", cells)
+        depths: dict[str, int] = {}
+        for parts in self._inside.values():
+            if parts:
+                depths[parts[0]] = max(depths.get(parts[0], 0), len(parts))
+        named = [top for top in depths if split_named(top)]
+        if self._has_splits or not named or min(depths.values()) < 2:
+            return
+        other = min(top for top in depths if top not in named)
+        found = f"{other!r}, which is no split, beside {min(named)!r}"
+        needed = f"folders named {', '.join(SPLITS)} or their like"
+        raise BadSource(cannot(act, found, needed, "Rename it, or use labels= and splits= with functions of the path"))
 
-    def _places(self, what: str, cells: Sequence[Any]) -> npt.NDArray[np.int64]:
-        splits = [split_named(cell) for cell in cells]
-        if None in splits:
-            unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
-            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-            found = f"{what} holds {', '.join(unknown[:5])}{more}, first for {self.items[splits.index(None)].path!r}"
-            next_step = "Rename them, or use splits= with a function of the path"
-            raise BadSource(cannot(self.act, found, _KNOWN_SPLITS, next_step))
-        place = {split: number for number, split in enumerate(SPLITS)}
-        return np.fromiter((place[split] for split in splits if split), np.int64, len(splits))
+    def splits(self) -> Indices:
+        """Return the place in `SPLITS` of the split of each row of the listing."""
+        splits = {folder: split_named(parts[0]) for folder, parts in self._inside.items()} if self._has_splits else {}
+        return self._by_row({folder: SPLITS.index(splits.get(folder) or SPLITS[0]) for folder in self._folders})
+
+    def classes(self, act: str, order: Indices) -> LabelValues:
+        """Return the classes of the samples in these rows.
+
+        Raises:
+            BadSource: if a sample lies in no class folder, or names have no endings, so that they are no files' names.
+        """
+        named = {folder: self._class_of(folder) for folder in self._folders}
+        next_step = "Sort the files into folders, or use a function of the path, or labels=None"
+        if outside := [rows[0] for folder, rows in self._folders.items() if not named[folder]]:
+            found = f"{self._items[min(outside)].path!r} lies in no class folder"
+            raise BadSource(cannot(act, found, _LAYOUT, next_step))
+        firsts = [self._items[rows[0]].path for rows in self._folders.values()]
+        if keys := [path for path in firsts if _ending(path.rpartition("/")[2]) not in {*_IMAGES, _ARRAY}]:
+            raise BadSource(cannot(act, f"{keys[0]!r} is not named like a file", _LAYOUT, next_step))
+        names = sorted(set(named.values()))
+        number = {name: index for index, name in enumerate(names)}
+        numbers = self._by_row({folder: number[name] for folder, name in named.items()})
+        return LabelValues("class", tuple(names), numbers[order])
+
+    def order(self) -> Indices:
+        """Return the rows of samples sorted by class, folder and name, as `ImageFolder` of torchvision sorts them."""
+        ranked = sorted(self._folders, key=lambda folder: (self._class_of(folder), folder))
+        sorted_rows = (sorted(self._folders[folder], key=lambda row: self._items[row].path) for folder in ranked)
+        return np.fromiter(chain.from_iterable(sorted_rows), np.int64)
+
+    def _class_of(self, folder: str) -> str:
+        """Return the class of a folder's samples, empty if it is no class folder nor below one."""
+        return next(iter(self._inside[folder][self._has_splits :]), "")
+
+    def _by_row(self, numbers: Mapping[str, int]) -> Indices:
+        """Return each row's number by that of its folder, 0 for rows that are no samples."""
+        found = np.zeros(len(self._items), np.int64)
+        for folder, rows in self._folders.items():
+            found[rows] = numbers[folder]
+        return found
+
+
+def _strip_wrapping(inside: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the folders' parts without the folders that wrap all of them, down to classes or splits."""
+    while True:
+        tops = {parts[0] if parts else "" for parts in inside.values()}
+        if len(tops) != 1 or split_named(next(iter(tops))) or any(len(parts) < 2 for parts in inside.values()):
+            return inside
+        inside = {folder: parts[1:] for folder, parts in inside.items()}
+
+
+def _by_folder(items: Sequence[Item], rows: Iterable[int]) -> dict[str, list[int]]:
+    """Return rows by the folder of their items."""
+    folders: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        folders[items[row].path.rpartition("/")[0]].append(row)
+    return folders
+
+
+def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tuple[tuple[str, str], ...]]:
+    """Return the rows of samples by their folder, and the files that are none, with the reason.
+
+    Samples are the files that end like images; where there is none, those that end in `.npy`; where no name has an
+    ending at all, as in an LMDB, all of them. Hidden files are none.
+
+    Raises:
+        BadSource: if there are none.
+    """
+    items = listing.items
+    images: dict[str, list[int]] = defaultdict(list)
+    others: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    for folder, rows in _by_folder(items, range(len(items))).items():
+        is_hidden = any(part.startswith(".") or part == "__MACOSX" for part in folder.split("/"))
+        start = len(folder) + 1 if folder else 0
+        for row in rows:
+            name = items[row].path[start:]
+            if is_hidden or name.startswith("."):
+                reasons[row] = "hidden"
+            elif (ending := _ending(name)) in _IMAGES:
+                images[folder].append(row)
+            else:
+                others[row] = ending
+    chosen: list[int] = []
+    if not images:
+        has_endings = any(others.values())
+        chosen = [row for row, ending in others.items() if ending == _ARRAY or not has_endings]
+        images = _by_folder(items, chosen)
+    if not images:
+        found = f"no image among {format_things(len(items), 'file')}" if items else "no files at all"
+        raise BadSource(cannot(act, found, _LAYOUT, "Check the path"))
+    reasons |= dict.fromkeys(others.keys() - chosen, "no image by its name")
+    left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in sorted(reasons)))
+    return images, left_out
+
+
+def _ending(name: str) -> str:
+    """Return what follows the last dot of a file's name, in small letters; empty if there is no dot."""
+    _, dot, ending = name.rpartition(".")
+    return ending.lower() if dot else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number, epoch_order, format_things
+from colabkit.foundation import (
+    InvalidOption,
+    cannot,
+    check_number,
+    check_whole_number,
+    epoch_order,
+    format_things,
+    shown,
+)
 from colabkit.packs.format.layout import SPLITS, Indices
 from colabkit.packs.labels.label_values import LabelKind
 
@@ -46,8 +53,8 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
         InvalidOption: if they are no shares, name no split or one twice, or do not add up to 1.
     """
     if not isinstance(splits, Mapping):
-        found = f"splits={splits!r:.80}"
-        raise InvalidOption(cannot(act, found, "shares by split", "Use {'train': 0.8, 'test': 0.2}, say"))
+        next_step = "Use {'train': 0.8, 'test': 0.2}, for example"
+        raise InvalidOption(cannot(act, f"splits={shown(splits)}", "shares by split", next_step))
     named = [(split_named(name), name) for name in splits]
     if unknown := [name for split, name in named if split is None]:
         needed = f"names among {', '.join(SPLITS)}"
@@ -196,14 +203,11 @@ def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, s
 
 def _check_shares(act: str, shares: Mapping[Any, Any]) -> float:
     """Return the sum of shares; raises `InvalidOption` unless all are above 0 and add up to 1."""
-    odd = [share for share in shares.values() if not isinstance(share, numbers.Real) or isinstance(share, bool)]
-    if odd:
-        found = f"the share {odd[0]!r:.40}"
-        raise InvalidOption(cannot(act, found, "a number", "Use {'train': 0.8, 'test': 0.2}, say"))
-    total = float(sum(shares.values()))
-    if any(not share > 0 for share in shares.values()) or not abs(total - 1) <= 1e-6:
-        found, needed = f"shares that add up to {total:g}", "positive shares that add up to 1"
-        raise InvalidOption(cannot(act, found, needed, "Use {'train': 0.8, 'test': 0.2}, say"))
+    checked = [check_number(act, f"shares[{name!r}]", share, above=0, example=0.2) for name, share in shares.items()]
+    total = float(sum(checked))
+    if abs(total - 1) > 1e-6:
+        needed, next_step = "shares that add up to 1", "Use {'train': 0.8, 'test': 0.2}, for example"
+        raise InvalidOption(cannot(act, f"shares that add up to {total:g}", needed, next_step))
     return total
 
 
