@@ -125,7 +125,7 @@ def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]
     Raises:
         BadSource: if a cell is empty or NaN, or the cells are of several kinds or of another.
     """
-    column = _Column(act, what, cells, items)
+    column = _LabelCells(act, what, cells, items)
     cells, kinds = column.cells, column.kinds
     if kinds == {str}:
         return number_classes(cells)
@@ -163,7 +163,7 @@ def infer_columns(
     has_floats, is_binary = False, True
     found: list[npt.NDArray[Any]] = []
     for name, given in zip(names, columns, strict=True):
-        column = _Column(act, f"the column {name!r}", given, items)
+        column = _LabelCells(act, f"the column {name!r}", given, items)
         if not column.kinds <= {bool, int, float}:
             row = next(row for row, cell in enumerate(column.cells) if type(cell) not in (bool, int, float))
             needed = "numbers or bools in several columns"
@@ -179,7 +179,7 @@ def infer_columns(
     raise BadSource(cannot(act, f"the columns {', '.join(names)} hold other whole numbers", needed, "Convert them"))
 
 
-class _Column:
+class _LabelCells:
     """The cells of one column as plain Python values, none of them empty; `act` and `what` are for messages."""
 
     def __init__(self, act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> None:
@@ -217,7 +217,7 @@ class _Column:
         return values
 
 
-def _infer_lists(column: _Column) -> LabelValues:
+def _infer_lists(column: _LabelCells) -> LabelValues:
     cells = column.cells
     if not set().union(*(map(type, cell) for cell in cells)) <= {bool, int, float, str}:
         cells = column.cells = [_plain_cells(tuple(cell)) for cell in cells]
