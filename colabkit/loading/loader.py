@@ -22,11 +22,9 @@ from colabkit.foundation import (
     shown,
 )
 from colabkit.loading.augment.transform import Draws, Transform
-from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, bytes_of, fields_of, mapped
+from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, bytes_of, fields_of, map_tensors
 from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_of, unwrap_subset
-from colabkit.loading.engine.custom_samplers import SamplerPlanner, yields_batches
-from colabkit.loading.engine.device import marked
-from colabkit.loading.engine.identity import name_of
+from colabkit.loading.engine.device import set_mark
 from colabkit.loading.engine.image_decoders import OnBad
 from colabkit.loading.engine.options import (
     LoaderOptions,
@@ -43,12 +41,15 @@ from colabkit.loading.engine.pipeline import column_pipeline, process_pipeline
 from colabkit.loading.engine.position import LoaderPosition
 from colabkit.loading.engine.tiers import Keep, Tier
 from colabkit.loading.engine.user_code import (
+    SamplerPlanner,
     check_collated,
     describe_samples,
     reporting_errors,
     restored_generators,
     seed_by_draws,
+    yields_batches,
 )
+from colabkit.loading.inspection import name_of
 from colabkit.loading.sampler.orders import Order
 
 _SETTLED_EVERY = 64  # batches: a GPU's clock keeps the marks of a few times as many
@@ -275,7 +276,7 @@ class Loader:
         """
         check_whole_number("look at the next batches", "batches", batches, 1)
         with self.aside(), closing(self._batches()) as coming:
-            return [mapped(batch, torch.Tensor.clone) for batch in itertools.islice(coming, batches)]
+            return [map_tensors(batch, torch.Tensor.clone) for batch in itertools.islice(coming, batches)]
 
     @contextmanager
     def aside(self) -> Iterator[meters.LoaderMeters]:
@@ -308,7 +309,7 @@ class Loader:
         clock = (
             meters.HostClock(counts.spent)
             if self.device.type == "cpu"
-            else meters.DeviceClock(lambda: marked(self.device))
+            else meters.DeviceClock(lambda: set_mark(self.device))
         )
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter

@@ -25,7 +25,7 @@ from colabkit.foundation import (
     format_things,
     kind_of,
 )
-from colabkit.loading import Loader, mapped, samples_in
+from colabkit.loading import Loader, map_tensors, samples_in
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
@@ -145,7 +145,7 @@ def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
         vars(loader)["persistent_workers"] = False  # workers of its own, which may be amid a pass, are left alone
     coming = iter(loader)
     try:
-        return [mapped(batch, _cloned) for batch in islice(coming, batches)]
+        return [map_tensors(batch, _cloned) for batch in islice(coming, batches)]
     finally:
         if isinstance(coming, Generator):
             coming.close()

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import meters
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading import Loader
-from colabkit.loading.engine.buffers import PageableSlots
+from colabkit.loading.engine import gather
+from colabkit.loading.engine.gather import PageableSlots
 from colabkit.packs import PackedDataset, open_pack
 
 DEADLINE_S = 60.0
@@ -152,9 +152,8 @@ def test_batch_size_prefetch_and_threads_do_not_change_the_order(data):
 
 
 def test_buffers_are_used_again_when_their_batches_are_gone(data, monkeypatch):
-    made: list[int] = []
-    counted = SimpleNamespace(uint8=np.uint8, empty=lambda *a: made.append(1) or np.empty(*a))
-    monkeypatch.setattr("colabkit.loading.engine.buffers.np", counted)
+    made, empty = list[int](), gather.empty_bytes
+    monkeypatch.setattr(gather, "empty_bytes", lambda size: made.append(size) or empty(size))
     loader = Loader(data, 2, shuffle=True, prefetch_batches=2)
     epoch_of_pointers = [{images.untyped_storage().data_ptr() for images, _ in loader} for _ in range(20)]
     assert len(set.union(*epoch_of_pointers)) <= 6

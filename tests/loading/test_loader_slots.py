@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import colabkit
-from colabkit.loading.engine import buffers
-from colabkit.loading.engine.buffers import PinnedSlots
+from colabkit.loading.engine import gather
+from colabkit.loading.engine.gather import PinnedSlots
 from colabkit.loading.engine.process_engine import WorkerBatch
 
 
@@ -32,7 +32,7 @@ def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         tried.append("batch")
         raise RuntimeError("CUDA error: planned\nCompile with more flags")
 
-    monkeypatch.setattr(buffers, "_is_warned", threading.Event())
+    monkeypatch.setattr(gather, "_is_warned", threading.Event())
     monkeypatch.setattr(torch, "empty", without)
     monkeypatch.setattr(torch.Tensor, "pin_memory", fails)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -80,13 +80,13 @@ def test_a_lender_that_cannot_pin_tries_only_once(unlocked):
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 4096, (2 << 20) - 1])
 def test_small_buffers_begin_with_a_cache_line(size):
-    found = buffers.empty_bytes(size)
+    found = gather.empty_bytes(size)
     assert (found.nbytes, found.dtype, found.ctypes.data % 64) == (size, np.uint8, 0)
 
 
 @pytest.mark.parametrize("size", [2 << 20, (2 << 20) + 1, 6 << 20, 40_000_000])
 def test_large_buffers_begin_with_a_huge_page_and_end_within_one(size):
-    found = buffers.empty_bytes(size)
+    found = gather.empty_bytes(size)
     assert (found.nbytes, found.ctypes.data % (2 << 20)) == (size, 0)
     whole = found.base
     assert isinstance(whole, np.ndarray)

@@ -19,9 +19,8 @@ from colabkit.loading.augment.compose import geometry_of, split_steps, steps_of
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_values
-from colabkit.loading.engine.buffers import FieldBuffers, PageableSlots
 from colabkit.loading.engine.columns import DatasetColumns
-from colabkit.loading.engine.gather import GatherSlots, RowGather
+from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather
 from colabkit.loading.engine.image_decoders import ImageDecoder, ImageOptions, crop_each
 from colabkit.loading.engine.user_code import describe_samples, reporting_errors
 from colabkit.packs import stack_samples
@@ -317,7 +316,7 @@ class InlineGather:
         indices = torch.from_numpy(plan.indices)
         began = clock()
         small = {
-            place: column.gathered(indices).split_with_sizes(sizes)
+            place: column.gather_new(indices).split_with_sizes(sizes)
             for place, column in enumerate(self._columns)
             if isinstance(column, RowGather) and place not in self._slots
         }

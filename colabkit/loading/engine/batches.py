@@ -345,20 +345,20 @@ def split_values(values: list[Any], sizes: Sequence[int]) -> list[Any]:
     return [stack_samples(values[start:stop]) for start, stop in itertools.pairwise(stops)]
 
 
-def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch of the same structure with the function's result for every tensor in it."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(value, function) for value in batch))
+        return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(mapped(value, function) for value in batch)
+        return type(batch)(map_tensors(value, function) for value in batch)
     if isinstance(batch, MutableMapping):  # a copy keeps what else a class of mappings holds
         clone = copy.copy(batch)
-        clone.update({name: mapped(value, function) for name, value in batch.items()})
+        clone.update({name: map_tensors(value, function) for name, value in batch.items()})
         return clone
     if isinstance(batch, Mapping):
-        return {name: mapped(value, function) for name, value in batch.items()}
+        return {name: map_tensors(value, function) for name, value in batch.items()}
     return batch
 
 

@@ -14,19 +14,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from colabkit.foundation import LoaderMeters, Mark
-from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, mapped, split_values, tensors_in
-from colabkit.loading.engine.buffers import PinnedSlots
+from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_values, tensors_in
 from colabkit.loading.engine.columns import Column
-from colabkit.loading.engine.gather import RowGather
+from colabkit.loading.engine.gather import PinnedSlots, RowGather
 
 _STEP_BYTES = 64 << 20
 
 
-def marked(device: torch.device) -> Mark:
+def set_mark(device: torch.device) -> Mark:
     """Set a mark in the current stream of a device and return it."""
     mark = torch.cuda.Event(enable_timing=True)
     mark.record(torch.cuda.current_stream(device))
@@ -70,7 +70,7 @@ class DeviceTransfer:
         for batch, samples in batches:
             current = torch.cuda.current_stream(self._device)
             tensors = tensors_in(batch)  # first: a copy of a custom mapping may share its values with it
-            on_device = mapped(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
+            on_device = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
             started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
@@ -94,9 +94,9 @@ class DeviceTransfer:
         """Return the oldest batch, and marks around the current stream's wait for its copy; the host waits for none."""
         batch, ended, made_on = self._in_flight.popleft()
         current = torch.cuda.current_stream(self._device)
-        before = marked(self._device)
+        before = set_mark(self._device)
         current.wait_event(ended)
-        after = marked(self._device)
+        after = set_mark(self._device)
         if current != made_on:  # the allocator has to know of a stream that it did not give the memory to
             for tensor in tensors_in(batch):
                 tensor.record_stream(current)
@@ -165,29 +165,28 @@ class DeviceEngine:
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch."""
         for plan in plans:
-            began, before = time.perf_counter(), marked(self._device)
+            began, before = time.perf_counter(), set_mark(self._device)
             batches = self._gather(plan)
             self._counts.add("gather", len(plan.indices), 0, time.perf_counter() - began)
-            batches[0].marks = before, marked(self._device)
+            batches[0].marks = before, set_mark(self._device)
             batches.reverse()
             while batches:
                 yield batches.pop()
 
     def _gather(self, plan: BatchPlan) -> list[Batch]:
         """Return the batches of a plan, gathered at once."""
-        indices = self._sent(torch.from_numpy(plan.indices))
+        indices = self._send(torch.from_numpy(plan.indices))
         fields: list[Any] = []
         for column in self._columns:
             if isinstance(column, RowGather):
                 memory = torch.empty(len(indices) * column.row_bytes, dtype=torch.uint8, device=self._device)
                 fields.append(column.gather(indices, memory).split_with_sizes(plan.sizes))
             elif callable(column):
-                fields.append([mapped(value, self._sent) for value in split_values(column(plan.indices), plan.sizes)])
-        positions, start = [], 0
-        for size in plan.sizes:
-            positions.append(plan.positions[start : start + size])
-            start += size
+                fields.append(
+                    [map_tensors(value, self._send) for value in split_values(column(plan.indices), plan.sizes)]
+                )
+        positions = np.split(plan.positions, np.cumsum(plan.sizes[:-1]))
         return [Batch(values, places, end) for places, end, *values in zip(positions, plan.ends, *fields, strict=True)]
 
-    def _sent(self, tensor: Tensor) -> Tensor:
+    def _send(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)  # or the host would wait for it

@@ -17,13 +17,13 @@ from colabkit.loading.engine.batch_builder import TransformStages, split_transfo
 from colabkit.loading.engine.batches import BATCHES_TOGETHER
 from colabkit.loading.engine.columns import Column, DatasetColumns, ImageDataset, check_channels
 from colabkit.loading.engine.device import DeviceEngine
-from colabkit.loading.engine.identity import files_of, is_far, path_of
 from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
 from colabkit.loading.engine.options import LoaderOptions, check_without_processes
 from colabkit.loading.engine.process_engine import ProcessEngine
 from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
 from colabkit.loading.engine.thread_engine import PrefetchDepth, ThreadEngine
 from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on
+from colabkit.loading.inspection import files_of, is_far, path_of
 from colabkit.packs import FileDataset, PackedDataset
 
 _GROUP_BYTES = 8 << 20  # built together: two of them stay in a processor's cache

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_things
-from colabkit.loading.engine.custom_samplers import seed_of
+from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
 _VERSION = 3

@@ -24,10 +24,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from colabkit.foundation import ColabkitError, LoaderFailed, cannot, meters
 from colabkit.loading.augment.transform import Draws
-from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, bytes_of, fields_of, mapped
-from colabkit.loading.engine.buffers import PinnedSlots, warn_unpinned
+from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, bytes_of, fields_of, map_tensors
 from colabkit.loading.engine.device import DeviceTransfer, send
-from colabkit.loading.engine.identity import name_of
+from colabkit.loading.engine.gather import PinnedSlots, warn_unpinned
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.user_code import (
     loader_failed,
@@ -36,6 +35,7 @@ from colabkit.loading.engine.user_code import (
     seed_generators,
     seeds_of,
 )
+from colabkit.loading.inspection import name_of
 
 _TICK_S = 0.25  # how often listeners hear of a waiting user
 _SENT_AHEAD = 2
@@ -124,7 +124,7 @@ class WorkerBatch:
     def pin_memory(self) -> WorkerBatch:
         """Put the batch in page-locked memory; `DataLoader` calls this."""
         try:
-            self.batch = mapped(self.batch, lambda tensor: tensor.pin_memory())
+            self.batch = map_tensors(self.batch, lambda tensor: tensor.pin_memory())
         except RuntimeError as error:
             warn_unpinned(error)
         return self

@@ -24,9 +24,9 @@ from colabkit.loading.engine.batch_builder import (
     made_shape,
 )
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, announce_plans, split_plans
-from colabkit.loading.engine.buffers import FieldBuffers, PageableSlots, PinnedSlots
 from colabkit.loading.engine.columns import DatasetColumns
 from colabkit.loading.engine.device import DeviceTransfer, send
+from colabkit.loading.engine.gather import FieldBuffers, PageableSlots, PinnedSlots
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 
 from colabkit.foundation import InvalidOption, cannot, file_changes, format_bytes, memory_limits, read_file
-from colabkit.loading.engine.buffers import empty_bytes
-from colabkit.loading.engine.gather import RowGather
+from colabkit.loading.engine.gather import RowGather, empty_bytes
 
 Keep: TypeAlias = Literal["auto", "gpu", "ram", "disk"]
 KEEPS = ("auto", "gpu", "ram", "disk")

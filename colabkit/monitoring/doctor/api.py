@@ -27,7 +27,7 @@ from colabkit.foundation import (
     sampled,
     seen,
 )
-from colabkit.loading import Loader, bytes_in, files_of, is_far, marked, may_be_loader, path_of, samples_in
+from colabkit.loading import Loader, bytes_in, files_of, is_far, may_be_loader, path_of, samples_in, set_mark
 from colabkit.monitoring.doctor.diagnosis import Diagnosis, Shares
 from colabkit.monitoring.doctor.run_profile import SNAPSHOT_S, RunProfile, profile_run
 from colabkit.monitoring.doctor.verdict import judge
@@ -238,7 +238,7 @@ def _clock(totals: meters.StepTotals) -> meters.Clock:
     """Return a clock of the GPU if this process uses one, else of the host, which counts its steps in `totals`."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
-        return meters.DeviceClock(lambda: marked(device))
+        return meters.DeviceClock(lambda: set_mark(device))
     return meters.HostClock(totals)
 
 
