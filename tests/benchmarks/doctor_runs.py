@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import colabkit
-from colabkit.foundation.telemetry.sampler import sampled
+from colabkit.foundation import sampled
 from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
 from colabkit.monitoring.doctor.run_profile import settled_steps, typical_step
 
@@ -304,7 +304,7 @@ def busy_processes(folder: Path, count: int = 2) -> Iterator[None]:
 @contextlib.contextmanager
 def little_memory(folder: Path) -> Iterator[None]:
     """Fill nine tenths of the RAM."""
-    from colabkit.foundation.environment.limits import memory_limits
+    from colabkit.foundation import memory_limits
     from colabkit.foundation.mount_table import read_file
 
     limits = memory_limits(read_file)

@@ -6,10 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
-from colabkit.foundation.meters.facts import LoaderFacts
-from colabkit.foundation.meters.steps import StepTimes
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
 from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
 from colabkit.monitoring.doctor.verdict import Doctor
 

@@ -12,10 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import colabkit
-from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
-from colabkit.foundation.meters.facts import LoaderFacts
-from colabkit.foundation.meters.steps import StepTimes
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
 from colabkit.monitoring.doctor.diagnosis import Advice
 from colabkit.monitoring.doctor.run_profile import RunProfile, profile_run
 

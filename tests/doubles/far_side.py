@@ -17,8 +17,8 @@ from typing import Any, Self
 import pytest
 from far_mounts import FuseMount, mounted_at, wait_for
 
+from colabkit.foundation import Place
 from colabkit.foundation import mount_table as mounts
-from colabkit.foundation.environment.places import Place
 from colabkit.storage.drive import api as drive
 from colabkit.storage.drive import drivefs, mountpoints
 from colabkit.storage.drive.mountpoints import daemons

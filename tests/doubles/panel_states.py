@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from colabkit.foundation.meters.counts import LoaderMeters
-from colabkit.foundation.meters.steps import StepTimes
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderMeters, StepTimes
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis, Shares
 from colabkit.monitoring.panel.content import PanelState
 from colabkit.monitoring.panel.html import as_html

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colabkit.foundation.environment.devices import GpuReport
-from colabkit.foundation.environment.limits import MemoryReport
+from colabkit.foundation.environment.limits import DiskReport, MemoryReport
 from colabkit.foundation.environment.runtime_report import RuntimeReport
-from colabkit.foundation.environment.storage import DiskReport
 from colabkit.foundation.reports import Report, escape, html_table
+from colabkit.foundation.telemetry.gpus import GpuReport
 from colabkit.storage.drive.api import CacheReport, FlushReport, MountReport, UnmountReport
 from colabkit.storage.staging.reports import StageReport, UnstageReport
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import importlib
+import inspect
 import json
 import pkgutil
 import types
@@ -70,7 +71,7 @@ def kinds() -> list[type[Report]]:
     while rest:
         kind = rest.pop()
         rest += kind.__subclasses__()
-        if dataclasses.is_dataclass(kind) and kind.__module__.startswith("colabkit."):
+        if dataclasses.is_dataclass(kind) and not inspect.isabstract(kind) and kind.__module__.startswith("colabkit."):
             found.append(kind)
     return sorted(found, key=lambda kind: kind.__name__)
 

@@ -12,9 +12,8 @@ from dataclasses import asdict, replace
 import psutil
 from fake_nvml import Chip, FakeNvml, fake_torch
 
-from colabkit.foundation.telemetry.host import Host
-from colabkit.foundation.telemetry.machine import Telemetry
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation.telemetry.gpus import GpuSnapshot
+from colabkit.foundation.telemetry.host import Host, HostSnapshot, Telemetry
 
 
 def test_a_snapshot_of_this_machine_is_within_what_can_be():

@@ -20,8 +20,7 @@ from fake_nvml import (
     fake_torch,
 )
 
-from colabkit.foundation.telemetry.gpus import Gpus
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot
+from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
 
 
 def gpus(nvml: Any, visible: str | None = None, torch: Any = None) -> Gpus:

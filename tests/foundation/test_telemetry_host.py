@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from colabkit.foundation.telemetry import family
-from colabkit.foundation.telemetry.host import Host
-from colabkit.foundation.telemetry.snapshots import HostSnapshot
+from colabkit.foundation.telemetry import totals
+from colabkit.foundation.telemetry.host import Host, HostSnapshot
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 << 20} kB\nMemFree: {4 << 20} kB\nMemAvailable: {32 << 20} kB\nShmem: 2048 kB\n"
@@ -218,7 +217,7 @@ def test_a_server_in_a_session_of_its_own_is_no_part_of_the_work(monkeypatch):
     machine = Machine()
     worker = FakeProcess(cpu=(10.0, 0.0))
     server = FakeProcess(cpu=(500.0, 0.0), read=10**9, asked=10**9, pid=8)
-    monkeypatch.setattr(family.os, "getsid", lambda pid: 8 if pid == 8 else 7)
+    monkeypatch.setattr(totals.os, "getsid", lambda pid: 8 if pid == 8 else 7)
     machine.process.family = [worker, server]
     machine.host.snapshot()
     worker.cpu, server.cpu, server.read = (11.0, 0.0), (504.0, 0.0), 2 * 10**9

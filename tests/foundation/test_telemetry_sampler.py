@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from colabkit.foundation.telemetry import sampler as module
+from colabkit.foundation.telemetry.host import HostSnapshot
 from colabkit.foundation.telemetry.sampler import Sampler, sampled, seen
-from colabkit.foundation.telemetry.snapshots import HostSnapshot
 
 NAME = "colabkit-telemetry"
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from colabkit.augment import Normalize, PerBatch
 from colabkit.errors import InvalidOption, LoaderFailed
-from colabkit.foundation import meters
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order, meters
 from colabkit.loading import Loader
 from colabkit.loading.engine import gather
 from colabkit.loading.engine.gather import PageableSlots

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from colabkit.augment import Compose, PerBatch, RandomHorizontalFlip
 from colabkit.errors import InvalidOption
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 

@@ -12,7 +12,7 @@ from sampling import sampled
 from test_dataset_fields import png
 
 from colabkit.errors import InvalidOption, SourceMissing
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 

@@ -15,7 +15,7 @@ from trees import make_tree
 
 from colabkit.augment import Draws, PerBatch, Transform
 from colabkit.errors import LoaderFailed
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trees import needs
 
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 

@@ -14,8 +14,7 @@ import torch
 from clocks import PromptClock
 from torch.utils.data import Dataset, default_collate
 
-from colabkit.foundation import meters
-from colabkit.foundation.meters.counts import LoaderMeters, PartSnapshot
+from colabkit.foundation import LoaderMeters, PartSnapshot, meters
 from colabkit.loading import Loader
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.process_engine import ProcessEngine, WorkerBatch

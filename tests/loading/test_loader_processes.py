@@ -34,7 +34,7 @@ from trees import make_tree
 
 from colabkit.augment import Compose, Normalize, PerSample, RandomHorizontalFlip
 from colabkit.errors import BadImage, InvalidOption, LoaderFailed
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
 

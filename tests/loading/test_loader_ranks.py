@@ -18,8 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, StackDataset
 
 from colabkit.augment import Compose, Cutout, MixUp, PerSample, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import InvalidOption
-from colabkit.foundation import processes
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order, processes
 from colabkit.loading import Loader
 from colabkit.loading.sampler.orders import BlockShuffled
 from colabkit.loading.sampler.resampling import Balanced, Weighted

@@ -12,7 +12,7 @@ from packed_files import photos
 from reader_threads import comes_true
 from test_loader_files import Far
 
-from colabkit.foundation.meters.counts import LoaderMeters
+from colabkit.foundation import LoaderMeters
 from colabkit.loading.engine.batches import BatchPlan
 from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.packs import FileDataset

@@ -34,7 +34,7 @@ from colabkit.augment import (
     Transform,
 )
 from colabkit.errors import InvalidOption, LoaderFailed
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from colabkit import sampler
 from colabkit.errors import InvalidOption
-from colabkit.foundation.permutation import epoch_order
+from colabkit.foundation import epoch_order
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 from colabkit.loading.sampler.resampling import Balanced, Weighted
 

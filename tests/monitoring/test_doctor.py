@@ -31,7 +31,7 @@ from doctor_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colabkit.foundation.meters.steps import StepTimes
+from colabkit.foundation import StepTimes
 from colabkit.monitoring.doctor import verdict as verdict_module
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
 from colabkit.monitoring.doctor.forecast import forecast_run

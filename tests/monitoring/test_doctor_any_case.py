@@ -11,10 +11,7 @@ from doctor_cases import FOREIGN, check_advice, made, spent_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colabkit.foundation.meters.counts import PartSnapshot
-from colabkit.foundation.meters.facts import LoaderFacts
-from colabkit.foundation.meters.steps import StepTimes
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, PartSnapshot, StepTimes
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
 from colabkit.monitoring.doctor.rules.machine import pageable_copies
 from colabkit.monitoring.doctor.rules.table import RULES

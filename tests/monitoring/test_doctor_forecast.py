@@ -24,7 +24,7 @@ from doctor_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.foundation import LoaderFacts
 from colabkit.monitoring.doctor import forecast as forecast_module
 from colabkit.monitoring.doctor import run_profile
 from colabkit.monitoring.doctor.forecast import Forecast, forecast_run

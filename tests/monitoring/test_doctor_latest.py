@@ -20,10 +20,9 @@ from trainings import train
 
 import colabkit
 from colabkit.errors import BadSource, InvalidOption, SourceMissing
-from colabkit.foundation.meters.newest import latest
+from colabkit.foundation import HostSnapshot, sampled
+from colabkit.foundation.meters.events import latest
 from colabkit.foundation.telemetry import sampler
-from colabkit.foundation.telemetry.sampler import sampled
-from colabkit.foundation.telemetry.snapshots import HostSnapshot
 from colabkit.monitoring.doctor.api import diagnose
 from colabkit.training.report import TrainReport
 
@@ -33,7 +32,7 @@ MOST_BYTES = 300_000
 @pytest.fixture(autouse=True)
 def nothing_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for kept in ("_reports", "_loaders", "_leader"):
-        monkeypatch.setattr(sys.modules["colabkit.foundation.meters.newest"], kept, [])
+        monkeypatch.setattr(sys.modules["colabkit.foundation.meters.events"], kept, [])
 
 
 def loader(samples: int = 600) -> colabkit.Loader:

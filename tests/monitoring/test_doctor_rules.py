@@ -24,7 +24,7 @@ from doctor_cases import (
     with_gpu,
 )
 
-from colabkit.foundation.meters.facts import LoaderFacts
+from colabkit.foundation import LoaderFacts
 from colabkit.monitoring.doctor.rules.table import RULES
 
 Given = dict[str, Any]

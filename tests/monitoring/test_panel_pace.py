@@ -6,8 +6,7 @@ import pytest
 from doctor_cases import made
 from panel_states import FakeTime, Frames, machine, took
 
-from colabkit.foundation import meters
-from colabkit.foundation.meters.counts import LoaderMeters
+from colabkit.foundation import LoaderMeters, meters
 from colabkit.monitoring.doctor.rules.machine import costly_panel
 from colabkit.monitoring.panel.api import Dashboard, FramePace
 

@@ -8,10 +8,7 @@ from dataclasses import replace
 import pytest
 from panel_states import DIAGNOSIS, GPU, HOST, FakeTime, Machine, render, took
 
-from colabkit.foundation import meters
-from colabkit.foundation.meters.counts import LoaderMeters, MetersSnapshot
-from colabkit.foundation.meters.facts import LoaderFacts
-from colabkit.foundation.telemetry.snapshots import HostSnapshot
+from colabkit.foundation import HostSnapshot, LoaderFacts, LoaderMeters, MetersSnapshot, meters
 from colabkit.monitoring.doctor.diagnosis import Diagnosis
 from colabkit.monitoring.doctor.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState

@@ -10,7 +10,7 @@ from trees import leftovers, make_tree
 
 import colabkit
 from colabkit.errors import BadImage, BadSource, InvalidOption, SourceMissing, TargetExists
-from colabkit.foundation.environment.limits import usable_cpus
+from colabkit.foundation import usable_cpus
 from colabkit.notebook.command_line import main
 
 

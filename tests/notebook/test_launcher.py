@@ -19,7 +19,7 @@ from sampling import sampled
 
 import colabkit
 from colabkit.errors import InvalidOption
-from colabkit.foundation.environment.storage import DiskReport
+from colabkit.foundation import DiskReport
 from colabkit.notebook.launcher.pipeline import Pipeline, ResultPath, code_of, make_pipeline, run_pipeline
 from colabkit.notebook.launcher.settings import Settings, places
 

@@ -18,7 +18,7 @@ from trees import needs
 
 import colabkit
 from colabkit.errors import InvalidOption, MountFailed, NotMounted, TimedOut, UnsentWrites
-from colabkit.foundation.environment.places import Place
+from colabkit.foundation import Place
 from colabkit.foundation.mount_table import DRIVEFS_LOG, Mount
 from colabkit.storage.drive import drivefs, mountpoints
 from colabkit.storage.drive.mountpoints import Daemon, detach, find_mount

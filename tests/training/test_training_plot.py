@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from colabkit.errors import InvalidOption, MissingPackage
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation import GpuSnapshot, HostSnapshot
 from colabkit.loading import Loader
 from colabkit.training.report import EpochRecord, TrainReport, Validation
 from colabkit.training.trainer import train

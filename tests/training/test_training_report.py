@@ -10,10 +10,7 @@ import pytest
 from sampling import sampled
 
 from colabkit.errors import FileFailed, NotMounted
-from colabkit.foundation.meters.counts import MetersSnapshot, PartSnapshot
-from colabkit.foundation.meters.facts import LoaderFacts
-from colabkit.foundation.meters.steps import StepTimes
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
 from colabkit.loading import Loader
 from colabkit.training.report import EpochRecord, TrainReport, Validation
 from colabkit.training.trainer import train

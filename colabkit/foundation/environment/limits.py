@@ -1,16 +1,19 @@
-"""How much of the machine this process may use: CPUs by affinity and quota, RAM by the limits above it.
+"""How much of the machine this process may use: CPUs by affinity and quota, RAM by the limits above it, disks, tmpfs.
 
 In a container `/proc/meminfo` and `os.cpu_count()` speak of the host; what counts is the least of those and the cgroup
-limits. All are functions of a file reader, so each branch can be tested anywhere.
+limits. Functions take a file reader, so each branch can be tested anywhere.
+
+Nothing on or behind a mount that another program or machine answers for is touched: a dead one would hang the process.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from colabkit.foundation.mount_table import Reader, read_file
+from colabkit.foundation.mount_table import Mount, Reader, mount_holding, mounts, read_file
 from colabkit.foundation.reports import Report
 from colabkit.foundation.units import format_bytes
 
@@ -20,6 +23,10 @@ _RECLAIMABLE = {
     1: ("total_inactive_file", "total_active_file"),
 }
 """What the kernel gives back when memory is short, by cgroup version; tmpfs is in none of these lists."""
+_DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
+_SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
+_MOST_LINKS = 40  # as the kernel
+_FOR_USERS = ("/dev/shm", "/run/user")
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,7 +68,7 @@ def allowed_cpus(read: Reader, affinity: int) -> float:
 
 def usable_cpus() -> float:
     """Return the CPUs this process may use, as `runtime()` reports them."""
-    return allowed_cpus(read_file, _affinity())
+    return allowed_cpus(read_file, len(allowed_cores()))
 
 
 def memory_limits(read: Reader) -> MemoryReport:
@@ -125,7 +132,158 @@ def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
                 yield version, "/".join([root, *parts[:depth]])
 
 
-def _affinity() -> int:
+def allowed_cores() -> set[int]:
+    """Return the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+@dataclass(frozen=True, repr=False)
+class DiskReport(Report):
+    """A place for files.
+
+    Attributes:
+        folder: on it.
+        fstype: of its file system.
+        total_bytes: its size.
+        free_bytes: what the file system says is free for this user.
+        budget_bytes: what can be written: of tmpfs no more than the RAM that is available, since its bytes are RAM.
+    """
+
+    folder: str
+    fstype: str
+    total_bytes: int
+    free_bytes: int
+    budget_bytes: int
+
+    def _summary(self) -> str:
+        free, total = format_bytes(self.free_bytes), format_bytes(self.total_bytes)
+        is_less = self.budget_bytes < self.free_bytes
+        budget = f", {format_bytes(self.budget_bytes)} of it within the RAM available" if is_less else ""
+        return f"{self.folder}: {free} of {total} free{budget} ({self.fstype})"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            ("budget", format_bytes(self.budget_bytes)),
+            ("free", format_bytes(self.free_bytes)),
+            ("total", format_bytes(self.total_bytes)),
+        ]
+
+
+def can_hang(path: str, table: Iterable[Mount]) -> bool:
+    """Return whether touching an absolute path can hang: a remote mount is on the way to it, also through links.
+
+    Only links on this machine are read. A root that is remote, as in a sandbox or a diskless machine, does not count:
+    Python itself runs from it.
+    """
+    points = _remote_points(table)
+    return _is_below(_resolved(path, points), points)
+
+
+def resolved(path: str, table: Iterable[Mount]) -> str:
+    """Return an absolute path without the links on the way to it; those on and behind a remote mount stay unread."""
+    return _resolved(path, _remote_points(table))
+
+
+def _remote_points(table: Iterable[Mount]) -> tuple[str, ...]:
+    return tuple(mount.point for mount in table if mount.is_remote and mount.point != "/")
+
+
+def _resolved(path: str, remote: tuple[str, ...]) -> str:
+    parts = path.split("/")[::-1]
+    reached, links = "/", 0
+    while parts:
+        part = parts.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            reached = os.path.dirname(reached)
+            continue
+        at = os.path.join(reached, part)
+        if _is_below(at, remote) or links > _MOST_LINKS:
+            return os.path.join(at, *parts[::-1])
+        try:
+            target = os.readlink(at)
+        except OSError:
+            reached = at
+            continue
+        links += 1
+        parts += target.split("/")[::-1]
+        reached = "/" if target.startswith("/") else reached
+    return reached
+
+
+def disk(folder: str, table: list[Mount], available_bytes: int) -> DiskReport | None:
+    """Return what a folder's file system holds, None where it is missing or behind a remote mount.
+
+    Args:
+        folder: absolute, without links.
+        table: the mounts.
+        available_bytes: RAM that can still be taken.
+    """
+    if can_hang(folder, table):
+        return None
+    try:
+        stats = os.statvfs(folder)
+    except OSError:
+        return None
+    holding = mount_holding(folder, table)
+    free = stats.f_bavail * stats.f_frsize
+    fstype = "unknown" if holding is None else holding.fstype
+    budget = min(free, available_bytes) if fstype == "tmpfs" else free
+    return DiskReport(folder, fstype, stats.f_blocks * stats.f_frsize, free, budget)
+
+
+def disks(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
+    """Return the disks that data can go to, each once, the working folder's last."""
+    by_device: dict[int, str] = {}
+    for folder in (*_DISK_FOLDERS, *_working_folder()):
+        if not can_hang(folder, table) and os.path.isdir(folder):
+            by_device[os.stat(folder).st_dev] = folder
+    found = (disk(folder, table, available_bytes) for folder in by_device.values())
+    return tuple(one for one in found if one is not None and one.fstype != "tmpfs")
+
+
+def tmpfs(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
+    """Return every tmpfs that this user can put data into; the system's own are left out."""
+    points = dict.fromkeys(
+        mount.point for mount in table if mount.fstype == "tmpfs" and not mount.readonly and not _is_system(mount.point)
+    )
+    usable = (point for point in points if not can_hang(point, table) and os.access(point, os.W_OK | os.X_OK))
+    found = (disk(point, table, available_bytes) for point in usable)
+    return tuple(one for one in found if one is not None and one.fstype == "tmpfs")
+
+
+def _is_system(point: str) -> bool:
+    return _is_below(point, _SYSTEM_FOLDERS) and not _is_below(point, _FOR_USERS)
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def is_tmpfs(path: Path) -> bool:
+    """Return whether the bytes of a file at `path`, there already or not, are RAM; links on a far mount stay unread."""
+    table = mounts()
+    text = os.path.abspath(path)
+    holding = mount_holding(text if can_hang(text, table) else os.path.realpath(path), table)
+    return holding is not None and holding.fstype == "tmpfs"
+
+
+def near_folder(environ: Mapping[str, str]) -> Path:
+    """Return where near copies go on disk unless the user says otherwise; `COLABKIT_NEAR` overrides it."""
+    if chosen := environ.get("COLABKIT_NEAR"):
+        return Path(chosen).expanduser()
+    for folder in ("/content", "/kaggle/temp"):
+        if Path(folder).is_dir():
+            return Path(folder) / "colabkit"
+    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "colabkit"
+
+
+def _working_folder() -> tuple[str, ...]:
+    try:
+        return (os.getcwd(),)
+    except OSError:  # it was removed, as cells that start afresh do, or its mount was taken away
+        return ()

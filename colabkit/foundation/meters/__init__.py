@@ -5,7 +5,7 @@ Loader and training publish here and know nothing of who listens; panels and oth
 
 from __future__ import annotations
 
-from colabkit.foundation.meters.counts import LoaderMeters, MetersSnapshot, PartSnapshot
+from colabkit.foundation.meters.counts import LoaderFacts, LoaderMeters, MetersSnapshot, PartSnapshot
 from colabkit.foundation.meters.events import (
     BatchTaken,
     EpochStarted,
@@ -15,14 +15,15 @@ from colabkit.foundation.meters.events import (
     StepDone,
     ValidationDone,
     Waiting,
+    finished,
     is_heard,
     label_validation,
+    latest,
     logger,
     publish,
     subscribe,
+    used,
 )
-from colabkit.foundation.meters.facts import LoaderFacts
-from colabkit.foundation.meters.newest import finished, latest, used
 from colabkit.foundation.meters.steps import Clock, DeviceClock, HostClock, Mark, StepTimes, StepTotals
 
 __all__ = [

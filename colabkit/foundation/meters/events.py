@@ -1,4 +1,4 @@
-"""The events that loader and training publish, and who is told of them.
+"""The events that loader and training publish, who is told of them, and what was trained or looped over last.
 
 A listener that raises is taken off the list and named once in the log: watching never stops a run.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -85,6 +86,9 @@ class RunEnded:
 Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | ValidationDone | RunEnded
 Listener: TypeAlias = Callable[[Event], None]
 
+_reports: list[object] = []  # the last one
+_loaders: list[weakref.ref[LoaderMeters]] = []  # used since then, by the first use of each
+_leader: list[weakref.ref[LoaderMeters]] = []  # the first of those that are used in turn, if any are
 _listeners: list[Listener] = []
 os.register_at_fork(after_in_child=_listeners.clear)  # a panel is its own process's
 
@@ -125,3 +129,35 @@ def publish(event: Event) -> None:
             if listener in _listeners:
                 _listeners.remove(listener)
             logger.warning("a listener of the meters failed and was dropped; the run goes on", exc_info=True)
+
+
+def used(counts: LoaderMeters) -> None:
+    """Note that a loop over a loader begins; its meters are forgotten when the loader is gone.
+
+    One that is used again after others leads these, as the loader of a training does those of its validations.
+    """
+    _loaders[:] = [known for known in _loaders if known() is not None]
+    if all(known() is not counts for known in _loaders):
+        _loaders.append(weakref.ref(counts))
+        _leader.clear()
+        return
+    either = (counts, _leader[0]() if _leader else None)
+    _leader[:] = [next(known for known in _loaders if any(known() is one for one in either))]
+
+
+def finished(report: object) -> None:
+    """Note the report of a training."""
+    _reports[:] = [report]
+    _loaders.clear()
+    _leader.clear()
+
+
+def latest() -> object | None:
+    """Return what was noted last and is still there: a training's report or a loader's meters; None without either.
+
+    Of loaders that are used in turn it is the first.
+    """
+    for known in (*_leader, *reversed(_loaders)):
+        if (counts := known()) is not None:
+            return counts
+    return _reports[0] if _reports else None

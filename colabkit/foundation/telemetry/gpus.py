@@ -1,26 +1,261 @@
-"""The GPUs that this process may use. Each figure may be missing by itself, and is not asked for again then.
+"""The GPUs by NVIDIA's library NVML: all cards as reports, and those that this process may use as snapshots.
 
-Bytes over PCIe are left out: the driver measures them for 20 ms at a time, while the caller waits.
+NVML lists every card whatever `CUDA_VISIBLE_DEVICES` says; CUDA obeys it, and under MIG it sees one instance of a card
+and no whole one. The rules are those of CUDA's C++ Programming Guide, "CUDA Environment Variables", and of NVIDIA's
+MIG User Guide, "Device Enumeration".
+
+Each figure may be missing by itself, and is not asked for again then. Bytes over PCIe are left out: the driver measures
+them for 20 ms at a time, while the caller waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-from colabkit.foundation.telemetry import nvml as binding
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot
+from colabkit.foundation.reports import Report
+from colabkit.foundation.units import format_bytes
 
+logger = logging.getLogger("colabkit")
+
+_NEEDED = ("NVMLError", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlInit", "nvmlShutdown")
 # Of nvml.h: what an error says about the next time.
+_IS_LOST = 15
 _NEVER = frozenset({2, 3, 4, 13, 25, 26})  # bad argument, not supported, no permission, no such function, bad version
 _SLOWED = {
     "power": 0x04 | 0x80,  # nvmlClocksEventReasonSwPowerCap, ...HwPowerBrakeSlowdown
     "heat": 0x20 | 0x40,  # ...SwThermalSlowdown, ...HwThermalSlowdown
 }
+
+
+@dataclass(frozen=True, repr=False)
+class GpuReport(Report):
+    """A GPU as the driver names it; a value that the driver does not tell is None.
+
+    Attributes:
+        uuid: which tells cards apart, as in `"GPU-..."`.
+        name: as in `"Tesla T4"`.
+        total_bytes: memory of the card.
+        free_bytes: memory that no process has taken.
+        driver: version of the driver.
+        cuda: newest version of CUDA that the driver can run, as in `"13.0"`.
+        is_sliced: whether the card is in MIG mode, so that a process gets a slice of it and of its memory.
+    """
+
+    uuid: str | None
+    name: str | None
+    total_bytes: int | None
+    free_bytes: int | None
+    driver: str | None = None
+    cuda: str | None = None
+    is_sliced: bool | None = None
+
+    def _summary(self) -> str:
+        memory = "memory n/a" if self.total_bytes is None else format_bytes(self.total_bytes)
+        return f"{self.name or 'GPU, name n/a'}, {memory}"
+
+    def details(self) -> str:
+        """Return all that is known in one line."""
+        free = "" if self.free_bytes is None else f", {format_bytes(self.free_bytes)} free"
+        sliced = ", in MIG slices" if self.is_sliced else ""
+        driver = "" if self.driver is None else f", driver {self.driver}"
+        cuda = "" if self.cuda is None else f", CUDA up to {self.cuda}"
+        return f"{self._summary()}{free}{sliced}{driver}{cuda}, {self.uuid or 'UUID n/a'}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        free = None if self.free_bytes is None else format_bytes(self.free_bytes)
+        found = {"uuid": self.uuid, "free": free, "driver": self.driver, "CUDA": self.cuda}
+        return [(name, value or "n/a") for name, value in found.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSnapshot:
+    """One GPU at one instant; what is not known is None, never 0.
+
+    Attributes:
+        uuid: of the card, or of the MIG instance.
+        name: as the driver names it.
+        utilization_rate: share of the last sample period in which a kernel ran, in [0, 1]; a duty cycle, not a load.
+            None under MIG.
+        used_bytes: memory in use by all processes.
+        total_bytes: memory of the card.
+        torch_bytes: memory that tensors of this process occupy; None if torch has not touched the card.
+        torch_reserved_bytes: memory that torch holds for them.
+        power_w: power drawn.
+        slowed_by: why the clocks are held down: `"power"`, `"heat"`; empty if they are not.
+        is_lost: whether the card has fallen off the bus.
+    """
+
+    uuid: str | None = None
+    name: str | None = None
+    utilization_rate: float | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    torch_bytes: int | None = None
+    torch_reserved_bytes: int | None = None
+    power_w: float | None = None
+    slowed_by: tuple[str, ...] = ()
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Device:
+    """What CUDA takes for one device: a card, or a MIG instance of one.
+
+    Attributes:
+        handle: of the driver; None for a card that it does not open.
+        card: handle of the card; the same one, unless this is a MIG instance.
+        names: how `CUDA_VISIBLE_DEVICES` can call it, its UUID first.
+        is_lost: whether the card has fallen off the bus.
+        is_sliced: whether the card is in MIG mode; None if the driver does not tell.
+    """
+
+    handle: Any
+    card: Any
+    names: tuple[str, ...] = ()
+    is_lost: bool = False
+    is_sliced: bool | None = None
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is a MIG instance."""
+        return self.handle is not self.card
+
+
+def gpu_reports(nvml: ModuleType | None = None, paths: Sequence[str] | None = None) -> tuple[GpuReport, ...]:
+    """Return the GPUs that NVML lists; none where driver or binding is missing. No CUDA context is made.
+
+    Args:
+        nvml: the binding; by default `pynvml` as `nvidia-ml-py` installs it.
+        paths: where it is looked for unless imported already; by default Python's search path.
+    """
+    opened = _open_driver(nvml, paths)
+    if opened is None:
+        return ()
+    try:
+        driver = _text(_ask(opened, "nvmlSystemGetDriverVersion"))
+        # A thousand for each major version, ten for each minor one.
+        version = _ask(opened, "nvmlSystemGetCudaDriverVersion")
+        cuda = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+        found = []
+        for device in _devices(opened):
+            if device.is_instance:
+                continue
+            is_open = device.handle is not None
+            memory = _ask(opened, "nvmlDeviceGetMemoryInfo", device.handle) if is_open else None
+            found.append(
+                GpuReport(
+                    uuid=device.names[0] if device.names else None,
+                    name=_text(_ask(opened, "nvmlDeviceGetName", device.handle)) if is_open else None,
+                    total_bytes=None if memory is None else int(memory.total),
+                    free_bytes=None if memory is None else int(memory.free),
+                    driver=driver,
+                    cuda=cuda,
+                    is_sliced=device.is_sliced,
+                )
+            )
+        return tuple(found)
+    finally:
+        _ask(opened, "nvmlShutdown")
+
+
+def _open_driver(nvml: ModuleType | None, paths: Sequence[str] | None = None) -> ModuleType | None:
+    """Return the binding with the driver opened; None where either is missing, or another package has its name."""
+    if nvml is None:
+        try:
+            if paths is not None and "pynvml" not in sys.modules and PathFinder.find_spec("pynvml", paths) is None:
+                return None
+            nvml = importlib.import_module("pynvml")
+        except Exception:  # a package of that name can fail in any way
+            return None
+    if not all(hasattr(nvml, name) for name in _NEEDED):
+        _say_shadowed(getattr(nvml, "__file__", None) or repr(nvml))
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+@functools.cache
+def _say_shadowed(file: str) -> None:
+    logger.warning("no figures of GPUs: %s hides NVIDIA's module pynvml, which pip install nvidia-ml-py brings", file)
+
+
+def _devices(nvml: ModuleType) -> list[_Device]:
+    """Return all cards and MIG instances, each card before its instances, in the order of their PCI addresses."""
+    found = []
+    for index in range(_ask(nvml, "nvmlDeviceGetCount") or 0):
+        try:
+            card = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            found.append(_Device(None, None, is_lost=getattr(error, "value", None) == _IS_LOST))
+            continue
+        uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", card))
+        mode = _ask(nvml, "nvmlDeviceGetMigMode", card)  # now, and after the next reset
+        is_sliced = None if mode is None else bool(mode[0])
+        found.append(_Device(card, card, () if uuid is None else (uuid,), is_sliced=is_sliced))
+        if is_sliced:
+            found += _instances(nvml, card, uuid)
+    return found
+
+
+def _instances(nvml: ModuleType, card: Any, card_uuid: str | None) -> list[_Device]:
+    found = []
+    for index in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", card) or 0):
+        instance = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", card, index)
+        if instance is not None:  # the places need not all be taken
+            uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", instance))
+            numbers = [_ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
+            older = f"MIG-{card_uuid}/{numbers[0]}/{numbers[1]}"  # as drivers before 470 call it
+            found.append(_Device(instance, card, tuple(filter(None, (uuid, older)))))
+    return found
+
+
+def _visible(known: list[_Device], environ: Mapping[str, str]) -> list[_Device]:
+    """Return the devices that CUDA shows to a process, in its order; a word that names none hides all after it."""
+    instances = [device for device in known if device.is_instance]
+    sliced = [instance.card for instance in instances]
+    numbered = instances[:1] or [device for device in known if not device.is_instance]
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return numbered
+    found: list[_Device] = []
+    for word in map(str.strip, wanted.split(",")):
+        if word.isdecimal():
+            named = numbered[int(word) : int(word) + 1]
+        elif word.startswith(("GPU-", "MIG-")):  # the beginning of a UUID will do, if it is no other's
+            named = [device for device in known if any(name.startswith(word) for name in device.names)]
+            if len(named) == 1 and named[0].handle in sliced:
+                named = [device for device in instances if device.card is named[0].card][:1]
+        else:
+            named = []
+        if len(named) != 1:
+            break
+        found += [device for device in named if device not in found]
+    return found
+
+
+def _text(value: str | bytes | None) -> str | None:
+    """Return a text of the driver, which older bindings give as bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _ask(nvml: ModuleType, query: str, *arguments: Any) -> Any:
+    """Return what the driver answers; None where it does not, or where the binding is too old to ask."""
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        return getattr(nvml, query)(*arguments)
+    return None
 
 
 class Gpus:
@@ -40,12 +275,12 @@ class Gpus:
     ) -> None:
         self._modules = modules
         self._follows_torch = False
-        self._known: list[binding.Device] = []
+        self._known: list[_Device] = []
         self._cards: dict[_Card, int] = {}  # with the number that CUDA has for it
-        self._nvml = binding.load(nvml)
+        self._nvml = _open_driver(nvml)
         if self._nvml is not None:
-            self._known = binding.devices(self._nvml)
-            visible = binding.visible(self._known, environ)
+            self._known = _devices(self._nvml)
+            visible = _visible(self._known, environ)
             self._cards = {_Card(self._nvml, device): number for number, device in enumerate(visible)}
 
     def snapshot(self) -> tuple[GpuSnapshot, ...]:
@@ -58,8 +293,7 @@ class Gpus:
     def close(self) -> None:
         """Let the driver go; may be called twice."""
         if self._nvml is not None:
-            with contextlib.suppress(self._nvml.NVMLError):
-                self._nvml.nvmlShutdown()
+            _ask(self._nvml, "nvmlShutdown")
         self._nvml, self._known, self._cards = None, [], {}
 
     def _cuda(self) -> Any:
@@ -78,7 +312,7 @@ class Gpus:
     def _follow(self, cuda: Any) -> None:
         """Order the cards as torch does: CUDA numbers unlike cards by their speed, NVML by their PCI address."""
         named = [device for device in self._known if device.names]
-        numbers: dict[binding.Device, int] = {}
+        numbers: dict[_Device, int] = {}
         for number in range(cuda.device_count()):
             uuid = str(cuda.get_device_properties(number).uuid)
             found = [device for device in named if device.names[0].endswith(uuid)]
@@ -97,7 +331,7 @@ class _LostError(Exception):
 class _Card:
     """One device, with the ways to ask for each of its figures that have not been refused."""
 
-    def __init__(self, nvml: Any, device: binding.Device) -> None:
+    def __init__(self, nvml: Any, device: _Device) -> None:
         self.device = device
         self._nvml = nvml
         self._is_lost = device.is_lost
@@ -121,7 +355,7 @@ class _Card:
             self._ways = {figure: [] for figure in self._ways}
         self._name: str | None = None
         with contextlib.suppress(_LostError):
-            self._name = binding.text(self._asked("name"))
+            self._name = _text(self._asked("name"))
 
     def snapshot(self, cuda: Any, number: int) -> GpuSnapshot:
         """Return the state of this instant.
@@ -161,7 +395,7 @@ class _Card:
                 self._ways[figure].remove(way)
             except self._nvml.NVMLError as error:
                 value = getattr(error, "value", None)
-                if value == binding.IS_LOST:
+                if value == _IS_LOST:
                     self._is_lost = True
                     raise _LostError from error
                 if value in _NEVER:

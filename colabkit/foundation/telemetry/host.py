@@ -9,27 +9,90 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 
-from colabkit.foundation.environment.limits import allowed_cpus, cgroup_folders, memory_limits
-from colabkit.foundation.environment.storage import can_hang, disk, near_folder
+from colabkit.foundation.environment.limits import (
+    allowed_cores,
+    allowed_cpus,
+    can_hang,
+    cgroup_folders,
+    disk,
+    memory_limits,
+    near_folder,
+)
 from colabkit.foundation.mount_table import Reader, mounts, read_file
-from colabkit.foundation.telemetry.family import Family
-from colabkit.foundation.telemetry.rates import Rate
-from colabkit.foundation.telemetry.snapshots import GpuSnapshot, HostSnapshot
+from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
+from colabkit.foundation.telemetry.totals import Family, Rate
 
 _SLOW_S = 10.0  # room on disks, affinity and quota change slowly
 
 
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(os.getpid())
-    return set(range(os.cpu_count() or 1))
+@dataclass(frozen=True, slots=True)
+class HostSnapshot:
+    """The machine at one instant, and what happened since the snapshot before.
+
+    What is not known is None, never 0; in the first snapshot that holds for all rates.
+
+    Attributes:
+        at_s: when, by `time.monotonic`.
+        cpus: CPUs that this process may use, which can be a fraction of a core.
+        cpu_rate: share of them that was busy, by any process, in [0, 1].
+        own_cpu_rate: share of them that this process and its children used.
+        children_cpu_rate: share of them that the children alone used.
+        busiest_core_rate: share of the time that the busiest of the allowed cores was busy.
+        ram_used_bytes: RAM that is not available any more, tmpfs included.
+        ram_total_bytes: RAM under the tightest limit.
+        tmpfs_bytes: of the RAM in use, what files in tmpfs take, and shared memory, which the kernel counts with them.
+        own_ram_bytes: resident memory of this process alone, pages that it shares with others and maps of files
+            included.
+        storage_read_bytes_per_s: bytes a second that this process and its children fetched from storage; page-cache
+            hits are none, and reads through FUSE may be none.
+        asked_read_bytes_per_s: bytes a second that they asked for, page-cache hits and pipes included; maps are none.
+        disk_read_bytes_per_s: bytes a second that the disks of the whole host read; one that lies on another, as LVM
+            makes them, counts twice.
+        network_bytes_per_s: bytes a second that all network interfaces received, loopback apart; what a bridge passes
+            on to a container counts twice on the host.
+        disk_free_bytes: room on the disk of the near folder.
+        disk_total_bytes: its size.
+        shm_free_bytes: room in `/dev/shm`.
+        shm_total_bytes: its size.
+        cpu_stall_rate: share of the time that some task waited for a CPU, by the kernel's pressure counters: those of
+            this process's cgroup, else of the machine.
+        io_stall_rate: share of the time that some task waited for storage, likewise.
+        memory_stall_rate: share of the time that some task waited for memory, likewise.
+        gpus: the GPUs that this process may use, none where there is no driver.
+    """
+
+    at_s: float = 0.0
+    cpus: float = 1.0
+    cpu_rate: float | None = None
+    own_cpu_rate: float | None = None
+    children_cpu_rate: float | None = None
+    busiest_core_rate: float | None = None
+    ram_used_bytes: int = 0
+    ram_total_bytes: int = 0
+    tmpfs_bytes: int | None = None
+    own_ram_bytes: int | None = None
+    storage_read_bytes_per_s: float | None = None
+    asked_read_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    disk_free_bytes: int | None = None
+    disk_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    shm_total_bytes: int | None = None
+    cpu_stall_rate: float | None = None
+    io_stall_rate: float | None = None
+    memory_stall_rate: float | None = None
+    gpus: tuple[GpuSnapshot, ...] = ()
 
 
 class Host:
@@ -52,7 +115,7 @@ class Host:
         system: Any = psutil,
         process: Any = None,
         clock: Callable[[], float] = time.monotonic,
-        affinity: Callable[[], set[int]] = _affinity,
+        affinity: Callable[[], set[int]] = allowed_cores,
         statvfs: Callable[[str], Any] = os.statvfs,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -241,3 +304,34 @@ def _stalled_s(read: Reader, file: str) -> float | None:
         if words[0] == "some" and words[-1].startswith("total="):
             return int(words[-1].removeprefix("total=")) / 1e6
     return None
+
+
+class Telemetry:
+    """Takes snapshots; keeps its own handles to driver and process, since opening them anew is slow.
+
+    For one thread at a time.
+
+    Args:
+        nvml: the NVML binding; by default `pynvml` as `nvidia-ml-py` installs it, if it is there.
+        host: reads all but the GPUs; by default of this machine.
+        environ: the process's environment.
+        modules: the imported modules, among which torch may be.
+    """
+
+    def __init__(
+        self,
+        nvml: ModuleType | None = None,
+        host: Host | None = None,
+        environ: Mapping[str, str] = os.environ,
+        modules: Mapping[str, Any] = sys.modules,
+    ) -> None:
+        self._host = Host(environ=environ) if host is None else host
+        self._gpus = Gpus(nvml, environ, modules)
+
+    def snapshot(self) -> HostSnapshot:
+        """Return the state of this instant; takes about a millisecond."""
+        return self._host.snapshot(self._gpus.snapshot())
+
+    def close(self) -> None:
+        """Let the driver go; may be called twice."""
+        self._gpus.close()

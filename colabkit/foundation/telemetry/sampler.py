@@ -14,21 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
-from colabkit.foundation.telemetry.machine import Telemetry
-from colabkit.foundation.telemetry.snapshots import HostSnapshot
+from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
 _MOST_COST = 0.01  # of one CPU; where snapshots take longer than that allows, there are fewer
-
-
-class _Takes(Protocol):
-    def snapshot(self) -> HostSnapshot: ...
-
-    def close(self) -> None: ...
 
 
 class Sampler:
@@ -44,7 +37,7 @@ class Sampler:
 
     def __init__(
         self,
-        telemetry: _Takes | None = None,
+        telemetry: Telemetry | None = None,
         period_s: float = 1.0,
         points: int = 600,
         clock: Callable[[], float] = time.monotonic,
@@ -116,7 +109,7 @@ class Sampler:
         return self._cost_s / passed_s if passed_s > 0 else 0.0
 
     def _run(self) -> None:
-        telemetry: _Takes | None = None
+        telemetry: Telemetry | None = None
         pause_s = 0.0
         try:
             telemetry = Telemetry() if self._telemetry is None else self._telemetry
@@ -129,7 +122,7 @@ class Sampler:
                 with contextlib.suppress(Exception):  # the driver may be gone
                     telemetry.close()
 
-    def _take(self, telemetry: _Takes) -> float:
+    def _take(self, telemetry: Telemetry) -> float:
         """Take a snapshot and return the CPU seconds that it took."""
         began_s = self._cpu_clock()
         try:

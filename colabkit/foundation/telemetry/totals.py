@@ -1,4 +1,4 @@
-"""What this process and its children use, as running totals.
+"""Running totals: what they gain in a second, and those of this process and its children.
 
 The kernel adds what a child has used to its parent's totals when the child is waited for, CPU time and IO alike. So
 the sum of the process, of what it has waited for, and of the children that live goes on evenly when a child ends.
@@ -17,6 +17,28 @@ import psutil
 from colabkit.foundation.mount_table import Reader
 
 _LOOK_EVERY_S = 5.0  # finding children reads the table of all processes: 2 ms and more
+
+
+class Rate:
+    """What a running total gains in a second, between two looks.
+
+    Each total has a time of its own: reading them all takes a while when another thread holds the interpreter.
+
+    Args:
+        clock: tells seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._before: tuple[float, float] | None = None
+
+    def of(self, total: float | None) -> float | None:
+        """Return the gain a second since the last look; None without one, and where the total is unknown or fell."""
+        now = self._clock()
+        before, self._before = self._before, None if total is None else (now, total)
+        if total is None or before is None or now <= before[0] or total < before[1]:
+            return None
+        return (total - before[1]) / (now - before[0])
 
 
 class Totals(NamedTuple):
