@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -22,6 +23,8 @@ from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indice
 from colabkit.loading.engine.columns import DatasetColumns
 from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather
 from colabkit.loading.engine.image_decoders import ImageDecoder, ImageOptions, crop_each
+from colabkit.loading.engine.options import LoaderOptions
+from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.loading.engine.user_code import describe_samples, reporting_errors
 from colabkit.packs import stack_samples
 
@@ -89,67 +92,80 @@ def _takes_any_slice(step: object) -> bool:
     return isinstance(step, Transform) and not step.whole_batch and not step.changes_labels
 
 
-def made_shape(
-    columns: DatasetColumns, geometry: Geometry | None, images: ImageOptions | None
-) -> tuple[int, int, int] | None:
-    """Return `[h, w, C]` of a sample that is decoded or cropped in pieces; None if it is gathered unchanged."""
-    shape: tuple[int, ...]
-    if images is not None:
-        shape = images.row_shape or (0, 0, images.files.channels)
-    elif geometry is not None and columns.rows is not None:
-        shape = tuple(columns.rows.shape)
-    else:
-        return None
-    height, width = (geometry and geometry.size) or shape[:2]
-    return height, width, shape[2]
+@dataclass(frozen=True)
+class PrefetchDepth:
+    """How much is built ahead.
 
+    Attributes:
+        plan_batches: batches that are planned together at most.
+        group_batches: batches that threads build together at most.
+        groups: such groups under way or waiting.
+        threads: that build them; with 0 batches are built where they are requested.
+        begins_inline: whether the first batches are, too.
+    """
 
-def field_bytes_of(columns: DatasetColumns, made: tuple[int, int, int] | None) -> list[int]:
-    """Return the bytes that each field of a sample takes in a group's memory; 0 for what is not a row."""
-    sizes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in columns.by_name.values()]
-    return sizes if made is None else [prod(made), *sizes[1:]]
+    plan_batches: int
+    group_batches: int
+    groups: int
+    threads: int
+    begins_inline: bool
 
 
 class BatchBuilder:
-    """Builds the batches of one epoch; `fill` and `finish` may be called by several threads, on different groups.
+    """Builds the batches of an epoch; several threads may call `fill` and `finish`, on different groups.
 
-    Args:
-        columns: of the data set.
-        stages: of the transform, those of worker threads.
-        decoder: decodes the samples, if they are image files.
-        made: shape of a sample that is decoded or cropped, as of `made_shape`.
-        buffers: for the fields that are rows.
-        results: for what transforms make.
-        seed_and_epoch: of the samples' random numbers.
-        threads: how many work at it.
-        counts: the loader's meters, for `gather`, `decode`, `augment` and `read`.
+    Attributes:
+        pinned: the buffers of batches for a GPU, else None.
     """
 
     def __init__(
         self,
+        options: LoaderOptions,
         columns: DatasetColumns,
         stages: TransformStages,
-        decoder: ImageDecoder | None,
-        made: tuple[int, int, int] | None,
-        buffers: FieldBuffers,
-        results: PageableSlots,
-        seed_and_epoch: tuple[int, int],
-        threads: int,
-        counts: LoaderMeters,
+        images: ImageOptions | None,
+        depth: PrefetchDepth,
     ) -> None:
         self._columns = columns
         self._stages = stages
-        self._decoder = decoder
-        self._made = made
-        self._buffers = buffers
-        self._results = results
-        self._seed_and_epoch = seed_and_epoch
-        self._threads = max(1, threads)
-        self._counts = counts
+        self._images = images
+        self.decoder: ImageDecoder | None = None
+        self.seed_and_epoch = (0, 0)
+        self._threads = max(1, depth.threads)
+        self._counts = options.counts
         self._label = columns.label_place
-        self._field_bytes = field_bytes_of(columns, made)
-        self._gathered_bytes = sum(self._field_bytes[int(made is not None) :])
-        self._has_pieces = bool(decoder or stages.geometry or stages.by_slice)
+        self._made = self._made_shape()
+        row_bytes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in columns.by_name.values()]
+        self._field_bytes = row_bytes if self._made is None else [prod(self._made), *row_bytes[1:]]
+        self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
+        self._has_pieces = bool(images or stages.geometry or stages.by_slice)
+        # A sampler may ask for more samples.
+        samples = min(depth.group_batches * (options.batch_size + 1), max(1, columns.count))
+        keep = depth.groups + 2
+        self._buffers = FieldBuffers([samples * size for size in self._field_bytes], keep, options.device)
+        self._results = PageableSlots(0, keep)  # what transforms make
+        self.pinned = self._buffers.pinned
+
+    def _made_shape(self) -> tuple[int, int, int] | None:
+        """Return `[h, w, C]` of a sample that is decoded or cropped in pieces; None if it is gathered unchanged."""
+        images, rows, geometry = self._images, self._columns.rows, self._stages.geometry
+        shape: tuple[int, ...]
+        if images is not None:
+            shape = images.row_shape or (0, 0, images.files.channels)
+        elif geometry is not None and rows is not None:
+            shape = tuple(rows.shape)
+        else:
+            return None
+        height, width = (geometry and geometry.size) or shape[:2]
+        return height, width, shape[2]
+
+    def of_epoch(self, seed: int, epoch: int, ahead: FileReadAhead | None) -> BatchBuilder:
+        """Return a builder for one epoch, with the same buffers; `ahead` reads the files of a remote source."""
+        builder = copy.copy(self)
+        builder.seed_and_epoch = seed, epoch
+        if self._images is not None:
+            builder.decoder = self._images.decoder(self._stages.geometry, ahead, self._counts)
+        return builder
 
     def begin(self, plan: BatchPlan) -> BatchGroup:
         """Return a group with all fields gathered that only have to be, and the pieces that are left to do."""
@@ -171,8 +187,8 @@ class BatchBuilder:
         if self._gathered_bytes:
             gather_s = time.perf_counter() - started - read_s
             self._counts.add("gather", count, count * self._gathered_bytes, gather_s)
-        if self._decoder is not None or self._stages.works_in_threads:
-            group.draws = Draws(*self._seed_and_epoch, plan.positions)
+        if self.decoder is not None or self._stages.works_in_threads:
+            group.draws = Draws(*self.seed_and_epoch, plan.positions)
         if self._has_pieces:
             group.pieces = [*self._pieces(plan)]
         return group
@@ -189,8 +205,8 @@ class BatchBuilder:
         """Make the samples from `start` to `stop`."""
         draws = group.draws.part(start, stop)
         rows, geometry = self._columns.rows, self._stages.geometry
-        if self._decoder is not None:
-            self._decoder.fill(group, start, stop, draws)
+        if self.decoder is not None:
+            self.decoder.fill(group, start, stop, draws)
         elif rows is not None and geometry is not None:
             out = group.values[0].permute(0, 2, 3, 1).numpy()[start:stop]
             with self._counts.busy("augment", stop - start, out.nbytes):
@@ -287,8 +303,6 @@ class InlineGather:
     a processor's cache when two small buffers take turns: the user holds one while the other is filled.
 
     Args:
-        columns: of the data set.
-        batch_size: samples of a batch.
         counts: the loader's meters, for `gather` and `read`.
     """
 

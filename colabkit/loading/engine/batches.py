@@ -90,13 +90,11 @@ class BatchGroup:
     """Batches that are made together.
 
     Attributes:
-        plan: which samples they hold.
         buffer: the pinned host memory that they lie in, if any.
         values: each field of all samples, while they are made.
         result: what transforms made of the first field.
         draws: the samples' random numbers.
         bad: samples to leave out, by their place in the plan.
-        batches: the finished batches.
         pieces: `(start, stop)` of samples that any thread may make on its own.
         failed_at: the first sample that could not be made.
         lock: for what several threads set.

@@ -38,7 +38,6 @@ class DatasetColumns:
         by_name: the columns; transforms are applied to the first one.
         structure: how batches hold them: one alone, a tuple, a dict.
         labels: name of the column with the labels, None if there is none.
-        count: samples.
         description: of the data set, for its text.
         is_on_disk: whether rows lie in mapped files, not in memory.
         order: names of the columns in the order that batches have; None for that of `by_name`.
@@ -89,11 +88,8 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
     """Return the columns of a data set, None for one that can only be loaded sample by sample.
 
     Args:
-        act: for messages.
         dataset: a `PackedDataset`, a `FileDataset`, a tensor, an array, a tuple, list or dict of them, or a
             `TensorDataset`.
-        fields: names of the fields to load; None for all.
-        as_dict: batches are dicts.
 
     Raises:
         InvalidOption: if fields are named that are not there, or arrays do not fit together.

@@ -42,7 +42,6 @@ class DeviceTransfer:
     """Copies host batches to a GPU ahead of their use and hands them out in order.
 
     Args:
-        device: the GPU.
         slots: with the host batches; they get their buffers back.
         counts: the loader's meters, for `transfer`.
     """
@@ -147,7 +146,6 @@ class DeviceEngine:
 
     Args:
         columns: fields by name; rows are copied to the device, others are read when they are needed.
-        device: the GPU.
         plan_batches: batches that are gathered together.
         counts: the loader's meters, for `gather`.
     """

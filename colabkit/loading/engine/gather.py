@@ -138,7 +138,6 @@ class FieldBuffers:
     Args:
         field_bytes: usual bytes of each field.
         keep: how many idle pageable buffers of each field to keep.
-        device: where batches go.
 
     Attributes:
         pinned: the pinned buffers, None for batches on the CPU.
@@ -179,14 +178,6 @@ class RowGather:
         maps: rows of each file, contiguous `[N, ...]`, of one shape and dtype, on one device.
         numbers: the rows, counted through all files, that a view has; None for all.
         are_images: whether rows are `[H, W, C]`.
-
-    Attributes:
-        shape: of a row as stored.
-        dtype: of its elements.
-        row_bytes: bytes of a row.
-        are_images: as given.
-        maps: as given.
-        numbers: as given.
     """
 
     def __init__(self, maps: Sequence[Tensor], numbers: Tensor | None, are_images: bool) -> None:
@@ -308,10 +299,6 @@ class GatherSlots:
     """Buffers that rows are gathered into, each used again when no tensor shares its memory any more.
 
     They save what `PageableSlots` does for each buffer that it lends, 4% of an epoch of small images.
-
-    Args:
-        rows: to gather.
-        samples: of a buffer.
     """
 
     def __init__(self, rows: RowGather, samples: int) -> None:

@@ -81,12 +81,9 @@ class ImageOptions:
     """How image files are decoded, in every epoch.
 
     Attributes:
-        dataset: the images.
         files: their channels and blank images.
         row_shape: `[H, W, C]` of every decoded image; None if each keeps its size until it is cropped.
         is_resized: whether images are resized to the row's shape; if not, one of another size is bad.
-        cache: of decoded rows.
-        bad: the bad samples so far.
     """
 
     dataset: ImageDataset
@@ -102,7 +99,6 @@ class ImageOptions:
         Args:
             geometry: cropped out of each image; None keeps it whole.
             ahead: reads the files of a remote source ahead; None for local files.
-            counts: the loader's meters.
         """
         if self.row_shape is not None:
             return RowDecoder(self, self.row_shape, geometry, ahead, counts)

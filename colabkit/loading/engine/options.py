@@ -35,11 +35,9 @@ class LoaderOptions:
     """The options of a `Loader`, checked when they are put together.
 
     Attributes:
-        act: for messages.
         size: height and width of decoded image files.
         num_workers: threads or processes; None for as many as CPUs may be used.
         prefetch_batches: batches built ahead; None chooses.
-        counts: the loader's meters.
         bad: image files that could not be decoded.
     """
 
@@ -108,7 +106,6 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
     """Raise `InvalidOption` for arguments that do not apply to samples that are made one by one.
 
     Args:
-        act: for messages.
         given: whether each of these arguments is given, by name.
         why: what needs samples one by one, and how to avoid it.
     """

@@ -13,7 +13,7 @@ import torch
 from colabkit.foundation import InvalidOption, LoaderFacts, cannot, near_folder
 from colabkit.loading.augment.compose import steps_of
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
-from colabkit.loading.engine.batch_builder import TransformStages, split_transform
+from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
 from colabkit.loading.engine.batches import BATCHES_TOGETHER
 from colabkit.loading.engine.columns import Column, DatasetColumns, ImageDataset, check_channels
 from colabkit.loading.engine.device import DeviceEngine
@@ -21,7 +21,7 @@ from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
 from colabkit.loading.engine.options import LoaderOptions, check_without_processes
 from colabkit.loading.engine.process_engine import ProcessEngine
 from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
-from colabkit.loading.engine.thread_engine import PrefetchDepth, ThreadEngine
+from colabkit.loading.engine.thread_engine import ThreadEngine
 from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on
 from colabkit.loading.inspection import files_of, is_far, path_of
 from colabkit.packs import FileDataset, PackedDataset
@@ -42,10 +42,6 @@ class BatchPipeline:
     """What builds the batches of a loader.
 
     Attributes:
-        options: of the loader.
-        tier: where samples live, and why.
-        engine: builds the batches.
-        stages: of the transform.
         columns: of the data set; None if samples are made one by one.
         row_bytes: of a sample; None if they differ.
         images: how image files are decoded; None if samples need no decoding.
@@ -76,13 +72,7 @@ class BatchPipeline:
         return self.engine
 
     def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
-        """Return what a verdict about this loader needs.
-
-        Args:
-            dataset: which it loads.
-            count: samples of the data set.
-            transform: name of the transform.
-        """
+        """Return what a verdict about this loader needs."""
         kind: Literal["gathered", "decoded", "processes", "device"]
         encoding: Literal["raw", "encoded", "python"] | None = "raw"
         if isinstance(self.engine, ProcessEngine):

@@ -27,15 +27,8 @@ class LoaderPosition:
     Samples are counted when the user receives them, not when they are made. A position at the end of an epoch is the
     start of the next one.
 
-    Args:
-        order: of the epochs.
-        seed: of the loader.
-        fingerprint: of the data.
-
     Attributes:
-        order: as given, or that of a loaded state.
         pure_order: the same, if it is one of `colabkit.sampler`; None for a custom sampler.
-        seed: of the loader.
     """
 
     def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
@@ -139,7 +132,6 @@ class LoaderPosition:
         Args:
             state: of `state_dict`.
             is_end: returns whether an epoch is known to have no batch after so many samples.
-            world_size: how many processes there are.
 
         Raises:
             InvalidOption: if the state is of other data, of another order, of another number of processes where that

@@ -91,9 +91,7 @@ class WorkerBatch:
 
     Attributes:
         batch: what `collate_fn` made of the samples.
-        samples: how many.
         busy_s: seconds it took the worker.
-        error: an error of this package, or of custom code.
         cpu_s: seconds of a CPU that the worker took for it, and for handing over the batch before.
         wait_s: seconds that the worker had nothing to do before.
         made_at: when it was done, by `time.perf_counter()`, which all processes share.

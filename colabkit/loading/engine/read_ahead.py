@@ -60,7 +60,6 @@ def read_rows_ahead(
     """Yield plans, after the kernel was told to read the rows of the next ones from disk.
 
     Args:
-        plans: of the epoch.
         files: with the rows, counted through all of them.
         numbers: row of each sample; None if rows are numbered as samples.
         depth: samples to read ahead.
@@ -96,7 +95,6 @@ class PagePopulator:
     ctypes, which releases the interpreter's lock; an old kernel ignores it.
 
     Args:
-        maps: tensors over memory maps.
         numbers: the needed rows, counted through all maps; None for all.
     """
 
@@ -183,7 +181,6 @@ class FileReadAhead:
     """Reads the files of coming samples in a thread of its own, with as many requests in flight as pay.
 
     Args:
-        files: the data set.
         is_cached: returns whether a sample need not be read.
         counts: the loader's meters, for `read`: the seconds of all requests together.
     """

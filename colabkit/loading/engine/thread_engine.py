@@ -11,22 +11,15 @@ import queue
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 
 from colabkit.foundation import meters
-from colabkit.loading.engine.batch_builder import (
-    BatchBuilder,
-    InlineGather,
-    TransformStages,
-    field_bytes_of,
-    made_shape,
-)
+from colabkit.loading.engine.batch_builder import BatchBuilder, InlineGather, PrefetchDepth, TransformStages
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, announce_plans, split_plans
 from colabkit.loading.engine.columns import DatasetColumns
 from colabkit.loading.engine.device import DeviceTransfer, send
-from colabkit.loading.engine.gather import FieldBuffers, PageableSlots, PinnedSlots
+from colabkit.loading.engine.gather import PinnedSlots
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
@@ -40,25 +33,6 @@ _HAND_OVER_S = 2e-4
 _CONVINCED = 3  # gathers in a row that would have paid for a thread
 
 
-@dataclass(frozen=True)
-class PrefetchDepth:
-    """How much is built ahead.
-
-    Attributes:
-        plan_batches: batches that are planned together at most.
-        group_batches: batches that threads build together at most.
-        groups: such groups under way or waiting.
-        threads: that build them; with 0 batches are built where they are requested.
-        begins_inline: whether the first batches are, too.
-    """
-
-    plan_batches: int
-    group_batches: int
-    groups: int
-    threads: int
-    begins_inline: bool
-
-
 class ThreadEngine:
     """Builds the batches of epochs by threads of this process.
 
@@ -66,11 +40,6 @@ class ThreadEngine:
         plan_batches: how many batches are planned together at most.
 
     Args:
-        options: of the loader.
-        columns: of the data set.
-        stages: of the transform.
-        images: how samples are decoded, if they are image files.
-        depth: how much is built ahead.
         populator: reads a map's pages into memory meanwhile; None for none.
         row_files: with rows that are read from disk just ahead of their use; None if the kernel caches them.
     """
@@ -94,12 +63,7 @@ class ThreadEngine:
         self._counts = options.counts
         self._populator = populator
         self._row_files = row_files
-        self._made = made_shape(columns, stages.geometry, images)
-        # A sampler may ask for more samples.
-        samples = min(depth.group_batches * (options.batch_size + 1), max(1, columns.count))
-        field_bytes, keep = field_bytes_of(columns, self._made), depth.groups + 2
-        self._buffers = FieldBuffers([samples * size for size in field_bytes], keep, options.device)
-        self._results = PageableSlots(0, keep)
+        self._builder = BatchBuilder(options, columns, stages, images, depth)
         is_inline = images is None and not stages.works_in_threads and not options.is_on_gpu
         self._inline = InlineGather(columns, options.batch_size, options.counts) if is_inline else None
 
@@ -120,20 +84,7 @@ class ThreadEngine:
                 if self._inline is not None and (self._depth.begins_inline or not self._depth.threads):
                     rest = yield from self._gather_inline(self._inline, plans)
                 if rest is not None:
-                    builder = BatchBuilder(
-                        self._columns,
-                        self._stages,
-                        None
-                        if self._images is None
-                        else self._images.decoder(self._stages.geometry, ahead, self._counts),
-                        self._made,
-                        self._buffers,
-                        self._results,
-                        (seed, epoch),
-                        self._depth.threads,
-                        self._counts,
-                    )
-                    yield from self._build(builder, rest, ahead)
+                    yield from self._build(self._builder.of_epoch(seed, epoch, ahead), rest, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
@@ -170,7 +121,7 @@ class ThreadEngine:
             self._depth.groups,
             lambda wait_s: self._counts.add(part, 0, 0, 0.0, wait_s),
         )
-        pinned = self._buffers.pinned
+        pinned = builder.pinned
         try:
             with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
                 yield from ready

@@ -39,7 +39,6 @@ class Tier:
 
     Attributes:
         name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or asks the data set again.
-        reason: why there.
         rows: how many decoded samples are cached; 0 if nothing is decoded, or nothing cached.
     """
 
@@ -93,11 +92,8 @@ def choose_tier(
     """Return where samples will live.
 
     Args:
-        act: for messages.
         keep: the option; `"gpu"` only with a GPU.
-        room: what is free.
         row_bytes: of a sample that is ready to use; None if they differ, or are unknown.
-        count: samples.
         is_decoded: whether samples have to be decoded before they are rows.
         is_on_disk: whether rows lie in a mapped file, whose pages the kernel keeps while there is room.
 
@@ -179,11 +175,7 @@ class RowCache:
     Memory is taken as rows come. A file is reserved at once, and has no name: it is gone with the process.
 
     Args:
-        count: samples of the data set.
-        shape: of a row, `[H, W, C]`.
         capacity: rows to cache at most.
-        where: `"ram"` or `"disk"`.
-        folder: for the file.
 
     Raises:
         NotEnoughSpace: if the disk has no room for the file.

@@ -80,7 +80,6 @@ def describe_samples(epoch: int, indices: Sequence[int], name_of: Callable[[int]
     """Return the samples of a batch for a message, as in `"samples 7 ('a/7.png' of 'tree'), 3, 5 and 61 more"`.
 
     Args:
-        epoch: of them.
         indices: of the samples, at least one.
         name_of: returns the name of a sample, empty if it has none; None if the data set has no names.
     """
@@ -145,7 +144,6 @@ class SamplerPlanner:
         yields_batches: whether it yields lists.
         seed: of the loader: if the sampler draws from a generator, as torch's do, or shuffles by the global ones before
             it yields its first, its order depends on this seed and the epoch.
-        n: samples in the data set.
         batch_size: if the sampler yields single samples.
         drop_last: leave out a last batch that is not full.
         share: which process this is, so that each draws random numbers of its own.
