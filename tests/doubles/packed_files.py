@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,26 @@ import numpy as np
 import pytest
 from pictures import photo, saved
 
+from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import sample_writer
-from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.api import PackReport, pack
 from colabkit.packs.packing.verification import verify
+
+ROW = 6 * 5 * 3
+"""Bytes of an image of `make_tree()`."""
+
+ENCODINGS: list[dict[str, Any]] = [{"encoding": "raw"}, {"encoding": "source"}, {"encoding": "jpeg"}]
+
+WORKS: dict[str, dict[str, Any]] = {
+    "raw": {"encoding": "raw"},
+    "source": {"encoding": "source"},
+    "jpeg": {"encoding": "jpeg"},
+    "raw, one left out": {"encoding": "raw", "on_bad": "skip"},
+    "source, one left out": {"encoding": "source", "on_bad": "skip"},
+    "jpeg, one black": {"encoding": "jpeg", "on_bad": "blank", "fields": {"name": os.fspath}},
+}
+"""Options of packs that are written in different ways: at once, with lengths that are known late, with gaps."""
 
 WAYS = {
     "inline": {"threads": 1},
@@ -44,6 +61,79 @@ def packed(source: Any, out: Path, **options: Any) -> Path:
     path = pack(source, out, progress=False, **options).path
     assert verify(path, progress=False).damaged == ()
     return path
+
+
+def opened(source: Any, out: Path, **options: Any) -> Pack:
+    """Pack a source, check every sample against its CRC, and open the pack."""
+    return open_pack(packed(source, out, **options))
+
+
+def sharded(source: Any, out: Path, shard_bytes: int | None = 4 * ROW, **options: Any) -> PackReport:
+    """Pack a source into shards, in one thread if nothing else is asked for."""
+    return pack(source, out, **{"shard_bytes": shard_bytes, "threads": 1, "progress": False, **options})
+
+
+def shards_beside(index: Path) -> list[Path]:
+    """Return the shards that lie beside an index."""
+    return sorted(index.parent.glob(f"{index.stem}-0*.h5"))
+
+
+def kept_shards(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the identities of the shards that an interrupted call left in hidden folders, by name."""
+    return {path.name: identity(path) for path in folder.glob(".colabkit-*/data/p-*.h5")}
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Return what differs for a file that was written again."""
+    return path.stat().st_ino, path.stat().st_mtime_ns
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return what is in a folder, hidden or not."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def photos_for(options: dict[str, Any], folder: Path) -> Path:
+    """Write six photos, the fourth broken where the options allow bad files, and return their folder."""
+    photos(folder, per_class=2)
+    if "on_bad" in options:
+        files_of(folder)[3].write_bytes(b"no image")
+    return folder
+
+
+def content(path: Path) -> dict[str, list[tuple[bytes, ...]]]:
+    """Return all samples of each split, read by the public data set."""
+    found = {}
+    for split, data in open_pack(path).items():
+        samples = [data[number] for number in range(len(data))]
+        fields = [sample if isinstance(sample, tuple) else (sample,) for sample in samples]
+        found[split] = [tuple(np.asarray(value).tobytes() for value in values) for values in fields]
+    return found
+
+
+def assert_same(path: Path, other: Path) -> None:
+    """Assert that two packs hold the same samples, labels, fields and notes, whatever files they lie in."""
+    assert content(path) == content(other)
+    info, expected = read_pack(path), read_pack(other)
+    assert sorted(info.meta["bad"], key=str) == sorted(expected.meta["bad"], key=str)
+    for name in ("splits", "classes", "fields", "left_out", "encoding", "plan"):
+        assert info.meta[name] == expected.meta[name], name
+    for split in info.splits:
+        labels = [read_pack(info.path.with_name(one.name)) for one in info.shards if split in one.splits]
+        if "Y" in info.fields:
+            whole = np.concatenate([one.table(f"Y_{split}") for one in labels])
+            assert np.array_equal(info.table(f"Y_{split}"), whole)
+            assert np.array_equal(whole, expected.table(f"Y_{split}"))
+    assert verify(path, progress=False).is_good
+
+
+def flip_byte(path: Path, at: int, bits: int = 1) -> None:
+    """Change some bits of a byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bits]))
 
 
 def stored(path: Path, split: str = "train", field: str = "X") -> list[Any]:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 
 class Squares:
@@ -26,6 +27,17 @@ class Squares:
         os.sched_yield()
         self.is_busy = False
         return value, number % 4
+
+
+class Noise:
+    """A map-style data set of images of one size."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> tuple[Image.Image, int]:
+        random = np.random.default_rng(number)
+        return Image.fromarray(random.integers(0, 256, (30, 40, 3), dtype=np.uint8)), number % 3
 
 
 def die_once(flag: Path, path: str) -> int:

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from contract import AtChange, fill_disk, kills, whole_content
+from packed_files import packed
 from PIL import Image
-from trees import leftovers, make_tree
+from trees import make_tree
 
 from colabkit.errors import (
-    BadImage,
     BadSource,
     ColabkitError,
     InvalidOption,
-    NotEnoughSpace,
     SourceMissing,
     TargetExists,
 )
-from colabkit.foundation import file_changes
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verification import verify
 from colabkit.storage.staging.api import stage
-
-
-@pytest.fixture
-def small_tree(tmp_path: Path) -> Path:
-    """Return a folder of 6 images, so that few operations pack it."""
-    return make_tree(tmp_path / "small", 2)
-
-
-def packed(source: Path, out: Path, **options) -> Path:
-    return pack(source, out, progress=False, **options).path
 
 
 def samples(path: Path, split: str = "train") -> tuple[np.ndarray, list[int]]:
@@ -74,13 +59,6 @@ def test_folder_and_zip_give_the_same_samples(tmp_path, image_tree):
         archive = packed(zipped(image_tree, tmp_path / "tree.zip", inside), tmp_path / "zip.h5", overwrite=True)
         assert np.array_equal(samples(folder)[0], samples(archive)[0])
         assert samples(folder)[1] == samples(archive)[1]
-
-
-@pytest.mark.parametrize("threads", [1, 2, 7, "auto"])
-def test_any_number_of_threads_gives_the_same_file(tmp_path, image_tree, threads):
-    reference = packed(image_tree, tmp_path / "reference.h5", threads=1)
-    path = packed(image_tree, tmp_path / "p.h5", threads=threads)
-    assert path.read_bytes() == reference.read_bytes()
 
 
 def image_folder(root: Path) -> tuple[list[Path], list[int], list[str]]:
@@ -137,52 +115,6 @@ def test_fractions_deal_each_class_to_the_splits(tmp_path, image_tree):
     assert not np.array_equal(found[0]["dev"][0], found[2]["dev"][0])
 
 
-@pytest.mark.parametrize("splits", [{"train": 0.5}, {"train": 1.2, "dev": -0.2}, {"train": 0.5, "eval": 0.5}])
-def test_fractions_that_cannot_be_meant_are_refused(tmp_path, image_tree, splits):
-    with pytest.raises(InvalidOption, match="Cannot split"):
-        packed(image_tree, tmp_path / "p.h5", splits=splits)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
-
-
-def test_size_brings_all_images_to_one_shape(tmp_path, image_tree):
-    Image.new("RGB", (40, 20), (200, 10, 30)).save(image_tree / "bees" / "wide.png")
-    for size, shape in ((4, (4, 4, 3)), ((3, 7), (3, 7, 3))):
-        images, labels = samples(packed(image_tree, tmp_path / "p.h5", size=size, overwrite=True))
-        assert images.shape == (25, *shape)
-        assert images[labels.index(2) - 1].reshape(-1, 3).tolist() == [[200, 10, 30]] * (shape[0] * shape[1])
-
-
-def test_images_of_another_size_are_named_and_nothing_is_left(tmp_path, image_tree):
-    Image.new("RGB", (40, 20)).save(image_tree / "bees" / "wide.png")
-    with pytest.raises(BadImage, match=r"'bees/wide.png' .*20x40x3.*6x5x3.*size=") as caught:
-        packed(image_tree, tmp_path / "p.h5", encoding="raw")
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
-
-
-def test_one_channel_is_luminance(tmp_path, image_tree):
-    images, _ = samples(packed(image_tree, tmp_path / "p.h5", channels=1))
-    grey = [np.asarray(Image.open(path).convert("L")) for path in sorted(image_tree.glob("*/*.png"))]
-    assert images.shape == (24, 6, 5, 1)
-    assert np.array_equal(images[..., 0], np.stack(grey))
-
-
-@pytest.mark.parametrize("options", [{"channels": 2}, {"threads": 0}, {"size": 0}, {"size": (4, -1)}])
-def test_options_that_cannot_be_meant_are_refused(tmp_path, image_tree, options):
-    with pytest.raises(InvalidOption, match="Cannot pack"):
-        packed(image_tree, tmp_path / "p.h5", **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
-
-
-@pytest.mark.parametrize("name", ["ants/000.png", "bees/005.png", "cats/007.png"])
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_file_that_is_no_image_is_named_and_nothing_is_left(tmp_path, image_tree, name, threads):
-    (image_tree / name).write_text("no image")
-    with pytest.raises(BadImage, match=f"Cannot pack '{name}' of"):
-        packed(image_tree, tmp_path / "p.h5", threads=threads)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
-
-
 def test_files_that_are_no_images_by_name_are_left_out_and_said(tmp_path, image_tree):
     (image_tree / "ants" / "notes.txt").write_text("x")
     (image_tree / ".hidden").mkdir()
@@ -199,114 +131,6 @@ def test_a_missing_or_empty_source_is_refused(tmp_path, make, error):
     with pytest.raises(error):
         packed(tmp_path / "source", tmp_path / "p.h5")
     assert not (tmp_path / "p.h5").exists()
-
-
-def test_too_little_space_is_refused_before_anything_is_written(tmp_path, image_tree, file_hook, monkeypatch):
-    changes = AtChange(0, fill_disk)
-    file_hook(changes)
-    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 100)
-    with pytest.raises(NotEnoughSpace, match="100 B free"):
-        packed(image_tree, tmp_path / "p.h5")
-    assert changes.count == 0
-
-
-@pytest.mark.parametrize("lasting", [False, True])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_disk_that_fills_up_at_any_operation_leaves_nothing(tmp_path, small_tree, file_hook, lasting, threads):
-    out = tmp_path / "made" / "p.h5"
-    number = 1
-    while True:
-        shutil.rmtree(out.parent, ignore_errors=True)
-        hook = AtChange(number, fill_disk, lasting)
-        file_hook(hook)
-        try:
-            packed(small_tree, out, threads=threads)
-        except NotEnoughSpace:
-            assert hook.was_reached
-            assert not out.exists()
-            assert leftovers(tmp_path) == []
-            file_hook(None)
-            packed(small_tree, out)
-        else:
-            assert not hook.was_reached
-            break
-        number += 1
-    assert number > 10
-    assert np.array_equal(samples(out)[0], decoded(small_tree))
-
-
-@pytest.mark.parametrize("lasting", [False, True])
-def test_a_disk_that_fills_up_while_overwriting_keeps_the_old_pack(
-    tmp_path, small_tree, image_tree, file_hook, lasting
-):
-    out = packed(image_tree, tmp_path / "p.h5")
-    old = out.read_bytes()
-    number = 1
-    while True:
-        hook = AtChange(number, fill_disk, lasting)
-        file_hook(hook)
-        try:
-            packed(small_tree, out, threads=1, overwrite=True)
-        except NotEnoughSpace:
-            assert out.read_bytes() == old
-            assert leftovers(tmp_path) == []
-        else:
-            break
-        number += 1
-    assert number > 10
-    assert np.array_equal(samples(out)[0], decoded(small_tree))
-
-
-def test_a_kill_at_any_operation_leaves_nothing_that_opens_and_the_next_run_succeeds(tmp_path, small_tree, killed_at):
-    out = tmp_path / "made" / "p.h5"
-    expected = whole_content(packed(small_tree, tmp_path / "reference.h5"))
-    for number in kills(killed_at, partial(pack, small_tree, out, progress=False, threads=1)):
-        assert not out.exists()
-        for path in map(Path, leftovers(tmp_path)):
-            try:
-                found = whole_content(path)
-            except ColabkitError:
-                continue
-            assert found == expected  # killed between seal and rename
-        if number % 3 == 0:
-            packed(small_tree, out)
-            assert leftovers(tmp_path) == []
-            assert whole_content(out) == expected
-            out.unlink()
-    assert whole_content(out) == expected
-    assert leftovers(tmp_path) == []
-
-
-def test_a_kill_while_overwriting_keeps_the_old_pack_whole(tmp_path, small_tree, image_tree, killed_at):
-    out = packed(image_tree, tmp_path / "p.h5")
-    old = out.read_bytes()
-    work = partial(pack, small_tree, out, progress=False, threads=1, overwrite=True)
-    for _ in kills(killed_at, work):
-        assert out.read_bytes() == old
-    assert np.array_equal(samples(out)[0], decoded(small_tree))
-    assert leftovers(tmp_path) == []
-
-
-def test_ctrl_c_leaves_nothing(tmp_path, small_tree, file_hook):
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    for number in (2, 5, 12):
-        file_hook(AtChange(number, interrupt))
-        with pytest.raises(KeyboardInterrupt):
-            packed(small_tree, tmp_path / "p.h5", threads=2)
-        assert [path.name for path in tmp_path.iterdir()] == ["small"]
-
-
-def test_the_same_pack_is_reused_untouched(tmp_path, image_tree, file_hook):
-    path = packed(image_tree, tmp_path / "p.h5", size=4)
-    before = path.stat()
-    changes = AtChange(0, fill_disk)
-    file_hook(changes)
-    report = pack(image_tree, path, size=4, progress=False)
-    assert report.reused
-    assert "Already packed" in repr(report)
-    assert (path.stat().st_ino, path.stat().st_mtime_ns, changes.count) == (before.st_ino, before.st_mtime_ns, 0)
 
 
 def test_a_near_copy_at_another_place_is_the_same_source(tmp_path, image_tree):
@@ -363,35 +187,6 @@ def test_only_packs_are_overwritten(tmp_path, small_tree, content):
     assert samples(path)[1] == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_folder_at_the_target_is_left_alone(tmp_path, small_tree):
-    (tmp_path / "p.h5").mkdir()
-    (tmp_path / "p.h5" / "kept").write_text("x")
-    with pytest.raises(TargetExists):
-        packed(small_tree, tmp_path / "p.h5")
-    assert (tmp_path / "p.h5" / "kept").read_text() == "x"
-
-
-def test_verify_names_exactly_the_changed_samples(tmp_path):
-    tree = tmp_path / "tree"
-    for split in ("train", "val"):
-        make_tree(tree, 4, prefix=split)
-    path = packed(tree, tmp_path / "p.h5")
-    info = read_pack(path)
-    changed = [("train", 0), ("train", 7), ("dev", 11)]
-    with path.open("r+b") as file:
-        for split, index in changed:
-            position = info.data_sets[f"X_{split}"].offset + index * 90 + 13 * (index % 5)
-            file.seek(position)
-            byte = file.read(1)[0]
-            file.seek(position)
-            file.write(bytes([byte ^ 1]))
-    report = verify(path, progress=False)
-    assert report.damaged == tuple(changed)
-    assert report.samples == 24
-    assert "3 of 24 samples" in repr(report)
-    assert "train[0], train[7], dev[11]" in repr(report)
-
-
 def test_reports_say_what_was_made(tmp_path, image_tree):
     report = pack(image_tree, tmp_path / "p.h5", progress=False)
     assert repr(report).startswith("Packed 24 images 6x5x3, ")
@@ -424,24 +219,6 @@ def test_a_pack_is_never_written_into_or_over_its_source(image_tree, tmp_path):
     with pytest.raises(BadSource):
         pack(archive, archive, overwrite=True, progress=False)
     assert archive.read_bytes() == data
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"size": "224"},
-        {"size": (1, 2, 3)},
-        {"size": 22.5},
-        {"size": 0},
-        {"threads": "4"},
-        {"threads": 0},
-        {"seed": 1.5},
-    ],
-)
-def test_options_of_the_wrong_kind_are_one_line(image_tree, tmp_path, options):
-    with pytest.raises(InvalidOption, match=next(iter(options))):
-        pack(image_tree, tmp_path / "p.h5", progress=False, **options)
-    assert not (tmp_path / "p.h5").exists()
 
 
 @pytest.mark.parametrize("source", [None, 3, "", b"a"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -12,23 +11,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from packed_files import opened
 from trees import leftovers
 
 from colabkit.errors import BadSource, InvalidOption, TargetExists
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.verification import verify
 
 RANDOM = np.random.default_rng(11)
 IMAGES = RANDOM.integers(0, 256, (30, 6, 5, 3), dtype=np.uint8)
 CLASSES = RANDOM.permutation(np.arange(30) % 3)
-
-
-def packed(source: Any, out: Path, **options: Any) -> Pack:
-    """Pack arrays, check every sample against its CRC, and open the pack."""
-    report = pack(source, out, progress=False, **options)
-    assert verify(report.path, progress=False).damaged == ()
-    return open_pack(report.path)
 
 
 def samples_of(found: Pack, split: str = "train") -> list[Any]:
@@ -37,7 +29,7 @@ def samples_of(found: Pack, split: str = "train") -> list[Any]:
 
 
 def test_images_and_labels_come_back_as_they_were(tmp_path):
-    found = packed({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5")
+    found = opened({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5")
     assert (found.splits, found.classes, found.source, found.encoding) == (
         {"train": 30},
         ("0", "1", "2"),
@@ -60,7 +52,7 @@ def test_images_and_labels_come_back_as_they_were(tmp_path):
     ],
 )
 def test_splits_are_given_as_mappings_or_by_names(tmp_path, source):
-    found = packed(source, tmp_path / "p.h5")
+    found = opened(source, tmp_path / "p.h5")
     assert found.splits == {"train": 20, "dev": 10}
     for split, part in (("train", slice(0, 20)), ("dev", slice(20, 30))):
         images, labels = found[split][:]
@@ -70,7 +62,7 @@ def test_splits_are_given_as_mappings_or_by_names(tmp_path, source):
 
 @pytest.mark.parametrize("source", [IMAGES, {"X": IMAGES}, torch.from_numpy(IMAGES), {"X": torch.from_numpy(IMAGES)}])
 def test_samples_alone_have_no_labels(tmp_path, source):
-    found = packed(source, tmp_path / "p.h5")
+    found = opened(source, tmp_path / "p.h5")
     assert found["train"].labels is None
     assert np.array_equal(found["train"][7].permute(1, 2, 0), IMAGES[7])
     assert np.array_equal(found["train"][:].permute(0, 2, 3, 1), IMAGES)
@@ -86,7 +78,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_dtype_and_shape_arrives(tmp_path, dtype, shape):
     values = RANDOM.integers(0, 2 if dtype == "bool" else 100, (5, *shape)).astype(dtype)
-    found = packed({"X": values, "Y": np.arange(5), "Z": values[::-1]}, tmp_path / "p.h5")
+    found = opened({"X": values, "Y": np.arange(5), "Z": values[::-1]}, tmp_path / "p.h5")
     given, other = found["train"][:][0], found["train"][:][2]
     native = values.astype(values.dtype.newbyteorder("="))
     assert given.numpy().dtype == native.dtype
@@ -109,7 +101,7 @@ def test_any_dtype_and_shape_arrives(tmp_path, dtype, shape):
     ],
 )
 def test_views_of_other_memory_arrive(tmp_path, view):
-    found = packed({"X": view}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
+    found = opened({"X": view}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
     whole = view.detach().numpy() if isinstance(view, torch.Tensor) else np.asarray(view)
     is_image = found.info.fields["X"].content == "image"
     given = [
@@ -138,7 +130,7 @@ def test_views_of_other_memory_arrive(tmp_path, view):
     ],
 )
 def test_labels_of_every_kind(tmp_path, labels, kind, classes, stored):
-    found = packed({"X": IMAGES[:4], "Y": labels}, tmp_path / "p.h5")
+    found = opened({"X": IMAGES[:4], "Y": labels}, tmp_path / "p.h5")
     assert (found.info.meta["label_kind"], found.classes) == (kind, classes)
     assert found["train"].labels.tolist() == (labels if stored is None else stored)
     assert found["train"][2][1] == found["train"].labels[2].tolist() or len(found["train"].labels.shape) > 1
@@ -148,10 +140,10 @@ def test_texts_and_bytes_are_fields_and_samples(tmp_path):
     words = ["", "ä word", "a\0b", "x" * 1000]
     blobs = np.array([b"1\0", b"", b"\xff", b"2"], object)
     source = {"X": words, "Y": [0, 1, 0, 1], "caption": np.array(words, object), "blob": blobs}
-    found = packed(source, tmp_path / "p.h5")
+    found = opened(source, tmp_path / "p.h5")
     assert samples_of(found) == [(words[n], n % 2, words[n], blobs[n]) for n in range(4)]
     assert found["train"][[3, 0]][2] == [words[3], words[0]]
-    vectors = packed({"X": np.eye(4), "caption": words}, tmp_path / "q.h5", splits={"train": 0.5, "dev": 0.5})
+    vectors = opened({"X": np.eye(4), "caption": words}, tmp_path / "q.h5", splits={"train": 0.5, "dev": 0.5})
     for split in ("train", "dev"):
         for vector, word in samples_of(vectors, split):
             assert word == words[int(vector.argmax())]
@@ -161,7 +153,7 @@ def test_fractions_keep_the_share_of_each_class_and_follow_the_seed(tmp_path):
     shares = {"train": 0.6, "val": 0.2, "test": 0.2}
     runs = []
     for number, seed in enumerate((1, 1, 2)):
-        found = packed({"X": IMAGES, "Y": CLASSES}, tmp_path / f"{number}.h5", splits=shares, seed=seed)
+        found = opened({"X": IMAGES, "Y": CLASSES}, tmp_path / f"{number}.h5", splits=shares, seed=seed)
         runs.append({split: found[split][:] for split in found})
         whole = np.concatenate([images.permute(0, 2, 3, 1) for images, _ in runs[-1].values()])
         assert sorted(map(bytes, whole)) == sorted(map(bytes, IMAGES))
@@ -175,10 +167,10 @@ def test_fractions_keep_the_share_of_each_class_and_follow_the_seed(tmp_path):
 
 def test_combinations_of_labels_and_ranges_of_targets_are_dealt_alike(tmp_path):
     several = np.repeat([[0, 1], [1, 1], [1, 0]], 20, axis=0)
-    found = packed({"X": np.arange(60), "Y": several}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
+    found = opened({"X": np.arange(60), "Y": several}, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
     assert [found[split].labels.sum(0).tolist() for split in found] == [[20, 20]] * 2
     targets = RANDOM.random(100).astype("f4")
-    found = packed({"X": np.arange(100), "Y": targets}, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
+    found = opened({"X": np.arange(100), "Y": targets}, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
     assert abs(float(found["train"].labels.mean() - found["test"].labels.mean())) < 0.05
 
 
@@ -230,12 +222,12 @@ def test_arrays_in_files_are_never_in_memory_whole(tmp_path, kind, splits):
 
 def test_an_open_hdf5_file_and_an_npz_are_mappings_of_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", x_train=IMAGES, y_train=CLASSES, x_test=IMAGES[:3], y_test=CLASSES[:3])
-    found = packed(np.load(tmp_path / "a.npz"), tmp_path / "p.h5")
+    found = opened(np.load(tmp_path / "a.npz"), tmp_path / "p.h5")
     assert found.splits == {"train": 30, "test": 3}
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         file["train/X"], file["train/Y"], file["train/name"] = IMAGES, CLASSES, ["a"] * 30
     with h5py.File(tmp_path / "theirs.h5") as file:
-        found = packed(file, tmp_path / "q.h5")
+        found = opened(file, tmp_path / "q.h5")
     assert found["train"][4][1:] == (CLASSES[4], b"a")
     assert np.array_equal(found["train"][4][0].permute(1, 2, 0), IMAGES[4])
 
@@ -246,10 +238,10 @@ def test_shards_hold_the_same_samples_here_and_by_an_executor(tmp_path):
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         file["X"] = IMAGES
         lazy = {**source, "X": file["X"]}
-        whole = packed(source, tmp_path / "whole.h5", splits=options["splits"])
-        here = packed(lazy, tmp_path / "here.h5", **options)
+        whole = opened(source, tmp_path / "whole.h5", splits=options["splits"])
+        here = opened(lazy, tmp_path / "here.h5", **options)
         with concurrent.futures.ProcessPoolExecutor(2) as executor:
-            there = packed(lazy, tmp_path / "there.h5", executor=executor, **options)
+            there = opened(lazy, tmp_path / "there.h5", executor=executor, **options)
     assert len(here.info.shards) == len(there.info.shards) > 3
     for split in whole:
         for found in (here, there):
@@ -312,13 +304,13 @@ def test_options_that_mean_files_are_refused(tmp_path, options):
 
 
 def test_labels_none_leaves_labels_out(tmp_path):
-    assert packed({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5", labels=None)["train"].labels is None
+    assert opened({"X": IMAGES, "Y": CLASSES}, tmp_path / "p.h5", labels=None)["train"].labels is None
     assert leftovers(tmp_path) == []
 
 
 def test_zeros_at_the_end_of_bytes_and_text_are_kept(tmp_path):
     blobs, words = [b"ab\0\0", b"\0", b"c"], ["a\0", "a", "b"]
-    found = packed({"X": blobs, "Z": words, "Y": words}, tmp_path / "p.h5")
+    found = opened({"X": blobs, "Z": words, "Y": words}, tmp_path / "p.h5")
     assert found.classes == ("a", "a\0", "b")
     with h5py.File(tmp_path / "p.h5") as file:
         assert file["X_train"][:].tobytes() == b"".join(blobs)
@@ -356,7 +348,7 @@ def test_what_cannot_become_an_array_and_does_not_say_why_is_refused(tmp_path):
 
 def test_options_may_be_numbers_of_numpy(tmp_path):
     options = {"quality": np.int64(80), "seed": np.int64(3), "splits": {"train": 0.5, "test": 0.5}}
-    packed({"X": IMAGES}, tmp_path / "p.h5", **options)
+    opened({"X": IMAGES}, tmp_path / "p.h5", **options)
     assert pack({"X": IMAGES}, tmp_path / "p.h5", progress=False, **{**options, "quality": 80, "seed": 3}).reused
 
 

@@ -8,11 +8,10 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from packed_files import WAYS, files_of, fork, labels_of, packed, photos, stored
+from packed_files import ENCODINGS, WAYS, files_of, fork, labels_of, names_in, packed, photos, stored
 from pictures import photo, saved
 from trees import leftovers
 
@@ -25,7 +24,6 @@ from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 
-ENCODINGS: list[dict[str, Any]] = [{"encoding": "raw"}, {"encoding": "source"}, {"encoding": "jpeg"}]
 HTML = b"<!DOCTYPE html><html><body>404</body></html>"
 FILES = 12
 
@@ -49,12 +47,6 @@ BROKEN = {
     "larger bomb": (lambda whole: bomb(100_000), "more pixels than allowed"),
     "array": (lambda whole: b"\x93NUMPY" + bytes(90), "no image"),
 }
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Return twelve photos of one size in three classes."""
-    return photos(tmp_path / "tree")
 
 
 def spoil(tree: Path, *numbers: int, how: Callable[[bytes], bytes] = BROKEN["half"][0]) -> list[str]:
@@ -102,7 +94,7 @@ def test_a_bad_file_is_named_and_nothing_is_left(tmp_path, tree, monkeypatch, op
     with pytest.raises(BadImage, match=f"Cannot pack '{name}' of .*an image file.*on_bad='skip'") as caught:
         pack(tree, tmp_path / "p.h5", progress=False, **options, **WAYS[way])
     assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+    assert names_in(tmp_path) == ["tree"]
 
 
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
@@ -163,7 +155,7 @@ def test_a_source_without_a_good_file_is_an_error(tmp_path, tree, on_bad, option
         pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=max_bad, progress=False, **options)
     if max_bad == 500:
         assert str(caught.value).endswith("Check the source."), "to allow more does not help"
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+    assert names_in(tmp_path) == ["tree"]
 
 
 @pytest.mark.parametrize("options", ENCODINGS, ids=lambda one: one["encoding"])
@@ -182,7 +174,7 @@ def test_more_bad_files_than_allowed_are_an_error_that_counts_them(tmp_path, tre
     assert ("1 bad file or more" in str(caught.value)) == (allowed == 0)
     assert f"at most {allowed}" in str(caught.value)
     assert "max_bad" in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+    assert names_in(tmp_path) == ["tree"]
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

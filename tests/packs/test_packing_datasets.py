@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from packed_files import opened
 from pictures import photo, saved
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 from trees import leftovers, make_tree
 
 from colabkit.errors import BadImage, BadSource, InvalidOption
-from colabkit.packs.dataset.opened_pack import Pack, open_pack
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.sample_writer import SampleRange, SampleWriter
-from colabkit.packs.packing.verification import verify
 
 RANDOM = np.random.default_rng(5)
 PIXELS = RANDOM.integers(0, 256, (12, 8, 6, 3), dtype=np.uint8)
@@ -46,13 +45,6 @@ class Samples(Dataset):
         if isinstance(sample, Exception):
             raise sample
         return sample
-
-
-def packed(source: Any, out: Path, **options: Any) -> Pack:
-    """Pack a data set, check every sample against its CRC, and open the pack."""
-    report = pack(source, out, progress=False, **options)
-    assert verify(report.path, progress=False).damaged == ()
-    return open_pack(report.path)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -82,7 +74,7 @@ def images() -> list[Image.Image]:
     ],
 )
 def test_samples_come_back_as_the_data_set_gives_them(tmp_path, dataset):
-    found = packed(dataset, tmp_path / "p.h5")
+    found = opened(dataset, tmp_path / "p.h5")
     assert found.splits == {"train": 12}
     for number in range(12):
         given = dataset[number]
@@ -93,8 +85,8 @@ def test_samples_come_back_as_the_data_set_gives_them(tmp_path, dataset):
 def test_image_folder_and_its_folder_give_the_same_pack(tmp_path):
     tree = make_tree(tmp_path / "tree", 4)
     dataset = torchvision.datasets.ImageFolder(str(tree))
-    found = packed(dataset, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
-    expected = packed(tree, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
+    found = opened(dataset, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5})
+    expected = opened(tree, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
     assert (found.classes, found.source, found.encoding) == (("ants", "bees", "cats"), "ImageFolder", "raw")
     for split in ("train", "test"):
         assert torch.equal(found[split].rows, expected[split].rows)
@@ -104,7 +96,7 @@ def test_image_folder_and_its_folder_give_the_same_pack(tmp_path):
 
 def test_fake_data_arrives_and_has_no_class_names(tmp_path):
     dataset = torchvision.datasets.FakeData(10, (3, 9, 7), 4)
-    found = packed(dataset, tmp_path / "p.h5")
+    found = opened(dataset, tmp_path / "p.h5")
     for number in range(10):
         image, label = dataset[number]
         assert np.array_equal(found["train"][number][0].permute(1, 2, 0), np.asarray(image))
@@ -122,7 +114,7 @@ def test_an_image_of_any_mode_becomes_what_its_file_becomes(tmp_path, mode, chan
         image = Image.fromarray(PIXELS[0]).convert(mode)
     file = io.BytesIO()
     image.save(file, "TIFF")
-    found = packed(Samples([image]), tmp_path / "p.h5", channels=channels, size=size)
+    found = opened(Samples([image]), tmp_path / "p.h5", channels=channels, size=size)
     expected = decode_image(file.getvalue(), channels, size)
     assert np.array_equal(found["train"][0].permute(1, 2, 0), expected)
 
@@ -131,8 +123,8 @@ def test_an_image_that_its_file_turns_is_turned(tmp_path):
     file, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(PIXELS[0]).save(file, "PNG", exif=exif)
-    opened = Image.open(file)
-    found = packed(Samples([opened, opened.convert("RGB")]), tmp_path / "p.h5")
+    image = Image.open(file)
+    found = opened(Samples([image, image.convert("RGB")]), tmp_path / "p.h5")
     for number in range(2):
         assert np.array_equal(found["train"][number].permute(1, 2, 0), np.rot90(PIXELS[0], -1))
 
@@ -145,9 +137,9 @@ def test_size_and_jpeg_hold_for_images_of_every_kind(tmp_path, kind):
     with pytest.raises(BadImage, match=r"'sample 1' of 'Samples': its shape is 64x54x3, not 64x48x3.*size="):
         pack(dataset, tmp_path / "p.h5", progress=False)
     assert list(tmp_path.iterdir()) == []
-    sized = packed(dataset, tmp_path / "p.h5", size=16)
-    as_jpeg = packed(dataset, tmp_path / "q.h5", encoding="jpeg", quality=95)
-    small = packed(dataset, tmp_path / "r.h5", encoding="jpeg", size=16, quality=95)
+    sized = opened(dataset, tmp_path / "p.h5", size=16)
+    as_jpeg = opened(dataset, tmp_path / "q.h5", encoding="jpeg", quality=95)
+    small = opened(dataset, tmp_path / "r.h5", encoding="jpeg", size=16, quality=95)
     assert (sized.encoding, as_jpeg.encoding) == ("raw", "jpeg")
     for number, pixels in enumerate(large):
         expected = Image.fromarray(pixels)
@@ -160,33 +152,33 @@ def test_size_and_jpeg_hold_for_images_of_every_kind(tmp_path, kind):
 
 
 def test_grey_tensors_stay_grey_and_colours_become_luminance_where_asked(tmp_path):
-    grey = packed(TensorDataset(TENSORS[:, :1]), tmp_path / "p.h5")
+    grey = opened(TensorDataset(TENSORS[:, :1]), tmp_path / "p.h5")
     assert torch.equal(grey["train"][:], TENSORS[:, :1])
-    one = packed(TensorDataset(TENSORS), tmp_path / "q.h5", channels=1)
+    one = opened(TensorDataset(TENSORS), tmp_path / "q.h5", channels=1)
     assert np.array_equal(one["train"][3][0], np.asarray(Image.fromarray(PIXELS[3]).convert("L")))
 
 
 def test_mappings_are_told_by_their_keys(tmp_path):
     rows = [{"id": f"r{n}", "image": image, "label": n % 3, "box": [n, 0.5]} for n, image in enumerate(images())]
-    found = packed(Samples(rows), tmp_path / "p.h5")
+    found = opened(Samples(rows), tmp_path / "p.h5")
     assert found["train"].fields == ("X", "Y", "id", "box")
     image, label, name, box = found["train"][5]
     assert np.array_equal(image.permute(1, 2, 0), PIXELS[5])
     assert (label, name, box.tolist()) == (2, "r5", [5, 0.5])
-    other = packed(Samples(rows), tmp_path / "q.h5", labels=None)
+    other = opened(Samples(rows), tmp_path / "q.h5", labels=None)
     assert (other["train"].labels, other["train"].fields) == (None, ("X", "id", "box"))
     fine = [{"img": row["image"], "fine": row["label"], "coarse": 7} for row in rows]
-    named = packed(Samples(fine), tmp_path / "r.h5", labels="fine")
+    named = opened(Samples(fine), tmp_path / "r.h5", labels="fine")
     assert (named["train"].fields, named["train"].labels.tolist()) == (("X", "Y", "coarse"), LABELS.tolist())
 
 
 def test_targets_that_are_mappings_and_masks_become_fields(tmp_path):
     boxes = [(TENSORS[n], {"boxes": torch.full((2, 4), n), "label": n, "area": 1.5}) for n in range(4)]
-    found = packed(Samples(boxes), tmp_path / "p.h5")
+    found = opened(Samples(boxes), tmp_path / "p.h5")
     assert found["train"].fields == ("X", "Y", "boxes", "area")
     assert same(found["train"][2][1:], (2, np.full((2, 4), 2), 1.5))
     masks = [Image.fromarray(PIXELS[n, :, :, 0]).convert("P") for n in range(4)]
-    found = packed(Samples([(TENSORS[n], masks[n], 5) for n in range(4)]), tmp_path / "q.h5")
+    found = opened(Samples([(TENSORS[n], masks[n], 5) for n in range(4)]), tmp_path / "q.h5")
     assert found["train"].fields == ("X", "Z", "Z2")
     assert same(found["train"][3], (TENSORS[3], np.asarray(masks[3]), 5))
 
@@ -198,30 +190,30 @@ def test_class_names_come_from_the_data_set(tmp_path):
     features = {"image": None, "label": SimpleNamespace(names=names)}
     rows = Samples([{"image": TENSORS[n], "label": n % 3} for n in range(12)], features=features)
     for number, dataset in enumerate((words, numbers, rows, Subset(numbers, range(12)), ConcatDataset([numbers]))):
-        found = packed(dataset, tmp_path / f"{number}.h5")
+        found = opened(dataset, tmp_path / f"{number}.h5")
         assert found.classes == ("owl", "elk", "ant")
         assert found["train"].labels.tolist() == LABELS.tolist()
-    assert packed(Samples([(1.5, n > 2) for n in range(4)]), tmp_path / "b.h5").classes == ("False", "True")
-    assert packed(Samples([(1.5, n) for n in (0, 2)], targets=[0, 2]), tmp_path / "n.h5").classes == ("0", "1", "2")
+    assert opened(Samples([(1.5, n > 2) for n in range(4)]), tmp_path / "b.h5").classes == ("False", "True")
+    assert opened(Samples([(1.5, n) for n in (0, 2)], targets=[0, 2]), tmp_path / "n.h5").classes == ("0", "1", "2")
 
 
 def test_views_of_torch_are_packed_and_dealt_by_class(tmp_path):
     whole = Samples([(TENSORS[n], n % 3) for n in range(12)], targets=LABELS)
     first, second = random_split(whole, [9, 3], torch.Generator().manual_seed(1))
-    found = packed({"train": first, "val": second}, tmp_path / "p.h5")
+    found = opened({"train": first, "val": second}, tmp_path / "p.h5")
     assert found.splits == {"train": 9, "dev": 3}
     for split, view in (("train", first), ("dev", second)):
         assert all(same(found[split][n], view[n]) for n in range(len(view)))
     joined = ConcatDataset([Subset(whole, [0, 3, 6, 9, 1, 4]), Subset(whole, [7, 10])])
-    dealt = packed(joined, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
+    dealt = opened(joined, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5})
     for split in ("train", "test"):
         assert torch.bincount(dealt[split].labels).tolist() == [2, 2]
 
 
 def test_a_packed_data_set_is_packed_again_with_its_fields(tmp_path):
     source = {"X": PIXELS, "Y": LABELS.numpy(), "word": [f"w{n}" for n in range(12)], "box": np.eye(12)}
-    first = packed(source, tmp_path / "p.h5", splits={"train": 0.75, "test": 0.25})
-    for again in (packed(first, tmp_path / "q.h5"), packed(dict(first), tmp_path / "r.h5")):
+    first = opened(source, tmp_path / "p.h5", splits={"train": 0.75, "test": 0.25})
+    for again in (opened(first, tmp_path / "q.h5"), opened(dict(first), tmp_path / "r.h5")):
         assert (again.splits, again.classes, again["train"].fields) == (
             first.splits,
             first.classes,
@@ -229,12 +221,12 @@ def test_a_packed_data_set_is_packed_again_with_its_fields(tmp_path):
         )
         assert all(same(again[split][n], first[split][n]) for split in first for n in range(len(first[split])))
     view = first["train"].subset([5, 1])
-    assert [label for _, label, _, _ in packed(view, tmp_path / "s.h5")["train"]] == [view[0][1], view[1][1]]
+    assert [label for _, label, _, _ in opened(view, tmp_path / "s.h5")["train"]] == [view[0][1], view[1][1]]
 
 
 def test_shards_of_a_data_set_hold_all_samples_in_order(tmp_path):
     dataset = Samples([(TENSORS[n], n % 3, f"w{n}") for n in range(12)])
-    found = packed({"train": dataset, "test": dataset}, tmp_path / "p.h5", shard_bytes=500)
+    found = opened({"train": dataset, "test": dataset}, tmp_path / "p.h5", shard_bytes=500)
     assert len(found.info.shards) > 3
     for split in ("train", "test"):
         assert all(same(found[split][n], dataset[n]) for n in range(12))
@@ -335,7 +327,7 @@ def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
         return written(writer, samples, make)
 
     monkeypatch.setattr(SampleWriter, "_written", counted)
-    found = packed(Samples([bytes([number]) * number for number in range(100)]), tmp_path / "p.h5")
+    found = opened(Samples([bytes([number]) * number for number in range(100)]), tmp_path / "p.h5")
     assert len(found["train"]) == sum(sizes) == 100
     assert max(sizes) <= 16
 
@@ -343,7 +335,7 @@ def test_samples_of_unknown_sizes_are_made_a_few_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("label", [np.uint64(2**63 + 5), 1e300])
 def test_labels_that_a_pack_would_change_are_refused(tmp_path, label):
     with pytest.raises(BadSource):
-        packed(Samples([(np.zeros(3), label)]), tmp_path / "p.h5")
+        opened(Samples([(np.zeros(3), label)]), tmp_path / "p.h5")
 
 
 def test_a_data_set_may_fill_the_same_memory_for_each_sample(tmp_path):
@@ -359,5 +351,5 @@ def test_a_data_set_may_fill_the_same_memory_for_each_sample(tmp_path):
     for number, memory in enumerate(
         (torch.zeros(3, 4, 4, dtype=torch.uint8), np.zeros((4, 4, 3), np.uint8), torch.zeros(5), np.zeros(5))
     ):
-        data = packed(Again(memory), tmp_path / f"{number}.h5")["train"]
+        data = opened(Again(memory), tmp_path / f"{number}.h5")["train"]
         assert [int(x.flatten()[-1]) for x, _ in data] == data.labels.tolist() == [*range(6)]

@@ -21,10 +21,10 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+from packed_files import ROW, assert_same, content, identity, kept_shards, shards_beside
 from packing_tasks import Squares, die_once, fail, hold
 from record_files import example, framed, image, lmdb_of, shards_of, tar_of
-from test_packing_shards import ROW, assert_same, content, identity, shards_beside
-from trees import leftovers, make_tree
+from trees import leftovers
 
 from colabkit.errors import BadImage, InvalidOption, PackingFailed
 from colabkit.packs.format.layout import Field
@@ -36,12 +36,6 @@ from colabkit.packs.packing.shard_tasks import ShardTask
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.registry import SlowSource
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Return a folder of 24 images."""
-    return make_tree(tmp_path / "tree", 8)
 
 
 def packed(source: Any, out: Path, executor: Executor | None, **options: Any) -> PackReport:
@@ -63,13 +57,13 @@ def spawned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
 
 @pytest.mark.parametrize("make", [partial(ThreadPoolExecutor, 3), processes])
 @pytest.mark.parametrize("options", [{}, {"encoding": "jpeg"}, {"encoding": "source", "fields": ["path"]}])
-def test_any_executor_gives_the_same_pack(tmp_path, tree, make, options):
+def test_any_executor_gives_the_same_pack(tmp_path, image_tree, make, options):
     with make() as executor:
-        report = packed(tree, tmp_path / "p.h5", executor, **options)
-        assert packed(tree, tmp_path / "p.h5", executor, **options).reused
+        report = packed(image_tree, tmp_path / "p.h5", executor, **options)
+        assert packed(image_tree, tmp_path / "p.h5", executor, **options).reused
     assert (report.made_by, report.splits) == ("tasks of an executor", {"train": 24})
     assert report.shards > 3
-    assert_same(report.path, packed(tree, tmp_path / "whole.h5", None, shard_bytes=None, **options).path)
+    assert_same(report.path, packed(image_tree, tmp_path / "whole.h5", None, shard_bytes=None, **options).path)
     assert leftovers(tmp_path) == []
 
 
@@ -181,7 +175,7 @@ def test_threads_share_what_can_be_shared(tmp_path):
     assert_same(report.path, packed(Squares(), tmp_path / "whole.h5", None, shard_bytes=None).path)
 
 
-def test_tasks_fork_nothing_of_their_own(tmp_path, tree, monkeypatch):
+def test_tasks_fork_nothing_of_their_own(tmp_path, image_tree, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise OSError("forked")
 
@@ -191,29 +185,29 @@ def test_tasks_fork_nothing_of_their_own(tmp_path, tree, monkeypatch):
     monkeypatch.setattr(sample_writer, "_MEASURED_S", 1e-9)
     monkeypatch.setattr(sample_writer.ForkedWorkers, "__enter__", refuse)
     with pytest.raises(Exception, match="forked"):
-        packed(tree, tmp_path / "p.h5", None)
+        packed(image_tree, tmp_path / "p.h5", None)
     with ThreadPoolExecutor(2) as executor:
-        assert packed(tree, tmp_path / "p.h5", executor).shards > 3
+        assert packed(image_tree, tmp_path / "p.h5", executor).shards > 3
 
 
 @pytest.mark.parametrize("kind", ["fork", "spawn"])
-def test_a_worker_that_dies_is_told_in_one_line_and_whole_shards_are_kept(tmp_path, tree, kind):
+def test_a_worker_that_dies_is_told_in_one_line_and_whole_shards_are_kept(tmp_path, image_tree, kind):
     fields = {"Z": partial(die_once, tmp_path / "died")}
     out = tmp_path / "p.h5"
     with processes(kind, 1) as executor:
         with pytest.raises(PackingFailed, match=r"BrokenProcessPool.*whole shards are kept") as caught:
-            packed(tree, out, executor, fields=fields)
+            packed(image_tree, out, executor, fields=fields)
         assert "\n" not in str(caught.value)
         with pytest.raises(PackingFailed, match="BrokenProcessPool"):
-            packed(tree, out, executor, fields=fields)
+            packed(image_tree, out, executor, fields=fields)
     assert not out.exists()
     assert shards_beside(out) == []
-    kept = {path.name: identity(path) for path in tmp_path.glob(".colabkit-*/data/p-*.h5")}
+    kept = kept_shards(tmp_path)
     assert len(kept) >= 2
     with processes() as executor:
-        report = packed(tree, out, executor, fields=fields)
+        report = packed(image_tree, out, executor, fields=fields)
     assert {name: identity(tmp_path / name) for name in kept} == kept
-    assert_same(out, packed(tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert_same(out, packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
     assert report.shards == len(shards_beside(out))
     assert leftovers(tmp_path) == []
 
@@ -225,11 +219,11 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, tree):
+def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, image_tree):
     out, fields = tmp_path / "p.h5", {"Z": partial(hold, tmp_path)}
     child = os.fork()
     if child == 0:
-        packed(tree, out, processes(count=1), fields=fields)
+        packed(image_tree, out, processes(count=1), fields=fields)
         os._exit(1)
     workers: list[psutil.Process] = []
     try:
@@ -237,15 +231,15 @@ def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, tree):
         workers = psutil.Process(child).children(recursive=True)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        kept = {path.name: identity(path) for path in tmp_path.glob(".colabkit-*/data/p-*.h5")}
-        packed(tree, out, None, fields=fields)
+        kept = kept_shards(tmp_path)
+        packed(image_tree, out, None, fields=fields)
         assert len(kept) >= 2
         assert {name: identity(tmp_path / name) for name in kept} == kept
         assert any(worker.is_running() for worker in workers)
     finally:
         for worker in workers:
             worker.kill()
-    assert_same(out, packed(tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert_same(out, packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
     assert leftovers(tmp_path) == []
 
 
@@ -262,29 +256,29 @@ class Counting(ThreadPoolExecutor):
         return future
 
 
-def test_an_error_in_a_task_stops_the_others_and_comes_as_it_is(tmp_path, tree):
-    (tree / "ants" / "005.png").write_text("no image")
+def test_an_error_in_a_task_stops_the_others_and_comes_as_it_is(tmp_path, image_tree):
+    (image_tree / "ants" / "005.png").write_text("no image")
     with Counting(1) as executor:
         with pytest.raises(BadImage, match=r"Cannot pack 'ants/005.png' of .*on_bad='skip'"):
-            packed(tree, tmp_path / "p.h5", executor, encoding="raw", shard_bytes=ROW)
+            packed(image_tree, tmp_path / "p.h5", executor, encoding="raw", shard_bytes=ROW)
         assert executor.given == 24
-        kept = sorted(path.name for path in tmp_path.glob(".colabkit-*/data/p-*.h5"))
+        kept = sorted(kept_shards(tmp_path))
         assert kept[:5] == [f"p-0000{number}.h5" for number in range(5)]
         assert "p-00005.h5" not in kept
         assert len(kept) < 20
         assert not (tmp_path / "p.h5").exists()
-        report = packed(tree, tmp_path / "p.h5", executor, on_bad="skip", encoding="raw")
+        report = packed(image_tree, tmp_path / "p.h5", executor, on_bad="skip", encoding="raw")
     assert [path for path, _ in report.bad] == ["ants/005.png"]
     assert leftovers(tmp_path) == []
 
 
-def test_an_error_of_the_users_code_comes_with_its_trace(tmp_path, tree):
+def test_an_error_of_the_users_code_comes_with_its_trace(tmp_path, image_tree):
     with processes() as executor, pytest.raises(RuntimeError, match=r"ZeroDivisionError.*of mine[^$]*in fail"):
-        packed(tree, tmp_path / "p.h5", executor, fields={"Z": fail})
+        packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": fail})
     assert not (tmp_path / "p.h5").exists()
 
 
-def test_ctrl_c_cancels_what_has_not_begun_and_leaves_the_executor_alone(tmp_path, tree):
+def test_ctrl_c_cancels_what_has_not_begun_and_leaves_the_executor_alone(tmp_path, image_tree):
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def interrupted(path: str) -> int:
@@ -302,27 +296,27 @@ def test_ctrl_c_cancels_what_has_not_begun_and_leaves_the_executor_alone(tmp_pat
     thread.start()
     with Counting(1) as executor:
         with pytest.raises(KeyboardInterrupt):
-            packed(tree, tmp_path / "p.h5", executor, fields={"Z": interrupted})
+            packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": interrupted})
         thread.join()
         assert not (tmp_path / "p.h5").exists()
-        assert len(list(tmp_path.glob(".colabkit-*/data/p-*.h5"))) < 3
-        packed(tree, tmp_path / "p.h5", executor, fields={"Z": interrupted})
+        assert len(kept_shards(tmp_path)) < 3
+        packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": interrupted})
     assert len(content(tmp_path / "p.h5")["train"]) == 24
     assert leftovers(tmp_path) == []
 
 
-def test_what_is_no_executor_or_cannot_be_sent_is_told_in_one_line(tmp_path, tree):
+def test_what_is_no_executor_or_cannot_be_sent_is_told_in_one_line(tmp_path, image_tree):
     for wrong in (4, "threads", ThreadPoolExecutor, multiprocessing):
         with pytest.raises(InvalidOption, match=r"executor=.*client.get_executor\(\)"):
-            packed(tree, tmp_path / "p.h5", wrong)  # type: ignore[arg-type]
+            packed(image_tree, tmp_path / "p.h5", wrong)  # type: ignore[arg-type]
     with processes() as executor, pytest.raises(InvalidOption, match=r"cannot be sent .*at the top of a module"):
-        packed(tree, tmp_path / "p.h5", executor, fields={"Z": lambda path: 3})
+        packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": lambda path: 3})
     with pytest.raises(PackingFailed, match="new executor"):
-        packed(tree, tmp_path / "p.h5", executor)
+        packed(image_tree, tmp_path / "p.h5", executor)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
 
 
-def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, tree):
+def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, image_tree):
     plans: list[ShardTask] = []
 
     class Keeping(ThreadPoolExecutor):
@@ -331,7 +325,7 @@ def test_a_task_that_nobody_waits_for_any_more_changes_nothing(tmp_path, tree):
             return super().submit(function, *arguments)
 
     with Keeping(1) as executor:
-        packed(tree, tmp_path / "p.h5", executor)
+        packed(image_tree, tmp_path / "p.h5", executor)
     (tmp_path / "p.h5").unlink()
     for shard in shards_beside(tmp_path / "p.h5"):
         shard.unlink()

@@ -8,24 +8,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from packed_files import WAYS, files_of, fork, labels_of, packed, photos, stored
+from packed_files import WAYS, files_of, fork, labels_of, names_in, packed, stored
 from trees import leftovers
 
 from colabkit.errors import BadSource, InvalidOption, TargetExists
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Return twelve photos of one size in three classes."""
-    return photos(tmp_path / "tree")
-
-
-def alone(folder: Path) -> list[str]:
-    """Return what is in a folder, hidden or not."""
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture
@@ -113,7 +102,7 @@ def test_functions_of_the_path_become_fields(tmp_path, tree, monkeypatch, encodi
 def test_a_function_that_changes_its_kind_is_refused_and_nothing_is_rounded(tmp_path, tree, values):
     with pytest.raises(BadSource, match=r"Cannot pack the field 'z' of 'ants/001.jpg': .* like the first"):
         pack(tree, tmp_path / "p.h5", fields={"z": lambda path: values["000" not in path]}, progress=False)
-    assert alone(tmp_path) == ["tree"]
+    assert names_in(tmp_path) == ["tree"]
 
 
 def test_numbers_that_fit_the_first_ones_kind_are_taken(tmp_path, tree):
@@ -127,14 +116,14 @@ def test_an_error_of_a_users_function_comes_as_it_is(tmp_path, tree):
 
     with pytest.raises(ZeroDivisionError):
         pack(tree, tmp_path / "p.h5", fields={"z": fail}, threads=1, progress=False)
-    assert alone(tmp_path) == ["tree"]
+    assert names_in(tmp_path) == ["tree"]
 
 
 def test_more_fields_than_a_seal_names_are_one_clear_error(tmp_path, tree):
     fields = {f"a further field {number}": "path" for number in range(100)}
     with pytest.raises(InvalidOption, match=r"Cannot pack into one file: 204 data sets.*Leave out fields"):
         pack(tree, tmp_path / "p.h5", fields=fields, progress=False)
-    assert alone(tmp_path) == ["tree"]
+    assert names_in(tmp_path) == ["tree"]
     few = dict(list(fields.items())[:10])
     assert len(read_pack(packed(tree, tmp_path / "p.h5", fields=few)).fields) == 12
 

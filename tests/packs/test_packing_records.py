@@ -15,14 +15,14 @@ import pandas as pd
 import pytest
 import torch
 from far_mounts import FuseMount, has_fuse
+from packed_files import opened
 from pictures import saved
 from record_files import example, framed, lmdb_of, shards_of, tar_of
 from trees import make_tree, needs
 
 from colabkit.errors import BadSource, InvalidOption
-from colabkit.packs.dataset.opened_pack import Pack, open_pack
+from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.verification import verify
 from colabkit.storage.staging import targets
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (24, 7, 5, 3), dtype=np.uint8)
@@ -37,13 +37,6 @@ def _near(near_storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def png(number: int) -> bytes:
     return saved(PIXELS[number], "PNG")
-
-
-def packed(source: Any, out: Path, **options: Any) -> Pack:
-    """Pack a source, check every sample against its CRC, and open the pack."""
-    report = pack(source, out, progress=False, **options)
-    assert verify(report.path, progress=False).damaged == ()
-    return open_pack(report.path)
 
 
 def numbers_of(found: Pack, split: str) -> list[int]:
@@ -92,7 +85,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {"webdataset": web_shards, "tfrecord"
 
 
 def test_webdataset_shards_give_labels_splits_and_fields(tmp_path):
-    found = packed(web_shards(tmp_path / "s"), tmp_path / "p.h5", fields={"word": "txt", "age": "json.age"})
+    found = opened(web_shards(tmp_path / "s"), tmp_path / "p.h5", fields={"word": "txt", "age": "json.age"})
     assert (found.splits, found.classes) == ({"train": 18, "test": 6}, ("0", "1", "2"))
     assert numbers_of(found, "train") == list(range(18))
     assert numbers_of(found, "test") == list(range(18, 24))
@@ -110,33 +103,33 @@ def test_a_pattern_braces_and_a_list_mean_the_same_shards(tmp_path):
         [folder / f"train-{number:06d}.tar" for number in range(3)],
     ]
     for number, source in enumerate(spellings):
-        found = packed(source, tmp_path / f"{number}.h5")
+        found = opened(source, tmp_path / f"{number}.h5")
         assert numbers_of(found, "train") == list(range(18))
-    one = packed(folder / "train-000001.tar", tmp_path / "one.h5", splits={"train": 0.5, "test": 0.5})
+    one = opened(folder / "train-000001.tar", tmp_path / "one.h5", splits={"train": 0.5, "test": 0.5})
     assert sorted(numbers_of(one, "train") + numbers_of(one, "test")) == list(range(6, 12))
     assert [torch.bincount(one[split].labels).tolist() for split in one] == [[1, 1, 1]] * 2
 
 
 def test_tfrecord_gives_labels_splits_and_fields(tmp_path):
-    found = packed(tf_records(tmp_path / "r"), tmp_path / "p.h5", fields=["name", "age", "box"])
+    found = opened(tf_records(tmp_path / "r"), tmp_path / "p.h5", fields=["name", "age", "box"])
     assert found.splits == {"train": 18, "test": 6}
     assert numbers_of(found, "test") == list(range(18, 24))
     for n in range(18):
         _, label, word, age, box = found["train"][n]
         assert (label, word, float(age), box.tolist()) == (n % 3, f"word {n}", n / 2, [n, n + 1])
-    several = packed(tf_records(tmp_path / "q"), tmp_path / "q.h5", labels="age", fields={"class": "image/class/label"})
+    several = opened(tf_records(tmp_path / "q"), tmp_path / "q.h5", labels="age", fields={"class": "image/class/label"})
     assert several["test"].labels.tolist() == [n / 2 for n in range(18, 24)]
     assert several["test"][0][2] == 0
 
 
 def test_an_lmdb_gives_labels_and_shares(tmp_path):
-    found = packed(database(tmp_path / "d"), tmp_path / "p.h5", splits={"train": 0.5, "dev": 0.25, "test": 0.25})
+    found = opened(database(tmp_path / "d"), tmp_path / "p.h5", splits={"train": 0.5, "dev": 0.25, "test": 0.25})
     assert (found.splits, found.classes) == ({"train": 12, "dev": 6, "test": 6}, NAMES)
     dealt = [number for split in found for number in numbers_of(found, split)]
     assert sorted(dealt) == list(range(24))
     for split in found:
         assert found[split].labels.tolist() == [number % 3 for number in numbers_of(found, split)]
-    unlabelled = packed(database(tmp_path / "e"), tmp_path / "q.h5", labels=None)
+    unlabelled = opened(database(tmp_path / "e"), tmp_path / "q.h5", labels=None)
     assert unlabelled["train"].labels is None
     assert unlabelled["train"][0].shape == (3, 7, 5)
 
@@ -147,12 +140,12 @@ def test_far_records_are_staged_whole_and_give_the_near_pack(tmp_path, kind, opt
     needs("FUSE with mfusepy", has_fuse())
     (tmp_path / "far").mkdir()
     KINDS[kind](tmp_path / "far" / "set")
-    near = packed(tmp_path / "far" / "set", tmp_path / "near.h5", **options)
+    near = opened(tmp_path / "far" / "set", tmp_path / "near.h5", **options)
     with FuseMount(tmp_path / "mount", tmp_path / "far", latency_s=0.002) as mount:
-        far = packed(tmp_path / "mount" / "set", tmp_path / "p.h5", **options)
+        far = opened(tmp_path / "mount" / "set", tmp_path / "p.h5", **options)
         files = [path for path in (tmp_path / "far" / "set").iterdir() if path.suffix != ".mdb" or path.stem == "data"]
-        opened = [path for path in mount.opened_paths if path.startswith("/set/")]
-        assert len(opened) <= 3 * len(files)  # not once for each of 24 samples
+        read = [path for path in mount.opened_paths if path.startswith("/set/")]
+        assert len(read) <= 3 * len(files)  # not once for each of 24 samples
         assert pack(tmp_path / "mount" / "set", tmp_path / "p.h5", progress=False, **options).reused
     assert far.source == str(tmp_path / "mount" / "set")
     assert (far.splits, far.classes, far.encoding) == (near.splits, near.classes, near.encoding)
@@ -167,9 +160,9 @@ def test_a_pattern_of_far_shards_is_staged_and_packed(tmp_path):
     needs("FUSE with mfusepy", has_fuse())
     web_shards(tmp_path / "far")
     with FuseMount(tmp_path / "mount", tmp_path / "far") as mount:
-        found = packed(f"{mount.point}/train-*.tar", tmp_path / "p.h5")
+        found = opened(f"{mount.point}/train-*.tar", tmp_path / "p.h5")
         assert numbers_of(found, "train") == list(range(18))
-        found = packed(mount.point / "train-000002.tar", tmp_path / "q.h5")
+        found = opened(mount.point / "train-000002.tar", tmp_path / "q.h5")
         assert numbers_of(found, "train") == list(range(12, 18))
 
 
@@ -193,11 +186,11 @@ def test_an_archive_gives_the_pack_of_its_folder_without_extracting_it(tmp_path,
     needs("FUSE with mfusepy", has_fuse())
     tree = make_tree(tmp_path / "tree", 4, prefix="train")
     make_tree(tree, 2, prefix="val")
-    expected = packed(tree, tmp_path / "expected.h5")
+    expected = opened(tree, tmp_path / "expected.h5")
     (tmp_path / "far").mkdir()
     archive_of(tree, tmp_path / "far" / name)
     with FuseMount(tmp_path / "mount", tmp_path / "far") as mount:
-        found = packed((mount.point if is_far else tmp_path / "far") / name, tmp_path / "p.h5")
+        found = opened((mount.point if is_far else tmp_path / "far") / name, tmp_path / "p.h5")
     assert found.splits == expected.splits == {"train": 12, "dev": 6}
     for split in found:
         assert torch.equal(found[split].rows, expected[split].rows)
@@ -209,15 +202,15 @@ def test_an_object_of_a_bucket_that_holds_many_samples_is_packed(tmp_path):
     bucket = fsspec.filesystem("memory")
     place = f"/{tmp_path.name}"
     tree = make_tree(tmp_path / "tree", 2)
-    expected = packed(tree, tmp_path / "expected.h5")
+    expected = opened(tree, tmp_path / "expected.h5")
     try:
         for name in ("a.zip", "a.tar.gz"):
             bucket.pipe(f"{place}/{name}", archive_of(tree, tmp_path / name).read_bytes())
-            found = packed(f"memory:/{place}/{name}", tmp_path / f"{name}.h5")
+            found = opened(f"memory:/{place}/{name}", tmp_path / f"{name}.h5")
             assert torch.equal(found["train"].rows, expected["train"].rows)
         file = tf_records(tmp_path / "r") / "train.tfrecord"
         bucket.pipe(f"{place}/train.tfrecord", file.read_bytes())
-        assert numbers_of(packed(f"memory:/{place}/train.tfrecord", tmp_path / "r.h5"), "train") == list(range(18))
+        assert numbers_of(opened(f"memory:/{place}/train.tfrecord", tmp_path / "r.h5"), "train") == list(range(18))
     finally:
         bucket.rm(place, recursive=True)
 
@@ -250,7 +243,7 @@ def test_a_table_gives_labels_splits_and_fields(tmp_path, table, kind):
         table.to_csv(source := tmp_path / "t.csv", index=False)
     elif kind == "parquet":
         table.to_parquet(source := tmp_path / "t.parquet")
-    found = packed(source, tmp_path / "p.h5", labels="label", splits="split", fields=["age", "note"])
+    found = opened(source, tmp_path / "p.h5", labels="label", splits="split", fields=["age", "note"])
     assert (found.splits, found.classes) == ({"train": 16, "dev": 16, "test": 16}, NAMES)
     assert numbers_of(found, "dev") == [*range(8, 16), *range(8, 16)]  # a file in two rows is two samples
     for row in range(16):
@@ -261,16 +254,16 @@ def test_a_table_gives_labels_splits_and_fields(tmp_path, table, kind):
 
 
 def test_labels_are_several_columns_numbers_a_function_or_nothing(tmp_path, table):
-    both = packed(table, tmp_path / "a.h5", labels=["is_old", "is_red"])
+    both = opened(table, tmp_path / "a.h5", labels=["is_old", "is_red"])
     assert (both.info.meta["label_kind"], both.classes) == ("multilabel", ("is_old", "is_red"))
     assert both["dev"].labels[:8].tolist() == [[int(n > 12), n % 2] for n in range(8, 16)]
-    ages = packed(table, tmp_path / "b.h5", labels="age")
+    ages = opened(table, tmp_path / "b.h5", labels="age")
     assert (ages.info.meta["label_kind"], ages.classes) == ("regression", ())
     assert ages["test"].labels[:3].tolist() == [8.0, 8.5, 9.0]
-    odd = packed(table, tmp_path / "c.h5", labels=lambda path: "odd" if int(Path(path).stem) % 2 else "even")
+    odd = opened(table, tmp_path / "c.h5", labels=lambda path: "odd" if int(Path(path).stem) % 2 else "even")
     assert odd.classes == ("even", "odd")
     assert odd["train"].labels[:4].tolist() == [0, 1, 0, 1]
-    alone = packed(table, tmp_path / "d.h5", labels=None, splits=lambda path: "test" if "1" in path[-6:] else "train")
+    alone = opened(table, tmp_path / "d.h5", labels=None, splits=lambda path: "test" if "1" in path[-6:] else "train")
     assert alone["train"].labels is None
     assert np.array_equal(alone["train"][0].permute(1, 2, 0), PIXELS[0])
     assert set(numbers_of(alone, "test")) == {n for n in range(24) if "1" in f"{n:02d}"}
@@ -278,7 +271,7 @@ def test_labels_are_several_columns_numbers_a_function_or_nothing(tmp_path, tabl
 
 def test_shares_of_a_table_keep_labels_and_pictures_together(tmp_path, table):
     frame = table.drop(columns="split")
-    found = packed(frame, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5}, seed=3, fields=["note"])
+    found = opened(frame, tmp_path / "p.h5", splits={"train": 0.5, "test": 0.5}, seed=3, fields=["note"])
     seen = []
     for split in found:
         assert torch.bincount(found[split].labels).tolist() == [8, 8, 8]
@@ -310,6 +303,6 @@ def test_arrays_in_shards_keep_their_dtype(tmp_path):
         file = io.BytesIO()
         np.save(file, np.full((2, 3), n, ">f4"))
         members += [(f"{n}.cls", b"%d" % (n % 2)), (f"{n}.npy", file.getvalue())]
-    found = packed(tar_of(tmp_path / "a.tar", *members), tmp_path / "p.h5")
+    found = opened(tar_of(tmp_path / "a.tar", *members), tmp_path / "p.h5")
     assert found["train"][3][0].tolist() == [[3.0] * 3] * 2
     assert found["train"].labels.tolist() == [0, 1, 0, 1]

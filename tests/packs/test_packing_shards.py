@@ -4,77 +4,23 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from contract import AtChange, fill_disk
+from packed_files import ROW, assert_same, content, flip_byte, identity, sharded, shards_beside
+from packing_tasks import Noise
 from PIL import Image
-from trees import leftovers, make_tree
+from trees import leftovers
 
 from colabkit.errors import BadImage, BadSource, Corrupt, InvalidOption, SourceMissing, TargetExists
-from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing.api import PackReport, pack
+from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.verification import verify
 
-ROW = 6 * 5 * 3
 
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Return a folder of images in three splits: 6, 6 and 3."""
-    for prefix, count in (("train", 2), ("val", 2), ("test", 1)):
-        make_tree(tmp_path / "tree", count, prefix=prefix)
-    return tmp_path / "tree"
-
-
-@pytest.fixture
-def small_tree(tmp_path: Path) -> Path:
-    """Return a folder of 6 images."""
-    return make_tree(tmp_path / "small", 2)
-
-
-def packed(source: Any, out: Path, shard_bytes: int | None = 4 * ROW, **options: Any) -> PackReport:
-    return pack(source, out, shard_bytes=shard_bytes, threads=1, progress=False, **options)
-
-
-def shards_beside(index: Path) -> list[Path]:
-    return sorted(index.parent.glob(f"{index.stem}-0*.h5"))
-
-
-def content(path: Path) -> dict[str, list[tuple[bytes, ...]]]:
-    """Return all samples of each split, read by the public data set and as stored."""
-    found = {}
-    for split, data in open_pack(path).items():
-        samples = [data[number] for number in range(len(data))]
-        fields = [sample if isinstance(sample, tuple) else (sample,) for sample in samples]
-        found[split] = [tuple(np.asarray(value).tobytes() for value in values) for values in fields]
-    return found
-
-
-def assert_same(path: Path, other: Path) -> None:
-    """Assert that two packs hold the same samples, labels, fields and notes, whatever files they lie in."""
-    assert content(path) == content(other)
-    info, expected = read_pack(path), read_pack(other)
-    assert sorted(info.meta["bad"], key=str) == sorted(expected.meta["bad"], key=str)
-    for name in ("splits", "classes", "fields", "left_out", "encoding", "plan"):
-        assert info.meta[name] == expected.meta[name], name
-    for split in info.splits:
-        labels = [read_pack(info.path.with_name(one.name)) for one in info.shards if split in one.splits]
-        if "Y" in info.fields:
-            whole = np.concatenate([one.table(f"Y_{split}") for one in labels])
-            assert np.array_equal(info.table(f"Y_{split}"), whole)
-            assert np.array_equal(whole, expected.table(f"Y_{split}"))
-    assert verify(path, progress=False).is_good
-
-
-def identity(path: Path) -> tuple[int, int]:
-    return path.stat().st_ino, path.stat().st_mtime_ns
-
-
-def test_samples_lie_in_shards_once_and_in_order_over_all_splits(tmp_path, tree):
-    report = packed(tree, tmp_path / "p.h5")
+def test_samples_lie_in_shards_once_and_in_order_over_all_splits(tmp_path, split_tree):
+    report = sharded(split_tree, tmp_path / "p.h5")
     assert report.splits == {"train": 6, "dev": 6, "test": 3}
     info = read_pack(report.path)
     assert [(one.name, dict(one.splits)) for one in info.shards] == [
@@ -86,7 +32,7 @@ def test_samples_lie_in_shards_once_and_in_order_over_all_splits(tmp_path, tree)
     assert (report.shards, report.reused) == (4, False)
     assert report.pack_bytes == sum(path.stat().st_size for path in tmp_path.glob("p*.h5"))
     assert "in 4 shards" in repr(report)
-    assert_same(report.path, packed(tree, tmp_path / "whole.h5", None).path)
+    assert_same(report.path, sharded(split_tree, tmp_path / "whole.h5", None).path)
     assert leftovers(tmp_path) == []
 
 
@@ -105,8 +51,8 @@ def test_samples_lie_in_shards_once_and_in_order_over_all_splits(tmp_path, tree)
     ],
 )
 def test_every_encoding_and_field_goes_into_shards(tmp_path, small_tree, options):
-    whole = packed(small_tree, tmp_path / "whole.h5", None, **options)
-    report = packed(small_tree, tmp_path / "p.h5", 40, **options)
+    whole = sharded(small_tree, tmp_path / "whole.h5", None, **options)
+    report = sharded(small_tree, tmp_path / "p.h5", 40, **options)
     assert report.shards > 1
     assert_same(report.path, whole.path)
 
@@ -117,27 +63,16 @@ def test_arrays_go_into_shards(tmp_path):
         split: {"X": random.normal(size=(count, 3, 2)), "Y": random.integers(0, 5, count), "name": ["ä" * 9] * count}
         for split, count in (("train", 50), ("test", 7))
     }
-    report = packed(parts, tmp_path / "p.h5", 20 * 48)
+    report = sharded(parts, tmp_path / "p.h5", 20 * 48)
     assert report.shards == 3
-    assert_same(report.path, packed(parts, tmp_path / "whole.h5", None).path)
-    assert packed(parts, tmp_path / "p.h5", 20 * 48).reused
-
-
-class Noise:
-    """A map-style data set of images of one size."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, number: int) -> tuple[Image.Image, int]:
-        random = np.random.default_rng(number)
-        return Image.fromarray(random.integers(0, 256, (30, 40, 3), dtype=np.uint8)), number % 3
+    assert_same(report.path, sharded(parts, tmp_path / "whole.h5", None).path)
+    assert sharded(parts, tmp_path / "p.h5", 20 * 48).reused
 
 
 @pytest.mark.parametrize("options", [{}, {"encoding": "jpeg"}])
 def test_data_sets_go_into_shards_of_about_the_size_asked_for(tmp_path, options):
-    whole = packed(Noise(), tmp_path / "whole.h5", None, **options)
-    report = packed(Noise(), tmp_path / "p.h5", whole.pack_bytes // 4, **options)
+    whole = sharded(Noise(), tmp_path / "whole.h5", None, **options)
+    report = sharded(Noise(), tmp_path / "p.h5", whole.pack_bytes // 4, **options)
     assert report.shards in (3, 4)
     assert_same(report.path, whole.path)
 
@@ -149,19 +84,19 @@ def test_shards_are_about_as_large_as_asked_for(tmp_path, encoding):
     for number in range(60):
         pixels = random.integers(0, 256, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "tree" / "a" / f"{number}.png")
-    report = packed(tmp_path / "tree", tmp_path / "p.h5", 100_000, encoding=encoding)
+    report = sharded(tmp_path / "tree", tmp_path / "p.h5", 100_000, encoding=encoding)
     sizes = [path.stat().st_size for path in shards_beside(report.path)]
     assert report.shards == len(sizes) > 2
     assert all(70_000 < size < 140_000 for size in sizes), sizes
 
 
 def test_a_pack_that_is_smaller_than_a_shard_is_one_shard(tmp_path, small_tree):
-    report = packed(small_tree, tmp_path / "p.h5", 1 << 30)
+    report = sharded(small_tree, tmp_path / "p.h5", 1 << 30)
     assert (report.shards, [path.name for path in shards_beside(report.path)]) == (1, ["p-00000.h5"])
 
 
 def test_a_shard_holds_at_least_one_sample(tmp_path, small_tree):
-    report = packed(small_tree, tmp_path / "p.h5", 1)
+    report = sharded(small_tree, tmp_path / "p.h5", 1)
     assert report.shards == 6
     assert [dict(one.splits) for one in read_pack(report.path).shards] == [{"train": 1}] * 6
 
@@ -173,55 +108,51 @@ def break_some(tree: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("on_bad", ["skip", "blank"])
 @pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
-def test_bad_files_in_any_shard_are_listed_as_in_one_pack(tmp_path, tree, on_bad, encoding):
-    break_some(tree, "train/ants/001.png", "val/ants/000.png", "test/cats/000.png")
+def test_bad_files_in_any_shard_are_listed_as_in_one_pack(tmp_path, split_tree, on_bad, encoding):
+    break_some(split_tree, "train/ants/001.png", "val/ants/000.png", "test/cats/000.png")
     options = {"on_bad": on_bad, "max_bad": 3, "encoding": encoding}
-    report = packed(tree, tmp_path / "p.h5", 300, **options)
+    report = sharded(split_tree, tmp_path / "p.h5", 300, **options)
     assert report.shards > 2
     assert {path for path, _ in report.bad} == {"train/ants/001.png", "val/ants/000.png", "test/cats/000.png"}
     info = read_pack(report.path)
-    expected = read_pack(packed(tree, tmp_path / "whole.h5", None, **options).path)
+    expected = read_pack(sharded(split_tree, tmp_path / "whole.h5", None, **options).path)
     assert sorted(info.meta["bad"], key=str) == sorted(expected.meta["bad"], key=str)
     assert info.meta["splits"] == expected.meta["splits"]
     if encoding == "raw":
         assert content(report.path) == content(expected.path)
 
 
-def test_a_shard_of_bad_files_alone_is_left_out(tmp_path, tree):
-    break_some(tree, "train/ants/000.png", "train/ants/001.png")
-    report = packed(tree, tmp_path / "p.h5", 2 * ROW, on_bad="skip", max_bad=2)
+def test_a_shard_of_bad_files_alone_is_left_out(tmp_path, split_tree):
+    break_some(split_tree, "train/ants/000.png", "train/ants/001.png")
+    report = sharded(split_tree, tmp_path / "p.h5", 2 * ROW, on_bad="skip", max_bad=2)
     assert report.splits == {"train": 4, "dev": 6, "test": 3}
     assert len(report.bad) == 2
     assert "p-00000.h5" not in [path.name for path in shards_beside(report.path)]
-    assert_same(report.path, packed(tree, tmp_path / "whole.h5", None, on_bad="skip", max_bad=2).path)
-    for path in (tree / "train").rglob("*.png"):
+    assert_same(report.path, sharded(split_tree, tmp_path / "whole.h5", None, on_bad="skip", max_bad=2).path)
+    for path in (split_tree / "train").rglob("*.png"):
         path.write_bytes(b"none")
-    shutil.rmtree(tree / "val")
-    shutil.rmtree(tree / "test")
+    shutil.rmtree(split_tree / "val")
+    shutil.rmtree(split_tree / "test")
     with pytest.raises(BadSource, match="no good one among 6 samples"):
-        packed(tree, tmp_path / "none.h5", 2 * ROW, on_bad="skip", max_bad=6, size=4)
+        sharded(split_tree, tmp_path / "none.h5", 2 * ROW, on_bad="skip", max_bad=6, size=4)
     assert leftovers(tmp_path) == []
 
 
-def test_max_bad_counts_all_shards_together_also_those_taken_over(tmp_path, tree):
-    break_some(tree, "train/ants/001.png", "val/ants/000.png", "test/cats/000.png")
+def test_max_bad_counts_all_shards_together_also_those_taken_over(tmp_path, split_tree):
+    break_some(split_tree, "train/ants/001.png", "val/ants/000.png", "test/cats/000.png")
     for _ in range(2):
         with pytest.raises(BadImage, match=r"3 bad files or more.*at most 2"):
-            packed(tree, tmp_path / "p.h5", on_bad="skip", max_bad=2)
+            sharded(split_tree, tmp_path / "p.h5", on_bad="skip", max_bad=2)
     assert shards_beside(tmp_path / "p.h5") == []
     assert not (tmp_path / "p.h5").exists()
 
 
-def test_verify_names_the_shard_that_is_missing_swapped_or_damaged(tmp_path, tree):
-    path = packed(tree, tmp_path / "p.h5").path
+def test_verify_names_the_shard_that_is_missing_swapped_or_damaged(tmp_path, split_tree):
+    path = sharded(split_tree, tmp_path / "p.h5").path
     one, other = shards_beside(path)[1:3]
     info = read_pack(other)
     offset = info.data_sets["X_dev"].offset + 2 * ROW + 7
-    with other.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 4]))
+    flip_byte(other, offset, 4)
     report = verify(path, progress=False)
     assert report.damaged == (("dev", 3),)
     assert "'p-00002.h5'" in repr(report)
@@ -235,17 +166,17 @@ def test_verify_names_the_shard_that_is_missing_swapped_or_damaged(tmp_path, tre
     with pytest.raises(Corrupt, match=r"p-00001\.h5"):
         verify(path, progress=False)
     with pytest.raises(TargetExists, match="damaged"):
-        packed(tree, path)
-    assert packed(tree, path, overwrite=True).splits == {"train": 6, "dev": 6, "test": 3}
+        sharded(split_tree, path)
+    assert sharded(split_tree, path, overwrite=True).splits == {"train": 6, "dev": 6, "test": 3}
     assert verify(path, progress=False).is_good
 
 
-def test_the_same_call_again_touches_nothing(tmp_path, tree, file_hook):
-    packed(tree, tmp_path / "p.h5")
+def test_the_same_call_again_touches_nothing(tmp_path, split_tree, file_hook):
+    sharded(split_tree, tmp_path / "p.h5")
     before = {path: identity(path) for path in tmp_path.glob("p*.h5")}
     changes = AtChange(0, fill_disk)
     file_hook(changes)
-    report = packed(tree, tmp_path / "p.h5")
+    report = sharded(split_tree, tmp_path / "p.h5")
     assert (report.reused, report.shards, changes.count) == (True, 4, 0)
     assert {path: identity(path) for path in tmp_path.glob("p*.h5")} == before
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
+import fcntl
+import os
 import pickle
 import shutil
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from far_mounts import FuseMount, has_fuse
+from far_mounts import FuseMount, has_fuse, wait_for
 from http_servers import served
 from near_copies import zipped
+from packed_files import flip_byte
+from preparations import forget_local, left_over, ready, samples
 from reader_threads import reader_threads
 from trees import leftovers, make_tree, needs
 
@@ -21,6 +28,7 @@ from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.notebook.command_line import main
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.verification import verify
+from colabkit.packs.preparing import api as preparing
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.storage.staging import targets
@@ -39,7 +47,7 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def nothing_is_left(tmp_path: Path, near_storage: Path) -> Iterator[None]:
     """Look after each test for threads and half-done files that stayed."""
     yield
-    assert left_near(near_storage) + leftovers(tmp_path) == []
+    assert left_over(near_storage) + leftovers(tmp_path) == []
 
 
 @pytest.fixture
@@ -47,35 +55,6 @@ def mounted(tmp_path: Path) -> Callable[..., FuseMount]:
     """Return a function that mounts a folder at `tmp_path/far`."""
     needs("FUSE", has_fuse())
     return lambda root, **options: FuseMount(tmp_path / "far", root, **options)
-
-
-def left_near(near_storage: Path) -> list[str]:
-    """Return the threads that still run, and what is half done."""
-    return [*map(str, reader_threads()), *leftovers(near_storage), *map(str, near_storage.rglob("*.staged"))]
-
-
-def begin_anew(near_storage: Path) -> None:
-    """Begin a new session, in which nothing is near."""
-    for path in near_storage.iterdir():
-        shutil.rmtree(path)
-
-
-def ready(source: object, **options: Any) -> PreparedPack:
-    """Prepare without progress bars, and check that what the report says is there."""
-    prepared = prepare(source, progress=False, **options)
-    report = prepared.report
-    assert verify(report.path, progress=False).is_good
-    assert report.path == prepared.path
-    assert report.pack_bytes == report.path.stat().st_size
-    assert (report.saved_path is None) == bool(report.unsaved)
-    if report.saved_path is not None:
-        assert report.saved_path.read_bytes() == report.path.read_bytes()
-    return prepared
-
-
-def samples(prepared: PreparedPack) -> int:
-    """Return how many samples a pack has."""
-    return sum(len(prepared[split]) for split in prepared)
 
 
 def archives(tree: Path) -> None:
@@ -127,7 +106,7 @@ def test_a_saved_pack_is_staged_and_no_file_of_the_source_is_opened(tmp_path, mo
     zipped(tmp_path / "root" / "tree", tmp_path / "root" / "tree.zip")
     with mounted(tmp_path / "root") as mount:
         first = ready(mount.point / name, save_to=mount.point / "packs").report
-        begin_anew(near_storage)
+        forget_local(near_storage)
         before = len(mount.opened_paths)
         prepared = prepare(mount.point / name, save_to=mount.point / "packs", progress=False)
         assert set(mount.opened_paths[before:]) == {f"/packs/{first.saved_path.name}"}
@@ -147,7 +126,7 @@ def test_the_report_says_the_way_and_the_seconds_that_are_known(image_tree, near
     assert "a near pack " in repr(packed)
     assert "packing from the source " in repr(packed)
     assert "a saved pack" not in repr(packed)
-    begin_anew(near_storage)
+    forget_local(near_storage)
     saved = ready(image_tree)
     assert repr(saved).startswith("Staged the pack that was saved at ")
     assert "a saved pack " in repr(saved)
@@ -203,12 +182,12 @@ def test_a_source_that_changed_is_packed_anew(image_tree, near_storage, form, is
         archive.unlink()
         zipped(image_tree, archive)
     if is_new_session:
-        begin_anew(near_storage)
+        forget_local(near_storage)
     changed = ready(source)
     assert changed.report.way == "packed"
     assert samples(changed) == 25
     assert [path.name for path in changed.path.parent.glob("*.h5")] == [changed.path.name]
-    begin_anew(near_storage)
+    forget_local(near_storage)
     assert samples(ready(source)) == 25
 
 
@@ -230,7 +209,7 @@ def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(
         add_image(tree)
         archives(tree)
         assert ready(mount.point / name).report.way == "near"
-        begin_anew(near_storage)
+        forget_local(near_storage)
         assert samples(ready(mount.point / name)) == 7
 
 
@@ -242,7 +221,7 @@ def test_what_changes_deep_inside_is_seen_with_refresh_which_replaces_the_saved_
     fresh = ready(image_tree, refresh=True).report
     assert (fresh.way, fresh.saved_path) == ("packed", first.saved_path)
     assert fresh.saved_path.read_bytes() != old
-    begin_anew(near_storage)
+    forget_local(near_storage)
     assert ready(image_tree).report.way == "saved"
     assert ready(image_tree, refresh=True).report.way == "packed"
 
@@ -299,7 +278,7 @@ def test_an_address_is_fetched_once_and_a_refresh_fetches_it_anew(image_tree, tm
         assert "secret" not in repr(first)
         asked = len(server.requests)
         assert ready(address).report.way == "near"
-        begin_anew(near_storage)
+        forget_local(near_storage)
         assert ready(address).report.way == "saved"
         assert len(server.requests) == asked
         add_image(image_tree)
@@ -315,3 +294,145 @@ def test_a_prepared_pack_keeps_its_report_when_it_is_copied_or_pickled(image_tre
         assert isinstance(other, PreparedPack)
         assert other.report == prepared.report
         assert samples(other) == samples(prepared)
+
+
+# Damaged packs, drives that refuse or hang, and others that prepare too.
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def unseal(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(bytes(4096))
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"<html>quota</html>" * 1000)
+
+
+def flip_a_sample(path: Path) -> None:
+    field = open_pack(path).info.data_sets["X_train"]
+    flip_byte(path, field.offset)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, unseal, garble])
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_damaged_near_pack_is_not_used_but_made_anew(image_tree, damage, is_saved):
+    save_to = "drive:colabkit" if is_saved else None
+    damage(ready(image_tree, save_to=save_to).path)
+    again = ready(image_tree, save_to=save_to)
+    assert again.report.way == ("saved" if is_saved else "packed")
+    assert samples(again) == 24
+
+
+@pytest.mark.parametrize("damage", [cut, empty, unseal, garble, flip_a_sample])
+def test_a_damaged_saved_pack_is_not_used_but_replaced(image_tree, near_storage, damage):
+    damage(ready(image_tree).report.saved_path)
+    forget_local(near_storage)
+    again = ready(image_tree).report
+    assert again.way == "packed"
+    assert "it is damaged" in again.unused
+    assert "The saved pack was not used: Cannot use " in repr(again)
+    forget_local(near_storage)
+    assert ready(image_tree).report.way == "saved"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+def test_a_drive_that_is_full_or_read_only_is_named_in_the_report_and_tried_again(
+    image_tree, drive, file_hook, number, operation
+):
+    def refuse(at: str, path: Path) -> None:
+        if at == operation and path.is_relative_to(drive):
+            raise OSError(number, os.strerror(number), str(path))
+
+    file_hook(refuse)
+    report = ready(image_tree).report
+    assert report.way == "packed"
+    assert os.strerror(number) in report.unsaved
+    assert "not saved: Cannot publish " in repr(report)
+    file_hook(None)
+    again = ready(image_tree).report
+    assert again.way == "near"
+    assert again.saved_path is not None
+
+
+def test_a_drive_that_hangs_is_named_in_the_report(image_tree, tmp_path, monkeypatch):
+    needs("FUSE", has_fuse())
+    monkeypatch.setattr("colabkit.storage.sources.concurrency.STALLED_S", 0.3)
+    monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
+    (tmp_path / "root").mkdir()
+    with FuseMount(tmp_path / "far", tmp_path / "root") as mount:
+        mount.hang()
+        report = ready(image_tree, save_to=mount.point / "packs").report
+        assert report.way == "packed"
+        assert "does not answer" in report.unsaved
+        mount.go_on()
+        wait_for(lambda: not reader_threads(), "the end of the threads")
+
+
+def test_the_second_of_two_at_once_waits_and_uses_the_pack_of_the_first(image_tree, file_hook, monkeypatch):
+    has_begun, is_waiting, may_go_on = threading.Event(), threading.Event(), threading.Event()
+    found: list[PreparedPack] = []
+    monkeypatch.setattr(preparing, "ProgressBar", lambda *_: is_waiting.set() or contextlib.nullcontext(Mock()))
+
+    def hold(operation: str, path: Path) -> None:
+        if operation == "sync":
+            file_hook(None)
+            has_begun.set()
+            assert may_go_on.wait(20)
+
+    file_hook(hold)
+    calls = [threading.Thread(target=lambda: found.append(ready(image_tree))) for _ in range(2)]
+    for call, event in zip(calls, (has_begun, is_waiting), strict=True):
+        call.start()
+        assert event.wait(20)
+    may_go_on.set()
+    for call in calls:
+        call.join(20)
+    assert sorted(one.report.way for one in found) == ["near", "packed"]
+
+
+def test_another_process_that_stands_still_is_not_waited_for(image_tree, near_storage, monkeypatch):
+    path = ready(image_tree).path
+    path.unlink()
+    with (path.parent / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", 0.05)
+        assert ready(image_tree).report.way == "saved"
+
+
+def test_a_disk_without_locks_will_do(image_tree, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert ready(image_tree).report.way == "packed"
+    assert ready(image_tree).report.way == "near"
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_processes_at_once_all_end_right(image_tree, drive, near_storage, is_saved):
+    if is_saved:
+        ready(image_tree)
+        forget_local(near_storage)
+    children = []
+    for _ in range(4):
+        if (pid := os.fork()) == 0:
+            try:
+                prepared = prepare(image_tree, progress=False)
+                is_right = samples(prepared) == 24 and verify(prepared.path, progress=False).is_good
+                os._exit(0 if is_right else 1)
+            except BaseException:
+                os._exit(2)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
+    report = ready(image_tree).report
+    assert report.way == "near"
+    assert [report.saved_path] == list(drive.glob("colabkit/*.h5"))

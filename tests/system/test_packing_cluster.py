@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from packed_files import ROW, assert_same, identity, kept_shards, shards_beside
 from packing_tasks import die_once, process_of
-from test_packing_shards import ROW, assert_same, identity, shards_beside
-from trees import leftovers, make_tree
+from trees import leftovers
 
 from colabkit.errors import BadImage
 from colabkit.packs.dataset.opened_pack import open_pack
@@ -57,18 +57,12 @@ def listening() -> set[int]:
     return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Return a folder of 24 images."""
-    return make_tree(tmp_path / "tree", 8)
-
-
 @pytest.mark.full
-def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(tmp_path, tree, client):
+def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(tmp_path, image_tree, client):
     before = set(client.run(os.getpid).values())
     flag = tmp_path / "died"
     fields = {"Z": partial(die_once, flag), "made_by": process_of}
-    report = packed(tree, tmp_path / "p.h5", client.get_executor(), fields=fields)
+    report = packed(image_tree, tmp_path / "p.h5", client.get_executor(), fields=fields)
     assert int(flag.read_text()) in before
     assert (report.shards, report.made_by) == (len(shards_beside(report.path)), "tasks of an executor")
     data = open_pack(report.path)["train"]
@@ -76,25 +70,27 @@ def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(t
     assert os.getpid() not in makers
     assert makers & before
     fields.pop("made_by")
-    packed(tree, tmp_path / "q.h5", client.get_executor(), fields=fields)
-    assert_same(tmp_path / "q.h5", packed(tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    packed(image_tree, tmp_path / "q.h5", client.get_executor(), fields=fields)
+    assert_same(
+        tmp_path / "q.h5", packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path
+    )
     assert leftovers(tmp_path) == []
 
 
-def test_an_error_cancels_the_tasks_and_the_next_call_goes_on(tmp_path, tree, client):
-    good = (tree / "cats" / "003.png").read_bytes()
-    (tree / "cats" / "003.png").write_bytes(b"no image" * (len(good) // 8) + b"x" * (len(good) % 8))
-    times = (tree / "cats" / "002.png").stat()
-    os.utime(tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
+def test_an_error_cancels_the_tasks_and_the_next_call_goes_on(tmp_path, image_tree, client):
+    good = (image_tree / "cats" / "003.png").read_bytes()
+    (image_tree / "cats" / "003.png").write_bytes(b"no image" * (len(good) // 8) + b"x" * (len(good) % 8))
+    times = (image_tree / "cats" / "002.png").stat()
+    os.utime(image_tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(BadImage, match=r"Cannot pack 'cats/003.png' of"):
-        packed(tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
+        packed(image_tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
     assert not (tmp_path / "p.h5").exists()
-    (tree / "cats" / "003.png").write_bytes(good)
-    os.utime(tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
-    kept = {path.name: identity(path) for path in tmp_path.glob(".colabkit-*/data/p-*.h5")}
+    (image_tree / "cats" / "003.png").write_bytes(good)
+    os.utime(image_tree / "cats" / "003.png", ns=(times.st_atime_ns, times.st_mtime_ns))
+    kept = kept_shards(tmp_path)
     assert kept
-    packed(tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
+    packed(image_tree, tmp_path / "p.h5", client.get_executor(), encoding="raw")
     assert {name: identity(tmp_path / name) for name in kept} == kept
-    whole = packed(tree, tmp_path / "whole.h5", None, encoding="raw", shard_bytes=None)
+    whole = packed(image_tree, tmp_path / "whole.h5", None, encoding="raw", shard_bytes=None)
     assert_same(tmp_path / "p.h5", whole.path)
     assert leftovers(tmp_path) == []

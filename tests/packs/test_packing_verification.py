@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packed_files import files_of, packed, photos
+from packed_files import files_of, flip_byte, packed, photos
 from pictures import photo, saved
 
 from colabkit.errors import ColabkitError, Corrupt
@@ -64,15 +64,13 @@ def owner(info: PackInfo, at: int) -> tuple[str, int] | None:
 
 @every
 def test_every_changed_bit_is_found_and_only_its_sample_is_named(made):
-    info, data = read_pack(made), bytearray(made.read_bytes())
+    info = read_pack(made)
     random = np.random.default_rng(4)
     named = 0
     for at, bit in zip(
-        random.integers(0, len(data), FLIPS).tolist(), random.integers(0, 8, FLIPS).tolist(), strict=True
+        random.integers(0, made.stat().st_size, FLIPS).tolist(), random.integers(0, 8, FLIPS).tolist(), strict=True
     ):
-        with made.open("r+b") as file:
-            file.seek(at)
-            file.write(bytes([data[at] ^ 1 << bit]))
+        flip_byte(made, at, 1 << bit)
         sample = owner(info, at)
         if sample is None:
             with pytest.raises(ColabkitError):
@@ -83,9 +81,7 @@ def test_every_changed_bit_is_found_and_only_its_sample_is_named(made):
             with pytest.raises(Corrupt, match=rf"{sample[0]}\[{sample[1]}\]"):
                 open_pack(made)[sample[0]][sample[1]]
             named += 1
-        with made.open("r+b") as file:
-            file.seek(at)
-            file.write(data[at : at + 1])
+        flip_byte(made, at, 1 << bit)
     assert named > 20
     assert verify(made, progress=False).is_good
 
@@ -94,17 +90,15 @@ def test_every_changed_bit_is_found_and_only_its_sample_is_named(made):
 def test_all_damaged_samples_are_named_at_once(made):
     info = read_pack(made)
     wanted = set()
-    with made.open("r+b") as file:
-        for split in info.splits:
-            for field in info.sample_fields():
-                one = info.data_sets[field.data_set(split)]
-                for at in range(one.offset, one.offset + one.size_bytes, max(1, one.size_bytes // 3)):
-                    file.seek(at)
-                    byte = file.read(1)[0]
-                    file.seek(at)
-                    file.write(bytes([byte ^ 255]))
-                    wanted.add(owner(info, at))
+    for split in info.splits:
+        for field in info.sample_fields():
+            one = info.data_sets[field.data_set(split)]
+            for at in range(one.offset, one.offset + one.size_bytes, max(1, one.size_bytes // 3)):
+                flip_byte(made, at, 255)
+                wanted.add(owner(info, at))
     report = verify(made, progress=False)
+    first = ", ".join(f"{split}[{index}]" for split, index in report.damaged[:5])
+    assert f", first {first}" in repr(report)
     assert set(report.damaged) == wanted
     assert list(report.damaged) == sorted(report.damaged, key=lambda one: (info.splits.index(one[0]), one[1]))
     assert f"{len(wanted)} of {sum(map(info.count, info.splits))} samples" in repr(report)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from contract import fill_disk
-from packed_files import files_of, fork, packed, photos, stored
+from packed_files import files_of, fork, names_in, packed, photos, stored
 from trees import leftovers
 
 from colabkit.errors import BadSource, NotEnoughSpace, PackingFailed, TimedOut
@@ -118,11 +118,6 @@ def stalls_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(sample_writer, "ForkedWorkers", functools.partial(ForkedWorkers, stalled_s=seconds))
 
 
-def alone(tree: Path) -> bool:
-    """Return whether nothing but the tree is in its folder."""
-    return [path.name for path in tree.parent.iterdir()] == [tree.name]
-
-
 @pytest.mark.parametrize("cpus", [2, 3])
 def test_samples_are_made_by_as_many_processes_as_there_are_cpus(tmp_path, tree, monkeypatch, cpus):
     fork(monkeypatch, chunk_samples=1, cpus=cpus)
@@ -177,7 +172,7 @@ def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypat
     at_chunk(monkeypatch, 10, act)
     with pytest.raises(PackingFailed, match=rf"died twice at 'bees/002.jpg' to 'bees/003.jpg' \({how}\)"):
         pack(tree, tmp_path / "p.h5", encoding=encoding, progress=False)
-    assert alone(tree)
+    assert names_in(tmp_path) == ["tree"]
 
 
 def test_every_worker_may_die_once(tmp_path, tree, monkeypatch):
@@ -257,7 +252,7 @@ def test_an_error_of_a_worker_comes_as_it_is_where_it_can(tmp_path, tree, monkey
         pack(tree, tmp_path / "p.h5", progress=False)
     cause = caught.value.__cause__ or caught.value
     assert isinstance(cause, BadSource) or "in fail" in str(cause) + "".join(getattr(cause, "__notes__", []))
-    assert alone(tree)
+    assert names_in(tmp_path) == ["tree"]
 
 
 def test_a_disk_that_is_full_for_a_worker_leaves_nothing(tmp_path, tree, monkeypatch, file_hook):
@@ -270,7 +265,7 @@ def test_a_disk_that_is_full_for_a_worker_leaves_nothing(tmp_path, tree, monkeyp
     file_hook(full)
     with pytest.raises(NotEnoughSpace, match="No space left"):
         pack(tree, tmp_path / "p.h5", encoding="raw", progress=False)
-    assert alone(tree)
+    assert names_in(tmp_path) == ["tree"]
 
 
 def test_a_process_that_cannot_be_started_is_one_clear_error(tmp_path, tree, monkeypatch):
@@ -286,7 +281,7 @@ def test_a_process_that_cannot_be_started_is_one_clear_error(tmp_path, tree, mon
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(few))
     with pytest.raises(PackingFailed, match=r"no further process.*threads=1"):
         pack(tree, tmp_path / "p.h5", progress=False)
-    assert alone(tree)
+    assert names_in(tmp_path) == ["tree"]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -304,7 +299,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path, tree, monkeypatch, encodi
     monkeypatch.setattr(pack_writer.Compaction, "add", added)
     with pytest.raises(KeyboardInterrupt):
         pack(tree, tmp_path / "p.h5", encoding=encoding, progress=False)
-    assert alone(tree)
+    assert names_in(tmp_path) == ["tree"]
 
 
 class Packing:
