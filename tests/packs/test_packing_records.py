@@ -23,7 +23,7 @@ from trees import make_tree, needs
 from colabkit.errors import BadSource, InvalidOption
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.packing.api import pack
-from colabkit.storage.staging import targets
+from colabkit.storage.staging import places
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (24, 7, 5, 3), dtype=np.uint8)
 NAMES = ("ant", "bee", "cat")
@@ -32,7 +32,7 @@ NAMES = ("ant", "bee", "cat")
 @pytest.fixture(autouse=True)
 def _near(near_storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep near copies in RAM inside the test's own folder, too."""
-    monkeypatch.setattr(targets, "TMPFS", near_storage)
+    monkeypatch.setattr(places, "TMPFS", near_storage)
 
 
 def png(number: int) -> bytes:

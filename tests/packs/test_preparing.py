@@ -31,7 +31,7 @@ from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing import api as preparing
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.prepared_pack import PreparedPack
-from colabkit.storage.staging import targets
+from colabkit.storage.staging import places
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,7 @@ def test_one_more_image_in_a_class_folder_is_seen_by_the_folder_s_time(image_tre
 def test_a_source_on_a_mount_that_changed_is_packed_anew_in_the_next_session(
     tmp_path, mounted, near_storage, monkeypatch, name
 ):
-    monkeypatch.setattr(targets, "TMPFS", tmp_path)
+    monkeypatch.setattr(places, "TMPFS", tmp_path)
     tree = make_tree(tmp_path / "root" / "tree", 2)
     archives(tree)
     with mounted(tmp_path / "root") as mount:
@@ -269,7 +269,7 @@ def test_what_cannot_be_prepared_is_one_typed_line_and_leaves_nothing(image_tree
 
 
 def test_an_address_is_fetched_once_and_a_refresh_fetches_it_anew(image_tree, tmp_path, near_storage, monkeypatch):
-    monkeypatch.setattr(targets, "TMPFS", tmp_path)
+    monkeypatch.setattr(places, "TMPFS", tmp_path)
     content = zipped(image_tree, tmp_path / "birds.zip").read_bytes()
     with served(content) as server:
         address = server.url.replace("file.bin", "birds.zip?token=secret")

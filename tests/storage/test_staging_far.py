@@ -19,7 +19,7 @@ from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
 from colabkit.storage.sources import concurrency, engine, reads
 from colabkit.storage.sources.engine import BLOCK_BYTES
 from colabkit.storage.staging.api import unstage
-from colabkit.storage.staging.writer import journalled
+from colabkit.storage.staging.partial_copy import read_journal
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_a_drive_that_dies_keeps_what_is_near_and_a_new_mount_goes_on(root, driv
             copy(mount.point / "data", threads=1)
         death.join()
     (kept,) = kept_partials(near_storage)
-    there = {f"/data/{path}" for path, *_ in journalled(kept / "journal")[0]}
+    there = {f"/data/{path}" for path, *_ in read_journal(kept / "journal")[0]}
     assert there
     with drive() as mount:
         report = copy(mount.point / "data", threads=1)

@@ -146,6 +146,30 @@ def test_an_address_of_one_file_is_staged_as_that_file(tmp_path):
         assert not report.path.exists()
 
 
+def test_an_address_is_fetched_again_where_a_stricter_verification_is_asked_for(image_tree, tmp_path):
+    with served(zipped(image_tree, tmp_path / "a.zip").read_bytes()) as server:
+        address = server.url.replace("file.bin", "birds.zip")
+        assert copy(address).verify == "size"
+        report = copy(address, verify="full")
+    assert (report.verify, report.reused) == ("full", False)
+    assert data_of(report.path) == data_of(image_tree)
+
+
+def test_an_interrupted_download_is_given_back_by_unstage(near_storage, monkeypatch):
+    def stop(source: str, to: str, **options: object) -> None:
+        Path(to).mkdir(parents=True)
+        (Path(to) / "birds.zip").write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("colabkit.storage.staging.api.fetch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        copy("https://example.com/birds.zip")
+    assert unstage("https://example.com/birds.zip").freed_bytes > 0
+    assert list((near_storage / "downloads").iterdir()) == []
+    with pytest.raises(SourceMissing, match="it was not staged"):
+        unstage("https://example.com/birds.zip")
+
+
 def test_a_source_may_vanish_once_it_is_near(image_tree):
     path = copy(image_tree).path
     shutil.rmtree(image_tree)

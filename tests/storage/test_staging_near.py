@@ -20,7 +20,7 @@ from colabkit.errors import (
 from colabkit.foundation import file_changes
 from colabkit.foundation.environment.limits import MemoryReport
 from colabkit.storage.sources.items import STAGE_SEAL
-from colabkit.storage.staging import targets
+from colabkit.storage.staging import places
 from colabkit.storage.staging.api import unstage
 
 GIB = 1 << 30
@@ -37,9 +37,9 @@ def tmpfs(tmp_path, monkeypatch):
     """Return a folder in the place of tmpfs, with 10 GiB free on a machine with 12 GiB of RAM available."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(targets, "TMPFS", folder)
-    monkeypatch.setattr(targets, "_may_mount", lambda: False)
-    monkeypatch.setattr(targets, "memory_limits", lambda read: MemoryReport(13 * GIB, 12 * GIB, "machine"))
+    monkeypatch.setattr(places, "TMPFS", folder)
+    monkeypatch.setattr(places, "_may_mount", lambda: False)
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(13 * GIB, 12 * GIB, "machine"))
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: 10 * GIB)
     return folder
 
@@ -54,7 +54,7 @@ def test_auto_takes_tmpfs_where_the_bytes_fit(image_tree, tmpfs):
 
 
 def test_auto_takes_disk_where_tmpfs_would_starve_training(image_tree, tmpfs, near_storage, monkeypatch):
-    monkeypatch.setattr(targets, "memory_limits", lambda read: MemoryReport(4 * GIB, 2 * GIB, "machine"))
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(4 * GIB, 2 * GIB, "machine"))
     report = copy(image_tree, "auto")
     assert (report.target, report.path.parent) == ("disk", near_storage)
     assert "do not fit" in report.why
@@ -66,9 +66,9 @@ def test_auto_takes_disk_where_tmpfs_would_starve_training(image_tree, tmpfs, ne
     [(12, 10, 9), (12, 1, 1), (4, 10, 2), (2, 10, 0), (1, 10, 0), (40, 100, 30)],
 )
 def test_tmpfs_leaves_two_gib_or_a_quarter_of_ram_to_training(tmpfs, monkeypatch, available, free, room):
-    monkeypatch.setattr(targets, "memory_limits", lambda read: MemoryReport(64 * GIB, available * GIB, "machine"))
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(64 * GIB, available * GIB, "machine"))
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: free * GIB)
-    assert targets.tmpfs_room() == room * GIB
+    assert places.tmpfs_room() == room * GIB
 
 
 def test_without_tmpfs_auto_is_disk_and_insisting_is_refused(image_tree, tmpfs):
@@ -97,7 +97,7 @@ def test_unstage_refuses_what_stage_did_not_make(image_tree, tmp_path):
     with pytest.raises(SourceMissing, match=r"it was not staged, so there is nothing to remove\. Name the path that"):
         unstage(tmp_path / "nowhere")
     for path in (image_tree, image_tree / "ants" / "000.png", forged, forged / "ants"):
-        with pytest.raises(NotSealed, match=r"it was not staged and is no near copy, so it was left alone\. Name the"):
+        with pytest.raises(NotSealed, match=r"it was not staged and is no local copy, so it was left alone\. Name the"):
             unstage(path)
     assert (state_of(image_tree), state_of(forged)) == before
 

@@ -15,7 +15,8 @@ from colabkit.errors import BadSource, InvalidOption, NotEnoughSpace
 from colabkit.foundation import file_changes
 from colabkit.foundation.environment.limits import MemoryReport
 from colabkit.foundation.mount_table import DRIVEFS_FOLDER
-from colabkit.storage.staging import targets
+from colabkit.foundation.processes import ProcessResult
+from colabkit.storage.staging import places
 from colabkit.storage.staging.api import unstage
 
 GIB = 1 << 30
@@ -26,9 +27,9 @@ def spare(monkeypatch):
     """Return a function that sets the RAM that is available and what is free in tmpfs, in bytes."""
 
     def set_spare(ram: int, tmpfs: int) -> None:
-        monkeypatch.setattr(targets, "memory_limits", lambda read: MemoryReport(64 * GIB, ram, "machine"))
+        monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(64 * GIB, ram, "machine"))
         free = file_changes.free_bytes
-        monkeypatch.setattr(file_changes, "free_bytes", lambda path: tmpfs if path == targets.TMPFS else free(path))
+        monkeypatch.setattr(file_changes, "free_bytes", lambda path: tmpfs if path == places.TMPFS else free(path))
 
     return set_spare
 
@@ -124,7 +125,7 @@ def test_on_drive_room_is_needed_twice_for_its_own_cache_too(image_tree, tmp_pat
 def test_a_tmpfs_is_mounted_where_ram_allows_more_than_the_one_there_and_goes_with_unstage(
     tmp_path, spare, near_storage
 ):
-    needs("root", os.geteuid() == 0 and targets._may_mount())
+    needs("root", os.geteuid() == 0 and places._may_mount())
     spare(64 * GIB, 1000)
     source = MemorySource({"a": os.urandom(3000), "b/c": os.urandom(50_000)})
     report = copy(source, "auto")
@@ -141,10 +142,8 @@ def test_a_tmpfs_is_mounted_where_ram_allows_more_than_the_one_there_and_goes_wi
 
 def test_a_mount_that_is_refused_is_one_error(spare, monkeypatch, near_storage):
     spare(64 * GIB, 1000)
-    monkeypatch.setattr(targets, "_may_mount", lambda: True)
-    monkeypatch.setattr(
-        targets, "run", lambda command, act, timeout: type("Said", (), {"status": 32, "output": "mount: denied"})
-    )
+    monkeypatch.setattr(places, "_may_mount", lambda: True)
+    monkeypatch.setattr(places, "run", lambda command, act, timeout: ProcessResult(32, "mount: denied"))
     with pytest.raises(NotEnoughSpace, match=r"mount: denied.*to='disk'"):
         copy(MemorySource({"a": bytes(3000)}), "tmpfs")
     assert list(near_storage.iterdir()) == []
@@ -152,13 +151,13 @@ def test_a_mount_that_is_refused_is_one_error(spare, monkeypatch, near_storage):
 
 def test_without_the_right_to_mount_disk_is_taken(spare, monkeypatch, near_storage):
     spare(64 * GIB, 1000)
-    monkeypatch.setattr(targets, "_may_mount", lambda: False)
+    monkeypatch.setattr(places, "_may_mount", lambda: False)
     report = copy(MemorySource({"a": bytes(3000)}), "auto")
     assert (report.target, report.path.parent) == ("disk", near_storage)
 
 
 def test_a_small_tmpfs_that_fills_is_refused_before_and_survived_meanwhile(tmp_path, monkeypatch):
-    needs("root", os.geteuid() == 0 and targets._may_mount())
+    needs("root", os.geteuid() == 0 and places._may_mount())
     point = make(tmp_path / "tmpfs")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "test", str(point)], check=True)
     try:

@@ -18,14 +18,13 @@ from near_copies import MemorySource, copy, data_of, kept_partials, zipped
 from trees import leftovers, make_tree
 
 from colabkit.errors import Corrupt, TargetExists
-from colabkit.foundation import file_changes, partials
+from colabkit.foundation import file_changes
 from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.staging.api import unstage
-from colabkit.storage.staging.identity import identity_of
-from colabkit.storage.staging.planning import kept_identity
-from colabkit.storage.staging.writer import Copy, journalled
+from colabkit.storage.staging.partial_copy import PartialCopy, read_journal
+from colabkit.storage.staging.places import candidates, identity_of
 
 
 class CountingSource(MemorySource):
@@ -69,24 +68,24 @@ def test_stage_goes_on_where_it_was_interrupted(near_storage):
 def test_blocks_of_a_big_file_are_not_read_again(near_storage):
     source = CountingSource({"big": os.urandom(3 * BLOCK_BYTES + 7)})
     read: list[int] = []
-    note = Copy.write
+    note = PartialCopy.write
 
-    def stop_after_two(self: Copy, block: Block) -> bool:
+    def stop_after_two(self: PartialCopy, block: Block) -> bool:
         read.append(block.offset)
         if len(read) == 3:
             raise KeyboardInterrupt
         return note(self, block)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Copy, "write", stop_after_two)
+        patch.setattr(PartialCopy, "write", stop_after_two)
         with pytest.raises(KeyboardInterrupt):
             copy(source, threads=1)
     kept = kept_partials(near_storage)[0]
-    ((_, noted),) = journalled(kept / "journal")[0].items()
+    ((_, noted),) = read_journal(kept / "journal")[0].items()
     assert sorted(noted) == sorted(read[:2])
     read.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Copy, "write", lambda self, block: read.append(block.offset) or note(self, block))
+        patch.setattr(PartialCopy, "write", lambda self, block: read.append(block.offset) or note(self, block))
         assert data_of(copy(source, threads=1).path) == source.files
     assert not set(read) & set(noted)
 
@@ -180,7 +179,8 @@ def test_without_locks_processes_work_beside_each_other_and_end_right(image_tree
 def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
     near = tmp_path / "near"
     waited: list[Callable[[], None]] = []
-    held = partials.KeptPartial(tmp_path, kept_identity(identity_of(image_tree, extract=True)[1], near))
+    (place,) = candidates("far", near, identity_of(image_tree, extract=True)[1], "stage")
+    held = place.kept()
     held.__enter__()
 
     def release(seconds: float) -> None:
@@ -189,7 +189,7 @@ def test_another_stage_of_the_same_is_waited_for(image_tree, tmp_path):
             held.__exit__(None, None, None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("colabkit.storage.staging.job.time.sleep", release)
+        patch.setattr("colabkit.foundation.locks.time.sleep", release)
         report = copy(image_tree, near)
     assert len(waited) == 3
     assert data_of(report.path) == data_of(image_tree)
@@ -217,6 +217,17 @@ def test_refresh_reads_again_what_was_damaged_near(image_tree):
     assert copy(image_tree).reused, "sizes are as they were"
     copy(image_tree, refresh=True)
     assert data_of(report.path) == data_of(image_tree)
+
+
+def test_refresh_reads_a_big_file_again_of_which_one_block_was_damaged(tmp_path):
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "big.bin").write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
+    local = copy(tmp_path / "remote").path
+    with (local / "big.bin").open("r+b") as file:
+        file.seek(BLOCK_BYTES + 5)
+        file.write(b"other")
+    copy(tmp_path / "remote", refresh=True)
+    assert data_of(local) == data_of(tmp_path / "remote")
 
 
 def test_refresh_of_an_archive_that_is_the_same_copies_nothing(image_tree, tmp_path, file_hook):

@@ -34,12 +34,11 @@ from colabkit.packs.packing.pack_plan import Encoding, FieldTable, PackPlan, Sam
 from colabkit.storage import (
     Item,
     Listing,
+    LocalCopy,
     ManifestSource,
     RangeSource,
     Retries,
     Source,
-    contents_digest,
-    near_copy_at,
     read_item,
 )
 
@@ -260,13 +259,13 @@ def _table_digest(table: FieldTable) -> str:
 def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
     """Return what a source is known by, and a digest of its contents if there is one.
 
-    Those of a near copy are what it is a copy of, wherever and whenever it was made, unless it was changed since.
+    Those of a local copy are its source's, wherever and whenever it was made, unless it was changed since.
     """
-    near = None if source.can_hang else near_copy_at(Path(source.name))
-    if near is not None:
-        contents, sealed_ns = contents_digest(near[0])
+    copy = None if source.can_hang else LocalCopy.of(Path(source.name))
+    if copy is not None:
+        contents, sealed_ns = copy.contents_digest()
         if all(item.mtime_ns <= sealed_ns for item in items):
-            return near[1].source, contents
+            return copy.seal.source, contents
     root = source.root if isinstance(source, ManifestSource) else ""  # tables in memory have no name of their own
     return f"{source.name}\0{root}" if root else source.name, ""
 

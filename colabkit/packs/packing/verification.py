@@ -23,7 +23,7 @@ from colabkit.foundation import (
 )
 from colabkit.packs.format.layout import CRC, PackInfo
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.storage import StageReport, StageVerifyReport, near_copy_at, verify_near_copy
+from colabkit.storage import LocalCopy, StageReport, StageVerifyReport
 
 _LISTED = 5
 
@@ -87,8 +87,8 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
         path = path.path
     act = f"verify {os.fspath(path)!r}"
     with file_changes.translated(act):
-        if found := near_copy_at(user_path(path, act)):
-            return verify_near_copy(*found, progress=progress)
+        if found := LocalCopy.of(user_path(path, act)):
+            return found.verify(progress=progress)
     info = read_pack(user_path(path, act))
     damaged: list[tuple[str, int]] = []
     files: list[str] = []

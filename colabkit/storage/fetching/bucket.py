@@ -28,7 +28,7 @@ from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries
-from colabkit.storage.staging.writer import Copy
+from colabkit.storage.staging.partial_copy import PartialCopy, requests
 
 _VERSION_FIELDS = frozenset(
     {
@@ -103,13 +103,13 @@ class _BucketDownload:
             kept.note(validator=version)
         items = list(items_of(facts))
         sizes = {item.path: item.size for item in items}
-        with Copy(bucket.name, kept.data, kept.folder / "journal") as copy:
-            copy.go_on(items)
+        with PartialCopy(bucket.name, kept.data, kept.folder / "journal") as copy:
+            copy.resume(items)
             have = sum(min(BLOCK_BYTES, sizes[path] - at) for path, crcs in copy.crcs.items() for at in crcs)
             file_changes.check_space(job.act, sum(sizes.values()) - have, final)
             job.begin(have, sum(sizes.values()) if len(items) == len(facts) else None)
             with Reading(bucket, "auto", retries, stalled_s=job.timeout) as reading:
-                for block in reading.blocks(copy.wanted(bucket, items)):
+                for block in reading.blocks(requests(bucket, items, copy.crcs)):
                     copy.write(block)
                     job.advance(block.size)
             for inside in facts.keys() - sizes.keys():
@@ -121,11 +121,11 @@ class _BucketDownload:
         path = kept.data if is_folder else kept.data / next(iter(facts))
         return Fetched(path, name, bucket.via, version, len(facts), digests_of(path, job.wanted))
 
-    def _read_unsized(self, copy: Copy, path: str) -> None:
+    def _read_unsized(self, copy: PartialCopy, path: str) -> None:
         """Read a file whose size its file system does not know, in one piece."""
         data = answer_of(lambda: self.bucket.read(Item(path, 0)), True, self.job.timeout)
         blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-        copy.write_whole(Item(path, len(data)), blocks)
+        copy.write_blocks(Item(path, len(data)), blocks)
         self.job.advance(len(data))
 
     def _start_over(self) -> Again:

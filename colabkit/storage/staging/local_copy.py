@@ -1,7 +1,7 @@
-"""The seal of a near copy: a hidden file in it, written last, that says what it is and what it holds.
+"""A local copy that `stage()` has finished: its files, and its seal, a hidden file in it that is written last.
 
-Its first line is a JSON object about the whole copy, each further line a JSON array about one file: path, size and time
-at the source, and the CRC32 of each of its blocks.
+The seal's first line is a JSON object about the whole copy, each further line a JSON array about one file: path, size
+and time at the source, and the CRC32 of each of its blocks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from colabkit.foundation import (
-    Corrupt,
-    ProgressBar,
-    Report,
-    TargetExists,
-    cannot,
-    file_changes,
-    format_bytes,
-    format_seconds,
-    format_things,
-)
+from colabkit.foundation import Corrupt, ProgressBar, TargetExists, cannot, file_changes
 from colabkit.storage.sources.engine import BLOCK_BYTES, block_offsets
 from colabkit.storage.sources.items import STAGE_SEAL, Item
+from colabkit.storage.staging.reports import StageVerifyReport
 
 _FORMAT = 2
 
@@ -40,7 +31,7 @@ Crcs = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What a near copy is.
+    """The facts about a local copy.
 
     Attributes:
         key: tells its source and the way it was staged from all others.
@@ -51,7 +42,7 @@ class Seal:
         files: files in it.
         staged_bytes: their bytes.
         retries: reads and listings that were tried again.
-        skipped: what was passed over, with the reason.
+        skipped: what was skipped, with the reason.
         verify: `"size"` or `"full"`.
         origin: size and time of the archive that it was extracted from, None of other sources.
         tmpfs: the folder at which a tmpfs was mounted for it, else empty.
@@ -71,163 +62,138 @@ class Seal:
     tmpfs: str = ""
     format: int = _FORMAT
 
+    def write(self, folder: Path, manifest: Iterable[tuple[Item, Crcs]]) -> None:
+        """Seal a folder that is complete."""
+        lines = [json.dumps(dataclasses.asdict(self))]
+        for item, crcs in manifest:
+            lines.append(json.dumps([item.path, item.size, item.mtime_ns, *(crcs[offset] for offset in sorted(crcs))]))
+        file_changes.write_file(folder / STAGE_SEAL, "\n".join(lines).encode())
 
-def write_seal(folder: Path, seal: Seal, manifest: Iterable[tuple[Item, Crcs]]) -> None:
-    """Write the seal of a folder that is whole."""
-    lines = [json.dumps(dataclasses.asdict(seal))]
-    for item, crcs in manifest:
-        lines.append(json.dumps([item.path, item.size, item.mtime_ns, *(crcs[offset] for offset in sorted(crcs))]))
-    file_changes.write_file(folder / STAGE_SEAL, "\n".join(lines).encode())
 
+@dataclass(frozen=True, slots=True)
+class LocalCopy:
+    """A folder with a seal."""
 
-def read_seal(folder: Path) -> Seal | None:
-    """Return the seal of a near copy, None where there is none or it makes no sense."""
-    try:
-        with (folder / STAGE_SEAL).open("rb") as file:
-            values = json.loads(file.readline())
-        if values["format"] != _FORMAT:
+    folder: Path
+    seal: Seal
+
+    @classmethod
+    def at(cls, folder: Path) -> LocalCopy | None:
+        """Return the local copy in a folder, None if its seal is missing or makes no sense."""
+        try:
+            with (folder / STAGE_SEAL).open("rb") as file:
+                values = json.loads(file.readline())
+            if values["format"] != _FORMAT:
+                return None
+            values["skipped"] = tuple((name, why) for name, why in values["skipped"])
+            values["origin"] = tuple(values["origin"]) if values["origin"] else None
+            return cls(folder, Seal(**values))
+        except (OSError, ValueError, TypeError, KeyError):
             return None
-        values["skipped"] = tuple((name, why) for name, why in values["skipped"])
-        values["origin"] = tuple(values["origin"]) if values["origin"] else None
-        return Seal(**values)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
-
-def read_manifest(folder: Path) -> list[tuple[Item, list[int]]]:
-    """Return the files of a near copy as they were at the source, each with the CRC32 of its blocks.
-
-    Raises:
-        Corrupt: if the manifest is damaged.
-    """
-    try:
-        with (folder / STAGE_SEAL).open("rb") as file:
-            next(file)
-            rows = [json.loads(line) for line in file]
-        return [(Item(path, size, mtime_ns), crcs) for path, size, mtime_ns, *crcs in rows]
-    except (OSError, StopIteration, ValueError, TypeError) as error:
-        act = f"read the manifest of {str(folder)!r}"
-        raise Corrupt(
-            cannot(
-                act, "it is damaged", "the one that stage() wrote is needed", "Run colabkit.stage(..., refresh=True)"
-            )
-        ) from error
-
-
-def contents_digest(folder: Path) -> tuple[str, int]:
-    """Return a SHA-256 of what a near copy was made of, and when it was sealed, in nanoseconds.
-
-    It tells the files' names, sizes and times at the source, and their CRC32s; it is the same wherever the copy is.
-    """
-    with (folder / STAGE_SEAL).open("rb") as file:
-        file.readline()
-        lines = sorted(line.strip() for line in file)
-        sealed_ns = os.fstat(file.fileno()).st_mtime_ns
-    return hashlib.sha256(b"\n".join(lines)).hexdigest(), sealed_ns
-
-
-def sealed_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
-    """Return the CRC32 of each block of a sealed file, by its offset."""
-    return dict(zip(block_offsets(item.size), crcs, strict=False))
-
-
-def is_complete(folder: Path, seal: Seal) -> bool:
-    """Return whether a near copy still has all files that it was sealed with, in their sizes; others do not matter."""
-    sizes = sizes_in(folder)
-    if len(sizes) < seal.files:
-        return False
-    try:
-        return all(sizes.get(item.path) == item.size for item, _ in read_manifest(folder))
-    except Corrupt:
-        return False
-
-
-def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the size of every file of a near copy beside its seal, by its path in it."""
-    sizes: dict[str, int] = {}
-    waiting = [""]
-    while waiting:
-        inside = waiting.pop()
-        with os.scandir(folder / inside) as entries:
-            for entry in entries:
-                path = f"{inside}/{entry.name}" if inside else entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(path)
-                else:
-                    sizes[path] = entry.stat(follow_symlinks=False).st_size
-    sizes.pop(STAGE_SEAL, None)
-    return sizes
-
-
-@dataclass(frozen=True, repr=False)
-class StageVerifyReport(Report):
-    """What `verify()` found in a near copy. `damaged` names each file that is missing or not as it was sealed."""
-
-    path: Path
-    files: int
-    checked_bytes: int
-    damaged: tuple[str, ...]
-    seconds: float
+    @classmethod
+    def of(cls, path: Path) -> LocalCopy | None:
+        """Return the local copy at a path, or whose one file lies there; None if there is none."""
+        if found := cls.at(path):
+            return found
+        found = cls.at(path.parent)
+        return found if found and found.seal.file == path.name else None
 
     @property
-    def is_good(self) -> bool:
-        """Whether no file is damaged."""
-        return not self.damaged
+    def path(self) -> Path:
+        """The folder, or the one file in it where the source is a file."""
+        return self.folder / self.seal.file if self.seal.file else self.folder
 
-    def _summary(self) -> str:
-        if not self.damaged:
-            size = format_bytes(self.checked_bytes)
-            return f"{str(self.path)!r} is whole: {format_things(self.files, 'file')}, {size}, each as it was staged"
-        first = ", ".join(map(repr, self.damaged[:5]))
-        damage = f"{len(self.damaged)} of {format_things(self.files, 'file')}, first {first}"
-        return f"{str(self.path)!r} is damaged: {damage}; run colabkit.stage(..., refresh=True)"
+    def manifest(self) -> list[tuple[Item, list[int]]]:
+        """Return the files as they were at the source, each with the CRC32 of its blocks.
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [("damaged", str(len(self.damaged))), ("checked in", format_seconds(self.seconds))]
+        Raises:
+            Corrupt: if the manifest is damaged.
+        """
+        try:
+            with (self.folder / STAGE_SEAL).open("rb") as file:
+                next(file)
+                rows = [json.loads(line) for line in file]
+            return [(Item(path, size, mtime_ns), crcs) for path, size, mtime_ns, *crcs in rows]
+        except (OSError, StopIteration, ValueError, TypeError) as error:
+            act = f"read the manifest of {str(self.folder)!r}"
+            needed, next_step = "the one that stage() wrote is needed", "Run colabkit.stage(..., refresh=True)"
+            raise Corrupt(cannot(act, "it is damaged", needed, next_step)) from error
 
+    def contents_digest(self) -> tuple[str, int]:
+        """Return a SHA-256 of the files' names, sizes, times and CRC32s, and the time of the seal in nanoseconds.
 
-def near_copy_at(path: Path) -> tuple[Path, Seal] | None:
-    """Return the near copy that a path is, or is the one file of; None if it is none."""
-    if seal := read_seal(path):
-        return path, seal
-    if (seal := read_seal(path.parent)) and seal.file == path.name:
-        return path.parent, seal
-    return None
+        The digest is the same wherever the copy lies.
+        """
+        with (self.folder / STAGE_SEAL).open("rb") as file:
+            file.readline()
+            lines = sorted(line.strip() for line in file)
+            sealed_ns = os.fstat(file.fileno()).st_mtime_ns
+        return hashlib.sha256(b"\n".join(lines)).hexdigest(), sealed_ns
 
+    def is_complete(self) -> bool:
+        """Return whether all sealed files are there in their sizes; other files do not matter."""
+        sizes = self._sizes()
+        if len(sizes) < self.seal.files:
+            return False
+        try:
+            return all(sizes.get(item.path) == item.size for item, _ in self.manifest())
+        except Corrupt:
+            return False
 
-def verify_near_copy(folder: Path, seal: Seal, *, progress: bool) -> StageVerifyReport:
-    """Read all files of a near copy and return which are not as they were sealed."""
-    started = time.monotonic()
-    damaged = []
-    with ProgressBar("verify", seal.staged_bytes, "B", progress, files=seal.files) as bar:
-        for item, sealed in read_manifest(folder):
-            crcs = sealed_crcs(item, sealed)
-            if good_blocks(folder / item.path, item, crcs) != crcs:
-                damaged.append(item.path)
-            bar.advance(item.size, 1)
-    return StageVerifyReport(folder, seal.files, seal.staged_bytes, tuple(damaged), time.monotonic() - started)
+    def has_good(self, item: Item, sealed: list[int]) -> bool:
+        """Return whether a file has the bytes that it was sealed with."""
+        crcs = block_crcs(item, sealed)
+        return good_blocks(self.folder / item.path, item, crcs) == crcs
 
+    def verify(self, *, progress: bool) -> StageVerifyReport:
+        """Read all files and return which of them are missing or damaged."""
+        started = time.monotonic()
+        damaged = []
+        with ProgressBar("verify", self.seal.staged_bytes, "B", progress, files=self.seal.files) as bar:
+            for item, sealed in self.manifest():
+                if not self.has_good(item, sealed):
+                    damaged.append(item.path)
+                bar.advance(item.size, 1)
+        seconds = time.monotonic() - started
+        return StageVerifyReport(self.folder, self.seal.files, self.seal.staged_bytes, tuple(damaged), seconds)
 
-def carry_over(act: str, old: Path, new: Path) -> None:
-    """Give files that others put into a near copy a second name in the one that takes its place.
+    def carry_over(self, act: str, new: Path) -> None:
+        """Give files that users added to this copy a second name in the folder that replaces it.
 
-    Raises:
-        TargetExists: if the source has something else in such a place now, so that a file would be lost.
-    """
-    sizes = sizes_in(old)
-    try:
-        sealed = {item.path for item, _ in read_manifest(old)}
-    except Corrupt:  # then what the source has is taken for the copy's, and all else for somebody's
-        sealed = {path for path in sizes if os.path.lexists(new / path)}
-    for path in sizes:
-        if path in sealed or _are_same(old / path, new / path):
-            continue
-        if not _has_place(new, path):
-            found = f"{path!r} of your own lies in the near copy where the source has something else"
-            next_step = f"Move {os.fspath(old / path)!r} elsewhere, and run it again"
-            raise TargetExists(cannot(act, found, "a place for each", next_step))
-        file_changes.make_folder((new / path).parent)
-        file_changes.link_or_copy(old / path, new / path)
+        Raises:
+            TargetExists: if the source has something else in such a place now, so that a file would be lost.
+        """
+        sizes = self._sizes()
+        try:
+            sealed = {item.path for item, _ in self.manifest()}
+        except Corrupt:  # then every path that the source has too counts as sealed
+            sealed = {path for path in sizes if os.path.lexists(new / path)}
+        for path in sizes:
+            if path in sealed or _are_same(self.folder / path, new / path):
+                continue
+            if not _has_place(new, path):
+                found = f"{path!r} of your own lies in the local copy where the source has something else"
+                next_step = f"Move {os.fspath(self.folder / path)!r} elsewhere, and run it again"
+                raise TargetExists(cannot(act, found, "a place for each", next_step))
+            file_changes.make_folder((new / path).parent)
+            file_changes.link_or_copy(self.folder / path, new / path)
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the size of every file beside the seal, by its path."""
+        sizes: dict[str, int] = {}
+        waiting = [""]
+        while waiting:
+            inside = waiting.pop()
+            with os.scandir(self.folder / inside) as entries:
+                for entry in entries:
+                    path = f"{inside}/{entry.name}" if inside else entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(path)
+                    else:
+                        sizes[path] = entry.stat(follow_symlinks=False).st_size
+        sizes.pop(STAGE_SEAL, None)
+        return sizes
 
 
 def _are_same(own: Path, other: Path) -> bool:
@@ -242,8 +208,13 @@ def _has_place(folder: Path, path: str) -> bool:
     return not os.path.lexists(folder / path) and not any(parent.exists() and not parent.is_dir() for parent in parents)
 
 
+def block_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
+    """Return the CRC32 of each block of a sealed file, by its offset."""
+    return dict(zip(block_offsets(item.size), crcs, strict=False))
+
+
 def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
-    """Return those of the noted blocks whose bytes in a file are as noted; none if it has not the item's size."""
+    """Return those of the noted blocks whose bytes in a file have the noted CRC32; none if its size differs."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != item.size:

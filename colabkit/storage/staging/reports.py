@@ -15,16 +15,16 @@ class StagePlan(Report):
     Attributes:
         source: where the data comes from.
         kind: `"folder"`, `"archive"`, `"file"`, `"table"` or `"bucket"`.
-        files: files that the near copy will have, None for an archive whose members are known only once it is near.
+        files: files that the local copy will have, None for an archive that is not local yet.
         read_bytes: bytes to be read from the source.
-        staged_bytes: bytes of the near copy; of an archive whose members are not known yet, an estimate.
+        staged_bytes: bytes of the local copy; of an archive whose members are not known yet, an estimate.
         peak_bytes: what the target has to hold at most while staging: beside the copy the archive it is extracted from.
-        cache_bytes: what the mount's own cache takes on this machine's disk besides: DriveFS keeps all that is read.
-        present_bytes: what an interrupted earlier run left, which is not read again if it is as it was.
+        cache_bytes: bytes that the mount's own cache takes on this machine's disk: DriveFS keeps all that is read.
+        present_bytes: bytes that an interrupted run left, which are not read again if they are good.
         target: `"tmpfs"`, `"disk"` or `"path"`.
         why: the reason for the target.
-        path: where the near copy will be.
-        skipped: links and special files that are passed over, with the reason.
+        path: where the local copy will be.
+        skipped: links and special files, with the reason.
     """
 
     source: str
@@ -44,7 +44,7 @@ class StagePlan(Report):
         if self.kind == "address":
             return f"Would fetch {self.source!r} and stage it to {str(self.path)!r} ({self.target}: {self.why})"
         files = "an archive" if self.files is None else format_things(self.files, "file")
-        size = f"{files}, {format_bytes(self.read_bytes)} to read, {format_bytes(self.staged_bytes)} near"
+        size = f"{files}, {format_bytes(self.read_bytes)} to read, {format_bytes(self.staged_bytes)} to write"
         there = f", {format_bytes(self.present_bytes)} there already" if self.present_bytes else ""
         return f"Would stage {self.source!r} to {str(self.path)!r}: {size}{there} ({self.target}: {self.why})"
 
@@ -52,10 +52,10 @@ class StagePlan(Report):
         """Return the table's rows."""
         return [
             ("source", f"{self.kind} {self.source}"),
-            ("files", "known once it is near" if self.files is None else format_count(self.files)),
+            ("files", "known once it is local" if self.files is None else format_count(self.files)),
             ("to read", format_bytes(self.read_bytes)),
             ("there already", format_bytes(self.present_bytes)),
-            ("near copy", format_bytes(self.staged_bytes)),
+            ("local copy", format_bytes(self.staged_bytes)),
             ("at most meanwhile", format_bytes(self.peak_bytes)),
             ("the mount's own cache", format_bytes(self.cache_bytes)),
             ("target", f"{self.target}: {self.why}"),
@@ -72,20 +72,20 @@ class StageReport(Report):
     """What `stage()` did.
 
     Attributes:
-        path: the near copy, ready to be used: a folder, or a file where the source is one.
+        path: the local copy: a folder, or a file where the source is one.
         source: where it came from.
         target: `"tmpfs"`, `"disk"` or `"path"`, with the reason in `why`.
-        files: files in the near copy.
+        files: files in the local copy.
         staged_bytes: their bytes.
         seconds: how long it took.
         retries: reads and listings that failed and were tried again.
-        skipped: links and special files that were passed over, with the reason.
-        reused: whether the near copy was there already.
-        resumed_bytes: what an interrupted earlier run, or a former copy that was refreshed, had brought already.
+        skipped: links and special files, with the reason.
+        reused: whether an existing local copy was used.
+        resumed_bytes: bytes that an interrupted run, or the copy that was refreshed, had already.
         verify: `"size"`: byte counts were compared; `"full"`: the source was read twice and the bytes compared.
-        plan: what was decided before; None where the near copy was found.
-        is_dry: whether nothing was done but planning.
-        is_refreshed: whether the source was looked at although a near copy was there.
+        plan: what was decided before; None where the local copy was found.
+        is_dry: whether this was only planned.
+        is_refreshed: whether the source was checked for changes.
     """
 
     path: Path
@@ -115,11 +115,8 @@ class StageReport(Report):
         rate = format_rate(self.files / max(self.seconds, 1e-9), "files")
         notes = f", {format_bytes(self.resumed_bytes)} of it there already" if self.resumed_bytes else ""
         notes += f", {format_things(self.retries, 'retry')}" if self.retries else ""
-        notes += (
-            f", {format_things(len(self.skipped), 'link or special file', 'links or special files')} skipped"
-            if self.skipped
-            else ""
-        )
+        if self.skipped:
+            notes += f", {format_things(len(self.skipped), 'link or special file', 'links or special files')} skipped"
         return f"Staged {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -147,6 +144,33 @@ class UnstageReport(Report):
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [("path", str(self.path)), ("freed", format_bytes(self.freed_bytes))]
+
+
+@dataclass(frozen=True, repr=False)
+class StageVerifyReport(Report):
+    """What `verify()` found in a local copy; `damaged` names each file that is missing or has other bytes."""
+
+    path: Path
+    files: int
+    checked_bytes: int
+    damaged: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether no file is damaged."""
+        return not self.damaged
+
+    def _summary(self) -> str:
+        if not self.damaged:
+            size = format_bytes(self.checked_bytes)
+            return f"{str(self.path)!r} is whole: {format_things(self.files, 'file')}, {size}, each as it was staged"
+        first = ", ".join(map(repr, self.damaged[:5]))
+        damage = f"{len(self.damaged)} of {format_things(self.files, 'file')}, first {first}"
+        return f"{str(self.path)!r} is damaged: {damage}; run colabkit.stage(..., refresh=True)"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [("damaged", str(len(self.damaged))), ("checked in", format_seconds(self.seconds))]
 
 
 def _first(skipped: tuple[tuple[str, str], ...]) -> str:

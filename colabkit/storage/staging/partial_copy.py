@@ -1,4 +1,4 @@
-"""Writing what was read: block by block, each noted in a journal once it is there, so that a kill costs one at most."""
+"""A local copy in the making: each block is noted in a journal once it is written, so a kill costs one at most."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, TypeAlias
+from typing import Self, TypeAlias
 from zlib import crc32
 
 from colabkit.foundation import BadSource, Corrupt, cannot, file_changes
@@ -20,22 +22,27 @@ from colabkit.storage.sources.items import Item, Source
 from colabkit.storage.sources.reads import Retries, SharedFile, read_blocks
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
-from colabkit.storage.staging.local_copy import Crcs, good_blocks, sealed_crcs
+from colabkit.storage.staging.local_copy import Crcs, LocalCopy, block_crcs, good_blocks
+from colabkit.storage.staging.places import Target
 
-Known: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
-"""CRC32 by offset of what is written, by path, size and time of the file."""
+Archive = ZipSource | TarSource
+
+JOURNAL, ARCHIVE_JOURNAL = "journal", "archive-journal"
+
+KnownBlocks: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
+"""CRC32 by offset of the blocks that are written, by path, size and time of the file."""
 
 
-class Copy:
-    """A folder that is being filled with a source's items, in a kept partial.
+class PartialCopy:
+    """A folder that is being filled with a source's items; a context that closes its files.
 
-    A block counts once its line stands in the journal, after its bytes; the next process checks what is noted by its
-    CRC32 and goes on from there. Used as a context that closes its files.
+    A block counts once its line stands in the journal, after its bytes; the next process checks noted blocks by their
+    CRC32 and resumes from there.
 
     Args:
         source: its name, for messages.
         folder: to fill.
-        journal: the file that remembers what is done.
+        journal: the file that notes the blocks.
     """
 
     def __init__(self, source: str, folder: Path, journal: Path) -> None:
@@ -46,30 +53,25 @@ class Copy:
         self._open: dict[str, int] = {}  # descriptors of files that are half written
         self._opening = threading.Lock()
         self._folders: set[str] = set()
-        self._journal_end = 0
-        self._journal_fd = -1
-        self._known: Known = {}
 
     def __enter__(self) -> Self:
         file_changes.make_folder(self.folder)
-        self._journal_fd = (
-            file_changes.reopen(self._journal) if self._journal.exists() else file_changes.create(self._journal)
-        )
-        self._known, self._journal_end = journalled(self._journal)
+        make = file_changes.reopen if self._journal.exists() else file_changes.create
+        self._journal_fd = make(self._journal)
+        self._known, self._journal_end = read_journal(self._journal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in self._open.values():
+        for fd in (*self._open.values(), self._journal_fd):
             os.close(fd)
-        os.close(self._journal_fd)
 
-    def go_on(self, items: Iterable[Item]) -> list[Item]:
-        """Keep what an earlier process wrote and noted of these items, if its bytes are as noted; remove all else.
+    def resume(self, items: Iterable[Item]) -> list[Item]:
+        """Keep the blocks of these items that an earlier process wrote and noted, if they are good; remove all else.
 
         Returns:
-            The items that are there already, whole; of half-written ones the blocks that are there are in `crcs`.
+            The items that are complete; of half-written ones the good blocks are in `crcs`.
         """
         wanted = {item.path: item for item in items}
         for path in list(_files_below(self.folder)):
@@ -84,45 +86,33 @@ class Copy:
             for name in folders:
                 with suppress(OSError):  # those with files in them stay
                     file_changes.remove_empty_folder(Path(here, name))
-        return [wanted[path] for path in self.crcs if self._is_whole(wanted[path])]
+        return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
 
-    def take(self, old: Path, items: Iterable[tuple[Item, list[int]]]) -> list[Item]:
-        """Give files of an older near copy, if their bytes are as they were sealed, a second name in this one.
-
-        Returns:
-            The items that were taken.
-        """
-        taken = []
-        for item, sealed in items:
-            crcs = sealed_crcs(item, sealed)
-            if item.path in self.crcs or good_blocks(old / item.path, item, crcs) != crcs:
+    def link_from(self, old: LocalCopy, items: Iterable[Item]) -> list[Item]:
+        """Give files of a former local copy a second name in this one, if they are unchanged and good; return these."""
+        unchanged = {item for item in items if item.mtime_ns}  # without a time, a file may have changed
+        linked = []
+        for item, sealed in old.manifest():
+            if item not in unchanged or item.path in self.crcs or not old.has_good(item, sealed):
                 continue
             self._make_parent(item.path)
             try:
-                file_changes.link(old / item.path, self.folder / item.path)
+                file_changes.link(old.folder / item.path, self.folder / item.path)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 continue  # it is read again instead
-            self._note(item, crcs)
-            taken.append(item)
-        return taken
-
-    def wanted(self, source: Source, items: Iterable[Item]) -> Iterator[Wanted]:
-        """Yield what is still to be read of the items, the large ones in blocks."""
-        return _wanted(source, items, self.crcs)
-
-    def again(self, source: Source, items: Iterable[Item]) -> Iterator[Wanted]:
-        """Yield all of the items, to be read once more and compared by `check`."""
-        return _wanted(source, items, {})
+            self._note(item, block_crcs(item, sealed))
+            linked.append(item)
+        return linked
 
     def place(self, block: Block) -> None:
-        """Put the bytes of a block of a large item at their place, from any thread; it counts when it is noted."""
+        """Write the bytes of a block of a large item, from any thread; it counts when it is noted."""
         assert block.data is not None
         file_changes.write_at(self._fd(block.item), block.data, block.offset, self.folder / block.item.path)
 
     def write(self, block: Block) -> bool:
-        """Put a block at its place, if it is not, and note it; return whether its file is whole now."""
+        """Write a block that is not placed yet, and note it; return whether its file is complete now."""
         item = block.item
         if block.offset in self.crcs.get(item.path, {}):
             return False
@@ -136,10 +126,12 @@ class Copy:
         elif block.data is not None:
             self.place(block)
         self._note(item, {block.offset: block.crc})
-        return item.size <= BLOCK_BYTES or self._ended(item)
+        if item.size > BLOCK_BYTES and self._is_complete(item):
+            os.close(self._open.pop(item.path))
+        return self._is_complete(item)
 
-    def write_whole(self, item: Item, blocks: Iterable[bytes]) -> None:
-        """Write an item from its blocks, in order, all of `BLOCK_BYTES` but the last; it is noted when it is whole."""
+    def write_blocks(self, item: Item, blocks: Iterable[bytes]) -> None:
+        """Write an item from its blocks, in order, all of `BLOCK_BYTES` but the last; only then it is noted."""
         path = self.folder / item.path
         crcs: dict[int, int] = {}
         offset = 0
@@ -154,14 +146,10 @@ class Copy:
         self._note(item, crcs)
 
     def check(self, block: Block) -> None:
-        """Compare a block that was read a second time with what lies near.
-
-        Raises:
-            Corrupt: if they differ.
-        """
+        """Compare a block that was read a second time with the one that was written; raises `Corrupt`."""
         with (self.folder / block.item.path).open("rb", buffering=0) as file:
-            near = os.pread(file.fileno(), block.size, block.offset)
-        if crc32(near) != block.crc:
+            written = os.pread(file.fileno(), block.size, block.offset)
+        if crc32(written) != block.crc:
             act = f"verify {block.item.path!r} of {self._source!r}"
             found = f"other bytes at offset {block.offset} when read again"
             raise Corrupt(cannot(act, found, "the same bytes twice", "Run it again; if it stays, check the source"))
@@ -170,20 +158,13 @@ class Copy:
         with self._opening:
             if item.path not in self._open:
                 path = self.folder / item.path
-                there = self.crcs.get(item.path, {})
-                fd = file_changes.reopen(path) if there else self._create(item)
-                self._open[item.path] = fd
-                if not there:
+                is_begun = bool(self.crcs.get(item.path))
+                self._open[item.path] = fd = file_changes.reopen(path) if is_begun else self._create(item)
+                if not is_begun:
                     file_changes.reserve(fd, item.size, path)
             return self._open[item.path]
 
-    def _ended(self, item: Item) -> bool:
-        if not self._is_whole(item):
-            return False
-        os.close(self._open.pop(item.path))
-        return True
-
-    def _is_whole(self, item: Item) -> bool:
+    def _is_complete(self, item: Item) -> bool:
         return len(self.crcs.get(item.path, {})) == len(block_offsets(item.size))
 
     def _make_parent(self, path: str) -> None:
@@ -199,9 +180,8 @@ class Copy:
         except FileExistsError as error:
             act = f"stage {item.path!r} of {self._source!r}"
             found = "the target's file system takes its name for that of another file"
-            raise BadSource(
-                cannot(act, found, "names that differ by more than case and accents", "Choose another target")
-            ) from error
+            needed = "names that differ by more than case and accents"
+            raise BadSource(cannot(act, found, needed, "Choose another target")) from error
 
     def _note(self, item: Item, crcs: Crcs) -> None:
         self.crcs.setdefault(item.path, {}).update(crcs)
@@ -210,9 +190,10 @@ class Copy:
         self._journal_end += len(line)
 
 
-def _wanted(source: Source, items: Iterable[Item], known: Mapping[str, Crcs]) -> Iterator[Wanted]:
+def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs]) -> Iterator[Wanted]:
+    """Yield what is to be read of items, the large ones in blocks, but for blocks that are written."""
     for item in items:
-        there = known.get(item.path, {})
+        there = written.get(item.path, {})
         if item.size <= BLOCK_BYTES:
             if not there:
                 yield Wanted(item, 0, item.size)
@@ -223,9 +204,9 @@ def _wanted(source: Source, items: Iterable[Item], known: Mapping[str, Crcs]) ->
             yield Wanted(item, offset, min(BLOCK_BYTES, item.size - offset), file)
 
 
-def journalled(journal: Path) -> tuple[Known, int]:
-    """Return what a journal says is written, and the length of its whole lines: a kill may have cut the last one."""
-    known: Known = {}
+def read_journal(journal: Path) -> tuple[KnownBlocks, int]:
+    """Return the blocks that a journal notes, and the length of its complete lines: a kill may cut the last one."""
+    known: KnownBlocks = {}
     end = 0
     with suppress(OSError, ValueError, TypeError), journal.open("rb") as file:
         for line in file:
@@ -237,6 +218,47 @@ def journalled(journal: Path) -> tuple[Known, int]:
     return known, end
 
 
+@dataclass(frozen=True, slots=True)
+class PriorCopy:
+    """Files of a source that are local already.
+
+    Attributes:
+        place: where; None if there are none.
+        sealed: the finished copy, which is refreshed or lost files; None of an interrupted run.
+        known: the files and their blocks.
+        archive_bytes: how much of an archive is there.
+    """
+
+    place: Target | None = None
+    sealed: LocalCopy | None = None
+    known: KnownBlocks = field(default_factory=dict)
+    archive_bytes: int = 0
+
+    def lacks(self, item: Item) -> bool:
+        """Return whether a file is still to be read."""
+        return (item.path, item.size, item.mtime_ns) not in self.known
+
+    @classmethod
+    def find(cls, places: Sequence[Target]) -> Self:
+        """Return the sealed copy in one of the places, else what an interrupted run left in one."""
+        for place in places:
+            copy = LocalCopy.at(place.path)
+            if copy is not None and copy.seal.key == place.key:
+                with suppress(Corrupt):
+                    known: KnownBlocks = {
+                        (item.path, item.size, item.mtime_ns): dict(enumerate(crcs))
+                        for item, crcs in copy.manifest()
+                        if item.mtime_ns
+                    }
+                    return cls(place, copy, known)
+        for place in places:
+            folder = place.kept().kept_folder
+            if folder.is_dir():
+                blocks = sum(len(crcs) for crcs in read_journal(folder / ARCHIVE_JOURNAL)[0].values())
+                return cls(place, None, read_journal(folder / JOURNAL)[0], blocks * BLOCK_BYTES)
+        return cls()
+
+
 def _files_below(folder: Path) -> Iterator[str]:
     """Yield the paths of all files in a folder, and of all links."""
     for here, folders, names in os.walk(folder):
@@ -245,48 +267,35 @@ def _files_below(folder: Path) -> Iterator[str]:
         yield from (name if inside == "." else f"{inside}/{name}" for name in (*names, *links))
 
 
-Archive = ZipSource | TarSource
-
-
-def extracted(archive: Archive, missing: list[Item], copy: Copy, threads: Threads, retries: Retries) -> Iterator[Item]:
-    """Write members of an archive, and yield each when it is whole."""
-    if isinstance(archive, TarSource) and archive.is_sequential:
-        for item, file in archive.walk({item.path for item in missing}):
-            copy.write_whole(item, _blocks_of(file))
-            yield item
-        return
-    with Reading(archive, threads, retries) as reading:
+def extract(
+    archive: Archive, missing: list[Item], copy: PartialCopy, threads: Threads, retries: Retries
+) -> Iterator[Item]:
+    """Write members of an archive, and yield each when it is complete."""
+    rest = missing
+    if not (isinstance(archive, TarSource) and archive.is_sequential):
+        rest = [item for item in missing if item.size > BLOCK_BYTES]
         small = [item for item in missing if item.size <= BLOCK_BYTES]
-        for block in reading.blocks(copy.wanted(archive, small)):
-            copy.write(block)
-            yield block.item
-    for item in missing:
-        if item.size > BLOCK_BYTES:
-            copy.write_whole(item, read_blocks(archive, item, BLOCK_BYTES, retries))
-            yield item
+        with Reading(archive, threads, retries) as reading:
+            for block in reading.blocks(requests(archive, small, copy.crcs)):
+                copy.write(block)
+                yield block.item
+    for item, blocks in _member_blocks(archive, rest, retries):
+        copy.write_blocks(item, blocks)
+        yield item
 
 
-def check_extracted(archive: Archive, items: list[Item], copy: Copy, retries: Retries) -> Iterator[Item]:
-    """Read all members a second time, compare them with what was written, and yield each.
-
-    Raises:
-        Corrupt: if they differ.
-    """
-    for item, blocks in _all_blocks(archive, items, retries):
+def check_extracted(archive: Archive, items: list[Item], copy: PartialCopy, retries: Retries) -> Iterator[Item]:
+    """Read all members a second time, compare them with what was written, and yield each; raises `Corrupt`."""
+    for item, blocks in _member_blocks(archive, items, retries):
         for offset, data in zip(block_offsets(item.size), blocks, strict=False):
             copy.check(Block(item, offset, len(data), crc32(data), data))
         yield item
 
 
-def _all_blocks(archive: Archive, items: list[Item], retries: Retries) -> Iterator[tuple[Item, Iterator[bytes]]]:
+def _member_blocks(archive: Archive, items: list[Item], retries: Retries) -> Iterator[tuple[Item, Iterator[bytes]]]:
     if isinstance(archive, TarSource) and archive.is_sequential:
         for item, file in archive.walk({item.path for item in items}):
-            yield item, _blocks_of(file)
+            yield item, iter(partial(file.read, BLOCK_BYTES), b"")
     else:
         for item in items:
             yield item, read_blocks(archive, item, BLOCK_BYTES, retries)
-
-
-def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    while block := file.read(BLOCK_BYTES):
-        yield block

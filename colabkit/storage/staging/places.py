@@ -1,0 +1,313 @@
+"""Where local copies lie: their names, their keys, and the choice among tmpfs, disk and a given path."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from colabkit.foundation import (
+    DRIVEFS,
+    DRIVEFS_FOLDER,
+    InvalidOption,
+    KeptPartial,
+    NotEnoughSpace,
+    ProgressBar,
+    cannot,
+    discard,
+    discard_kept,
+    file_changes,
+    format_bytes,
+    kind_of,
+    memory_limits,
+    mount_holding,
+    mounts,
+    near_folder,
+    partials,
+    printable,
+    read_file,
+    resolved,
+    run,
+    user_path,
+    wait_while_busy,
+)
+from colabkit.storage.addresses import Address, address_of
+from colabkit.storage.sources.items import Item, Source
+from colabkit.storage.sources.registry import AnySource
+from colabkit.storage.staging.local_copy import LocalCopy
+
+TMPFS = Path("/dev/shm")
+RESERVE_BYTES = 2 << 30
+"""RAM that staging to tmpfs leaves for training, or a quarter of what is available where that is more."""
+
+_TABLE = "a table of paths"
+_NAME_CHARS = 60  # with a key at most 255 bytes, also of 4 a character
+_CAP_SYS_ADMIN = 21
+_MOUNT_S = 10.0
+_SLACK_BYTES = 16 << 20  # of a tmpfs: for its folders and our own notes
+_PAGE_BYTES = 4096
+_ENTRY_BYTES = 1024  # of a file system, for each file
+
+
+def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address | None]:
+    """Return a source's name for messages, the key that tells it from others, and its address if it has one.
+
+    All from its text: the remote, which may be slow, hung or gone, is not touched.
+    """
+    address = None
+    if isinstance(source, Source):
+        name, words = source.name, [type(source).__name__, source.name]
+    elif isinstance(source, str | os.PathLike) and os.fspath(source):
+        text = os.fspath(source)
+        if not isinstance(text, str):
+            raise InvalidOption(cannot(f"read {text!r}", "bytes as path", "a text", "Decode it with os.fsdecode"))
+        if text.startswith("samples:"):
+            name, words = text, [text]
+        elif address := _address(text):
+            name, words = address.shown, [address.digest()]
+        else:
+            name = os.path.abspath(user_path(source, f"stage {text!r}"))
+            words = [name]
+    elif isinstance(source, str):
+        needed = "a folder, a file, an address, a table of paths or 'samples:digits'"
+        raise InvalidOption(cannot("read ''", "an empty text", needed, "Pass its path"))
+    else:
+        name, words = _TABLE, [os.getcwd(), *_table_lines(source)]
+    return name, _digest(*words, str(extract)), address
+
+
+def short_name(name: str) -> str:
+    """Return the name of local copies and packs of a source: the last part of its name, without endings."""
+    if name == _TABLE:
+        return "paths"
+    stem = Path(name).stem.removesuffix(".tar").rpartition(":")[2]
+    return stem[:_NAME_CHARS] or "root"
+
+
+def _address(text: str) -> Address | None:
+    """Return the address that a text stands for, None if it is a path of this machine."""
+    if "://" in text or text.startswith(("drive.google.com/", "docs.google.com/")):
+        return address_of(text)
+    if "/" in text or os.path.lexists(text):
+        return None
+    try:
+        return address_of(text)  # the id of a Drive file
+    except InvalidOption:
+        return None
+
+
+def _table_lines(source: Any) -> list[str]:
+    """Return the rows of a table of paths as text."""
+    if isinstance(source, list | tuple):
+        return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
+    to_csv = getattr(source, "to_csv", None)
+    if to_csv is None:
+        found, needed = kind_of(source), "a path, an address or a table of paths"
+        raise InvalidOption(cannot(f"read {source!r:.60}", found, needed, "Pass the path as a text"))
+    return [str(to_csv(index=False))]
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256(os.fsencode("\0".join(words))).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A place for the local copy of a source.
+
+    Attributes:
+        name: `"tmpfs"`, `"disk"` or `"path"`.
+        path: of the local copy.
+        key: of the source; empty where it is not known.
+        why: the reason for the place.
+        mounted_at: the folder at which a tmpfs is mounted for it alone; None without.
+    """
+
+    name: str
+    path: Path
+    key: str
+    why: str = ""
+    mounted_at: Path | None = None
+
+    def kept(self, on_wait: Callable[[], None] | None = None) -> KeptPartial:
+        """Return the partial in which an interrupted run keeps its work for this place."""
+        return KeptPartial(self.path.parent, self.identity, on_wait)
+
+    @property
+    def identity(self) -> str:
+        """Digits that tell the interrupted work for this place from any other."""
+        return _digest(self.key, self.path.name)
+
+    def wait_for_others(self, progress: bool) -> None:
+        """Return once no other process stages the same to this place, or nothing moves there any more."""
+        kept = self.kept()
+        if kept.is_busy():
+            with ProgressBar("wait for another stage()", None, " s", progress) as bar:
+                wait_while_busy(kept.kept_folder, kept.is_busy, bar.wait)
+
+    def discard_kept(self) -> int:
+        """Remove what an interrupted run kept; return the bytes given back."""
+        identity = self.identity if self.key else partials.kept_for(self.path)
+        return discard_kept(self.path, identity) if identity else 0
+
+    def clear(self, act: str) -> int | None:
+        """Remove the local copy of the source, interrupted work and a tmpfs; return the bytes given back, if any."""
+        freed: int | None = None
+        if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
+            freed = copy.seal.staged_bytes
+            discard(self.path)
+        if left := self.discard_kept():
+            freed = (freed or 0) + left
+        self.give_back_tmpfs(act)
+        return freed
+
+    def fits(self, needed: int) -> bool:
+        """Return whether so many bytes have room here, and training keeps its RAM."""
+        if self.name != "tmpfs":
+            return needed <= file_changes.free_bytes(self.path)
+        if self.mounted_at is None:
+            return needed <= tmpfs_room()
+        return needed + _SLACK_BYTES <= _spare_ram() and _may_mount()
+
+    def prepare(self, act: str, needed: int) -> None:
+        """Make a private folder in the shared tmpfs, or mount a tmpfs that is large enough; raises `NotEnoughSpace`."""
+        if self.name == "tmpfs" and self.mounted_at is None:
+            file_changes.make_private_folder(self.path.parent)
+        if (point := self.mounted_at) is None:
+            return
+        file_changes.make_folder(point)
+        with _locked(point.parent):
+            is_mounted = os.path.ismount(point)
+            size = needed + _SLACK_BYTES + (file_changes.used_bytes(point) if is_mounted else 0)
+            options = f"{'remount,' if is_mounted else ''}size={size},mode=0700,nosuid,nodev"
+            said = run(["mount", "-t", "tmpfs", "-o", options, "colabkit", str(point)], act, _MOUNT_S)
+        if said.status:
+            self.give_back_tmpfs(act)
+            found = f"mount said {printable(said.output.strip())!r}"
+            raise NotEnoughSpace(cannot(act, found, "a tmpfs of its own", "Use to='disk'"))
+
+    def give_back_tmpfs(self, act: str) -> None:
+        """Unmount the tmpfs that was mounted for this place, and remove its folder, if it is empty."""
+        if (point := self.mounted_at) is None or not point.is_dir() or any(point.iterdir()):
+            return
+        if os.path.ismount(point):
+            run(["umount", str(point)], act, _MOUNT_S)
+        if not os.path.ismount(point):
+            file_changes.remove_empty_folder(point)
+
+    def check_room(self, act: str, needed: int, cached: int) -> None:
+        """Raise `NotEnoughSpace`, before anything is written, if bytes will not fit.
+
+        Args:
+            act: verb and object for the message.
+            needed: bytes that are still to be written at most.
+            cached: bytes that the mount's own cache will take on disk.
+        """
+        cache = Path.home() / DRIVEFS_FOLDER
+        if self.mounted_at is None:
+            shared = cached if cached and _device(self.path) == _device(cache) else 0
+            room = tmpfs_room() if self.name == "tmpfs" else None
+            file_changes.check_space(act, needed + shared, self.path, room)
+        if cached and cached > (free := file_changes.free_bytes(cache)):
+            found = f"{format_bytes(free)} free on the disk that DriveFS caches on"
+            next_step = "Free some space, or run colabkit.clear_cache()"
+            raise NotEnoughSpace(cannot(act, found, f"{format_bytes(cached)} needed", next_step))
+
+
+def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
+    """Return all places where the local copy of a source may be; the last is on disk, or the path in `to`."""
+    name = f"{short_name(source)}-{key[:8]}"
+    disk = near_folder(os.environ)
+    shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"
+    places = [Target("tmpfs", own / name, key, mounted_at=own), Target("disk", disk / name, key)]
+    if _is_own(shared):
+        places.insert(0, Target("tmpfs", shared / name, key))
+    if isinstance(to, str) and to in ("auto", "tmpfs", "disk"):
+        return [place for place in places if to in ("auto", place.name)]
+    return [Target("path", user_path(to, act).absolute(), key, "as asked")]
+
+
+def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
+    """Return the place where a local copy goes, with the reason.
+
+    Args:
+        places: from `candidates`.
+        needed: bytes that the place has to hold at most.
+        is_asked: whether the user named the kind of place.
+    """
+    size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
+    shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
+    own = next((place for place in places if place.mounted_at is not None), None)
+    if shared is not None and (shared.fits(needed) or (is_asked and not (own and own.fits(needed)))):
+        why = "as asked" if is_asked else f"{size} fit in the {room} of tmpfs that training can spare"
+        return replace(shared, why=why)
+    if own is not None and (own.fits(needed) or len(places) == 1):
+        fitting = f"{size} fit in the {spare} of RAM that training can spare, but not in {str(TMPFS)!r}"
+        return replace(own, why=f"{fitting}: in a tmpfs of its own")
+    why = "as asked" if is_asked else f"{size} do not fit in the {room} of tmpfs that training can spare"
+    return replace(places[-1], why=why)
+
+
+def room_of(items: Iterable[Item]) -> int:
+    """Return the bytes that files take on a file system: whole pages, and an entry for each."""
+    return sum(-(-item.size // _PAGE_BYTES) * _PAGE_BYTES + _ENTRY_BYTES for item in items)
+
+
+def tmpfs_room() -> int:
+    """Return the bytes that staging may put in the existing tmpfs."""
+    return min(file_changes.free_bytes(TMPFS), _spare_ram()) if TMPFS.is_dir() else 0
+
+
+def _spare_ram() -> int:
+    """Return the RAM that local copies may take: training needs some of it too."""
+    available = memory_limits(read_file).available_bytes
+    return max(0, available - max(RESERVE_BYTES, available // 4))
+
+
+def cache_bytes(path: str, read_bytes: int) -> int:
+    """Return the bytes that the mount of a path caches on this machine's disk of those read: DriveFS caches all."""
+    table = mounts()
+    holding = mount_holding(resolved(path, table), table) if os.path.isabs(path) else None
+    return read_bytes if holding is not None and holding.fstype == DRIVEFS else 0
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time mount below a folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # where there are no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder in a place open to all is this user's, or missing."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return True
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _may_mount() -> bool:
+    """Return whether this process may mount file systems."""
+    try:
+        status = dict(line.split(":", 1) for line in read_file("/proc/self/status").splitlines())
+        return bool(int(status["CapEff"], 16) >> _CAP_SYS_ADMIN & 1)
+    except (OSError, KeyError, ValueError):
+        return False
+
+
+def _device(path: Path) -> int:
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev

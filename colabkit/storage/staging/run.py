@@ -1,0 +1,415 @@
+"""One run of `stage()`: it looks at existing local copies, lists, plans, copies or extracts, verifies and publishes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from colabkit.foundation import (
+    BadArchive,
+    BadSource,
+    KeptPartial,
+    NotEnoughSpace,
+    ProgressBar,
+    SourceChanged,
+    TargetExists,
+    cannot,
+)
+from colabkit.storage.sources.bucket import BucketSource
+from colabkit.storage.sources.concurrency import Threads
+from colabkit.storage.sources.engine import Block, Reading
+from colabkit.storage.sources.folder import FileSource, FolderSource
+from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, Source
+from colabkit.storage.sources.manifest import ManifestSource
+from colabkit.storage.sources.reads import Retries
+from colabkit.storage.sources.registry import check_outside
+from colabkit.storage.sources.tar_archive import TarSource
+from colabkit.storage.sources.zip_archive import ZipSource
+from colabkit.storage.staging.local_copy import Crcs, LocalCopy, Seal
+from colabkit.storage.staging.partial_copy import (
+    ARCHIVE_JOURNAL,
+    JOURNAL,
+    Archive,
+    PartialCopy,
+    PriorCopy,
+    check_extracted,
+    extract,
+    requests,
+)
+from colabkit.storage.staging.places import Target, cache_bytes, choose, room_of
+from colabkit.storage.staging.reports import StagePlan
+
+_ARCHIVE = "archive"
+_INFLATION = 4  # assumed growth of a compressed archive whose members are not known yet
+_SIGN_S = 1.0
+
+_look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", default=None)
+
+
+@contextmanager
+def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
+    """Call `look` with what `stage()` lists in the block; what it raises ends the call, and nothing is copied.
+
+    So a remote source is listed once. It is not called where a local copy is used again, nor for a remote tar, which
+    cannot be listed before it is local.
+    """
+    token = _look.set(look)
+    try:
+        yield
+    finally:
+        _look.reset(token)
+
+
+@dataclass
+class StagingRun:
+    """The options of a `stage()` call, and how far it is.
+
+    Attributes:
+        act: verb and object for messages.
+        name: of the source.
+        places: where the local copy may be, from `candidates`.
+        is_asked: whether the user chose the target.
+        threads: reads in flight, or `"auto"`.
+        verify: `"size"` or `"full"`.
+        refresh: look for changes although a local copy is there.
+        progress: show a progress bar.
+        origin: size and time of a source that is one file on this machine.
+        resumed_bytes: bytes that were local already.
+        plan: once it is made.
+        is_reused: whether an existing local copy is the result.
+    """
+
+    act: str
+    name: str
+    places: list[Target]
+    is_asked: bool
+    threads: Threads
+    verify: Literal["size", "full"]
+    refresh: bool
+    progress: bool
+    origin: tuple[int, int] | None = None
+    resumed_bytes: int = 0
+    plan: StagePlan | None = None
+    is_reused: bool = True
+    _retries: Retries = field(default_factory=Retries)
+    _bar: ProgressBar | None = None
+    _kept: KeptPartial | None = None
+    _copy: PartialCopy | None = None
+    _signed: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """Tells the source and the way it is staged from all others."""
+        return self.places[0].key
+
+    def find(self) -> LocalCopy | None:
+        """Return the local copy of the source, if there is a complete one that needs no refresh."""
+        for place in () if self.refresh else self.places:
+            copy = LocalCopy.at(place.path)
+            if copy is None or copy.seal.key != self.key:
+                continue
+            is_same = self.origin is None or copy.seal.origin in (None, self.origin)
+            is_enough = self.verify == "size" or copy.seal.verify == "full"
+            if is_same and is_enough and copy.is_complete():
+                return copy
+        return None
+
+    def run(self, source: Source, dry_run: bool) -> LocalCopy | None:
+        """Stage and return the local copy; only plan, and return None, if `dry_run`."""
+        if len(self.places) == 1:  # a listing may take minutes
+            self._check_target(source, self.places[0])
+        with Reading(source, self.threads, self._retries, self._wait, self._place) as reading:
+            if not dry_run:
+                for place in self.places:
+                    place.wait_for_others(self.progress)
+                if found := self.find():
+                    return found
+            prior = PriorCopy.find(self.places)
+            listing, ahead = self._list(source, None if dry_run or prior.sealed else reading, prior)
+            if prior.place and (unchanged := self._find_unchanged(source, prior, listing)):
+                prior.place.discard_kept()  # of a run that was killed at its end
+                return unchanged
+            self.plan, target = self._make_plan(source, listing, prior)
+            self._check_target(source, target)
+            target.check_room(self.act, self.plan.peak_bytes, self.plan.cache_bytes)
+            if dry_run:
+                return None
+            target = self._prepare(target, self.plan)
+            try:
+                with target.kept(self._wait) as self._kept:
+                    # Another process may have been faster.
+                    return self.find() or self._fill(self._kept, target, source, reading, listing, ahead, prior)
+            finally:
+                target.give_back_tmpfs(self.act)  # if nothing is in it
+
+    def _check_target(self, source: Source, target: Target) -> None:
+        """Refuse a target that lies inside the source, or holds anything but this local copy."""
+        final = target.path
+        check_outside(self.act, source, final)
+        if not os.path.lexists(final):
+            return
+        seal = found.seal if (found := LocalCopy.at(final)) else None
+        is_ours = seal is not None and (seal.key == self.key or (self.refresh and seal.source == source.name))
+        is_empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
+        if not is_ours and not is_empty:
+            holds = f"{str(final)!r} holds {f'a copy of {seal.source!r}' if seal else 'something else'}"
+            raise TargetExists(cannot(self.act, holds, "a free path", "Choose another target"))
+
+    def _prepare(self, target: Target, plan: StagePlan) -> Target:
+        """Make the place ready; where a tmpfs cannot be mounted after all, and none was asked for, take disk."""
+        try:
+            target.prepare(self.act, plan.peak_bytes)
+        except NotEnoughSpace:
+            if self.is_asked:
+                raise
+            target = choose(self.places[-1:], plan.peak_bytes, is_asked=True)
+            target.check_room(self.act, plan.peak_bytes, plan.cache_bytes)
+        return target
+
+    def _list(self, source: Source, ahead: Reading | None, prior: PriorCopy) -> tuple[Listing, set[str]]:
+        """Return the listing, and the items that are being read already: those that were found early."""
+        reading: set[str] = set()
+
+        def on_found(items: list[Item]) -> None:
+            self._advance(len(items))
+            if ahead is not None:
+                reading.update(item.path for item in items if prior.lacks(item) and ahead.begin(item))
+
+        with self._showing("list", None, " files"):
+            if isinstance(source, TarSource) and source.can_hang:
+                listing = Listing((), ())  # to walk through it is to read all of it
+            elif isinstance(source, FolderSource):
+                listing = source.list(on_found, self._wait)
+            else:
+                listing = source.list()
+        self._check_listing(source, listing)
+        if listing.items and (look := _look.get()) is not None:
+            look(listing)
+        return listing, reading
+
+    def _check_listing(self, source: Source, listing: Listing) -> None:
+        """Refuse a source without files, and names that lead outside; a remote tar is not listed yet."""
+        if not listing.items and not (isinstance(source, TarSource) and source.can_hang):
+            raise BadSource(cannot(self.act, "no files in it", "at least one", "Check the path"))
+        for item in listing.items:
+            if not {"", ".", ".."}.isdisjoint(item.path.split("/")):
+                outside = f"a file named {item.path!r}"
+                raise BadSource(cannot(self.act, outside, "names inside the source", "Do not use a source like this"))
+
+    def _find_unchanged(self, source: Source, prior: PriorCopy, listing: Listing) -> LocalCopy | None:
+        """Return the local copy that is to be refreshed, if the source has not changed and the copy is good."""
+        copy = prior.sealed
+        if copy is None or self.verify == "full" or not copy.is_complete():
+            return None
+        if isinstance(source, Archive):
+            return copy if copy.seal.origin == origin_of(source.path) else None
+        items, manifest = set(_files_of(listing)), copy.manifest()
+        is_same = items == {item for item, _ in manifest} and all(item.mtime_ns for item in items)
+        return copy if is_same and all(copy.has_good(item, crcs) for item, crcs in manifest) else None
+
+    def _make_plan(self, source: Source, listing: Listing, prior: PriorCopy) -> tuple[StagePlan, Target]:
+        """Return what is going to be done, and where."""
+        files = _files_of(listing)
+        missing = [item for item in files if prior.lacks(item)]
+        staged_bytes, read_bytes = (sum(item.size for item in items) for items in (files, missing))
+        present_bytes = staged_bytes - read_bytes if files else prior.archive_bytes
+        room = room_of(missing)
+        if isinstance(source, Archive):
+            read_bytes = max(0, source.archive_bytes - prior.archive_bytes)
+            if not files:
+                is_compressed = isinstance(source, TarSource) and source.is_sequential
+                staged_bytes = room = source.archive_bytes * (_INFLATION if is_compressed else 1)
+            room += read_bytes if source.can_hang else 0
+        if prior.place and (prior.sealed or self.is_asked or prior.place.fits(room)):
+            why = "the copy to be refreshed is there" if prior.sealed else "an interrupted run began there"
+            target = replace(prior.place, why=why)
+        else:
+            target = choose(self.places, room, self.is_asked)
+        plan = StagePlan(
+            source=self.name,
+            kind=_kind(source),
+            files=len(files) or None,
+            read_bytes=read_bytes,
+            staged_bytes=staged_bytes,
+            peak_bytes=room,
+            cache_bytes=cache_bytes(getattr(source, "root", source.name), read_bytes),
+            present_bytes=present_bytes,
+            target=target.name,
+            why=target.why,
+            path=target.path,
+            skipped=listing.skipped,
+        )
+        return plan, target
+
+    def _fill(
+        self,
+        kept: KeptPartial,
+        target: Target,
+        source: Source,
+        reading: Reading,
+        listing: Listing,
+        ahead: Collection[str],
+        prior: PriorCopy,
+    ) -> LocalCopy:
+        """Fill the kept partial, seal it and publish it as the local copy."""
+        try:
+            kept.note(path=os.fspath(target.path), identity=target.identity)
+            if isinstance(source, Archive):
+                listing, manifest, origin = self._extract(kept, target, source)
+            else:
+                with PartialCopy(self.name, kept.data, kept.folder / JOURNAL) as copy:
+                    manifest = self._copy_files(copy, source, reading, _files_of(listing), ahead, prior.sealed)
+                origin = self.origin
+            seal = Seal(
+                key=self.key,
+                source=self.name,
+                target=target.name,
+                why=target.why,
+                file=listing.items[0].path if isinstance(source, FileSource) else "",
+                files=len(manifest),
+                staged_bytes=sum(item.size for item, _ in manifest),
+                retries=listing.retries + self._retries.count,
+                skipped=listing.skipped,
+                verify=self.verify,
+                origin=origin,
+                tmpfs=os.fspath(target.mounted_at or ""),
+            )
+            for path in dict.fromkeys([*(place.path for place in self.places), target.path]):
+                if (old := LocalCopy.at(path)) and (old.seal.key == self.key or path == target.path):
+                    old.carry_over(self.act, kept.data)
+            seal.write(kept.data, manifest)
+            self._check_target(source, target)  # copying took its time
+            if found := self.find():
+                kept.start_over()
+                return found  # another process, which was taken for dead, was faster
+            kept.publish_as(kept.data, target.path, replace=True)
+        except (OSError, BadArchive, BadSource) as error:
+            number = error.errno if isinstance(error, OSError) else None
+            if isinstance(error, NotEnoughSpace | BadArchive | BadSource) or number in (errno.ENOSPC, errno.EDQUOT):
+                kept.start_over()  # not resumable, so free the space
+            raise
+        for place in self.places:
+            if place.path != target.path:  # one local copy is enough
+                place.clear(self.act)
+        self.is_reused = False
+        return LocalCopy(target.path, seal)
+
+    def _copy_files(
+        self,
+        copy: PartialCopy,
+        source: Source,
+        reading: Reading,
+        items: list[Item],
+        ahead: Collection[str] = (),
+        old: LocalCopy | None = None,
+    ) -> list[tuple[Item, Crcs]]:
+        """Copy items, but for those that an interrupted run or an old copy has; return them with their CRC32s."""
+        self._copy = copy
+        there = copy.resume(items)
+        there += copy.link_from(old, items) if old else []
+        there_bytes, total_bytes = (sum(item.size for item in some) for some in (there, items))
+        self.resumed_bytes += there_bytes
+        with self._showing("stage", total_bytes, "B", len(items)):
+            self._advance(there_bytes, len(there))
+            rest = (item for item in items if item.path not in ahead)
+            for block in reading.blocks(requests(source, rest, copy.crcs)):
+                self._advance(block.size, int(copy.write(block)))
+        if self.verify == "full":
+            with (
+                self._showing("verify", total_bytes, "B"),
+                Reading(source, self.threads, self._retries, self._wait) as second,
+            ):
+                for block in second.blocks(requests(source, items, {})):
+                    copy.check(block)
+                    self._advance(block.size)
+        return [(item, copy.crcs[item.path]) for item in items]
+
+    def _extract(
+        self, kept: KeptPartial, target: Target, source: Archive
+    ) -> tuple[Listing, list[tuple[Item, Crcs]], tuple[int, int] | None]:
+        """Fill the local copy with an archive's members; one that can hang is copied first, as one file."""
+        path, origin = source.path, self.origin
+        if source.can_hang:
+            file = FileSource(source.path)
+            (item,) = file.list().items
+            path, origin = kept.folder / _ARCHIVE / item.path, (item.size, item.mtime_ns)
+            with (
+                PartialCopy(self.name, kept.folder / _ARCHIVE, kept.folder / ARCHIVE_JOURNAL) as copy,
+                Reading(file, self.threads, self._retries, self._wait) as reading,
+            ):
+                self._copy_files(copy, file, reading, [item])
+        with closing(type(source)(path)) as archive:
+            listing = archive.list()
+            if not listing.items:
+                raise BadSource(cannot(self.act, "no files in it", "at least one", "Check the archive"))
+            self._check_listing(source, listing)
+            items = _files_of(listing)
+            with PartialCopy(self.name, kept.data, kept.folder / JOURNAL) as copy:
+                there = {item.path: item for item in copy.resume(items)}
+                missing = [item for item in items if item.path not in there]
+                self.resumed_bytes += sum(item.size for item in there.values())
+                target.check_room(self.act, room_of(missing), 0)
+                with self._showing("extract", sum(item.size for item in missing), "B", len(missing)):
+                    for item in extract(archive, missing, copy, self.threads, self._retries):
+                        self._advance(item.size, 1)
+                if self.verify == "full":
+                    with self._showing("verify", sum(item.size for item in items), "B", len(items)):
+                        for item in check_extracted(archive, items, copy, self._retries):
+                            self._advance(item.size, 1)
+                manifest: list[tuple[Item, Crcs]] = [(item, copy.crcs[item.path]) for item in items]
+        if not source.can_hang and origin is not None and origin_of(source.path) != origin:
+            found = "the archive was written to meanwhile"
+            raise SourceChanged(cannot(self.act, found, "an archive that stays unchanged", "Run it again"))
+        return listing, manifest, origin
+
+    def _place(self, block: Block) -> None:
+        assert self._copy is not None
+        self._copy.place(block)
+
+    @contextmanager
+    def _showing(self, action: str, total: int | None, unit: str, files: int = 0) -> Iterator[None]:
+        with ProgressBar(action, total, unit, self.progress, files) as self._bar:
+            yield
+        self._bar = None
+
+    def _advance(self, count: int, files: int = 0) -> None:
+        assert self._bar is not None
+        self._bar.advance(count, files)
+        self._sign()
+
+    def _wait(self) -> None:
+        if self._bar is not None:
+            self._bar.retried(self._retries.count)
+            self._bar.wait()
+        self._sign()
+
+    def _sign(self) -> None:
+        """Show other processes, once a second, that this one is alive."""
+        if self._kept is not None and time.monotonic() - self._signed > _SIGN_S:
+            self._signed = time.monotonic()
+            self._kept.show_life()
+
+
+def origin_of(path: Path) -> tuple[int, int]:
+    """Return size and time of a file; a change of either means that it was written to."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _files_of(listing: Listing) -> list[Item]:
+    """Return the files to copy, each once: the rows of a table may name one several times."""
+    files = {item.path: item for item in (*listing.items, *listing.extras)}
+    files.pop(STAGE_SEAL, None)
+    return list(files.values())
+
+
+def _kind(source: Source) -> str:
+    kinds = {FileSource: "file", ManifestSource: "table", BucketSource: "bucket", ZipSource: "archive"}
+    return kinds.get(type(source), "archive" if isinstance(source, TarSource) else "folder")
