@@ -164,7 +164,7 @@ def test_tries_that_get_ahead_do_not_count_against_it(tmp_path):
 def test_tries_that_bring_nothing_new_end_it_and_keep_what_came(tmp_path):
     with served(CONTENT, cut_after(300_000), cut_after(0)) as server:
         with pytest.raises(
-            FetchFailed, match=r"the connection ended 391 KiB too early in the last try, one try in 5 .*: it goes on"
+            FetchFailed, match=r"the connection ended 391 KiB too early in the last try, one try in 5 .*: it resumes"
         ):
             get(server, tmp_path)
         server.plans = [servers.serve]

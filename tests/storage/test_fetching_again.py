@@ -154,11 +154,11 @@ def test_a_file_that_was_touched_or_has_no_version_is_not_taken_for_the_same(tmp
     with served(CONTENT) as server:
         path = get(server, tmp_path).path
         path.write_bytes(CONTENT[:-1] + b"x")
-        with pytest.raises(TargetExists, match="is there"):
+        with pytest.raises(TargetExists, match="already exists"):
             get(server, tmp_path)
         server.headers = {}
         get(server, tmp_path, overwrite=True)
-        with pytest.raises(TargetExists, match="does not tell"):
+        with pytest.raises(TargetExists, match="its version is unknown"):
             get(server, tmp_path)
 
 
@@ -179,9 +179,9 @@ def test_something_else_at_the_target_is_left_alone(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file.bin").mkdir()
     with served(CONTENT) as server:
-        with pytest.raises(TargetExists, match="is there"):
+        with pytest.raises(TargetExists, match="already exists"):
             get(server, tmp_path)
-        with pytest.raises(TargetExists, match="is there"):
+        with pytest.raises(TargetExists, match="already exists"):
             get(server, tmp_path / "file.bin")
         assert len(server.requests) == 1, "an explicit path is looked at before anybody is asked"
         with pytest.raises(TargetExists, match="is a folder"):

@@ -15,7 +15,7 @@ from http_servers import served, until
 
 from colabkit.errors import FetchFailed, TimedOut
 from colabkit.storage.addresses import address_of, safe_name
-from colabkit.storage.fetching import connections, headers, transfer
+from colabkit.storage.fetching import connections, transfer
 from colabkit.storage.fetching.api import fetch
 
 
@@ -119,25 +119,25 @@ def test_time_that_the_disk_takes_is_not_the_servers(tmp_path, file_hook):
     ],
 )
 def test_content_range(text, meant):
-    assert headers.content_range(message(Content_Range=text)) == meant
+    assert connections.content_range(message(Content_Range=text)) == meant
 
 
 @pytest.mark.parametrize(
     ("text", "meant"), [("10", 10), ("", None), ("-1", None), ("1e3", None), ("9" * 5000, None)], ids=range(5)
 )
 def test_content_length(text, meant):
-    assert headers.total_bytes(message(Content_Length=text)) == meant
-    assert headers.total_bytes(message(Content_Length=text, Transfer_Encoding="chunked")) is None
+    assert connections.total_bytes(message(Content_Length=text)) == meant
+    assert connections.total_bytes(message(Content_Length=text, Transfer_Encoding="chunked")) is None
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("7", 7.0), ("", None), ("soon", None), ("-1", None)])
 def test_retry_after(text, seconds):
-    assert headers.retry_after_s(message(Retry_After=text)) == seconds
+    assert connections.retry_after_s(message(Retry_After=text)) == seconds
 
 
 def test_retry_after_as_a_date():
-    assert headers.retry_after_s(message(Retry_After="Wed, 21 Oct 2015 07:28:00 GMT")) == 0
-    future = headers.retry_after_s(message(Retry_After="Wed, 21 Oct 2099 07:28:00 GMT"))
+    assert connections.retry_after_s(message(Retry_After="Wed, 21 Oct 2015 07:28:00 GMT")) == 0
+    future = connections.retry_after_s(message(Retry_After="Wed, 21 Oct 2099 07:28:00 GMT"))
     assert future is not None
     assert future > 1e9
 
@@ -156,13 +156,13 @@ def test_retry_after_as_a_date():
     ],
 )
 def test_a_page_is_known_by_its_first_bytes(head, name, is_page):
-    assert headers.is_html(None, head, name) == is_page
+    assert connections.is_html(None, head, name) == is_page
 
 
 def test_a_title_is_one_short_printable_line():
-    assert headers.html_title(b"<title>a\x1b[31m\n  b</title>") == "a\\x1b[31m b"
-    assert len(headers.html_title(b"<title>" + b"x" * 999 + b"</title>")) < 100
-    assert headers.html_title(b"no title") == ""
+    assert connections.html_title(b"<title>a\x1b[31m\n  b</title>") == "a\\x1b[31m b"
+    assert len(connections.html_title(b"<title>" + b"x" * 999 + b"</title>")) < 100
+    assert connections.html_title(b"no title") == ""
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "/", "a/..", "\x00", "\u202e", "\ud800"])

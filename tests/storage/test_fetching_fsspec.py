@@ -226,7 +226,7 @@ def test_what_came_before_a_file_system_hangs_is_kept_and_said_to_be(tmp_path, f
         released = threading.Event()
         faults(monkeypatch, lambda path, offset, released=released: offset and released.wait(30) and None)
         try:
-            with pytest.raises(TimedOut, match=r"then run it again: it goes on where it stopped\.$"):
+            with pytest.raises(TimedOut, match=r"then run it again: it resumes where it stopped\.$"):
                 get(url, tmp_path, timeout=0.3)
         finally:
             released.set()
@@ -281,7 +281,7 @@ def test_run_again_it_sees_what_is_unchanged(tmp_path, far):
     get("faulty://tree", tmp_path, overwrite=True)
     assert files_of(tmp_path / "tree")["a/b/two.txt"] == b"3"
     (tmp_path / "tree" / "mine").touch()
-    with pytest.raises(TargetExists, match="is there"):
+    with pytest.raises(TargetExists, match="already exists"):
         get("faulty://tree", tmp_path)
 
 

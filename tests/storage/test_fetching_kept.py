@@ -16,7 +16,7 @@ from colabkit.storage.fetching.api import fetch
 
 __all__ = ["no_threads_stay", "short_pauses"]  # fixtures
 
-CLAIM = "it goes on where it stopped"
+CLAIM = "it resumes where it stopped"
 
 
 @pytest.mark.parametrize("to", ["new/", "new/deep/", "new/deep/file.zip"])
@@ -89,7 +89,7 @@ def test_a_target_that_is_taken_meanwhile_is_told_before_the_rest_comes(tmp_path
             get(server, tmp_path)
         (tmp_path / "file.bin").write_text("mine")
         server.plans = [servers.serve]
-        with pytest.raises(TargetExists, match="is there"):
+        with pytest.raises(TargetExists, match="already exists"):
             get(server, tmp_path)
         (data,) = tmp_path.glob(".colabkit-*/data")
         assert data.stat().st_size == 300_000

@@ -1,7 +1,7 @@
 """`fetch()`: a file or folder from Google Drive, an https address or any fsspec URL, resumed and checked.
 
 What has come is kept in one hidden folder beside the target, `.colabkit-...-kept.partial`, until all of it is there: a
-fetch that was interrupted or killed goes on where it was when it is run again, also in a new process. The final path
+fetch that was interrupted or killed resumes when it is run again, also in a new process. The final path
 holds nothing, the complete old or the complete new thing at every instant.
 """
 
@@ -26,13 +26,17 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import DRIVE_FILE, DRIVE_FOLDER, FSSPEC, WEB, address_of
 from colabkit.storage.fetching.bucket import fetch_bucket
-from colabkit.storage.fetching.earlier import FetchRecord, state_of
 from colabkit.storage.fetching.gdrive import fetch_drive_file, fetch_drive_folder
-from colabkit.storage.fetching.sinks import ExpectedFile
-from colabkit.storage.fetching.transfer import FetchJob, FetchTarget, Unchanged, digest_of_folder
+from colabkit.storage.fetching.transfer import (
+    AlreadyThere,
+    ExpectedDigest,
+    FetchJob,
+    FetchRecord,
+    state_of,
+)
 from colabkit.storage.fetching.web import fetch_web
 
-_WAYS = {WEB: fetch_web, DRIVE_FILE: fetch_drive_file, DRIVE_FOLDER: fetch_drive_folder, FSSPEC: fetch_bucket}
+_DOWNLOADERS = {WEB: fetch_web, DRIVE_FILE: fetch_drive_file, DRIVE_FOLDER: fetch_drive_folder, FSSPEC: fetch_bucket}
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,7 +100,7 @@ def fetch(
 ) -> FetchReport:
     """Bring a file or folder from the network to `to` and return where it is.
 
-    A fetch that was stopped, by an error, Ctrl-C or a kill, goes on where it was when it is run again.
+    A fetch that was stopped, by an error, Ctrl-C or a kill, resumes when it is run again.
 
     Run again, it fetches nothing where the final path is known to have it: the file has the digest that is asked for;
     or an earlier call fetched it from the same source to the same place, it is untouched since (size and time of
@@ -132,57 +136,63 @@ def fetch(
     address = address_of(source)
     act = f"fetch {address.shown!r}"
     check_seconds(act, "timeout", timeout)
-    wanted = ExpectedFile.parsed(act, digest)
-    if wanted and address.kind == DRIVE_FOLDER:
-        raise digest_of_folder(act)
-    with file_changes.translated(act):
-        target = FetchTarget.chosen(to, act)
-        options = {"cookies": cookies, "overwrite": overwrite, "progress": progress}
-        with _no_new_empty_folder(target.folder), FetchJob(act, address, target, wanted, timeout, **options) as job:
-            try:
-                _look_first(job)
-                with partials.KeptPartial(target.folder, address.digest(target.name)) as kept:
-                    job.is_kept = kept.folder == kept.kept_folder
-                    fetched = _WAYS[address.kind](job, kept)
-                    try:
-                        job.check_digest(fetched)
-                    except Corrupt:
-                        kept.start_over()
-                        raise
-                    final = job.admit(fetched.name, "", is_folder=fetched.path.is_dir())
-                    kept.publish_as(fetched.path, final, overwrite)
-                sha256 = fetched.digests.get("sha256")
-                where = os.path.realpath(final)
-                finished = FetchRecord(where, fetched.validator, state_of(final), fetched.files, sha256, fetched.via)
-                finished.remember(job.identity)
-                path, reused = final, False
-            except Unchanged as unchanged:
-                finished, reused = unchanged.finished, True
-                path = target.folder / (target.name or Path(finished.path).name)
-                partials.discard_kept(path, address.digest(target.name))  # of a run that was to replace it
+    expected = ExpectedDigest.parse(act, digest)
+    options = {"cookies": cookies, "overwrite": overwrite, "progress": progress}
+    with (
+        file_changes.translated(act),
+        FetchJob(act, address, to, expected, timeout, **options) as job,
+        _no_new_empty_folder(job.folder),
+    ):
+        try:
+            _look_first(job)
+            path, record = _fetch(job)
+            reused = False
+        except AlreadyThere as there:
+            record, reused = there.record, True
+            path = job.folder / (job.name or Path(record.path).name)
+            partials.discard_kept(path, address.digest(job.name))  # of a run that was to replace it
     return FetchReport(
         path=path,
         source=address.shown,
-        via=finished.via,
-        files=finished.files,
+        via=record.via,
+        files=record.files,
         fetched_bytes=job.fetched_bytes,
         resumed_bytes=job.resumed_bytes or 0,
         seconds=time.monotonic() - started,
         retries=job.retries,
-        sha256=finished.sha256,
+        sha256=record.sha256,
         reused=reused,
     )
 
 
 def _look_first(job: FetchJob) -> None:
     """Answer without asking the network what can be answered: the same is there already, or something else is."""
-    earlier = job.finished
-    name = job.target.name or (Path(earlier.path).name if earlier else "")
+    earlier = job.earlier
+    name = job.name or (Path(earlier.path).name if earlier else "")
     if name and not job.overwrite:
         is_drive = job.address.kind in (DRIVE_FILE, DRIVE_FOLDER)
-        is_folder = (job.target.folder / name).is_dir() if job.address.kind == FSSPEC else False
-        if job.wanted or earlier is None or is_drive:
+        is_folder = (job.folder / name).is_dir() if job.address.kind == FSSPEC else False
+        if job.expected or earlier is None or is_drive:
             job.admit(name, is_folder=is_folder or job.address.kind == DRIVE_FOLDER)
+
+
+def _fetch(job: FetchJob) -> tuple[Path, FetchRecord]:
+    """Fetch into a partial, publish that, and return the final path and what is remembered of it."""
+    with partials.KeptPartial(job.folder, job.address.digest(job.name)) as kept:
+        job.is_kept = kept.folder == kept.kept_folder
+        result = _DOWNLOADERS[job.address.kind](job, kept)
+        try:
+            if job.expected is not None:
+                job.expected.check(job.act, result)
+        except Corrupt:
+            kept.start_over()
+            raise
+        final = job.admit(result.name, "", is_folder=result.path.is_dir())
+        kept.publish_as(result.path, final, job.overwrite)
+    where, sha256 = os.path.realpath(final), result.digests.get("sha256")
+    record = FetchRecord(where, result.validator, state_of(final), result.files, sha256, result.via)
+    record.write(job.identity)
+    return final, record
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ from colabkit.foundation import (
     partials,
 )
 from colabkit.storage.addresses import safe_name
-from colabkit.storage.fetching.sinks import digests_of
-from colabkit.storage.fetching.transfer import Again, Fetched, FetchJob, sync_file
+from colabkit.storage.fetching.transfer import FetchJob, FetchResult, TryFailed, digests_of, sync_file
 from colabkit.storage.sources.bucket import BucketSource, items_of
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
@@ -38,7 +37,7 @@ _VERSION_FIELDS = frozenset(
 )
 
 
-def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
+def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
     """Fetch the file, or every file below the folder, into the partial.
 
     Raises:
@@ -63,7 +62,7 @@ class _BucketDownload:
         """Return whether the next call can use what has come: its version is known."""
         return bool(self.kept.record.get("validator") and file_changes.disk_bytes(self.kept.data))
 
-    def attempt(self) -> Fetched:
+    def attempt(self) -> FetchResult:
         """List what is there and read what is missing."""
         retries = Retries()
         try:
@@ -79,7 +78,7 @@ class _BucketDownload:
             # Its cause holds what the file system said, without secrets; the job's message has an act of its own.
             cause = error.__cause__
             found = str(cause.strerror if isinstance(cause, OSError) else error)
-            raise Again(found, "Run it again") from None
+            raise TryFailed(found, "Run it again") from None
         finally:
             self.job.retries += retries.count
 
@@ -89,9 +88,9 @@ class _BucketDownload:
         except ColabkitError:
             raise
         except OSError as error:
-            raise Again(error.strerror or "", "Run it again") from None
+            raise TryFailed(error.strerror or "", "Run it again") from None
 
-    def _fetch(self, retries: Retries) -> Fetched:
+    def _fetch(self, retries: Retries) -> FetchResult:
         job, kept, bucket = self.job, self.kept, self.bucket
         facts = self._facts()
         version = _version_of_all(facts)
@@ -119,7 +118,7 @@ class _BucketDownload:
         for inside in facts:
             sync_file(kept.data / inside)
         path = kept.data if is_folder else kept.data / next(iter(facts))
-        return Fetched(path, name, bucket.via, version, len(facts), digests_of(path, job.wanted))
+        return FetchResult(path, name, bucket.via, version, len(facts), digests_of(path, job.expected))
 
     def _read_unsized(self, copy: PartialCopy, path: str) -> None:
         """Read a file whose size its file system does not know, in one piece."""
@@ -128,9 +127,9 @@ class _BucketDownload:
         copy.write_blocks(Item(path, len(data)), blocks)
         self.job.advance(len(data))
 
-    def _start_over(self) -> Again:
+    def _start_over(self) -> TryFailed:
         self.kept.start_over()
-        return Again("it changed while it was fetched", "Run it again when it is at rest", is_anew=True)
+        return TryFailed("it changed while it was fetched", "Run it again when it is at rest", starts_over=True)
 
 
 def _version_of_all(facts: Mapping[str, Mapping[str, Any]]) -> str:

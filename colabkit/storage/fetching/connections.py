@@ -1,148 +1,125 @@
-"""http connections that cannot hang: a watchdog shuts the socket down, whatever waits on it.
+"""HTTP requests that cannot hang, and the meaning of their replies' headers and first bytes.
 
-A socket's own time-out counts each read alone, so that a server that sends a byte now and then is waited for without
-end. Here one deadline holds for looking up the name, connecting, TLS and all headers, redirects included; the reader of
-the body moves it when enough bytes came. Proxies of the environment and the system's certificates are used.
+A socket's own timeout counts each read alone, so a server that sends a byte now and then is waited for forever. Here
+every operation of a socket gets the seconds that are left of one deadline: for looking up the name, connecting, TLS,
+redirects and headers together; the reader of the body moves it when enough bytes came.
+
+The transport is the standard library's: requests and urllib3 give no deadline over several reads, read the bodies of
+redirects and take logins from ~/.netrc, and undoing that takes more code than their redirects and proxies save.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import email.utils
+import html
 import http.client
-import queue
+import re
 import socket
 import ssl
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from email.message import Message
 from http.client import HTTPResponse
-from types import TracebackType
-from typing import IO, Any, Self, cast
-from urllib.parse import urljoin, urlsplit, urlunsplit
+from typing import IO, Any, cast
+from urllib.parse import unquote_to_bytes, urljoin, urlsplit, urlunsplit
 
-_REDIRECTS = 10
-_Addresses = Sequence[tuple[int, int, int, str, Any]]
+from colabkit.foundation import printable
+from colabkit.storage.addresses import safe_name
+from colabkit.storage.sources.concurrency import answer_of
+
+HEAD_BYTES = 512
+"""Bytes by which a page is recognised; browsers decide by as many (WHATWG, MIME Sniffing)."""
+
+_HTML = re.compile(
+    rb"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>]|head[\s>]|script[\s>]|title>)", re.IGNORECASE | re.DOTALL
+)
+_HTML_TYPES = ("text/html", "application/xhtml+xml")
+_HTML_NAMES = (".html", ".htm", ".xhtml")
+_TITLE_CHARS = 80
+_COUNT = "[0-9]{1,18}"  # more digits are no number of bytes, and thousands of them no number of Python's
 
 
 class RedirectRefused(Exception):
-    """A redirect leads from https to another scheme."""
+    """A redirect leads from https to another scheme, or to neither https nor http."""
 
 
-class Watchdog:
-    """Shuts down the sockets of one try when its deadline passes.
+class Deadline:
+    """The time by which a server has to answer.
 
     Args:
         timeout: seconds until then, from the start and from each `restart()`.
 
     Attributes:
-        fired: whether it has passed.
         host: the name or address that was connected to last: of a redirect or proxy too.
     """
 
     def __init__(self, timeout: float) -> None:
-        self.fired = False
         self.host = ""
         self._timeout = timeout
-        self._handles: list[socket.socket] = []
-        self._changed = threading.Condition()
-        self._is_over = False
-        self._deadline = time.monotonic() + timeout
-        self._thread = threading.Thread(target=self._run, name="colabkit-watchdog", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
-        self._thread.join()
-        for handle in self._handles:
-            handle.close()
+        self.restart()
 
     def restart(self) -> None:
-        """Begin the time-out anew."""
-        self._deadline = time.monotonic() + self._timeout
+        """Allow the whole timeout from now on."""
+        self._until = time.monotonic() + self._timeout
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the clock while the block does something else than waiting for the server."""
-        left = self._left_s()
-        self._deadline = float("inf")
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._deadline = time.monotonic() + left
-                self._changed.notify()
+    def extend(self, seconds: float) -> None:
+        """Move the deadline by time that was not spent on the server."""
+        self._until += seconds
 
-    def open_socket(self, where: tuple[str, int], *_: Any) -> socket.socket:
-        """Return a socket connected to host and port, in place of `socket.create_connection`."""
+    def left_s(self) -> float:
+        """Return the seconds that are left.
+
+        Raises:
+            TimeoutError: if there are none.
+        """
+        if (left := self._until - time.monotonic()) <= 0:
+            raise TimeoutError
+        return left
+
+    def connect(self, where: tuple[str, int], *_: Any) -> socket.socket:
+        """Return a socket connected to host and port, whose reads end by the deadline."""
         self.host = where[0]
-        found = _resolved(*where, self._left_s())
-        failed: OSError = TimeoutError("no time left to connect")
+        # The system cannot be interrupted while it looks up a name, so a thread does it.
+        ask = lambda: socket.getaddrinfo(*where, type=socket.SOCK_STREAM)  # noqa: E731
+        found = answer_of(ask, True, self.left_s(), tries=1)
+        failed: OSError = TimeoutError()
         for number, (family, kind, protocol, _name, address) in enumerate(found):
-            made = socket.socket(family, kind, protocol)
+            connected: socket.socket = _timed(socket.socket, self)(family, kind, protocol)
             try:
-                made.settimeout(max(0.01, self._left_s() / (len(found) - number)))  # of several, some may be dead
-                made.connect(address)
-                made.settimeout(None)
-                with self._changed:
-                    # A handle of its own: `made` changes hands when TLS wraps it.
-                    self._handles.append(made.dup())
+                connected.settimeout(self.left_s() / (len(found) - number))  # of several, some may be dead
+                connected.connect(address)
             except OSError as error:
-                made.close()
+                connected.close()
                 failed = error
             else:
-                return made
+                return connected
         raise failed
 
-    def _left_s(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
-
-    def _run(self) -> None:
-        with self._changed:
-            while not self._is_over:
-                left = self._left_s()
-                if left:
-                    self._changed.wait(None if left == float("inf") else left)
-                    continue
-                self.fired = True
-                for handle in self._handles:
-                    with contextlib.suppress(OSError):
-                        handle.shutdown(socket.SHUT_RDWR)
-                self._changed.wait(0.05)  # until it is over; a socket may still be opened
+    def tls_context(self) -> ssl.SSLContext:
+        """Return the system's certificates, for sockets whose reads end by the deadline."""
+        context = ssl.create_default_context()
+        context.sslsocket_class = _timed(ssl.SSLSocket, self)
+        return context
 
 
-def _resolved(host: str, port: int, left_s: float) -> _Addresses:
-    """Return a host's addresses; the system's look-up cannot be interrupted, so a thread does it."""
-    answers: queue.SimpleQueue[_Addresses | Exception] = queue.SimpleQueue()
+def _timed(kind: Any, deadline: Deadline) -> Any:
+    """Return a kind of sockets that wait no longer than the deadline allows."""
 
-    def ask() -> None:
-        try:
-            answers.put(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except Exception as error:  # also UnicodeError, of names that are none
-            answers.put(error)
+    class TimedSocket(kind):  # type: ignore[misc]
+        def recv_into(self, *arguments: Any) -> Any:
+            self.settimeout(deadline.left_s())
+            return super().recv_into(*arguments)
 
-    thread = threading.Thread(target=ask, name="colabkit-resolver", daemon=True)
-    thread.start()
-    try:
-        answer = answers.get(timeout=left_s)
-    except queue.Empty:
-        raise TimeoutError("the name's address was not found in time") from None
-    thread.join()
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+        def do_handshake(self, *arguments: Any) -> Any:
+            self.settimeout(deadline.left_s())
+            return super().do_handshake(*arguments)
+
+    return TimedSocket
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    max_redirections = _REDIRECTS
-
     def http_error_302(  # type: ignore[override]
         self, req: urllib.request.Request, fp: HTTPResponse, code: int, msg: str, headers: http.client.HTTPMessage
     ) -> Any:
@@ -165,14 +142,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return made
 
 
-def open_address(url: str, headers: dict[str, str], authorization: str | None, watchdog: Watchdog) -> HTTPResponse:
-    """Return the response to a GET, redirects followed; its body is to be read while the watchdog lives.
+def open_address(url: str, headers: dict[str, str], authorization: str | None, deadline: Deadline) -> HTTPResponse:
+    """Return the response to a GET; redirects are followed, through the environment's proxies.
 
     Args:
         url: without userinfo.
         headers: sent also to where redirects lead.
         authorization: a header for this host alone.
-        watchdog: of this try.
+        deadline: for the response, and for the reads of its body.
 
     Raises:
         RedirectRefused: if a redirect leads away from https.
@@ -183,33 +160,95 @@ def open_address(url: str, headers: dict[str, str], authorization: str | None, w
     def connection(kind: type[http.client.HTTPConnection]) -> Any:
         def made(*arguments: Any, **options: Any) -> http.client.HTTPConnection:
             one = kind(*arguments, **options)
-            # There is no other way to connect without a time-out of each read alone.
-            one._create_connection = watchdog.open_socket  # type: ignore[attr-defined]  # noqa: SLF001
+            one._create_connection = deadline.connect  # type: ignore[attr-defined]  # noqa: SLF001 - no other way
             return one
 
         return made
 
-    class _Web(urllib.request.HTTPHandler):
+    class _Web(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         def http_open(self, req: urllib.request.Request) -> HTTPResponse:
             return self.do_open(connection(http.client.HTTPConnection), req)
 
-    class _SecureWeb(urllib.request.HTTPSHandler):
         def https_open(self, req: urllib.request.Request) -> HTTPResponse:
-            context = ssl.create_default_context()
-            return self.do_open(connection(http.client.HTTPSConnection), req, context=context)
+            return self.do_open(connection(http.client.HTTPSConnection), req, context=deadline.tls_context())
 
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler(),
-        _Web(),
-        _SecureWeb(),
-        _Redirects(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.UnknownHandler(),
-    ):
-        opener.add_handler(handler)
-    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http and https alone have handlers
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - the address is of http or https
     if authorization:
         request.add_unredirected_header("Authorization", authorization)
-    return cast(HTTPResponse, opener.open(request))
+    return cast(HTTPResponse, urllib.request.build_opener(_Web, _Redirects).open(request))
+
+
+def validator(headers: Message) -> str:
+    """Return what tells this version of the bytes from any other, as `If-Range` takes it; empty if there is nothing.
+
+    A strong ETag, else the time of the last change (RFC 9110, 13.1.5).
+    """
+    tag = headers.get("ETag", "").strip()
+    return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "").strip()
+
+
+def total_bytes(headers: Message) -> int | None:
+    """Return the announced length, None where there is none."""
+    text = headers.get("Content-Length", "").strip()
+    is_chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
+    return int(text) if re.fullmatch(_COUNT, text) and not is_chunked else None
+
+
+def content_range(headers: Message) -> tuple[int | None, int | None, int | None] | None:
+    """Return first byte, last byte and total of a `Content-Range`, None for what is unknown or not one."""
+    text = headers.get("Content-Range", "").strip()
+    if not (found := re.fullmatch(rf"bytes\s+(?:({_COUNT})-({_COUNT})|\*)/({_COUNT}|\*)", text, re.IGNORECASE)):
+        return None
+    first, last, total = (None if text in (None, "*") else int(text) for text in found.groups())
+    return first, last, total
+
+
+def retry_after_s(headers: Message) -> float | None:
+    """Return the seconds that a server asks to wait, from a number or a date; None where it does not."""
+    text = headers.get("Retry-After", "").strip()
+    if text.isdecimal():
+        return float(text)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+def disposition_name(value: str | None) -> str:
+    """Return the file name of a `Content-Disposition` (RFC 6266), safe as one path component; empty without one."""
+    if not value:
+        return ""
+    if found := re.search(r"filename\*\s*=\s*\"?([\w.-]+)'[^']*'([^;\s\"]+)", value, re.IGNORECASE):
+        try:
+            codecs.lookup(found[1])
+            return safe_name(unquote_to_bytes(found[2]).decode(found[1], "replace"))
+        except (LookupError, ValueError):
+            pass  # a character set that nobody knows: the plain form may be there as well
+    if found := re.search(r'(?:^|[;\s])filename\s*=\s*(?:"((?:\\.|[^"\\])*)"|([^;]+))', value, re.IGNORECASE):
+        name = re.sub(r"\\(.)", r"\1", found[1]) if found[1] is not None else found[2].strip()
+        with contextlib.suppress(ValueError):
+            name = name.encode("latin-1").decode("utf-8")  # what servers send, whatever the standard says
+        return safe_name(name)
+    return ""
+
+
+def is_html(headers: Message | None, head: bytes, name: str) -> bool:
+    """Return whether a page came where a file was asked for.
+
+    Args:
+        headers: of the reply, if they are known.
+        head: the first `HEAD_BYTES`, or all if there are fewer.
+        name: of the file; one that ends like a page is meant to be one.
+    """
+    if name.lower().endswith(_HTML_NAMES) or b"\0" in head:
+        return False
+    is_typed = headers is not None and headers.get_content_type() in _HTML_TYPES and "Content-Type" in headers
+    return is_typed or _HTML.match(head.removeprefix(codecs.BOM_UTF8)) is not None
+
+
+def html_title(text: bytes) -> str:
+    """Return the title of a page as one short line, safe in a message; empty without one."""
+    found = re.search(rb"<title[^>]*>(.*?)</title", text, re.IGNORECASE | re.DOTALL)
+    title = " ".join(html.unescape(found[1].decode("utf-8", "replace")).split()) if found else ""
+    title = printable(title)
+    return title if len(title) <= _TITLE_CHARS else f"{title[:_TITLE_CHARS]}..."

@@ -22,9 +22,16 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching import gdown_child
-from colabkit.storage.fetching.headers import HEAD_BYTES, disposition_name, html_title, is_html
-from colabkit.storage.fetching.sinks import digests_of
-from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, FetchJob, Unchanged, sync_file
+from colabkit.storage.fetching.connections import HEAD_BYTES, disposition_name, html_title, is_html
+from colabkit.storage.fetching.transfer import (
+    MIN_BYTES,
+    AlreadyThere,
+    FetchJob,
+    FetchResult,
+    TryFailed,
+    digests_of,
+    sync_file,
+)
 
 _AGAIN = "Check the network, then run it again"
 _LOOK_S = 0.5  # between two looks at what has come
@@ -47,7 +54,7 @@ _CAUSES = (
 _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder information", "failed to retrieve folder")
 
 
-def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
+def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
     """Bring a Drive file into the partial; Google's documents come as gdown exports them.
 
     Raises:
@@ -56,13 +63,13 @@ def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
         TimedOut: if nothing came in two tries without anything new between them.
     """
     child = _Child(job, kept, is_folder=False)
-    return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.goes_on)
+    return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.can_resume)
 
 
-def fetch_drive_folder(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
+def fetch_drive_folder(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
     """Bring a Drive folder into the partial; errors as of `fetch_drive_file()`."""
     child = _Child(job, kept, is_folder=True)
-    return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.goes_on)
+    return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.can_resume)
 
 
 class _Child:
@@ -103,14 +110,14 @@ class _Child:
                 command, self.job.act, float("inf"), environ=_environment(), on_tick=self._tick, on_line=self._line
             )
             self._look()
-        except (TargetExists, Unchanged):
+        except (TargetExists, AlreadyThere):
             self.kept.start_over()  # the first bytes may have come before the name was judged
             raise
         if "done" not in self._last:
             raise self._failed(self._last)
         return self._last
 
-    def goes_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Return whether another run can use what is there: of a folder any file, of a file a part of known version."""
         file = self.kept.record.get("known", {}).get(self.job.address.text, {})
         return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
@@ -140,7 +147,7 @@ class _Child:
             self._looked = now
             self._look()
         if now - self._moved >= self.job.timeout:
-            raise Again("nothing or too little came from Drive", _AGAIN, hung=True)
+            raise TryFailed("nothing or too little came from Drive", _AGAIN, hung=True)
 
     def _line(self, line: str) -> None:
         try:
@@ -169,7 +176,7 @@ class _Child:
         self.kept.note(known=dict(list(known.items())[-_KNOWN_FILES:]))
 
     def _failed(self, said: dict[str, Any]) -> Exception:
-        """Return what a failure means; what may be different another time is `Again`."""
+        """Return what a failure means; what may be different another time is `TryFailed`."""
         failed, status = said.get("failed", ""), said.get("status", 0)
         text = f"{said.get('kind', '')} {said.get('text', '')}"
         told = self.job.address.scrubbed(text)
@@ -183,18 +190,18 @@ class _Child:
         if failed in ("range", "changed"):
             self._drop_parts()
             found = "Drive did not continue where it stopped" if failed == "range" else "the file changed in Drive"
-            return Again(found, "Run it again", is_anew=True)
+            return TryFailed(found, "Run it again", starts_over=True)
         if failed == "network":
-            return Again(f"the network failed ({told})", _AGAIN)
+            return TryFailed(f"the network failed ({told})", _AGAIN)
         if said.get("errno"):
             return OSError(said["errno"], os.strerror(said["errno"]), str(self.kept.data))
         if failed != "gdown":
-            return Again(f"gdown's process ended early ({told})" if told else "gdown's process ended early", _AGAIN)
+            return TryFailed(f"gdown's process ended early ({told})" if told else "gdown's process ended early", _AGAIN)
         for signs, found, next_step in _CAUSES:
             if any(sign in text for sign in signs):
                 return self._refused(found, next_step)
         if status in _TRANSIENT or status >= 500:
-            return Again(f"Drive answered {status}", "Run it again later")
+            return TryFailed(f"Drive answered {status}", "Run it again later")
         if status == 404:
             what = "folder" if self.is_folder else "file"
             next_step = "Check the link; of a folder all of it is needed, not the id alone"
@@ -203,7 +210,7 @@ class _Child:
             next_step = 'In Drive, share it with "Anyone with the link", or read it through colabkit.mount()'
             return self._refused("Drive does not give it to people without a login", next_step)
         if "incomplete" in text:
-            return Again("the connection ended too early", _AGAIN)
+            return TryFailed("the connection ended too early", _AGAIN)
         return self._refused(told, "Open the link in a browser to see what Drive says")
 
     def _drop_parts(self) -> None:
@@ -220,25 +227,25 @@ class _Child:
         return FetchFailed(cannot(self.job.act, found, "a file or folder that Drive gives away", next_step))
 
 
-def _whole_file(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
+def _whole_file(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> FetchResult:
     file = kept.record["known"].get(job.address.text, {"total": None, "disposition": ""})
     name = _name(job, file)
     size = kept.data.stat().st_size
     if file["total"] not in (None, size):
         kept.start_over()
-        raise Again(f"{size} bytes came of {file['total']}", "Run it again", is_anew=True)
+        raise TryFailed(f"{size} bytes came of {file['total']}", "Run it again", starts_over=True)
     with kept.data.open("rb") as opened:
         page = opened.read(_PAGE_BYTES)
-    if is_html(None, page[:HEAD_BYTES], job.target.name or name):
+    if is_html(None, page[:HEAD_BYTES], job.name or name):
         kept.start_over()
         title = job.address.scrubbed(html_title(page))
         found = f"a web page titled {title!r}" if title else "a web page"
         raise FetchFailed(cannot(job.act, found, "a file", "Open the link in a browser to see what Drive says"))
     sync_file(kept.data)
-    return Fetched(kept.data, name, f"gdown {said['version']}", "", 1, digests_of(kept.data, job.wanted))
+    return FetchResult(kept.data, name, f"gdown {said['version']}", "", 1, digests_of(kept.data, job.expected))
 
 
-def _whole_folder(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> Fetched:
+def _whole_folder(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any]) -> FetchResult:
     if said["repeated"]:
         found = f"two files of the name {job.address.scrubbed(said['repeated'])!r} in one folder"
         next_step = "Rename one in Drive; gdown would keep one of them alone"
@@ -248,14 +255,14 @@ def _whole_folder(job: FetchJob, kept: partials.KeptPartial, said: dict[str, Any
     files = [path for path in kept.data.rglob("*") if path.is_file()]
     if len(made) != 1 or len(files) != said["done"]:
         kept.start_over()
-        raise Again("the folder changed while it was fetched", "Run it again when it is at rest", is_anew=True)
+        raise TryFailed("the folder changed while it was fetched", "Run it again when it is at rest", starts_over=True)
     if not files:
         found = "no files in it, or none that Drive gives away"
         next_step = 'In Drive, share it with "Anyone with the link"'
         raise FetchFailed(cannot(job.act, found, "at least one", next_step))
     for path in files:
         sync_file(path)
-    return Fetched(made[0], safe_name(made[0].name) or "folder", f"gdown {said['version']}", "", len(files), {})
+    return FetchResult(made[0], safe_name(made[0].name) or "folder", f"gdown {said['version']}", "", len(files), {})
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -1,15 +1,18 @@
-"""What every way of fetching shares: the target, tries that are counted with pauses between them, and progress."""
+"""What every way of fetching shares: the target, counted tries with pauses between them, progress, and digests."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from colabkit.foundation import (
     Corrupt,
@@ -22,14 +25,14 @@ from colabkit.foundation import (
     file_changes,
     format_bytes,
     format_seconds,
+    near_folder,
+    partials,
     user_path,
 )
-from colabkit.storage.addresses import Address
-from colabkit.storage.fetching.earlier import FetchRecord, state_of
-from colabkit.storage.fetching.sinks import ExpectedFile, digests_of
+from colabkit.storage.addresses import DRIVE_FOLDER, Address
 
 TRIES = 5
-"""Tries in a row that may bring nothing new, and times that a fetch may have to begin anew."""
+"""Tries in a row that may bring nothing new, and times that a fetch may have to start over."""
 
 HUNG_TRIES = 2
 """Of these tries, those that may hang: a packet can be lost once, and each takes the whole time-out."""
@@ -39,37 +42,87 @@ MIN_BYTES = 4096
 
 _BACK_OFF_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
 
 
-class Again(Exception):
+class TryFailed(Exception):
     """A try failed; another may not.
 
     Args:
         found: for the message, if it was the last one.
-        next_step: likewise; whether the next call goes on where this one stopped is added to it.
+        next_step: likewise; whether the next call resumes is added to it.
         hung: whether nothing came in time.
-        is_anew: whether what has come cannot be used.
+        starts_over: whether what has come cannot be used.
         pause_s: seconds to wait before the next try; by default longer each time.
     """
 
     def __init__(
-        self, found: str, next_step: str, *, hung: bool = False, is_anew: bool = False, pause_s: float | None = None
+        self, found: str, next_step: str, *, hung: bool = False, starts_over: bool = False, pause_s: float | None = None
     ) -> None:
         super().__init__(found)
         self.found, self.next_step = found, next_step
-        self.hung, self.is_anew, self.pause_s = hung, is_anew, pause_s
+        self.hung, self.starts_over, self.pause_s = hung, starts_over, pause_s
 
 
-class Unchanged(Exception):
+class AlreadyThere(Exception):
     """The final path has what the source has."""
 
-    def __init__(self, finished: FetchRecord) -> None:
+    def __init__(self, record: FetchRecord) -> None:
         super().__init__()
-        self.finished = finished
+        self.record = record
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchRecord:
+    """What a fetch put at a final path, and how the path was then.
+
+    `near_folder()` keeps one small file for each: the digest of the address, never the address. The path counts as
+    untouched while its size and time are what they were; a folder's while its files and bytes are.
+    """
+
+    path: str
+    validator: str
+    state: tuple[int, int]
+    files: int
+    sha256: str | None
+    via: str
+
+    @classmethod
+    def read(cls, identity: str) -> FetchRecord | None:
+        """Return what was fetched under this identity, if it is there untouched."""
+        try:
+            values = json.loads(_record_path(identity).read_bytes())
+            found = cls(**{**values, "state": tuple(values["state"])})
+            return found if state_of(Path(found.path)) == found.state else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def write(self, identity: str) -> None:
+        """Keep it for the next fetch; where that fails the next one does not know."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        try:
+            with partials.Partial(_record_path(identity)) as partial:
+                file_changes.write_file(partial.path, json.dumps(values).encode())
+                partial.publish(replace=True)
+        except OSError:
+            return
+
+
+def _record_path(identity: str) -> Path:
+    return near_folder(os.environ) / "fetched" / f"{identity}.json"
+
+
+def state_of(path: Path) -> tuple[int, int]:
+    """Return what tells whether a path was touched: of a file size and time, of a folder its files and bytes."""
+    if path.is_dir():
+        sizes = [file.lstat().st_size for file in path.rglob("*") if not file.is_dir()]
+        return len(sizes), sum(sizes)
+    stats = path.stat()
+    return stats.st_size, stats.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
     """What a way of fetching has put into the partial: the path to publish, and facts about it."""
 
     path: Path
@@ -81,19 +134,55 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchTarget:
-    """Where it goes: the folder, and the name in it, empty where the source decides."""
+class ExpectedDigest:
+    """A digest that the file must have."""
 
-    folder: Path
-    name: str
+    kind: str
+    digits: str
 
     @classmethod
-    def chosen(cls, to: str | os.PathLike[str], act: str) -> FetchTarget:
-        """Return what a user means by `to`: an existing folder or one with a slash behind it, else the path itself."""
-        path = user_path(to, act)
-        if os.fspath(to).endswith(os.sep) or path.is_dir() or path.name in ("", ".."):
-            return cls(path, "")
-        return cls(path.parent, path.name)
+    def parse(cls, act: str, text: str | None) -> ExpectedDigest | None:
+        """Return the digest of a text as `"sha256:<hex>"`, None for None."""
+        if text is None:
+            return None
+        kind, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
+        if len(digits) != _DIGITS.get(kind) or not re.fullmatch("[0-9a-fA-F]+", digits):
+            needed = "sha256, sha512, sha1 or md5, a colon, and all its hexadecimal digits"
+            raise InvalidOption(cannot(act, f"digest={text!r}", needed, 'Use digest="sha256:9f86d0..."'))
+        return cls(kind, digits.lower())
+
+    def check(self, act: str, result: FetchResult) -> None:
+        """Raise `Corrupt` unless the file has this digest."""
+        if (found := result.digests[self.kind]) != self.digits:
+            next_step = "Check the digest; if it is right, the source is not"
+            raise Corrupt(cannot(act, f"its {self.kind} is {found}", f"{self.digits}, as asked for", next_step))
+
+
+def new_digests(expected: ExpectedDigest | None) -> dict[str, Any]:
+    """Return SHA-256, and what else is expected, of no bytes yet."""
+    kinds = {"sha256"} | ({expected.kind} if expected else set())
+    return {kind: hashlib.new(kind, usedforsecurity=False) for kind in kinds}
+
+
+def digests_of(path: Path, expected: ExpectedDigest | None) -> dict[str, str]:
+    """Return a file's digests, empty for what is no file."""
+    if not path.is_file():
+        return {}
+    digests = new_digests(expected)
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            for digest in digests.values():
+                digest.update(block)
+    return {kind: digest.hexdigest() for kind, digest in digests.items()}
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's bytes are on the medium."""
+    fd = file_changes.reopen(path)
+    try:
+        file_changes.sync(fd, path)
+    finally:
+        os.close(fd)
 
 
 class FetchJob:
@@ -102,8 +191,8 @@ class FetchJob:
     Args:
         act: verb and object for messages.
         address: what to fetch.
-        target: where it goes.
-        wanted: the digest it must have.
+        to: an existing folder or one with a slash behind it, else the final path itself.
+        expected: the digest it must have.
         timeout: seconds without progress.
         cookies: whether gdown uses its cookies.
         overwrite: whether what is at the final path is replaced.
@@ -114,25 +203,30 @@ class FetchJob:
         self,
         act: str,
         address: Address,
-        target: FetchTarget,
-        wanted: ExpectedFile | None,
+        to: str | os.PathLike[str],
+        expected: ExpectedDigest | None,
         timeout: float,
         *,
         cookies: bool,
         overwrite: bool,
         progress: bool,
     ) -> None:
-        self.act, self.address, self.target, self.wanted, self.timeout = act, address, target, wanted, timeout
+        self.act, self.address, self.expected, self.timeout = act, address, expected, timeout
         self.cookies, self.overwrite = cookies, overwrite
-        self.identity = address.digest(os.path.realpath(target.folder), target.name)
-        self.finished = FetchRecord.recalled(self.identity)
+        path = user_path(to, act)
+        is_folder = os.fspath(to).endswith(os.sep) or path.is_dir() or path.name in ("", "..")
+        self.folder, self.name = (path, "") if is_folder else (path.parent, path.name)  # no name: the source's own
+        if address.kind == DRIVE_FOLDER:
+            self._check_no_digest()
+        self.identity = address.digest(os.path.realpath(self.folder), self.name)
+        self.earlier = FetchRecord.read(self.identity)
         self.fetched_bytes = self.retries = 0
         self.resumed_bytes: int | None = None
         self.is_kept = False  # what has come: not where another process has its place, nor where there are no locks
         self._progress = progress
         self._bar: ProgressBar | None = None
         self._total: int | None = None
-        self._done = self._furthest = self._tries = self._hung = self._begun = 0
+        self._done = self._furthest = self._tries = self._hung = self._restarts = 0
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +239,7 @@ class FetchJob:
             self._bar = None
 
     def begin(self, done: int, total: int | None) -> None:
-        """Say that a try goes on after `done` bytes of `total`."""
+        """Say that a try resumes after `done` bytes of `total`."""
         if self.resumed_bytes is None:
             self.resumed_bytes = self._furthest = done
         self.resumed_bytes = min(self.resumed_bytes, done)
@@ -163,41 +257,41 @@ class FetchJob:
         self._done += count
         self.fetched_bytes += count
 
-    def advice(self, next_step: str, goes_on: bool) -> str:
-        """Return a next step, and that the next call goes on with what has come, where it does."""
-        return f"{next_step}: it goes on where it stopped" if goes_on and self.is_kept else next_step
+    def advice(self, next_step: str, can_resume: bool) -> str:
+        """Return a next step, and that the next call resumes, where it does."""
+        return f"{next_step}: it resumes where it stopped" if can_resume and self.is_kept else next_step
 
-    def try_until_done(self, attempt: Callable[[], Fetched], goes_on: Callable[[], bool]) -> Fetched:
-        """Return what `attempt` returns, tried again while it raises `Again` and each few tries bring something new.
+    def try_until_done(self, attempt: Callable[[], FetchResult], can_resume: Callable[[], bool]) -> FetchResult:
+        """Return what `attempt` returns, tried again while it raises `TryFailed` and each few tries bring something.
 
         Args:
             attempt: one try.
-            goes_on: whether another try can use what has come so far.
+            can_resume: whether another try can use what has come so far.
 
         Raises:
             TimedOut: if `HUNG_TRIES` since something new came hung, or the last of `TRIES`.
-            FetchFailed: if it failed in another way, or the whole began anew as many times.
+            FetchFailed: if it failed in another way, or the whole started over as many times.
         """
         while True:
             try:
                 return attempt()
-            except Again as again:
+            except TryFailed as failed:
                 if self._done - self._furthest >= MIN_BYTES:
                     self._furthest, self._tries, self._hung = self._done, 0, 0
                 self._tries += 1
-                self._hung += again.hung
-                self._begun += again.is_anew
-                if max(self._tries, self._begun) >= TRIES or self._hung >= HUNG_TRIES:
-                    found = f"{again.found} in the last try"
-                    next_step = self.advice(again.next_step, goes_on())
-                    if again.hung:
+                self._hung += failed.hung
+                self._restarts += failed.starts_over
+                if max(self._tries, self._restarts) >= TRIES or self._hung >= HUNG_TRIES:
+                    found = f"{failed.found} in the last try"
+                    next_step = self.advice(failed.next_step, can_resume())
+                    if failed.hung:
                         needed = f"at least {format_bytes(MIN_BYTES)} in {format_seconds(self.timeout)}"
                         raise TimedOut(cannot(self.act, found, needed, next_step)) from None
                     needed = f"one try in {TRIES} that brings something new"
                     raise FetchFailed(cannot(self.act, found, needed, next_step)) from None
                 self.retries += 1
                 longest = min(_BACK_OFF_S * 2**self._tries, _LONGEST_PAUSE_S)
-                time.sleep(random.uniform(0.5, 1.0) * longest if again.pause_s is None else again.pause_s)
+                time.sleep(random.uniform(0.5, 1.0) * longest if failed.pause_s is None else failed.pause_s)
 
     def admit(self, name: str, validator: str | None = None, *, is_folder: bool = False) -> Path:
         """Return the final path, if it may be taken.
@@ -208,57 +302,37 @@ class FetchJob:
             is_folder: whether it is one.
 
         Raises:
-            Unchanged: if the final path has it already.
+            AlreadyThere: if the final path has it already.
             TargetExists: if something else is there.
             InvalidOption: if it is a folder, which has no digest, and one is asked for.
         """
-        if is_folder and self.wanted is not None:
-            raise digest_of_folder(self.act)
-        final = self.target.folder / (self.target.name or name)
+        if is_folder:
+            self._check_no_digest()
+        final = self.folder / (self.name or name)
         if not os.path.lexists(final):
             return final
+        needed, next_step = "a free path", "Use overwrite=True or choose another target"
+        found = f"{str(final)!r} already exists"
         if final.is_dir() != is_folder:
             found = f"{str(final)!r} is {'a folder' if final.is_dir() else 'a file'}"
             needed = f"a path for a {'folder' if is_folder else 'file'}"
             raise TargetExists(cannot(self.act, found, needed, "Choose another target"))
         if self.overwrite:
             return final
-        if self.wanted is not None and (found_digests := digests_of(final, self.wanted)):
-            if found_digests[self.wanted.kind] == self.wanted.digits:
-                sha256 = found_digests["sha256"]
-                raise Unchanged(FetchRecord(str(final), "", state_of(final), 1, sha256, "the file that was there"))
-        elif self.finished is not None and Path(self.finished.path) == Path(os.path.realpath(final)):
-            if validator is None or (validator and validator == self.finished.validator):
-                raise Unchanged(self.finished)
-            raise TargetExists(
-                cannot(
-                    self.act,
-                    f"{str(final)!r} was fetched earlier, and the source has changed or does not tell",
-                    "a free path",
-                    "Use overwrite=True to fetch it again",
-                )
-            )
-        found = f"{str(final)!r} is there" + (" with another digest" if self.wanted is not None else "")
-        raise TargetExists(cannot(self.act, found, "a free path", "Use overwrite=True or choose another target"))
+        if self.expected is not None:
+            digests = digests_of(final, self.expected)
+            if digests.get(self.expected.kind) == self.expected.digits:
+                via = "the file that was there"
+                raise AlreadyThere(FetchRecord(str(final), "", state_of(final), 1, digests["sha256"], via))
+            found += " with another digest"
+        elif self.earlier is not None and Path(self.earlier.path) == Path(os.path.realpath(final)):
+            if validator is None or (validator and validator == self.earlier.validator):
+                raise AlreadyThere(self.earlier)
+            found = f"{str(final)!r} was fetched earlier, and the source has changed or its version is unknown"
+            next_step = "Use overwrite=True to fetch it again"
+        raise TargetExists(cannot(self.act, found, needed, next_step))
 
-    def check_digest(self, fetched: Fetched) -> None:
-        """Raise `Corrupt` unless the file has the digest that was asked for."""
-        if self.wanted is None or fetched.digests[self.wanted.kind] == self.wanted.digits:
-            return
-        found = f"its {self.wanted.kind} is {fetched.digests[self.wanted.kind]}"
-        needed = f"{self.wanted.digits}, as asked for"
-        raise Corrupt(cannot(self.act, found, needed, "Check the digest; if it is right, the source is not"))
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file's bytes are on the medium."""
-    fd = file_changes.reopen(path)
-    try:
-        file_changes.sync(fd, path)
-    finally:
-        os.close(fd)
-
-
-def digest_of_folder(act: str) -> InvalidOption:
-    """Return the error for a digest that is asked of a folder."""
-    return InvalidOption(cannot(act, "digest= with a folder", "a single file", "Leave digest away"))
+    def _check_no_digest(self) -> None:
+        if self.expected is not None:
+            found, needed = "digest= with a folder", "a single file"
+            raise InvalidOption(cannot(self.act, found, needed, "Leave digest= out"))

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import base64
 import http.client
+import os
 import socket
 import ssl
+import time
 import urllib.error
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import NoReturn, Self
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from colabkit.foundation import FetchFailed, cannot, file_changes, format_bytes, format_seconds, partials
 from colabkit.storage.addresses import safe_name
-from colabkit.storage.fetching.connections import RedirectRefused, Watchdog, open_address
-from colabkit.storage.fetching.headers import (
+from colabkit.storage.fetching.connections import (
     HEAD_BYTES,
+    Deadline,
+    RedirectRefused,
     content_range,
     disposition_name,
     html_title,
     is_html,
+    open_address,
     retry_after_s,
     total_bytes,
     validator,
 )
-from colabkit.storage.fetching.sinks import Sink
-from colabkit.storage.fetching.transfer import MIN_BYTES, Again, Fetched, FetchJob
+from colabkit.storage.fetching.transfer import (
+    MIN_BYTES,
+    ExpectedDigest,
+    FetchJob,
+    FetchResult,
+    TryFailed,
+    new_digests,
+)
 
+_HELD_BYTES = 1 << 18  # TLS delivers 16 KiB at a time, which would be many small writes
 _BLOCK_BYTES = 1 << 18
 _PAGE_BYTES = 1 << 16  # of a page, read for its title
 _TRANSIENT = frozenset({408, 425, 429})
@@ -45,7 +57,7 @@ _CAUSES = {
 }
 
 
-def fetch_web(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
+def fetch_web(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
     """Bring the file into the partial.
 
     Raises:
@@ -54,13 +66,13 @@ def fetch_web(job: FetchJob, kept: partials.KeptPartial) -> Fetched:
         TargetExists: if something else is at the final path.
         NotEnoughSpace: before anything is written, where the length is announced.
     """
-    with Sink(kept.data, job.wanted) as sink:
-        client = _Client(job, kept, sink)
-        return job.try_until_done(client.attempt, client.goes_on)
+    with _Sink(kept.data, job.expected) as sink:
+        download = _WebDownload(job, kept, sink)
+        return job.try_until_done(download.attempt, download.can_resume)
 
 
-class _Client:
-    def __init__(self, job: FetchJob, kept: partials.KeptPartial, sink: Sink) -> None:
+class _WebDownload:
+    def __init__(self, job: FetchJob, kept: partials.KeptPartial, sink: _Sink) -> None:
         self.job, self.kept, self.sink = job, kept, sink
         self.has_ranges = True
         parts = urlsplit(job.address.text)
@@ -74,45 +86,40 @@ class _Client:
         plain = f"{unquote(user)}:{unquote(password)}".encode()
         self.authorization = f"Basic {base64.b64encode(plain).decode()}" if userinfo else None
 
-    def goes_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Return whether a request can be for the rest of what has come: its version is known, and there are ranges."""
         return bool(self.sink.size and self.kept.record.get("validator") and self.has_ranges)
 
-    def attempt(self) -> Fetched:
+    def attempt(self) -> FetchResult:
         """Make one request and take what it brings."""
         have = self.sink.open()
         record = self.kept.record
-        if have and not (self.goes_on() and have <= (record["total"] or have)):
-            self.sink.begin_anew()
+        if have and not (self.can_resume() and have <= (record["total"] or have)):
+            self.sink.start_over()
             have = 0
         headers = {"User-Agent": _AGENT, "Accept": "*/*", "Accept-Encoding": "identity"}
         if have:
             headers |= {"Range": f"bytes={have}-", "If-Range": record["validator"]}
-        with Watchdog(self.job.timeout) as watchdog:
-            try:
-                response = open_address(self.url, headers, self.authorization, watchdog)
-            except RedirectRefused:
-                found = "the server redirects from https to an address without encryption"
-                raise self._failure(found, "an answer over https", "Ask for an https address of it") from None
-            except urllib.error.HTTPError as error:
-                with closing(error):
-                    return self._refused(error, have)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                raise self._again(error, watchdog) from None
-            with closing(response):
-                self._take(response, watchdog, have)
-        return self._whole()
-
-    def _take(self, response: HTTPResponse, watchdog: Watchdog, have: int) -> None:
-        with watchdog.paused():  # the disk's time is not the server's
+        deadline = Deadline(self.job.timeout)
+        try:
+            response = open_address(self.url, headers, self.authorization, deadline)
+        except RedirectRefused:
+            found = "the server redirects from https to an address without encryption"
+            raise self._failure(found, "an answer over https", "Ask for an https address of it") from None
+        except urllib.error.HTTPError as error:
+            with closing(error):
+                return self._refused(error, have)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._network_failure(error, deadline.host) from None
+        with closing(response):
             have, expected = self._answered(response, have)
-        total = None if expected is None else have + expected
-        self.job.begin(have, total)
-        blocks = self._blocks(response, watchdog, expected)
-        if not have:
-            self._check_head(response, blocks, watchdog)
-        for block in blocks:
-            self._keep(block, watchdog)
+            self.job.begin(have, None if expected is None else have + expected)
+            blocks = self._blocks(response, deadline, expected)
+            if not have:
+                self._check_head(response, blocks)
+            for block in blocks:
+                self._keep(block)
+        return self._whole()
 
     def _answered(self, response: HTTPResponse, have: int) -> tuple[int, int | None]:
         """Return after how many bytes the reply goes on, and how many it has to bring."""
@@ -123,7 +130,7 @@ class _Client:
         elif response.status in (200, 203):
             if have:  # the file has changed, or the server knows no ranges
                 self.has_ranges = validator(response.headers) != self.kept.record["validator"]
-                self.sink.begin_anew()
+                self.sink.start_over()
             have, expected = 0, total_bytes(response.headers)
             self._admit(response, expected)
         else:
@@ -162,46 +169,47 @@ class _Client:
         now = validator(response.headers)
         is_same = (not now or now == record.get("validator")) and total in (None, record.get("total"))
         if have and not is_same:
-            self._begin_anew("the file changed while it was fetched", "Run it again when it is at rest")
+            self._start_over("the file changed while it was fetched", "Run it again when it is at rest")
         if not have or first != have or last is None or (length is not None and length != last - first + 1):
             self.has_ranges = False
-            self._begin_anew("the server sent another part of the file than it was asked for", "Try another server")
+            self._start_over("the server sent another part of the file than it was asked for", "Try another server")
         assert last is not None
         return last - have + 1
 
-    def _blocks(self, response: HTTPResponse, watchdog: Watchdog, expected: int | None) -> Iterator[bytes]:
+    def _blocks(self, response: HTTPResponse, deadline: Deadline, expected: int | None) -> Iterator[bytes]:
         """Yield the body as it comes; it has to be as long as announced, and to come in time."""
         received = since = 0
+        deadline.restart()
         while expected is None or received <= expected:
             try:
                 block = response.read1(_BLOCK_BYTES)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                raise self._again(error, watchdog) from None
+                raise self._network_failure(error, deadline.host) from None
             if not block:
                 break
             received += len(block)
             since += len(block)
             if since >= MIN_BYTES:
-                watchdog.restart()
+                deadline.restart()
                 since = 0
+            yielded = time.monotonic()
             yield block
-        if watchdog.fired:
-            raise self._again(TimeoutError(), watchdog)
+            deadline.extend(time.monotonic() - yielded)  # the disk's time is not the server's
         if expected is not None and received > expected:
             self.has_ranges = False
-            self._begin_anew("the server sent more than it announced", "Try another server")
+            self._start_over("the server sent more than it announced", "Try another server")
         if expected is not None and received < expected:
             missing = format_bytes(expected - received)
-            raise Again(f"the connection ended {missing} too early", _AGAIN)
+            raise TryFailed(f"the connection ended {missing} too early", _AGAIN)
 
-    def _check_head(self, response: HTTPResponse, blocks: Iterator[bytes], watchdog: Watchdog) -> None:
+    def _check_head(self, response: HTTPResponse, blocks: Iterator[bytes]) -> None:
         """Keep the first bytes, unless they are those of a page."""
         head = b""
         for block in blocks:
             head += block
             if len(head) >= HEAD_BYTES:
                 break
-        name = self.job.target.name or self.kept.record["name"]
+        name = self.job.name or self.kept.record["name"]
         if is_html(response.headers, head[:HEAD_BYTES], name):
             for block in blocks:
                 head += block
@@ -211,23 +219,22 @@ class _Client:
             page = f"a web page titled {title!r}" if title else "a web page"
             next_step = "Open the address in a browser: it may need a login, or lead to the file's own address"
             raise self._failure(page, "a file", next_step)
-        self._keep(head, watchdog)
+        self._keep(head)
 
-    def _keep(self, block: bytes, watchdog: Watchdog) -> None:
-        with watchdog.paused():
-            self.sink.write(block)
+    def _keep(self, block: bytes) -> None:
+        self.sink.write(block)
         self.job.advance(len(block))
 
-    def _whole(self) -> Fetched:
+    def _whole(self) -> FetchResult:
         record = self.kept.record
         total, version = record["total"], record["validator"]
         if total is not None and self.sink.size < total:
-            raise Again("the server sends a part of the rest at a time", _AGAIN)
+            raise TryFailed("the server sends a part of the rest at a time", _AGAIN)
         digests = self.sink.finish()
         via = urlsplit(self.url).scheme
-        return Fetched(self.kept.data, record["name"], via, _version(version, total), 1, digests)
+        return FetchResult(self.kept.data, record["name"], via, _version(version, total), 1, digests)
 
-    def _refused(self, error: urllib.error.HTTPError, have: int) -> Fetched:
+    def _refused(self, error: urllib.error.HTTPError, have: int) -> FetchResult:
         """Return the file if the refusal says that it is complete; else raise what the status means."""
         status = error.code
         if status == 416 and have:
@@ -235,48 +242,48 @@ class _Client:
             if total == have and self.kept.record["total"] in (None, have):
                 self._admit_rest()
                 return self._whole()
-            self._begin_anew("the file changed while it was fetched", "Run it again when it is at rest")
+            self._start_over("the file changed while it was fetched", "Run it again when it is at rest")
         if status in _TRANSIENT or status >= 500:
             pause_s = retry_after_s(error.headers)
             if pause_s is not None and pause_s > self.job.timeout:
                 found = f"the server answered {status} and asks to wait {format_seconds(pause_s)}"
                 needed = f"an answer within {format_seconds(self.job.timeout)}"
                 raise self._failure(found, needed, "Run it again after that") from None
-            raise Again(f"the server answered {status}", "Run it again later", pause_s=pause_s) from None
+            raise TryFailed(f"the server answered {status}", "Run it again later", pause_s=pause_s) from None
         if 300 <= status < 400:
             next_step = "Open the address in a browser to see where it leads"
             raise self._failure("redirects that lead nowhere", "a file", next_step) from None
         cause, next_step = _CAUSES.get(status, ("the server refuses it", "Check the address"))
         raise self._failure(f"{cause} (status {status})", "a file that can be read", next_step) from None
 
-    def _begin_anew(self, found: str, next_step: str) -> NoReturn:
-        self.sink.begin_anew()
-        raise Again(found, next_step, is_anew=True)
+    def _start_over(self, found: str, next_step: str) -> NoReturn:
+        self.sink.start_over()
+        raise TryFailed(found, next_step, starts_over=True)
 
-    def _again(self, error: Exception, watchdog: Watchdog) -> Again:
+    def _network_failure(self, error: Exception, host: str) -> TryFailed:
         """Return the reason to try again after an error of the network; raise where trying is no use."""
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        if watchdog.fired or isinstance(cause, TimeoutError):
-            return Again("nothing or too little came", _AGAIN, hung=True)
+        if isinstance(cause, TimeoutError):
+            return TryFailed("nothing or too little came", _AGAIN, hung=True)
         if isinstance(cause, ssl.SSLCertVerificationError):
             found = f"its certificate is not trusted ({cause.verify_message})"
             next_step = "Check the address and this machine's clock"
             raise self._failure(found, "a server that proves who it is", next_step) from None
         if isinstance(cause, socket.gaierror):
-            found = f"the name {watchdog.host!r} has no address"
+            found = f"the name {host!r} has no address"
             if cause.errno == socket.EAI_NONAME:
                 raise self._failure(found, "a host that is known", "Check the address and the network") from None
-            return Again(found, _AGAIN)
+            return TryFailed(found, _AGAIN)
         if not isinstance(cause, Exception) or isinstance(cause, _FINAL):
             # The text of an error about an address holds the address.
             told = type(cause).__name__ if isinstance(cause, Exception) else self.job.address.scrubbed(cause)
             raise self._failure(told, "an address that can be asked", "Check it, and the proxy's") from None
         if isinstance(cause, http.client.RemoteDisconnected):
-            return Again("the server closed the connection without an answer", _AGAIN)
+            return TryFailed("the server closed the connection without an answer", _AGAIN)
         if isinstance(cause, http.client.IncompleteRead):
-            return Again("the connection ended too early", _AGAIN)
+            return TryFailed("the connection ended too early", _AGAIN)
         told = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
-        return Again(f"the network failed ({self.job.address.scrubbed(told)})", _AGAIN)
+        return TryFailed(f"the network failed ({self.job.address.scrubbed(told)})", _AGAIN)
 
     def _failure(self, found: str, needed: str, next_step: str) -> FetchFailed:
         return FetchFailed(cannot(self.job.act, found, needed, next_step))
@@ -285,3 +292,86 @@ class _Client:
 def _version(validator: str, total: int | None) -> str:
     """Return what tells this version of a file from others, empty where its server says nothing but the length."""
     return f"{validator}|{total}" if validator else ""
+
+
+class _Sink:
+    """A file in a partial, written from its start or from where an earlier process stopped, and digested meanwhile.
+
+    Args:
+        path: of the file.
+        expected: a digest beside SHA-256.
+    """
+
+    def __init__(self, path: Path, expected: ExpectedDigest | None) -> None:
+        self.path = path
+        self._expected = expected
+        self._fd: int | None = None
+        self._held = bytearray()
+        self._written = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd is not None:
+            try:
+                self._flush()
+            except OSError:
+                if error is None:
+                    raise
+            finally:
+                os.close(self._fd)
+                self._fd = None
+
+    @property
+    def size(self) -> int:
+        """The bytes that it has."""
+        return self._written + len(self._held)
+
+    def open(self) -> int:
+        """Return how many bytes are there, ready to be followed by more."""
+        if self._fd is None:
+            is_there = self.path.exists()
+            self._digests = new_digests(self._expected)
+            self._fd = file_changes.reopen(self.path) if is_there else file_changes.create(self.path)
+            self._written = self._read_back(self._fd)
+        return self.size
+
+    def start_over(self) -> None:
+        """Forget all bytes."""
+        self._held.clear()
+        self.__exit__(None, None, None)
+        file_changes.remove(self.path)
+        self.open()
+
+    def write(self, block: bytes) -> None:
+        """Add bytes."""
+        for digest in self._digests.values():
+            digest.update(block)
+        self._held += block
+        if len(self._held) >= _HELD_BYTES:
+            self._flush()
+
+    def finish(self) -> dict[str, str]:
+        """Wait until all is on the medium, and return the digests."""
+        assert self._fd is not None
+        self._flush()
+        file_changes.sync(self._fd, self.path)
+        return {kind: digest.hexdigest() for kind, digest in self._digests.items()}
+
+    def _flush(self) -> None:
+        assert self._fd is not None
+        held, self._held = self._held, bytearray()
+        if held:
+            file_changes.write_at(self._fd, held, self._written, self.path)
+            self._written += len(held)
+
+    def _read_back(self, fd: int) -> int:
+        offset = 0
+        while block := os.pread(fd, 1 << 20, offset):
+            for digest in self._digests.values():
+                digest.update(block)
+            offset += len(block)
+        return offset

@@ -56,13 +56,7 @@ class Level:
             self._since = time
 
     def note(self, time: float, weight: float, cpu_s: float) -> None:
-        """Note that a call ended.
-
-        Args:
-            time: when, in seconds of a monotonic clock.
-            weight: how much work it was, in requests.
-            cpu_s: seconds that it computed.
-        """
+        """Note when a call ended, how much work it was, in requests, and the seconds that it computed."""
         with self._lock:
             if self.is_fixed or self._since is None:
                 return
@@ -244,7 +238,7 @@ class Calls(Generic[T, R]):
         return max(1, round(self._level.now / weight))
 
     def _start_threads(self) -> None:
-        """Start the threads that are missing; only the caller's thread does, so that `__exit__` knows all of them."""
+        """Start the threads that are missing; only the caller's thread does, so `__exit__` knows all of them."""
         with self._lock:
             missing = min(self._wanted_threads(), self._unended) - self._running
         if missing <= 0:
@@ -337,11 +331,7 @@ class Calls(Generic[T, R]):
             self._make(_Call(call.task, call.size, call.weight, call.tries + 1))
 
     def results(self, tasks: Iterable[T], size_of: Callable[[T], int]) -> Iterator[R]:
-        """Make a call for every task as there is room, and yield all results as they come.
-
-        Each thread finds a next call when it ends one: so many are made between two results, and no more, though
-        calls may end as fast as they are made.
-        """
+        """Make a call for every task as there is room, and yield all results as they come."""
         remaining = iter(tasks)
         while True:
             room = self.room
@@ -385,16 +375,15 @@ def concurrently(
     mostly wait, as on a disk that seeks, it goes on as where a call may never return; where each computes for long,
     there are as many threads as CPUs; else none but the caller's, since tiny calls only get in each other's way.
 
-    At most two tasks a thread are under way or wait their turn; of results that are not taken at once, 4096 or 64 MiB
-    are held. The first error stops the rest and is raised here; leaving the generator early, by an error or Ctrl-C,
-    waits only for the calls under way, and with `stalled_s` for 1.5 s at most.
+    At most two tasks a thread are under way; of results that are not taken at once, 4096 or 64 MiB are held. The first
+    error stops the rest and is raised here; leaving the generator early waits only for the calls under way, with
+    `stalled_s` for 1.5 s at most.
 
     Args:
         function: called with each task; with `stalled_s` it must change nothing.
         tasks: taken when there is room.
         threads: calls at once, or `"auto"`.
-        stalled_s: seconds without a sign of life after which a call is made anew in another thread; None for work that
-            cannot hang.
+        stalled_s: seconds without a sign of life after which a call is made again in another thread; None: never.
         size_of: the bytes of a task's result; large ones are fewer at once.
         level: for `"auto"`, where a caller wants to tell it of refusals.
         on_wait: called some times a second while nothing ends.
@@ -434,17 +423,21 @@ def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int | None:
     return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1
 
 
-def answer_of(ask: Callable[[], T], can_hang: bool, stalled_s: float | None = None) -> T:
+def answer_of(ask: Callable[[], T], can_hang: bool, stalled_s: float | None = None, tries: int = _TRIES) -> T:
     """Return what `ask` returns; where it can hang, in a thread that is given up when it stalls, and asked once more.
 
     Args:
         ask: changes nothing.
         can_hang: whether it may never return.
         stalled_s: seconds without a sign of life (`still_moving`) after which it stalls; by default a minute.
+        tries: how often it is asked.
 
     Raises:
-        TimedOut: if it stalled twice.
+        TimedOut: if it stalled as often.
     """
-    limit = (STALLED_S if stalled_s is None else stalled_s) if can_hang else None
-    (answer,) = concurrently(lambda _: ask(), [None], 1, stalled_s=limit)
-    return answer
+    if not can_hang:
+        return ask()
+    calls: Calls[None, T] = Calls(lambda _: ask(), Level(1, is_fixed=True), stalled_s or STALLED_S, None, tries)
+    with calls:
+        calls.make(None)
+        return calls.take()
