@@ -3,7 +3,8 @@
 - `doctor`: `diagnose()` and `watch()` turn meters and telemetry into a verdict and advice.
 - `panel`: `dashboard()` records a run and shows it live, as HTML or text.
 
-To add a rule of the doctor, write a function in `doctor/rules/` and list it in `doctor/rules/table.py`.
+To add a rule of the doctor, write a function in `doctor/data_rules.py` or `doctor/machine_rules.py`, and list it in
+`doctor/rules.py`.
 """
 
 import lazy_loader

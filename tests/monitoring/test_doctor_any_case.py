@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, PartSnapshot, StepTimes
 from colabkit.monitoring.doctor.diagnosis import Advice, Diagnosis
-from colabkit.monitoring.doctor.rules.machine import pageable_copies
-from colabkit.monitoring.doctor.rules.table import RULES
+from colabkit.monitoring.doctor.machine_rules import pageable_copies
+from colabkit.monitoring.doctor.rules import RULES
 from colabkit.monitoring.doctor.run_profile import GpuProfile, MachineProfile, RunProfile, profile_run
 from colabkit.monitoring.doctor.verdict import judge
 
@@ -153,7 +153,7 @@ def test_no_rule_fails_and_what_it_says_reads_well(case: RunProfile) -> None:
         advice = rule(case)
         assert advice is None or isinstance(advice, Advice)
         if advice is not None:
-            assert advice.rule == rule.__name__
+            assert advice.rule == rule.name
             check_advice(advice)
 
 

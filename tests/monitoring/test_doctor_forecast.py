@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from colabkit.foundation import LoaderFacts
 from colabkit.monitoring.doctor import forecast as forecast_module
 from colabkit.monitoring.doctor import run_profile
+from colabkit.monitoring.doctor.data_rules import far_files
 from colabkit.monitoring.doctor.forecast import Forecast, forecast_run
-from colabkit.monitoring.doctor.rules.data import far_files
 from colabkit.monitoring.doctor.run_profile import RunProfile
 from colabkit.monitoring.doctor.verdict import judge
 

@@ -25,7 +25,7 @@ from doctor_cases import (
 )
 
 from colabkit.foundation import LoaderFacts
-from colabkit.monitoring.doctor.rules.table import RULES
+from colabkit.monitoring.doctor.rules import RULES
 
 Given = dict[str, Any]
 Rows = tuple[Callable[..., Any], Given, dict[str, Given]]
@@ -348,7 +348,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {"cheap": {"cost_share": 0.005}, "none": {"cost_share": None}, "a run of seconds": {"compute_s": 5.0}},
     ),
 }
-ALL = {rule.__name__: rule for rule in RULES}
+ALL = {rule.name: rule for rule in RULES}
 NEIGHBOURS = [(name, why) for name, (_, others) in TABLE.items() for why in others]
 
 
@@ -375,7 +375,7 @@ def test_a_rule_is_silent_in_the_cases_beside_its_own(name: str, why: str) -> No
     assert given(name, TABLE[name][1][why]) is None
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_of_a_run_of_which_nothing_is_known_a_rule_says_nothing(rule: Callable[..., Any]) -> None:
     assert rule(made(facts=None, host=None)) is None
     assert rule(made(facts=LoaderFacts("gathered"), host=None)) is None

@@ -37,7 +37,6 @@ class Advice:
     """What would make a run faster, or safer.
 
     Attributes:
-        rule: name of the rule that gave it.
         found: what was found, with its numbers.
         action: what to do, one sentence in the imperative.
         call: the line of Python that does it; empty if there is none.
@@ -45,9 +44,9 @@ class Advice:
         saved_s: seconds that it saves in an epoch; None where not known.
         confidence: in the prediction.
         check: how to check it.
+        rule: name of the rule that gave it.
     """
 
-    rule: str
     found: str
     action: str
     call: str = ""
@@ -55,6 +54,7 @@ class Advice:
     saved_s: float | None = None
     confidence: Confidence = "medium"
     check: str = ""
+    rule: str = ""
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, format_count, format_share
 from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
 from colabkit.monitoring.doctor.forecast import forecast_run
-from colabkit.monitoring.doctor.rules.table import RULES
+from colabkit.monitoring.doctor.rules import RULES
 from colabkit.monitoring.doctor.run_profile import ENOUGH_STEPS, RunProfile, profile_run
 
 _THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH}
@@ -16,16 +16,6 @@ _HYSTERESIS = 0.03
 _CONVINCED = 2  # looks in a row that say the same
 _MOST_ADVICE = 3
 _LEAST_GAIN = 1.03
-_URGENT = ("full_ram", "full_shm", "full_disk", "lost_gpu", "wrong_device")
-_AGAINST = {  # what would make worse, or say again, what another piece of advice is about
-    "full_ram": ("more_workers", "bursts"),
-    "full_shm": ("more_workers", "bursts"),
-    "full_gpu": ("tiny_batches", "launches", "room_on_the_gpu"),
-    "held_by_python": ("more_workers",),
-    "tiny_batches": ("launches", "room_on_the_gpu"),
-    "launches": ("room_on_the_gpu",),
-    "throttled": ("far_files",),
-}
 _PARTS = {
     "read": "reading",
     "decode": "decoding",
@@ -131,11 +121,12 @@ def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
             saved_s = run.facts.samples / now - run.facts.samples / advice.samples_per_s
             advice = replace(advice, saved_s=saved_s)  # noqa: PLW2901
         useful[advice.rule] = advice
-    against = {name for rule in useful for name in _AGAINST.get(rule, ())}
-    fitting = [advice for advice in useful.values() if advice.rule not in against]
+    silenced = {name for rule in RULES if rule.name in useful for name in rule.silences}
+    fitting = [advice for advice in useful.values() if advice.rule not in silenced]
+    urgent = {rule.name for rule in RULES if rule.is_urgent}
 
     def rank(advice: Advice) -> tuple[int, float]:
-        urgency = 0 if advice.rule in _URGENT else 1 if advice.samples_per_s else 2
+        urgency = 0 if advice.rule in urgent else 1 if advice.samples_per_s else 2
         return urgency, -(advice.samples_per_s or 0.0)
 
     once: dict[str, Advice] = {}

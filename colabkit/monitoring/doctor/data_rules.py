@@ -1,4 +1,4 @@
-"""Rules about the input: what data waits for, and where it should be instead. `table` lists them."""
+"""Rules about the input: what data waits for, and where it should be instead. `rules` lists them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def far_files(run: RunProfile) -> Advice | None:
     is_known, is_cold = run.cpu_s is not None, run.facts.kind in ("foreign", "processes")
     faster = "; it may be faster still, since workers that wait for each file need more CPU" if is_cold else ""
     return Advice(
-        "far_files",
         f"each epoch reads from {_place(run)}",
         f"Stage the {'file' if _is_hdf5(run) else 'files'} to the local disk once",
         f"colabkit.stage({path})",
@@ -45,7 +44,6 @@ def far_files_to_pack(run: RunProfile) -> Advice | None:
     if not (run.is_starved and run.facts.is_far) or encoding in (None, "raw") or _is_hdf5(run) or files == 1:
         return None
     return Advice(
-        "far_files_to_pack",
         f"each epoch opens {format_count(files) if files else 'many'} files far away",
         "Pack them into one file near, decoded, and keep that on Drive for the next time",
         f"colabkit.prepare({_quoted(run.facts.path)}, size=..., encoding='raw')",
@@ -64,7 +62,6 @@ def small_files(run: RunProfile) -> Advice | None:
     if mean_bytes >= _SMALL_READ or read.busy_s < 0.3 * (read.busy_s + decode.busy_s):
         return None
     return Advice(
-        "small_files",
         f"reading a file of {format_bytes(mean_bytes)} takes {format_seconds(read.busy_s / read.samples)}",
         "Pack the files into one, decoded",
         _packing(run),
@@ -84,7 +81,6 @@ def slow_disk(run: RunProfile) -> Advice | None:
     found = f"the disk gives {format_bytes(run.machine.read_bytes_per_s or 0.0)}/s"
     if _fits_in_ram(run):
         return Advice(
-            "slow_disk",
             found,
             "Keep the data in RAM, where it fits",
             f"colabkit.stage({_quoted(run.facts.path)}, to='tmpfs')",
@@ -92,7 +88,6 @@ def slow_disk(run: RunProfile) -> Advice | None:
             check=_check(run),
         )
     return Advice(
-        "slow_disk",
         found,
         "Store smaller samples, as uint8 and of the size that is trained on",
         _packing(run),
@@ -107,7 +102,6 @@ def slow_decoding(run: RunProfile) -> Advice | None:
     part, is_kept = run.part("decode"), run.passes < 2 and run.facts.tier in ("gpu", "ram", "disk")
     later = "; later epochs take what this one keeps" if is_kept else ""
     return Advice(
-        "slow_decoding",
         f"decoding a sample takes {format_seconds(part.busy_s / max(1, part.samples))}{_if_full(run)}{later}",
         "Store the images decoded, and of the size that is trained on",
         _packing(run),
@@ -139,7 +133,7 @@ def slow_transform(run: RunProfile) -> Advice | None:
         call = _packing(run)
     else:
         return None
-    return Advice("slow_transform", found + _if_full(run), action, call, speed, check=_check(run))
+    return Advice(found + _if_full(run), action, call, speed, check=_check(run))
 
 
 def slow_foreign(run: RunProfile) -> Advice | None:
@@ -161,7 +155,6 @@ def slow_foreign(run: RunProfile) -> Advice | None:
         action = "Pack the samples once, decoded, and load them with colabkit.Loader"
         call = f"{_packing(run)}; {_LOAD_PACK}"
     return Advice(
-        "slow_foreign",
         found,
         action,
         call,
@@ -185,7 +178,6 @@ def more_workers(run: RunProfile) -> Advice | None:
     speed = min(forecast_run(run).samples_per_s(workers=most), run.step.samples * most / max(a_batch_s, 1e-9))
     workers, cpus = format_things(facts.workers, "worker"), format_things(most, "CPU")
     return Advice(
-        "more_workers",
         f"{workers} on {cpus}, of which {format_share(rate)} is busy",
         f"Use {format_things(most, 'worker')}",
         f"num_workers={most}",
@@ -203,7 +195,6 @@ def held_by_python(run: RunProfile) -> Advice | None:
     if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":  # others work in processes
         return None
     return Advice(
-        "held_by_python",
         "one core is busy and the others are not, so threads wait for Python's lock",
         "Make samples in processes, or with code that releases the lock",
         "",
@@ -220,7 +211,6 @@ def too_many_workers(run: RunProfile) -> Advice | None:
     if facts.workers <= 2 * most:
         return None
     return Advice(
-        "too_many_workers",
         f"{facts.workers} workers share {format_things(most, 'CPU')}",
         "Use as many workers as CPUs; more workers will not help",
         f"num_workers={most}",
@@ -237,7 +227,6 @@ def slow_start(run: RunProfile) -> Advice | None:
     if spent.first_s < _SLOW_START * spent.seconds or each_s < 10 * run.step.seconds:
         return None
     return Advice(
-        "slow_start",
         f"the first batch of each epoch takes {format_seconds(each_s)}",
         "Keep the workers between epochs",
         "persistent_workers=True",
@@ -254,7 +243,6 @@ def bursts(run: RunProfile) -> Advice | None:
     if facts.kind == "foreign":
         call = "prefetch_factor=8" if facts.workers else ""
     return Advice(
-        "bursts",
         f"a few long waits take {format_share(run.late)} of the time, though data is there as a rule",
         "Make more batches ahead; look for single large files, garbage collection, checkpoints",
         call,
@@ -273,7 +261,6 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
         if run.bottleneck != "read" or not gathered.samples:
             return None
         return Advice(
-            "chunks_do_not_fit",
             f"reading a sample through HDF5 takes {format_seconds(read.busy_s / gathered.samples)}",
             "Pack the data anew, row by row",
             f"colabkit.pack(colabkit.open_pack({_quoted(facts.path)})['train'], 'pack.h5')",
@@ -284,7 +271,6 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
     if not needed or stored is None or stored < _READ_TWICE * needed:
         return None
     return Advice(
-        "chunks_do_not_fit",
         f"{stored / needed:.1f} times as many bytes are read as are used",
         "Mix by blocks, which are read whole",
         "shuffle='block'",
@@ -308,7 +294,7 @@ def cache_too_small(run: RunProfile) -> Advice | None:
     else:
         action, call = "Mix by blocks, so that a part of the data serves for a while", "shuffle='block'"
         found = f"{format_bytes(size)} of data do not fit in {format_bytes(free)} of free RAM, so tmpfs will not help"
-    return Advice("cache_too_small", found, action, call, confidence="low")
+    return Advice(found, action, call, confidence="low")
 
 
 def throttled(run: RunProfile) -> Advice | None:
@@ -321,7 +307,6 @@ def throttled(run: RunProfile) -> Advice | None:
     found = [f"steps take {run.slowdown:.1f} times as long as at first"] if is_slower else []
     found += [f"{format_things(retries, 'read')} of the source had to be tried again"] if retries else []
     return Advice(
-        "throttled",
         ", and ".join(found),
         "Stage the data before training, since Drive slows down who asks often",
         f"colabkit.stage({_quoted(run.facts.path)})",

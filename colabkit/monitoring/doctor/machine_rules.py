@@ -1,6 +1,6 @@
 """Rules about the machine: copies to the device, the step on it, the host's other work, and what may end the run.
 
-`table` lists them.
+`rules` lists them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def pageable_copies(run: RunProfile) -> Advice | None:
         return None
     if is_foreign and not run.is_starved:
         return Advice(
-            "pageable_copies",
             "batches come from memory that is not page-locked, so the step waits for their copies",
             "Let the loader lock its pages, and copy with non_blocking=True",
             "pin_memory=True",
@@ -47,7 +46,6 @@ def pageable_copies(run: RunProfile) -> Advice | None:
     if run.shares.copy < _EXPOSED_COPY:
         return None
     return Advice(
-        "pageable_copies",
         f"copies to the GPU take {format_share(run.shares.copy)} of each step, and nothing hides them",
         "Copy ahead, from page-locked memory, on a stream of its own",
         "colabkit.Loader(..., device='cuda')",
@@ -67,7 +65,6 @@ def slow_copies(run: RunProfile) -> Advice | None:
     if run.machine.gpu is not None and run.machine.gpu.used is not None and run.machine.gpu.used < _ROOMY:
         action, keep = f"{action}, or keep the data there", "keep='gpu', "
     return Advice(
-        "slow_copies",
         f"copies run at {format_bytes(rate)}/s and take {format_share(run.shares.copy)} of each step",
         action,
         f"colabkit.Loader(..., device='cuda', {keep}transform=colabkit.augment.Normalize())",
@@ -81,7 +78,6 @@ def tiny_batches(run: RunProfile) -> Advice | None:
     if run.shares.wait >= HIGH or not 0 < samples <= _TINY_BATCH or not 0 < seconds <= _TINY_STEP_S:
         return None
     return Advice(
-        "tiny_batches",
         f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it to launch it",
         "Use larger batches",
         f"batch_size={8 * samples}",
@@ -97,7 +93,6 @@ def launches(run: RunProfile) -> Advice | None:
     if gpu.utilization_rate >= _IDLE_GPU or run.shares.compute < HIGH:
         return None
     return Advice(
-        "launches",
         f"the GPU works {format_share(gpu.utilization_rate)} of the time although data is there",
         "Use larger batches, torch.compile, channels_last, a fused optimizer",
         "colabkit.supervised_step(..., compile=True, channels_last=True)",
@@ -111,7 +106,6 @@ def host_work(run: RunProfile) -> Advice | None:
         return None
     seconds = format_seconds(run.step.other_s)
     return Advice(
-        "host_work",
         f"work between steps takes {seconds} each time, {format_share(run.shares.other)} in all",
         "Log, read values and save less often",
         "colabkit.train(..., save_to=..., save_every='5min')",
@@ -128,7 +122,6 @@ def no_mixed_precision(run: RunProfile) -> Advice | None:
     if gpu.name is None or not _TENSOR_CORES.intersection(gpu.name.replace("-", " ").split()):
         return None
     return Advice(
-        "no_mixed_precision",
         f"{gpu.name} has tensor cores, and the step computes in float32",
         "Use mixed precision",
         "colabkit.supervised_step(..., amp='auto')",
@@ -144,7 +137,6 @@ def room_on_the_gpu(run: RunProfile) -> Advice | None:
     if gpu.utilization_rate is None or gpu.utilization_rate >= _BUSY_GPU or not run.step.samples:
         return None
     return Advice(
-        "room_on_the_gpu",
         f"{format_share(1 - gpu.used)} of the GPU's memory is free",
         "Use larger batches",
         f"batch_size={2 * run.step.samples}",
@@ -159,7 +151,6 @@ def full_gpu(run: RunProfile) -> Advice | None:
     if not run.is_on_gpu or gpu is None or gpu.used is None or gpu.used <= _FULL:
         return None
     return Advice(
-        "full_gpu",
         f"{format_share(gpu.used)} of the GPU's memory is in use",
         "Use smaller batches with accumulate=, mixed precision or activation checkpointing",
         "colabkit.supervised_step(..., accumulate=2)",
@@ -173,7 +164,6 @@ def slowed_gpu(run: RunProfile) -> Advice | None:
         return None
     why = " and ".join(_SLOWED_BY.get(name, name) for name in gpu.slowed_by)
     return Advice(
-        "slowed_gpu",
         f"the GPU's clocks were held down {format_share(gpu.slowed)} of the time by {why}",
         "Leave the code as it is, since the card itself holds back",
     )
@@ -184,7 +174,7 @@ def lost_gpu(run: RunProfile) -> Advice | None:
     gpu = run.machine.gpu
     if gpu is None or not gpu.is_lost:
         return None
-    return Advice("lost_gpu", "the GPU does not answer any more", "Restart the runtime, and resume from the checkpoint")
+    return Advice("the GPU does not answer any more", "Restart the runtime, and resume from the checkpoint")
 
 
 def wrong_device(run: RunProfile) -> Advice | None:
@@ -197,7 +187,6 @@ def wrong_device(run: RunProfile) -> Advice | None:
     else:
         found, call = "there is a GPU, and batches stay on the CPU", _ON_GPU
     return Advice(
-        "wrong_device",
         found,
         "Put the model and the batches on the GPU",
         call,
@@ -211,7 +200,6 @@ def others_on_the_gpu(run: RunProfile) -> Advice | None:
     if not run.is_on_gpu or gpu is None or gpu.torch_bytes is None or (gpu.other_bytes or 0) < _OTHERS_BYTES:
         return None
     return Advice(
-        "others_on_the_gpu",
         f"{format_bytes(gpu.other_bytes or 0)} of the GPU's memory is held by others",
         "Restart other notebooks and kernels that use it",
         confidence="low",
@@ -224,7 +212,6 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
     if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
         return None
     return Advice(
-        "others_on_the_cpu",
         f"other processes use {foreign:.1f} of {format_things(cpus, 'CPU')}",
         "End other processes",
         "",
@@ -245,7 +232,7 @@ def full_ram(run: RunProfile) -> Advice | None:
         found += f", {format_bytes(machine.tmpfs_bytes or 0)} of it by files in tmpfs"
     action = "Give staged data back" if staged else "Free memory or use fewer workers"
     call = "colabkit.unstage(...)" if staged else ""
-    return Advice("full_ram", found, f"{action}, since at the limit the kernel is killed without a message", call)
+    return Advice(found, f"{action}, since at the limit the kernel is killed without a message", call)
 
 
 def full_shm(run: RunProfile) -> Advice | None:
@@ -256,7 +243,6 @@ def full_shm(run: RunProfile) -> Advice | None:
     if run.facts.kind not in ("processes", "foreign"):
         return None
     return Advice(
-        "full_shm",
         f"{format_share(free)} of /dev/shm is left, through which workers send batches",
         "Use fewer workers or smaller batches, or give back what is staged there",
         f"num_workers={workers // 2}",
@@ -269,7 +255,6 @@ def full_disk(run: RunProfile) -> Advice | None:
     if free is None or free >= _DISK_BYTES:
         return None
     return Advice(
-        "full_disk",
         f"{format_bytes(free)} is left on the local disk",
         "Give staged data back, or keep fewer checkpoints",
         "colabkit.unstage(...)",
@@ -281,7 +266,6 @@ def costly_panel(run: RunProfile) -> Advice | None:
     if run.cost_share is None or run.cost_share <= _PANEL or run.spent.seconds < _PANEL_SETTLED_S:
         return None
     return Advice(
-        "costly_panel",
         f"the panel takes {format_share(run.cost_share)} of the time",
         "Let it paint less often",
         "colabkit.dashboard(refresh_s=30)",

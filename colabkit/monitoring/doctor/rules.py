@@ -1,0 +1,75 @@
+"""The table of the doctor's rules.
+
+To add a rule, write a function in `data_rules` or `machine_rules` and list it here. Its docstring says when it speaks.
+It looks at a run and returns advice, or None where it has nothing to say; what is unknown is no reason to speak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from colabkit.monitoring.doctor import data_rules, machine_rules
+from colabkit.monitoring.doctor.diagnosis import Advice
+from colabkit.monitoring.doctor.run_profile import RunProfile
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of the doctor, known by the name of its function.
+
+    Attributes:
+        look: returns advice about a run, or None.
+        is_urgent: whether its advice comes before all that is about speed.
+        silences: rules whose advice would make worse, or say again, what this one's is about.
+    """
+
+    look: Callable[[RunProfile], Advice | None]
+    is_urgent: bool = False
+    silences: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.look.__name__
+
+    def __call__(self, run: RunProfile) -> Advice | None:
+        """Return its advice about a run, with its name."""
+        advice = self.look(run)
+        return None if advice is None else replace(advice, rule=self.name)
+
+
+RULES = (
+    Rule(machine_rules.full_ram, is_urgent=True, silences=("more_workers", "bursts")),
+    Rule(machine_rules.full_shm, is_urgent=True, silences=("more_workers", "bursts")),
+    Rule(machine_rules.full_disk, is_urgent=True),
+    Rule(machine_rules.costly_panel),
+    Rule(data_rules.far_files),
+    Rule(data_rules.far_files_to_pack),
+    Rule(data_rules.small_files),
+    Rule(data_rules.slow_disk),
+    Rule(data_rules.slow_decoding),
+    Rule(data_rules.slow_transform),
+    Rule(data_rules.slow_foreign),
+    Rule(data_rules.more_workers),
+    Rule(data_rules.held_by_python, silences=("more_workers",)),
+    Rule(data_rules.too_many_workers),
+    Rule(data_rules.slow_start),
+    Rule(data_rules.bursts),
+    Rule(data_rules.chunks_do_not_fit),
+    Rule(data_rules.cache_too_small),
+    Rule(data_rules.throttled, silences=("far_files",)),
+    Rule(machine_rules.pageable_copies),
+    Rule(machine_rules.slow_copies),
+    Rule(machine_rules.host_work),
+    Rule(machine_rules.wrong_device, is_urgent=True),
+    Rule(machine_rules.lost_gpu, is_urgent=True),
+    Rule(machine_rules.others_on_the_cpu),
+    Rule(machine_rules.tiny_batches, silences=("launches", "room_on_the_gpu")),
+    Rule(machine_rules.launches, silences=("room_on_the_gpu",)),
+    Rule(machine_rules.no_mixed_precision),
+    Rule(machine_rules.room_on_the_gpu),
+    Rule(machine_rules.full_gpu, silences=("tiny_batches", "launches", "room_on_the_gpu")),
+    Rule(machine_rules.slowed_gpu),
+    Rule(machine_rules.others_on_the_gpu),
+)
