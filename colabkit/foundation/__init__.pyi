@@ -4,6 +4,7 @@ from . import partials as partials
 from . import plotting as plotting
 from . import processes as processes
 from .checks import check_callable as check_callable
+from .checks import check_duration as check_duration
 from .checks import check_number as check_number
 from .checks import check_one_of as check_one_of
 from .checks import check_seconds as check_seconds

@@ -11,9 +11,18 @@ import numbers
 import operator
 import re
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, TypeGuard
 
 from colabkit.foundation.errors import InvalidOption, MissingPackage, cannot
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
+_UNITS_S = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
 
 
 def check_one_of(act: str, name: str, value: object, choices: Iterable[object], next_step: str = "") -> None:
@@ -93,6 +102,23 @@ def check_seconds(act: str, name: str, value: object) -> float:
     return value
 
 
+def check_duration(act: str, name: str, value: object) -> float:
+    """Return a duration above 0 in seconds: of a number of them, a `timedelta`, or text as `"5min"` or `"1h 30min"`.
+
+    Raises:
+        InvalidOption: if the value is none of these.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(value, str):
+        found = _DURATION.findall(value.lower())
+        is_whole = not _DURATION.sub("", value.lower()).strip() and all(unit in _UNITS_S for _, unit in found)
+        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in found) if is_whole else None
+    if not is_finite_number(seconds) or seconds <= 0:
+        next_step = f"Use {name}='30min', say: s, min, h or d"
+        raise InvalidOption(cannot(act, f"{name}={shown(value)}", "a duration above 0", next_step))
+    return float(seconds)
+
+
 def check_size(act: str, name: str, value: object) -> tuple[int, int]:
     """Return height and width; one whole number stands for both. Raises `InvalidOption` for anything else."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
@@ -124,7 +150,10 @@ def kind_of(value: object) -> str:
 
 def shown(value: object) -> str:
     """Return the `repr` of a value for a message: one line of at most 80 characters."""
-    return f"{' '.join(repr(value).split()):.80}"
+    try:
+        return f"{' '.join(repr(value).split()):.80}"
+    except ValueError:  # Python writes no numbers of thousands of digits
+        return f"{kind_of(value)} of thousands of digits"
 
 
 def import_optional(name: str, act: str, purpose: str, package: str = "", next_step: str = "") -> Any:

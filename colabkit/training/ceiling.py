@@ -19,6 +19,7 @@ from colabkit.foundation import (
     InvalidOption,
     Report,
     cannot,
+    check_duration,
     check_whole_number,
     format_rate,
     format_seconds,
@@ -29,7 +30,6 @@ from colabkit.loading import Loader, map_tensors, samples_in
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
-from colabkit.training.schedule import duration_s
 from colabkit.training.trainer import check_step, state_of
 
 _WARM_UP = 3
@@ -102,7 +102,7 @@ def headspace(
         found = f"{kind_of(loader)}, which can be iterated once only"
         raise InvalidOption(cannot(act, found, "a loader that begins anew each time", "Pass the loader itself"))
     check_whole_number(act, "batches", batches, 1)
-    duration = duration_s(act, "seconds", seconds)
+    duration = check_duration(act, "seconds", seconds)
     parts = state_of(act, state, step, is_saved=True)
     if isinstance(step, Stateful):
         parts["the step"] = step

@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy.typing as npt
 
-from colabkit.foundation import InvalidOption, Report, cannot, check_type, check_whole_number, format_things, kind_of
+from colabkit.foundation import (
+    InvalidOption,
+    Report,
+    cannot,
+    check_callable,
+    check_type,
+    check_whole_number,
+    format_things,
+    kind_of,
+)
 from colabkit.packs import PackedDataset
 from colabkit.training.records import is_number
 from colabkit.training.report import TrainReport
@@ -85,17 +94,13 @@ def k_fold(
         InvalidOption: if there are fewer samples or groups than folds, or `run` is no function or returns something
             else.
     """
-    if not callable(run):
-        found = f"run is {kind_of(run)}"
-        needed = "it has to be a function of the views for training and for testing and the number of the fold"
-        raise InvalidOption(cannot("train on folds", found, needed, "Pass k_fold(run, dataset)"))
-    check_type(
-        "split the folds", "dataset", dataset, PackedDataset, "a split of a pack", "Pass open_pack(path)['train']"
-    )
+    act = "train on folds"
+    check_callable(act, "run", run, "Pass k_fold(run, dataset)", optional=False)
+    check_type(act, "dataset", dataset, PackedDataset, "a split of a pack", "Pass open_pack(path)['train']")
+    check_whole_number(act, "folds", folds, 2)
     done: list[TrainReport | Mapping[str, float]] = []
     values: list[Mapping[str, float]] = []
     stopped: str | None = None
-    check_whole_number("part the folds", "folds", folds, 2)
     for fold in range(folds):
         train, held_out = dataset.fold(fold, folds, stratify=stratify, groups=groups, seed=seed)
         report = run(train, held_out, fold)

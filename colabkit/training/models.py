@@ -1,7 +1,8 @@
-"""What training does to a model: precision, memory layout, other ranks, a compiler; and a small model to begin with."""
+"""What a step does to a model: its options, precision, memory layout, exchange and compiler; and a small model."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,19 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from colabkit.foundation import InvalidOption, MissingPackage, cannot, check_whole_number
+from colabkit.foundation import (
+    InvalidOption,
+    MissingPackage,
+    cannot,
+    check_callable,
+    check_number,
+    check_one_of,
+    check_type,
+    check_whole_number,
+    kind_of,
+)
 
 
 @runtime_checkable
@@ -41,6 +53,65 @@ def plain(part: Any) -> Any:
 Amp: TypeAlias = Literal["auto", "bf16", "fp16", False]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MAKE = "make a supervised step"
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """The options of `supervised_step()`, by the names that they have there."""
+
+    scheduler: LRScheduler | None
+    amp: Amp
+    channels_last: bool | None
+    accumulate: int
+    clip: float | None
+    compile: bool | str
+
+    def check(self) -> None:
+        """Raise `InvalidOption` unless the values are allowed; the scheduler is checked beside its optimizer."""
+        check_one_of(_MAKE, "amp", self.amp, ("auto", "bf16", "fp16", False))
+        check_one_of(_MAKE, "channels_last", self.channels_last, (None, True, False))
+        check_whole_number(_MAKE, "accumulate", self.accumulate, 1)
+        if self.clip is not None:
+            check_number(_MAKE, "clip", self.clip, above=0, example=1.0)
+        if not isinstance(self.compile, bool | str) or self.compile == "":
+            expected = "True, False or a mode of torch.compile"
+            raise InvalidOption(cannot(_MAKE, f"compile={self.compile!r}", expected, "Use compile=True"))
+
+
+def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> None:
+    """Raise `InvalidOption` unless these are a model, an optimizer of its parameters, a function, and its scheduler."""
+    next_step = "Pass supervised_step(model, optimizer)"
+    check_type(_MAKE, "model", model, nn.Module, "a torch model", next_step)
+    check_type(_MAKE, "optimizer", optimizer, Optimizer, "a torch optimizer", next_step)
+    check_callable(_MAKE, "loss", loss, "Use loss=nn.CrossEntropyLoss()", optional=False)
+    owned = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
+        found, needed = "the optimizer has none of the model's parameters", "which it is to update"
+        raise InvalidOption(cannot(_MAKE, found, needed, "Make the optimizer of model.parameters() of this very model"))
+    # Of the class, since a scheduler puts a function in place of the instance's own.
+    if _is_any_needed(list(inspect.signature(type(optimizer).step).parameters.values())[1:]):
+        found = f"optimizer is {kind_of(optimizer)}, whose step() takes a closure"
+        next_step = "Use an optimizer that needs no closure, such as torch.optim.AdamW, or a step of your own"
+        raise InvalidOption(cannot(_MAKE, found, "its step() has to need nothing", next_step))
+    if scheduler is None:
+        return
+    step = getattr(scheduler, "step", None)
+    if not callable(step) or not isinstance(scheduler, Stateful):
+        expected = "one of torch.optim.lr_scheduler, or None"
+        raise InvalidOption(cannot(_MAKE, f"scheduler is {kind_of(scheduler)}", expected, "Make it of the optimizer"))
+    if _is_any_needed(inspect.signature(step).parameters.values()):
+        found = f"scheduler is {kind_of(scheduler)}, whose step() takes a metric"
+        next_step = "Leave it out and call its step(metric) in the function that you pass as validate="
+        raise InvalidOption(cannot(_MAKE, found, "it has to count updates", next_step))
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        found, needed = "the scheduler is of another optimizer", "it has to be of this one"
+        raise InvalidOption(cannot(_MAKE, found, needed, "Make it of the optimizer that you pass"))
+
+
+def _is_any_needed(parameters: Iterable[inspect.Parameter]) -> bool:
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return any(one.default is one.empty and one.kind in positional for one in parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +200,6 @@ def fails_in_channels_last(model: nn.Module) -> bool:
         and module.in_channels // module.groups < _LANES
         for module in model.modules()
     )
-
-
-def is_one_of_several() -> bool:
-    """Return whether this process trains together with others."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def ddp_in(model: nn.Module) -> DistributedDataParallel | None:

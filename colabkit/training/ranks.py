@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import cloudpickle
 import torch
@@ -109,6 +109,28 @@ class Ranks:
         values: list[Any] = [None] * self.count
         distributed.all_gather_object(values, value, group=self._group)
         return values
+
+    def together(self, act: str, work: Callable[[], T]) -> T:
+        """Do work that all ranks do, and return its result; an error of one rank is an error in all.
+
+        Raises:
+            LaunchFailed: if it failed in another rank only.
+        """
+        if self.count == 1:
+            return work()
+        result: Any = None
+        trouble: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            trouble = error
+        reasons = self.from_all(None if trouble is None else f"{type(trouble).__name__}: {trouble}")
+        if trouble is not None:
+            raise trouble
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise LaunchFailed(cannot(act, f"process {rank}: {reason}", "all to end well", "See its output"))
+        return cast(T, result)
 
     def agreed(self, step: int, step_s: float, wishes: list[int], at_once: bool = False) -> list[int]:
         """Return the largest of each wish over all ranks, at steps that all of them take; zeros between.

@@ -33,7 +33,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.training.records import EpochRecord, Validation
-from colabkit.training.stop_requests import Reason
+from colabkit.training.schedule import Reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -30,10 +30,8 @@ from colabkit.training.records import (
 )
 from colabkit.training.report import TrainReport
 from colabkit.training.run_checkpoints import RunCheckpoints
-from colabkit.training.schedule import SaveSchedule
+from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopNow, StopRequests, Validator
 from colabkit.training.steps import SupervisedStep
-from colabkit.training.stop_requests import RESERVE_S, StopNow, StopRequests
-from colabkit.training.validation import Validator
 
 Step: TypeAlias = Callable[[Any], object]
 OnStep: TypeAlias = Callable[[meters.StepDone], None]

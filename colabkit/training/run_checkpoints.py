@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 
-from colabkit.foundation import InvalidOption, LaunchFailed, TargetExists, cannot, format_things
+from colabkit.foundation import InvalidOption, TargetExists, cannot, format_things
 from colabkit.loading import Loader
 from colabkit.training.checkpoints.files import LoadedCheckpoint
 from colabkit.training.checkpoints.folder import CheckpointFolder
@@ -29,7 +30,7 @@ class RunCheckpoints:
         step: saved as well if it has a state.
         loader: whose position is saved.
         processes: those that train together.
-        timeout: how long the file system may leave an operation unanswered; None for the usual time.
+        timeout_s: seconds that the file system may leave an operation unanswered; None for the usual time.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class RunCheckpoints:
         step: Any,
         loader: Loader,
         processes: Ranks,
-        timeout: float | str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.folder = save_to
         self.resumed_from: Path | None = None
@@ -55,7 +56,7 @@ class RunCheckpoints:
         if save_to is not None and processes.is_first:
             mode, monitor = rule
             self._checkpoints = CheckpointFolder(
-                save_to, keep_last=keep_last, mode=mode, monitor=monitor, timeout=timeout
+                save_to, keep_last=keep_last, mode=mode, monitor=monitor, timeout_s=timeout_s
             )
 
     @property
@@ -195,7 +196,8 @@ class RunCheckpoints:
             return
         generators = self._processes.from_all(dict(random or random_state()))
         if wait:
-            self._together(lambda: self._begin(step, position, run, generators, score, wait), "save a checkpoint")
+            begin = partial(self._begin, step, position, run, generators, score, wait)
+            self._processes.together("save a checkpoint", begin)
         else:
             self._begin(step, position, run, generators, score, wait)
 
@@ -220,28 +222,14 @@ class RunCheckpoints:
         }
         self._checkpoints.save(step, content, score=score, wait=wait)
 
-    def _together(self, work: Callable[[], None], act: str) -> None:
-        """Do what the first process does, and raise what it raises in all."""
-        trouble: Exception | None = None
-        try:
-            work()
-        except Exception as error:
-            if self._processes.count == 1:
-                raise
-            trouble = error
-        told = self._processes.from_first(None if trouble is None else str(trouble))
-        if trouble is not None:
-            raise trouble
-        if told is not None:
-            raise LaunchFailed(cannot(act, f"the first process: {told}", "it to end well", "See its output"))
-
     def finish(self) -> None:
         """Wait until all checkpoints are where they should be.
 
         Raises:
             NotEnoughSpace, FileFailed, TimedOut: if the last one could not be written.
         """
-        self._together(lambda: None if self._checkpoints is None else self._checkpoints.finish(), "end the training")
+        finish = (lambda: None) if self._checkpoints is None else self._checkpoints.finish
+        self._processes.together("end the training", finish)
 
     def __enter__(self) -> Self:
         return self

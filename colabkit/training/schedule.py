@@ -1,49 +1,37 @@
-"""Durations and deadlines as users write them, and when a checkpoint is due."""
+"""What comes between two steps of a run: checkpoints and validations that are due, and requests to stop.
+
+Ctrl-C, SIGTERM, SIGHUP and a deadline end a training early, but never in the middle of a step.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-import re
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TypeAlias
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self, TypeAlias
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number
+from colabkit.foundation import InvalidOption, cannot, check_duration, check_whole_number, meters
+from colabkit.training.ranks import Ranks
+from colabkit.training.records import Values, numbers_of
 
 Moment: TypeAlias = float | str | timedelta | datetime
+Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline"]
 
-_UNITS = {
-    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
-    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
-    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
-    **dict.fromkeys(("d", "day", "days"), 86400.0),
-}
-_PARTS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
+_REASONS: tuple[Reason, ...] = ("deadline", "Ctrl-C", "SIGHUP", "SIGTERM")
 
+RESERVE_S = 5.0
+"""Seconds kept before a deadline, beside those that a checkpoint takes."""
 
-def duration_s(act: str, name: str, value: float | str | timedelta) -> float:
-    """Return a duration in seconds: of a number of them, a `timedelta`, or text such as `"5min"` or `"1h 30min"`.
+BOUNCE_S = 0.3
+"""Seconds in which a second Ctrl-C is taken for the first: keys bounce."""
 
-    Raises:
-        InvalidOption: if it is none, or not longer than 0.
-    """
-    seconds = math.nan
-    if isinstance(value, timedelta):
-        seconds = value.total_seconds()
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            seconds = float(value)
-        except OverflowError:
-            found = f"{name} is a number of hundreds of digits"
-            raise InvalidOption(cannot(act, found, "a duration", f"Use {name}='11h', say")) from None
-    elif isinstance(value, str):
-        parts = _PARTS.findall(value.lower())
-        if parts and not _PARTS.sub("", value.lower()).strip() and all(unit in _UNITS for _, unit in parts):
-            seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    if not (math.isfinite(seconds) and seconds > 0):
-        needed = "a duration"
-        raise InvalidOption(cannot(act, f"{name}={value!r}", needed, f"Use {name}='30min', say: s, min, h or d"))
-    return seconds
+logger = logging.getLogger("colabkit")
 
 
 def moment(act: str, name: str, value: Moment) -> float:
@@ -53,32 +41,24 @@ def moment(act: str, name: str, value: Moment) -> float:
         InvalidOption: if it is neither, or over, or outside what the clock can tell.
     """
     if not isinstance(value, datetime):
-        return time.monotonic() + duration_s(act, name, value)
+        return time.monotonic() + check_duration(act, name, value)
     try:
-        left = value.timestamp() - time.time()
-    except (ValueError, OverflowError, OSError):  # at the first and the last days of all
-        needed = "a moment that the clock can tell"
-        raise InvalidOption(cannot(act, f"{name}={value}", needed, f"Use {name}='11h', say")) from None
-    if not left > 0:
-        raise InvalidOption(cannot(act, f"{name}={value}", "a moment to come", "Give a later one"))
-    return time.monotonic() + left
+        left_s = value.timestamp() - time.time()
+    except (ValueError, OverflowError, OSError):  # on the first and the last days that there are
+        left_s = math.nan
+    if not left_s > 0:
+        raise InvalidOption(cannot(act, f"{name}={value}", "a moment to come", f"Use {name}='11h', say"))
+    return time.monotonic() + left_s
 
 
 class SaveSchedule:
-    """Says when a checkpoint is due.
-
-    Args:
-        every: a number of steps, a duration such as `"5min"`, or `"epoch"`.
-
-    Raises:
-        InvalidOption: if it is none of these.
-    """
+    """Says when a checkpoint is due: `every` so many steps, every duration such as `"5min"`, or every `"epoch"`."""
 
     def __init__(self, every: int | str) -> None:
         self._steps: int | None = None
         self._seconds: float | None = None
         if isinstance(every, str) and every != "epoch":
-            self._seconds = duration_s("train", "save_every", every)
+            self._seconds = check_duration("train", "save_every", every)
         elif not isinstance(every, str):
             check_whole_number("train", "save_every", every, 1)
             self._steps = every
@@ -97,3 +77,212 @@ class SaveSchedule:
     def is_due(self, step: int) -> bool:
         """Return whether the number of the step says so, which is equal in all processes."""
         return self._steps is not None and step // self._steps > self._saved_step // self._steps
+
+
+class Validator:
+    """Validates, and says which state is the best so far.
+
+    Args:
+        function: returns numbers, given how many validations came before; None to judge by what the step returns.
+        every: steps between two validations, None for the ends of epochs.
+        monitor: the number that judges, None for the loss.
+        mode: whether the lowest or the highest is best.
+        ranks: those that train together; the first one's numbers count.
+
+    Attributes:
+        rule: mode and name of the number: what two scores need in common to be compared.
+        validates: whether there is anything to call.
+        is_by_epoch: whether states are judged at the ends of epochs.
+        best: the best number so far, None before the first.
+        score: the number of the present state, None if it was not judged.
+        is_best: whether the present state is the best so far, and not saved yet.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[int], Values] | None,
+        every: int | None,
+        monitor: str | None,
+        mode: Literal["min", "max"],
+        ranks: Ranks,
+    ) -> None:
+        self.rule: tuple[Literal["min", "max"], str] = mode, monitor or "loss"
+        self.validates = function is not None
+        self.is_by_epoch = function is None or every is None
+        self.best: float | None = None
+        self.score: float | None = None
+        self.is_best = False
+        self._function = function
+        self._every = every
+        self._is_required = monitor is not None
+        self._ranks = ranks
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a validation follows a step, not counting the end of an epoch."""
+        return self._function is not None and self._every is not None and step % self._every == 0
+
+    def moved(self) -> None:
+        """Note that the state is another."""
+        self.score, self.is_best = None, False
+
+    def validate(self, number: int) -> dict[str, float]:
+        """Validate in all processes, after `number` validations, and return what the first one found.
+
+        Raises:
+            InvalidOption: if that is no dict of numbers.
+            LaunchFailed: if it failed in another process.
+        """
+
+        def numbers() -> dict[str, float]:
+            assert self._function is not None
+            found = self._function(number)
+            return numbers_of(found) if self._ranks.is_first else {}
+
+        return self._ranks.from_first(self._ranks.together("validate", numbers))
+
+    def judge(self, values: Mapping[str, float]) -> None:
+        """Note how good the state is.
+
+        Raises:
+            InvalidOption: if the number that was asked for is not among the values.
+        """
+        mode, monitor = self.rule
+        # Reports label the numbers of a validation so.
+        name = monitor if monitor in values else monitor.removeprefix("val_")
+        if self._is_required and name not in values:
+            found = f"monitor={monitor!r} beside {', '.join(map(repr, values)) or 'no values'}"
+            raise InvalidOption(cannot("tell the best checkpoint", found, "one of these", "Correct it and go on"))
+        value = values.get(name, math.nan)
+        if not math.isfinite(value):
+            return
+        self.score = value
+        if self.best is None or (value < self.best if mode == "min" else value > self.best):
+            self.best = value
+            self.is_best = True
+
+
+class StopNow(KeyboardInterrupt):
+    """Ends a wait between two steps."""
+
+
+class StopRequests:
+    """Notes what would end a training, and lets a step come to its end first.
+
+    While a step runs, Ctrl-C, SIGTERM and SIGHUP are noted, and a second Ctrl-C is a `KeyboardInterrupt`, as without
+    this. Between steps, where training waits for data or validates, they end the wait. Only the main thread hears
+    signals, and a handler of the user's own stays where it is.
+
+    Args:
+        deadline: by `time.monotonic`, or None.
+        waits_for_others: whether other processes train too: then no wait is ended, since they have to be told first.
+        saves: whether a last checkpoint follows, which is told.
+
+    Attributes:
+        reserve_s: seconds before the deadline at which the training has to end.
+    """
+
+    def __init__(self, deadline: float | None, waits_for_others: bool, saves: bool) -> None:
+        self.reserve_s = RESERVE_S
+        self._strength = 0
+        self._deadline = deadline
+        self._waits_for_others = waits_for_others
+        self._saves = saves
+        self._may_end = False
+        self._waiting_thread = 0
+        self._pressed_at: float | None = None
+        self._former: dict[int, Any] = {}
+
+    @property
+    def strength(self) -> int:
+        """What was noted as a number: the larger one counts where several processes noted something; 0 is nothing."""
+        return self._strength
+
+    @property
+    def reason(self) -> Reason | None:
+        """What was noted; of several the strongest, which is SIGTERM."""
+        return _REASONS[self._strength - 1] if self._strength else None
+
+    def note(self, strength: int) -> None:
+        """Note what another process has noted."""
+        self._strength = max(self._strength, strength)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                if signal.getsignal(number) == default:
+                    self._former[number] = signal.signal(number, self._note)
+        if self._deadline is not None:
+            self._unsubscribe = meters.subscribe(self._listen)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._deadline is not None:
+            self._unsubscribe()
+        self.let_go()
+
+    def let_go(self, *numbers: int) -> None:
+        """Give signals back to who had them, all if none is named."""
+        for number in numbers or tuple(self._former):
+            if number in self._former:
+                signal.signal(number, self._former.pop(number))
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Let what comes end the block."""
+        self.begin_wait(may_end=True)
+        try:
+            yield
+        finally:
+            self.end_wait()
+
+    def begin_wait(self, may_end: bool) -> None:
+        """Let what comes end the wait that follows, up to `end_wait()`; raise `StopNow` if it has come already."""
+        if not may_end or self._waits_for_others:
+            return
+        self._waiting_thread = threading.get_ident()
+        self._may_end = True
+        if self.look():
+            self._may_end = False
+            raise StopNow
+
+    def end_wait(self) -> None:
+        """Let what comes wait again."""
+        self._may_end = False
+
+    def look(self) -> int:
+        """Return the strength of what would end the training now, 0 if nothing would."""
+        if self._is_late():
+            self.note(_strength_of("deadline"))
+        return self._strength
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline - self.reserve_s
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            self.note(_strength_of("SIGHUP" if number == signal.SIGHUP else "SIGTERM"))
+        elif self._pressed_at is None:
+            self._pressed_at = time.monotonic()
+            last = " with a last checkpoint" if self._saves else "; nothing is saved"
+            logger.warning("stopping after this step%s; Ctrl-C again stops at once", last)
+            self.note(_strength_of("Ctrl-C"))
+        elif time.monotonic() - self._pressed_at >= BOUNCE_S:
+            raise KeyboardInterrupt
+        else:
+            return
+        if self._may_end:
+            self._may_end = False
+            raise StopNow
+
+    def _listen(self, event: meters.Event) -> None:
+        is_ours = self._may_end and threading.get_ident() == self._waiting_thread
+        if isinstance(event, meters.Waiting) and is_ours and self.look():
+            self._may_end = False
+            raise StopNow
+
+
+def _strength_of(reason: Reason) -> int:
+    return _REASONS.index(reason) + 1

@@ -19,18 +19,19 @@ from colabkit.training.models import (
     Forward,
     Precision,
     Stateful,
+    StepOptions,
     average,
     check_precision,
+    check_training,
     compiled,
     convolutions,
     ddp_in,
     fails_in_channels_last,
-    is_one_of_several,
     plain,
     precision_on,
     to_channels_last,
 )
-from colabkit.training.step_arguments import check_objects, check_options, check_scheduler, pair_of
+from colabkit.training.ranks import is_one_of_several
 
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 
@@ -75,17 +76,10 @@ def supervised_step(
     Raises:
         InvalidOption: if an argument cannot be meant, or not with another.
     """
-    return SupervisedStep(
-        model,
-        optimizer,
-        loss,
-        scheduler=scheduler,
-        amp=amp,
-        channels_last=channels_last,
-        accumulate=accumulate,
-        clip=clip,
-        compile=compile,
-    )
+    options = StepOptions(scheduler, amp, channels_last, accumulate, clip, compile)
+    check_training(model, optimizer, loss, scheduler)
+    options.check()
+    return SupervisedStep(model, optimizer, loss, options)
 
 
 class SupervisedStep:
@@ -100,33 +94,16 @@ class SupervisedStep:
         updates: how many updates were made.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss: Loss,
-        *,
-        scheduler: LRScheduler | None,
-        amp: Amp,
-        channels_last: bool | None,
-        accumulate: int,
-        clip: float | None,
-        compile: bool | str,  # noqa: A002
-    ) -> None:
-        check_objects(model, optimizer, loss)
-        check_scheduler(scheduler, optimizer)
-        check_options(amp, channels_last, accumulate, clip, compile)
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss, options: StepOptions) -> None:
         self._given = model
         self._model: nn.Module = plain(model)
         self._parameter = next(model.parameters())
         self._optimizer = optimizer
         self._loss = loss
-        self._scheduler = scheduler
-        self._asked: Amp = amp
-        self._channels_last = channels_last
-        self._accumulate = accumulate
-        self._clip = clip
-        self._compile = compile
+        self._scheduler = options.scheduler
+        self._accumulate = options.accumulate
+        self._clip = options.clip
+        self._options = options
         self._takes_shares = _is_cross_entropy(loss)
         self.parts: dict[str, Stateful] = {"model": self._model, "optimizer": cast(Stateful, optimizer)}
         self.updates = 0
@@ -266,7 +243,7 @@ class SupervisedStep:
             told.append("channels_last=True")
         if self._accumulate > 1:
             told.append(f"accumulate={self._accumulate}")
-        told += [f"{name}={value!r}" for name in ("clip", "compile") if (value := getattr(self, f"_{name}"))]
+        told += [f"{name}={value!r}" for name in ("clip", "compile") if (value := getattr(self._options, name))]
         return f"supervised_step({type(self._model).__name__}, {type(self._optimizer).__name__}, {', '.join(told)})"
 
     @property
@@ -275,7 +252,7 @@ class SupervisedStep:
 
     @property
     def _precision(self) -> Precision:
-        return precision_on(self._parameter.device, self._asked, self._parameter.dtype)
+        return precision_on(self._parameter.device, self._options.amp, self._parameter.dtype)
 
     def _settle(self) -> None:
         """Decide what depends on the device, unless it is decided for the one where the model is."""
@@ -303,16 +280,16 @@ class SupervisedStep:
             ids = [device.index] if device.type == "cuda" else None
             self._ddp = DistributedDataParallel(self._given, device_ids=ids)
             self._forward = self._ddp
-        if self._compile:
-            mode = self._compile if isinstance(self._compile, str) else None
+        if self._options.compile:
+            mode = self._options.compile if isinstance(self._options.compile, str) else None
             is_same = self._evaluated is self._forward
             self._forward = compiled(self._forward, mode)
             self._evaluated = self._forward if is_same else compiled(self._evaluated, mode)
         self._device = device
 
     def _wants_channels_last(self) -> bool:
-        if self._channels_last is not None:
-            return self._channels_last
+        if self._options.channels_last is not None:
+            return self._options.channels_last
         # On a CPU it is the images' memory that counts, and those of a Loader are in channels-last already. Around a
         # model there may be a DDP, whose buckets have the strides that the weights had.
         if self._parameter.device.type != "cuda" or ddp_in(self._given) is not None:
@@ -327,7 +304,7 @@ class SupervisedStep:
 
     def _taken(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return images and labels of a batch, as the model takes them."""
-        images, labels = pair_of(_TAKE, batch)
+        images, labels = _pair_of(batch)
         device = self._parameter.device
         if device != self._device:
             self._settle()
@@ -400,6 +377,32 @@ class SupervisedStep:
     def _parameters(self) -> list[Tensor]:
         """Return what the optimizer updates, as of now: groups may have been added."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+def _pair_of(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return images and labels of a batch.
+
+    Raises:
+        InvalidOption: if it is no pair of tensors, and no dict with `"X"` and `"Y"` or of two tensors.
+    """
+    images = labels = None
+    if isinstance(batch, tuple | list):
+        if len(batch) == 2:
+            images, labels = batch
+    elif isinstance(batch, Mapping):
+        if "X" in batch and "Y" in batch:
+            images, labels = batch["X"], batch["Y"]
+        elif len(batch) == 2:
+            images, labels = batch.values()
+    if isinstance(images, Tensor) and isinstance(labels, Tensor):
+        return images, labels
+    found = f"the batch is {kind_of(batch)}"
+    if isinstance(batch, tuple | list):
+        found += f" of {', '.join(type(one).__name__ for one in batch) or 'nothing'}"
+    elif isinstance(batch, Mapping):
+        found += f" of {', '.join(map(repr, batch)) or 'nothing'}"
+    next_step = "Pass train() a function of the batch that calls this step with (images, labels)"
+    raise InvalidOption(cannot(_TAKE, found, "it has to be two tensors, images and labels", next_step))
 
 
 def _is_cross_entropy(loss: Any) -> bool:

@@ -14,9 +14,11 @@ from torch import nn
 from colabkit.foundation import (
     InvalidOption,
     cannot,
+    check_callable,
+    check_duration,
     check_one_of,
+    check_type,
     check_whole_number,
-    kind_of,
     meters,
     sampled,
     user_path,
@@ -28,35 +30,22 @@ from colabkit.training.records import Values
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.run import OnStep, Step, TrainingRun
 from colabkit.training.run_checkpoints import RunCheckpoints
-from colabkit.training.schedule import Moment, SaveSchedule, moment
+from colabkit.training.schedule import RESERVE_S, Moment, SaveSchedule, StopRequests, Validator, moment
 from colabkit.training.steps import SupervisedStep
-from colabkit.training.stop_requests import RESERVE_S, StopRequests
-from colabkit.training.validation import Validator
 
 _ACT = "train"
-_JUDGES = "a function that returns a dict of numbers"
 
 
 def check_step(act: str, call: str, step: Any, loader: Any, is_any_loader: bool = False) -> None:
-    """Raise `InvalidOption` unless a step can be called and a loader is one.
-
-    Args:
-        act: what is done with them.
-        call: the function that takes them.
-        step: to check.
-        loader: to check.
-        is_any_loader: whether a loader of others does.
-    """
-    if not callable(step) or not (isinstance(loader, Loader) or (is_any_loader and may_be_loader(loader))):
-        found = f"step is {kind_of(step)} and loader is {kind_of(loader)}"
-        needed = f"they have to be a function and {'what gives batches' if is_any_loader else 'a colabkit.Loader'}"
-        raise InvalidOption(cannot(act, found, needed, f"Pass {call}(step, loader)"))
+    """Raise `InvalidOption` unless a step can be called and a loader is one, for `is_any_loader` of any library."""
+    next_step = f"Pass {call}(step, loader)"
+    check_callable(act, "step", step, next_step, optional=False)
     if isinstance(step, nn.Module):
-        needed, hint = (
-            "it has to be a function of a batch that updates the model",
-            "Use supervised_step(model, optimizer)",
-        )
-        raise InvalidOption(cannot(act, "the step is a model", needed, hint))
+        needed = "a function of a batch that updates the model"
+        raise InvalidOption(cannot(act, "the step is a model", needed, "Use supervised_step(model, optimizer)"))
+    if not (is_any_loader and may_be_loader(loader)):
+        needed = "an iterable of batches" if is_any_loader else "a colabkit.Loader"
+        check_type(act, "loader", loader, Loader, needed, next_step)
 
 
 def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, Stateful]:
@@ -71,50 +60,35 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
             next_step = "Pass state={'model': model, 'optimizer': optimizer}, or state={} if it changes nothing"
             raise InvalidOption(cannot(act, found, needed, next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
-    if not isinstance(state, Mapping):
-        found = f"state is {kind_of(state)}"
-        raise InvalidOption(
-            cannot(act, found, "it has to be a dict of names and objects", "Use state={'model': model}")
-        )
+    check_type(act, "state", state, Mapping, "a dict of names and objects", "Use state={'model': model}")
     for name, part in state.items():
-        if not isinstance(part, Stateful):
-            found = f"state has {name!r}, {kind_of(part)}"
-            raise InvalidOption(cannot(act, found, "without state_dict and load_state_dict", "Leave it out"))
+        needed = "an object with state_dict and load_state_dict"
+        check_type(act, f"state[{name!r}]", part, Stateful, needed, "Leave it out")
     return dict(state)
 
 
-def validate_of(validate: Any, step: Any, loader: Loader) -> Any:
+def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], Values] | None:
     """Return what to call with the number of a validation; None for no validation.
 
     It calls a function, or has the usual step evaluate the pass of that number over a loader: after a resume, too.
     """
-    if validate is loader:
-        found = "validate is the training's Loader"
-        raise InvalidOption(cannot(_ACT, found, "it has to be another one", "Make one of held-out samples"))
-    if isinstance(validate, Loader):
-        if not isinstance(step, SupervisedStep):
-            found = "validate is a Loader beside a step of your own"
-            raise InvalidOption(cannot(_ACT, found, f"it has to be {_JUDGES}", "Evaluate the model in a function"))
-
-        def evaluated(number: int) -> dict[str, float]:
-            validate.load_state_dict({**validate.state_dict(), "epoch": number, "samples": 0})
-            return step.evaluate(validate)
-
-        return evaluated
     if validate is None:
         return None
-    if not callable(validate):
-        found = f"validate is {kind_of(validate)}"
-        raise InvalidOption(cannot(_ACT, found, f"it has to be a Loader or {_JUDGES}", "Pass one of these"))
-    return lambda _: validate()
+    if not isinstance(validate, Loader):
+        check_callable(_ACT, "validate", validate, "Pass a Loader, or a function that returns a dict of numbers")
+        return lambda _: validate()
+    if validate is loader:
+        found = "validate is the training's Loader"
+        raise InvalidOption(cannot(_ACT, found, "another one", "Make one of held-out samples"))
+    if not isinstance(step, SupervisedStep):
+        found, needed = "validate is a Loader beside a step of your own", "a function that returns a dict of numbers"
+        raise InvalidOption(cannot(_ACT, found, needed, "Evaluate the model in a function"))
 
+    def evaluated(number: int) -> dict[str, float]:
+        validate.load_state_dict({**validate.state_dict(), "epoch": number, "samples": 0})
+        return step.evaluate(validate)
 
-def validation_steps(validate_every: Any) -> int | None:
-    """Return after how many steps a validation is due; None for the ends of epochs."""
-    if validate_every == "epoch":
-        return None
-    check_whole_number(_ACT, "validate_every", validate_every, 1)
-    return int(validate_every)
+    return evaluated
 
 
 def train(
@@ -182,28 +156,32 @@ def train(
         Corrupt: if all checkpoints are damaged.
         NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.
     """
-    act = "train"
-    check_whole_number(act, "epochs", epochs, 0)
-    check_whole_number(act, "keep_last", keep_last, 1)
-    check_step(act, "train", step, loader)
-    check_one_of(act, "mode", mode, ("min", "max"))
-    check_one_of(act, "on_nonfinite", on_nonfinite, ("raise", "continue"))
-    parts = state_of(act, state, step, save_to is not None)
-    folder = None if save_to is None else user_path(save_to, "train").absolute()
+    check_step(_ACT, "train", step, loader)
+    check_whole_number(_ACT, "epochs", epochs, 0)
+    check_whole_number(_ACT, "keep_last", keep_last, 1)
+    check_one_of(_ACT, "mode", mode, ("min", "max"))
+    check_one_of(_ACT, "on_nonfinite", on_nonfinite, ("raise", "continue"))
+    check_callable(_ACT, "on_step", on_step, "Pass a function of a step's record")
+    validate_steps = None
+    if validate_every != "epoch":
+        validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)
+    timeout_s = None if timeout is None else check_duration(_ACT, "timeout", timeout)
+    parts = state_of(_ACT, state, step, save_to is not None)
+    validation = _validation_of(validate, step, loader)
+    folder = None if save_to is None else user_path(save_to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
     if save_to is None and save_every != "epoch":
         next_step = "Name the folder of the checkpoints by save_to="
-        raise InvalidOption(cannot(act, f"save_every={save_every!r} without save_to=", "both or none", next_step))
-    judged_by = validate_of(validate, step, loader), validation_steps(validate_every), monitor, mode
-    ends_at = None if deadline is None else moment(act, "deadline", deadline)
+        raise InvalidOption(cannot(_ACT, f"save_every={save_every!r} without save_to=", "both or none", next_step))
+    ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)
     started = time.monotonic()
     if ends_at is not None and ends_at - started <= RESERVE_S:
         found = f"deadline={deadline!r} with {RESERVE_S:g} s kept for the last checkpoint"
-        raise InvalidOption(cannot(act, found, "time for a step before it", "Give a later one"))
+        raise InvalidOption(cannot(_ACT, found, "time for a step before it", "Give a later one"))
     with ExitStack() as stack:
         processes = stack.enter_context(Ranks())
-        judge = Validator(*judged_by, processes)
-        saving = RunCheckpoints(folder, keep_last, judge.rule, parts, step, loader, processes, timeout)
+        judge = Validator(validation, validate_steps, monitor, mode, processes)
+        saving = RunCheckpoints(folder, keep_last, judge.rule, parts, step, loader, processes, timeout_s)
         stack.enter_context(saving)
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
         run = TrainingRun(

@@ -351,12 +351,6 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, caplog, wait):
     assert len(caplog.records) == (0 if wait else 1)
 
 
-@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": 1.5}, {"mode": "best"}])
-def test_options_that_cannot_be_meant_are_refused(tmp_path, options):
-    with pytest.raises(InvalidOption, match="Cannot keep checkpoints"):
-        CheckpointFolder(tmp_path, **options)
-
-
 def test_a_close_takes_back_what_is_not_sealed_and_lets_nothing_follow(tmp_path, file_hook):
     reached, go_on = threading.Event(), threading.Event()
 

@@ -101,5 +101,5 @@ def test_a_fold_whose_number_is_not_finite_costs_no_other_fold(data):
 
 
 def test_what_is_no_function_is_refused_before_the_first_fold(data):
-    with pytest.raises(InvalidOption, match="run is an int"):
+    with pytest.raises(InvalidOption, match="run=3, a callable"):
         colabkit.k_fold(3, data)

@@ -319,15 +319,15 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": 3}, "model is an int and optimizer is an SGD"),
-        ({"optimizer": CNN.parameters()}, "model is a Sequential and optimizer is a generator"),
+        ({"model": 3}, "model is an int, a torch model"),
+        ({"optimizer": CNN.parameters()}, "optimizer is a generator, a torch optimizer"),
         ({"optimizer": sgd(small_cnn(width=8))}, "none of the model's parameters"),
         (
             {"optimizer": torch.optim.LBFGS(CNN.parameters())},
             r"an LBFGS, whose step\(\) takes a closure.*that needs no closure",
         ),
-        ({"loss": nn.CrossEntropyLoss}, r"the class CrossEntropyLoss, .* Use loss=CrossEntropyLoss\(\)"),
-        ({"loss": "mse"}, "loss is a str"),
+        ({"loss": nn.CrossEntropyLoss}, r"CrossEntropyLoss, a class, .* Create an instance: loss=CrossEntropyLoss\("),
+        ({"loss": "mse"}, "loss='mse', a callable"),
         (
             {"scheduler": PLATEAU(sgd(CNN))},
             r"whose step\(\) takes a metric.*in the function that you pass as validate=",
@@ -339,7 +339,7 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
         ({"channels_last": 1}, "channels_last=1"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"accumulate": 2.5}, "accumulate=2.5"),
-        ({"clip": 0}, "clip=0, a norm above 0"),
+        ({"clip": 0}, "clip=0, a finite number above 0"),
         ({"clip": True}, "clip=True"),
         ({"clip": float("nan")}, "clip=nan"),
         ({"compile": None}, "compile=None"),

@@ -16,11 +16,11 @@ from trainings import train
 
 from colabkit.augment import PerBatch
 from colabkit.errors import InvalidOption
-from colabkit.foundation import meters
+from colabkit.foundation import check_duration, meters
 from colabkit.loading import Loader
-from colabkit.training import stop_requests
+from colabkit.training import schedule
 from colabkit.training.report import TrainingInterrupted
-from colabkit.training.schedule import duration_s, moment
+from colabkit.training.schedule import moment
 
 DEADLINE_S = 60.0
 
@@ -87,7 +87,7 @@ def test_a_key_that_bounces_is_pressed_once(tmp_path, data):
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_the_checkpoint_before(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(stop_requests, "BOUNCE_S", 0.0)
+    monkeypatch.setattr(schedule, "BOUNCE_S", 0.0)
     step = pressed(signal.SIGINT, 3, times=2)
     with pytest.raises(KeyboardInterrupt) as caught:
         train(step, Loader(data, 4), save_to=tmp_path)
@@ -224,7 +224,6 @@ def test_a_deadline_ends_early_enough_with_a_checkpoint(tmp_path, data):
 
 def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("colabkit.training.stop_requests.time.monotonic", lambda: now[0])
     monkeypatch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
 
     def step(batch: object) -> None:
@@ -271,7 +270,7 @@ def test_a_deadline_that_cannot_be_meant_is_one_line(data, deadline):
     ],
 )
 def test_durations_are_numbers_or_text_with_units(said, seconds):
-    assert duration_s("train", "save_every", said) == seconds
+    assert check_duration("train", "save_every", said) == seconds
 
 
 def test_a_moment_may_be_a_date():

@@ -20,8 +20,6 @@ from colabkit.foundation import (
     TimedOut,
     can_hang,
     cannot,
-    check_one_of,
-    check_whole_number,
     file_changes,
     format_seconds,
     mounts,
@@ -41,7 +39,6 @@ from colabkit.training.checkpoints.seals import (
     steps_in,
 )
 from colabkit.training.checkpoints.snapshots import ContentCopier
-from colabkit.training.schedule import duration_s
 
 logger = logging.getLogger("colabkit")
 
@@ -59,23 +56,20 @@ class CheckpointFolder:
     The newest `keep_last` and the best stay, near and at `save_to`. Older ones are removed when a newer one is sealed.
     It is used by one thread. Leaving it as a context manager closes it.
 
-    A write that the file system leaves unanswered for longer than `timeout` is given up: nothing waits for it any more,
-    and it is taken back when the file system answers. Until then nothing else can be saved.
+    A write that the file system leaves unanswered for longer than `timeout_s` is given up: nothing waits for it, and it
+    is taken back when the file system answers. Until then nothing else can be saved.
 
     Args:
         save_to: the folder; made when it is needed.
         keep_last: how many of the newest stay.
         mode: whether the lowest or the highest score is the best.
         monitor: what is scored; checkpoints with scores of something else are none of the best.
-        timeout: how long the file system may leave one operation unanswered, in seconds or as text such as `"5min"`;
-            each 10 MB of a checkpoint add a second. None for two minutes.
+        timeout_s: seconds that the file system may leave one operation unanswered; each 10 MB of a checkpoint add one.
+            None for two minutes.
 
     Attributes:
         near_folder: where checkpoints are written first; `save_to` itself, if it is near.
         save_s: the longest seconds from a `save()` until the checkpoint was at its place so far; 0 before the first.
-
-    Raises:
-        InvalidOption: if an argument cannot be meant.
     """
 
     def __init__(
@@ -85,13 +79,8 @@ class CheckpointFolder:
         keep_last: int = 2,
         mode: Mode = "min",
         monitor: str = "",
-        timeout: float | str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        act = f"keep checkpoints in {str(save_to)!r}"
-        check_whole_number(act, "keep_last", keep_last, 1)
-        check_one_of(act, "mode", mode, ("min", "max"))
-        timeout_s = None if timeout is None else duration_s(act, "timeout", timeout)
-        self._timeout_s = timeout_s or STALLED_S
         self.folder = Path(os.path.abspath(save_to))
         self.near_folder = self.folder
         self._far: RemoteFolder | None = None
@@ -99,6 +88,7 @@ class CheckpointFolder:
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
             self.near_folder = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
             self._far = RemoteFolder(self.folder, timeout_s)
+        self._timeout_s = timeout_s or STALLED_S
         self._keep_last = keep_last
         self._judge = f"{mode} {monitor}".rstrip()
         self._copies = ContentCopier()
@@ -216,7 +206,6 @@ class CheckpointFolder:
         """
         act = f"save the checkpoint of step {step}"
         started = time.monotonic()
-        check_whole_number(act, "step", step, 0)
         with self._changed:
             try:
                 self._await_writer(act)
