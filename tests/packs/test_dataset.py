@@ -16,8 +16,8 @@ from contract import make_pack
 from torch.utils.data import DataLoader
 
 from colabkit.errors import BadSource, Corrupt, InvalidOption, NotSealed, SourceMissing
+from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
-from colabkit.packs.dataset.packed_dataset import PackedDataset
 from colabkit.packs.format.pack_file import read_pack
 
 

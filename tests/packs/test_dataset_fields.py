@@ -15,8 +15,8 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
 
 from colabkit.errors import BadImage, Corrupt, InvalidOption
+from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.opened_pack import open_pack
-from colabkit.packs.dataset.packed_dataset import PackedDataset
 from colabkit.packs.format.pack_file import read_pack, seal_pack
 
 RANDOM = np.random.default_rng(3)

@@ -12,8 +12,8 @@ from contract import make_pack, make_shards, seal_fields
 from torch.utils.data import DataLoader
 
 from colabkit.errors import InvalidOption
+from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.opened_pack import open_pack
-from colabkit.packs.dataset.packed_dataset import PackedDataset
 
 
 @pytest.fixture

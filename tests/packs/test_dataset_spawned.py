@@ -12,8 +12,8 @@ from test_dataset_fields import IMAGES, png
 from test_dataset_hdf5_files import STORED, write
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.opened_pack import open_pack
-from colabkit.packs.dataset.packed_dataset import PackedDataset
 
 
 class Batches(Dataset):

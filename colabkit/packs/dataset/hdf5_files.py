@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -183,7 +184,7 @@ def open_hdf5_split(
             array.reshape(len(array), *_image_shape(array.shape[1:])) if content == "image" else array, content
         )
     samples = SingleFileSamples(path, split, {SAMPLES: column})
-    reopen = open_hdf5_split, (path, x, y, trusted, seal, split)
+    reopen = partial(open_hdf5_split, path, x, y, trusted, seal, split)
     return OpenSplit(contents.info, split, samples, contents.labels.get(split), reopen)
 
 

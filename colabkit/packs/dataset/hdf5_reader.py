@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import h5py
 
 
-_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
-"""Filters that HDF5 and h5py bring along, by their registered numbers."""
+# Filters that HDF5 and h5py bring along, by their registered numbers: gzip, shuffle, fletcher32, lzf.
+_FILTERS = frozenset({1, 2, 3, 32000})
+# How far deflate can shrink zeros; a file that declares more is mostly air. Source: zlib.net/zlib_tech.html.
 _MOST_EXPANSION = 1032
-"""How far deflate can shrink zeros; a file that declares more is mostly air. Source: zlib.net/zlib_tech.html."""
 _CACHE_BYTES = 32 << 20  # of unpacked chunks, for samples read one by one; HDF5's own 1 MiB holds no chunk of images
 _NAMES_SHOWN = 20
 
@@ -64,12 +64,16 @@ def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
     except ColabkitError:
         raise
     except (OSError, LookupError, ValueError, RuntimeError, TypeError, AttributeError, MemoryError) as error:
-        found = f"HDF5 that cannot be read ({str(error).partition(chr(10))[0][:200]})"
-        raise BadSource(cannot(act, found, "a whole HDF5 file", "Get the file again")) from error
+        raise _damage_error(act, "HDF5", error) from error
+
+
+def _damage_error(act: str, what: str, error: Exception) -> BadSource:
+    found = f"{what} cannot be read ({str(error).partition(chr(10))[0][:200]})"
+    return BadSource(cannot(act, found, "a whole HDF5 file", "Get the file again"))
 
 
 def list_datasets(file: h5py.File) -> list[str]:
-    """Return the paths of all data sets in the file itself; links are not followed."""
+    """Return the paths of all data sets in the file itself; it follows no links."""
     import h5py
 
     names: list[str] = []
@@ -78,69 +82,59 @@ def list_datasets(file: h5py.File) -> list[str]:
 
 
 def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: bool) -> Hdf5Dataset:
-    """Return where and what a data set is.
+    """Return where and what a data set is, in a file of `length` bytes.
 
     Raises:
         BadSource: if there is none of this name, if it cannot be read, or leads out of the file and is not trusted.
     """
     import h5py
 
-    dataset = _follow_links(act, file, name) if trusted else _walk_groups(act, file, name)
+    dataset = _find_dataset(act, file, name, trusted)
     properties = dataset.get_create_plist()
-    layout = properties.get_layout()
+    layout, external = properties.get_layout(), properties.get_external_count()
     filters = [properties.get_filter(number)[0] for number in range(properties.get_nfilters())]
     strange = [number for number in filters if number not in _FILTERS]
-    if not trusted:
-        if layout == h5py.h5d.VIRTUAL:
-            raise _refused_error(act, name, "a virtual data set, which reads other files")
-        if properties.get_external_count():
-            raise _refused_error(act, name, "external storage, which reads another file")
-        if strange:
-            raise _refused_error(act, name, f"stored with filter {strange[0]}, whose code comes from elsewhere")
-    elif missing := [number for number in strange if not h5py.h5z.filter_avail(number)]:
-        found = f"{name!r} is stored with filter {missing[0]}, which is not installed"
-        raise BadSource(cannot(act, found, "filters that are there", "Install hdf5plugin and import it first"))
     dtype = np.dtype(dataset.dtype)
     shape = tuple(map(int, dataset.shape))
-    varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
-    is_text = h5py.check_string_dtype(dtype) is not None
-    if not shape or not (_is_plain(dtype) or is_text or varies):
-        found = f"{name!r} is {'one value' if not shape else f'of dtype {dtype}'}"
-        raise BadSource(cannot(act, found, "an array of numbers", "Name another data set"))
-    if dtype.kind == "O" and not trusted:
-        raise _refused_error(act, name, "of elements of varying length")
     declared = math.prod(shape) * dtype.itemsize
-    if declared > _MOST_EXPANSION * length and not trusted:
-        raise _refused_error(act, name, f"{format_bytes(declared)} in a file of {format_bytes(length)}")
+    dangers = {
+        "a virtual data set, which reads other files": layout == h5py.h5d.VIRTUAL,
+        "external storage, which reads another file": external,
+        f"stored with filter {next(iter(strange), None)}, whose code comes from elsewhere": strange,
+        "of elements of varying length": dtype.kind == "O",
+        f"{format_bytes(declared)} in a file of {format_bytes(length)}": declared > _MOST_EXPANSION * length,
+    }
+    if not trusted and (found := [danger for danger, is_there in dangers.items() if is_there]):
+        raise _refused_error(act, name, found[0])
+    if missing := [number for number in strange if not h5py.h5z.filter_avail(number)]:
+        told = f"{name!r} is stored with filter {missing[0]}, which is not installed"
+        raise BadSource(cannot(act, told, "filters that are installed", "Install hdf5plugin and import it first"))
+    varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
+    if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
+        told = f"{name!r} is {'one value' if not shape else f'of dtype {dtype}'}"
+        raise BadSource(cannot(act, told, "an array of numbers", "Name another data set"))
     chunk_rows = int(properties.get_chunk()[0]) if layout == h5py.h5d.CHUNKED else 1
     offset = None
     is_here = h5py.h5f.get_name(dataset) == h5py.h5f.get_name(file.id)
-    if layout == h5py.h5d.CONTIGUOUS and is_here and not properties.get_external_count():
+    if layout == h5py.h5d.CONTIGUOUS and is_here and not external:
         offset = dataset.get_offset()
         if offset is not None and offset + declared > length:
-            found = f"{name!r} reaches beyond the file's end"
-            raise BadSource(cannot(act, found, "a whole file", "Get the file again"))
+            raise BadSource(
+                cannot(act, f"{name!r} reaches beyond the file's end", "a whole file", "Get the file again")
+            )
         is_as_numpy = dtype.kind != "O" and dataset.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
         offset = offset if is_as_numpy else None
     return Hdf5Dataset(name, shape, dtype, None if offset is None else int(offset), chunk_rows, varies)
 
 
-def _follow_links(act: str, file: h5py.File, name: str) -> Any:
-    """Return a data set's HDF5 id, over any links."""
+def _find_dataset(act: str, file: h5py.File, name: str, trusted: bool) -> Any:
+    """Return a data set's HDF5 id: over any links if trusted, else group by group over links that stay in the file."""
     import h5py
 
-    found = file.get(name)
-    if not isinstance(found, h5py.Dataset):
-        raise _missing_error(act, file, name)
-    return found.id
-
-
-def _walk_groups(act: str, file: h5py.File, name: str) -> Any:
-    """Return a data set's HDF5 id, going down group by group over links that stay in the file."""
-    import h5py
-
+    if trusted and isinstance(found := file.get(name), h5py.Dataset):
+        return found.id
     group: Any = file
-    parts = [part for part in name.split("/") if part]
+    parts = [] if trusted else [part for part in name.split("/") if part]
     for depth, part in enumerate(parts, 1):
         link = group.get(part, getlink=True)
         if link is None:
@@ -154,20 +148,15 @@ def _walk_groups(act: str, file: h5py.File, name: str) -> Any:
         if kind is not h5py.Group:
             break
         group = group[part]
-    raise _missing_error(act, file, name)
-
-
-def _missing_error(act: str, file: h5py.File, name: str) -> BadSource:
     names = list_datasets(file)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     listed = ", ".join(map(repr, names[:_NAMES_SHOWN])) + more or "none at all"
-    return BadSource(cannot(act, f"no data set {name!r}", f"one of {listed}", "Name it by x= or y="))
+    raise BadSource(cannot(act, f"no data set {name!r}", f"one of {listed}", "Name it by x= or y="))
 
 
 def _refused_error(act: str, name: str, found: str) -> BadSource:
-    needed = "numbers in this very file"
     next_step = "Name another data set, or pass trusted=True if you know where the file comes from"
-    return BadSource(cannot(act, f"{name!r} is {found}", needed, next_step))
+    return BadSource(cannot(act, f"{name!r} is {found}", "numbers in this very file", next_step))
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
@@ -217,9 +206,7 @@ class Hdf5Reader:
                     try:
                         block = dataset[first : last + 1]
                     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-                        what = str(error).partition("\n")[0][:200]
-                        damage = f"samples {first} to {last} cannot be read ({what})"
-                        raise BadSource(cannot(act, damage, "a whole HDF5 file", "Get the file again")) from error
+                        raise _damage_error(act, f"samples {first} to {last}", error) from error
                     gathered[run] = block[wanted[run] - first]
         return gathered[place.reshape(-1)]
 
@@ -235,9 +222,8 @@ class Hdf5Reader:
 
         if self._file is None:
             if file_stamp(self._path) != self._stamp:
-                raise SourceChanged(
-                    cannot(act, "another file is there now", "the one that was opened", "Open it again")
-                )
+                found = "another file is there now"
+                raise SourceChanged(cannot(act, found, "the one that was opened", "Open it again"))
             self._file = h5py.File(self._path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES)
         return self._file
 

@@ -21,8 +21,8 @@ from colabkit.foundation import (
     html_table,
     user_path,
 )
+from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.hdf5_files import DataSetNames, inspect_hdf5, is_plain_hdf5, open_hdf5_split
-from colabkit.packs.dataset.packed_dataset import PackedDataset
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
 from colabkit.packs.dataset.samples import OpenSplit, open_sealed
 from colabkit.packs.format.layout import SAMPLES, PackInfo

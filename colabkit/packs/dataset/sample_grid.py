@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from colabkit.foundation import format_count, format_things, plotting, printable
-from colabkit.packs.dataset.packed_dataset import PackedDataset
+from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.format.layout import Indices
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
@@ -317,14 +318,14 @@ class OpenSplit:
         split: its name.
         samples: all fields but the labels.
         labels: `[N]` or `[N, K]`; None if there are none.
-        reopen: the function that opens it in another process, and its arguments.
+        reopen: opens it in another process.
     """
 
     info: PackInfo
     split: str
     samples: SingleFileSamples | ShardedSamples
     labels: Tensor | None
-    reopen: tuple[Callable[..., OpenSplit], tuple[Any, ...]]
+    reopen: partial[OpenSplit]
 
 
 def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:
@@ -342,7 +343,7 @@ def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:
     labels = torch.from_numpy(_table(info, f"{LABELS}_{split}")) if LABELS in info.fields else None
     if labels is not None and info.meta["label_kind"] == "class":
         labels = labels.long()
-    return OpenSplit(info, split, samples, labels, (open_sealed, (path, seal, split)))
+    return OpenSplit(info, split, samples, labels, partial(open_sealed, path, seal, split))
 
 
 def _file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSamples:

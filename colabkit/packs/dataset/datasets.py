@@ -1,11 +1,13 @@
-"""`PackedDataset`: one split of a pack, or a view of it, as a map-style torch data set."""
+"""Map-style torch data sets: a split of a pack, and image files that are not packed."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,13 +17,62 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colabkit.foundation import InvalidOption, cannot, check_whole_number, format_count, format_things
-from colabkit.packs.dataset.samples import Batch, ImageFiles, OpenSplit
+from colabkit.foundation import (
+    BadImage,
+    BadSource,
+    InvalidOption,
+    MissingSplit,
+    cannot,
+    check_one_of,
+    check_whole_number,
+    format_count,
+    format_things,
+)
+from colabkit.packs.dataset.samples import Batch, ImageFiles, OpenSplit, convert_pixels
+from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
+from colabkit.packs.labels.labelling import Labels, Splits, label_samples
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
+from colabkit.storage import AnySource, Item, Retries, SequentialSource, Source, answer_of, open_source, read_item
 
 
-class PackedDataset(Dataset[Any]):
+class LabelledDataset(Dataset[Any]):
+    """What data sets of samples with labels have in common.
+
+    Attributes:
+        split_name: the split that it is, or is a view of.
+        labels: `int64 [N]` for classes, `uint8 [N, K]` for several labels, `float32 [N]` or `[N, K]` for regression;
+            None if there are none.
+        classes: class names; a label is an index into them.
+        fields: names of what a sample consists of, in order.
+        fingerprint: tells these samples from all others.
+    """
+
+    split_name: str
+    labels: Tensor | None
+    classes: tuple[str, ...]
+    fields: tuple[str, ...]
+    fingerprint: str
+    _is_class: bool
+    _count: int
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _place(self, index: Any) -> int:
+        """Return an index as one from 0; raises `TypeError` for what is no integer, `IndexError` beyond the end."""
+        place = operator.index(index)
+        if not -self._count <= place < self._count:
+            raise IndexError(f"sample {place} of {self._count}")
+        return place % self._count
+
+    def _label(self, place: int) -> Any:
+        """Return a label that may be written to: an `int` for classes, else a tensor."""
+        assert self.labels is not None
+        return self.labels[place].item() if self._is_class else self.labels[place].clone()
+
+
+class PackedDataset(LabelledDataset):
     """One split of a pack, or a view of it: `dataset[i]` is an image, `uint8 [C, H, W]`, and its label.
 
     An index is an integer, which gives one sample, or a slice or an array of integers or bools, which gives a batch.
@@ -39,12 +90,8 @@ class PackedDataset(Dataset[Any]):
     may read it. Pickled, it takes its path along and opens the file again.
 
     Attributes:
-        info: what the pack says of itself.
-        split_name: of the split that it is, or is a view of.
-        labels: `int64 [N]` for classes, `uint8 [N, K]` for several labels, `float32 [N]` or `[N, K]` for regression;
-            None if there are none.
-        classes: class names; a label is an index into them.
-        fields: names of what a sample consists of, in order.
+        info: description of the pack.
+        split_name, labels, classes, fields: as of `LabelledDataset`.
         fingerprint: tells this split of this pack, and this view of it, from all others.
         numbers: rows of the split that a view has, `int64 [N]`; None for the whole split.
     """
@@ -63,7 +110,7 @@ class PackedDataset(Dataset[Any]):
             self.fingerprint += f"/{hashlib.sha256(numbers.tobytes()).hexdigest()[:16]}"
             self.numbers = torch.from_numpy(numbers)
             self.labels = None if opened.labels is None else opened.labels[self.numbers]
-        self._place = self.fields.index(LABELS) if LABELS in self.fields else len(self.fields)
+        self._label_place = self.fields.index(LABELS) if LABELS in self.fields else len(self.fields)
         self._is_class = opened.info.meta["label_kind"] == "class"
         self._count = opened.info.count(opened.split) if numbers is None else len(numbers)
 
@@ -125,16 +172,13 @@ class PackedDataset(Dataset[Any]):
         row = number if self._numbers is None else self._numbers.item(number)
         return f"{self.split_name}[{row}] of {str(self.info.path)!r}"
 
-    def __len__(self) -> int:
-        return self._count
-
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice | Sequence) and getattr(index, "ndim", 0) == 0:
             return self._sample(index)
         chosen = resolve_indices(index, len(self))
         fields = [stack_samples(field) for field in self._opened.samples.many(self._rows_of(chosen))]
         if self.labels is not None:
-            fields.insert(self._place, self.labels[torch.from_numpy(chosen)])
+            fields.insert(self._label_place, self.labels[torch.from_numpy(chosen)])
         return tuple(fields) if len(fields) > 1 else fields[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -143,7 +187,7 @@ class PackedDataset(Dataset[Any]):
         fields: list[Iterable[Any]] = list(self._opened.samples.many(self._rows_of(chosen)))
         if self.labels is not None:
             labels = self.labels[torch.from_numpy(chosen)]
-            fields.insert(self._place, labels.tolist() if self._is_class else labels)
+            fields.insert(self._label_place, labels.tolist() if self._is_class else labels)
         return list(zip(*fields, strict=True)) if len(fields) > 1 else list(fields[0])
 
     def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> PackedDataset:
@@ -172,7 +216,7 @@ class PackedDataset(Dataset[Any]):
         """Return views that share out all samples, as in `training, validation = data.split((0.9, 0.1))`.
 
         Args:
-            shares: what part each view gets, in total 1; with names, as in `{"train": 0.9, "dev": 0.1}`, they are
+            shares: each view's share, in total 1; with names, as in `{"train": 0.9, "dev": 0.1}`, they are
                 a dict.
             seed: of the order in which samples are dealt.
             stratify: keep the shares of the classes in each part, of combinations of several labels, or of bins of a
@@ -182,8 +226,8 @@ class PackedDataset(Dataset[Any]):
             InvalidOption: if the shares do not add up to 1, or leave a view without samples.
         """
         if not isinstance(shares, Mapping | Sequence) or isinstance(shares, str) or not shares:
-            needed = "shares of all parts"
-            raise InvalidOption(cannot("split", f"shares={shares!r}", needed, "Use data.split((0.8, 0.2)), say"))
+            next_step = "Use data.split((0.8, 0.2)), for example"
+            raise InvalidOption(cannot("split", f"shares={shares!r}", "shares of all parts", next_step))
         named = shares if isinstance(shares, Mapping) else {str(place): share for place, share in enumerate(shares)}
         dealt = split_shares(None, len(self), named, seed)  # which also checks the shares
         if stratify:
@@ -208,7 +252,7 @@ class PackedDataset(Dataset[Any]):
             k: the fold, from 0.
             n: how many folds.
             stratify: keep the shares of the labels in each fold, as `split` does.
-            groups: which samples belong together and are never parted, as those of one patient: one value for each
+            groups: which samples belong together and stay in one fold, as those of one patient: one value for each
                 sample, or the name of a field.
             seed: of the order in which samples are dealt.
 
@@ -217,16 +261,14 @@ class PackedDataset(Dataset[Any]):
         """
         act = f"make fold {k!r} of {n!r}"
         check_whole_number(act, "n", n, 2)
-        check_whole_number(act, "k", k, 0)
-        if k >= n:
-            raise InvalidOption(cannot(act, f"k={k}", f"a fold from 0 to {n - 1}", "Count folds from 0"))
+        check_whole_number(act, "k", k, 0, n - 1)
         grouped = self._field(act, groups) if isinstance(groups, str) else groups
         strata = self._strata({"held out": 1 / n}) if stratify else None
         numbers = fold_numbers(len(self), n, strata=strata, groups=grouped, seed=seed)
         return self.subset(numbers != k), self.subset(numbers == k)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (*self._opened.reopen, self._numbers)
+        return _reopen, (self._opened.reopen, self._numbers)
 
     def __repr__(self) -> str:
         meta = self.info.meta
@@ -239,18 +281,13 @@ class PackedDataset(Dataset[Any]):
 
     def _sample(self, index: Any) -> Any:
         try:
-            place = operator.index(index)
+            place = self._place(index)
         except TypeError:
-            raise index_error(index, len(self)) from None
-        if not -self._count <= place < self._count:
-            raise IndexError(f"sample {place} of {self._count}")
-        place %= self._count
-        row = place if self._numbers is None else self._numbers.item(place)
-        fields = self._opened.samples.one(row)
+            raise _index_error(index, len(self)) from None
+        fields = self._opened.samples.one(place if self._numbers is None else self._numbers.item(place))
         if self.labels is None:
             return fields if len(fields) > 1 else fields[0]
-        label = self.labels[place].item() if self._is_class else self.labels[place].clone()
-        return *fields[: self._place], label, *fields[self._place :]
+        return *fields[: self._label_place], self._label(place), *fields[self._label_place :]
 
     def _rows_of(self, chosen: Indices) -> Indices:
         """Return the rows of the split that samples of this view lie in."""
@@ -269,6 +306,127 @@ class PackedDataset(Dataset[Any]):
         return np.asarray(self._opened.samples.column(name, self._rows_of(np.arange(len(self)))))
 
 
+class FileDataset(LabelledDataset):
+    """Image files that are not packed: `dataset[i]` is an image, `uint8 [C, H, W]`, decoded, and its label.
+
+    The source is listed once. `Loader` reads a far source many files ahead and decodes in threads; with `size=` it
+    keeps what it decoded, so that later epochs read nothing. To train often, pack instead: see `pack()`.
+
+    Args:
+        source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), a bucket; see `open_source`.
+        split: of the source, where it has several: `train`, `dev` or `test`.
+        labels: as of `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
+        splits: as of `pack()`: a column, shares, a function of the path, or None for what the source says.
+        seed: of shares.
+        channels: 3 for RGB, 1 for luminance.
+
+    Raises:
+        BadSource: if there are no samples, labels or splits to be found, or the archive can only be read from its
+            front.
+        MissingSplit: if there is no such split.
+        InvalidOption: if an option cannot be meant.
+
+    Attributes:
+        source: where the files are.
+        split_name, labels, classes, fields: as of `LabelledDataset`.
+        fingerprint: tells these files, by their paths inside the source, their sizes and labels, from all others; it is
+            the same for a copy of them elsewhere.
+    """
+
+    def __init__(
+        self,
+        source: AnySource,
+        *,
+        split: str = "train",
+        labels: Labels = "auto",
+        splits: Splits = None,
+        seed: int = 0,
+        channels: int = 3,
+    ) -> None:
+        self.source: Source = open_source(source)
+        act = f"read {self.source.name!r} file by file"
+        check_one_of(act, "channels", channels, (1, 3), "Use 3 for RGB, 1 for luminance")
+        if isinstance(self.source, SequentialSource) and self.source.is_sequential:
+            found = "an archive that can only be read from its front"
+            needed = "files that can be read in any order"
+            raise BadSource(cannot(act, found, needed, "Use pack(), or stage() it first"))
+        labelled = label_samples(self.source.list(), self.source.name, labels=labels, splits=splits, seed=seed)
+        if split not in labelled.splits:
+            known = ", ".join(map(repr, labelled.splits))
+            raise MissingSplit(cannot(act, f"no split {split!r}", f"one of {known}", "Name one of these"))
+        numbers = labelled.splits[split]
+        self.split_name = split
+        self.classes = labelled.classes
+        self._channels = channels
+        self._is_class = labelled.kind == "class"
+        values = labelled.values
+        labels_of = None if values is None else torch.from_numpy(values[numbers])
+        self.fields = (SAMPLES,) if labels_of is None else (SAMPLES, LABELS)
+        self._set_items(tuple(labelled.items[number] for number in numbers.tolist()), labels_of)
+
+    def _set_items(self, items: tuple[Item, ...], labels: Tensor | None) -> None:
+        self._items, self._count, self.labels = items, len(items), labels
+        # No times, and no place: training resumes with files that were copied again since.
+        about = "".join(f"{item.path}\0{item.size}\0" for item in items).encode("utf-8", "surrogateescape")
+        stored = b"" if labels is None else labels.numpy().tobytes()
+        self.fingerprint = f"files/{hashlib.sha256(about + stored).hexdigest()[:32]}"
+
+    def __getitem__(self, index: int) -> Any:
+        place = self._place(index)
+        try:
+            pixels = decode_image(self.encoded(place), self._channels)
+        except BadImage as error:
+            next_step = "Remove or repair this file"
+            raise BadImage(cannot(f"decode {self.name_of(place)}", str(error), "an image", next_step)) from error
+        image = convert_pixels(pixels)
+        return image if self.labels is None else (image, self._label(place))
+
+    def __repr__(self) -> str:
+        classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
+        return f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_things(len(self), 'file')}{classes}"
+
+    def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> FileDataset:
+        """Return a view of some samples, in the order given.
+
+        Args:
+            indices: integers, bools for all samples, or a slice.
+
+        Raises:
+            InvalidOption: if they are something else.
+            IndexError: if one of them is no sample.
+        """
+        numbers = resolve_indices(indices, len(self))
+        view = copy.copy(self)
+        items = tuple(self._items[number] for number in numbers.tolist())
+        view._set_items(items, None if self.labels is None else self.labels[torch.from_numpy(numbers)])  # noqa: SLF001
+        return view
+
+    def image_files(self) -> ImageFiles:
+        """Return what the files become."""
+        return ImageFiles(self._channels, None)
+
+    def item(self, number: int) -> Item:
+        """Return a sample's file in the source."""
+        return self._items[number]
+
+    def encoded(self, number: int) -> bytes:
+        """Return the bytes of a sample's file, tried again where that helps.
+
+        Raises:
+            SourceChanged: if it is not the file any more that was listed.
+            FileFailed: if it cannot be read.
+            TimedOut: if there was no answer, twice.
+        """
+        item = self._items[number]
+        if not self.source.can_hang:
+            return read_item(self.source, item, Retries())
+        return answer_of(lambda: read_item(self.source, item, Retries()), can_hang=True)
+
+    def name_of(self, number: int) -> str:
+        """Return what to call a sample in a message."""
+        return f"{self._items[number].path!r} of {self.source.name!r}"
+
+
 def resolve_indices(indices: Any, count: int) -> Indices:
     """Return indices of any kind as numbers of samples from 0, `int64 [B]`.
 
@@ -285,13 +443,13 @@ def resolve_indices(indices: Any, count: int) -> Indices:
     try:
         found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
     except ValueError:  # lists of several lengths
-        raise index_error(indices, count) from None
+        raise _index_error(indices, count) from None
     if found.dtype == bool and found.shape == (count,):
         return np.flatnonzero(found)
     if found.ndim == 1 and not len(found):
         return np.empty(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise index_error(indices, count)
+        raise _index_error(indices, count)
     beyond = (found < -count) | (found >= count)
     if beyond.any():
         raise IndexError(f"sample {found[beyond.argmax()]} of {count}")
@@ -299,7 +457,7 @@ def resolve_indices(indices: Any, count: int) -> Indices:
     return np.where(numbers < 0, numbers + count, numbers)
 
 
-def index_error(index: object, count: int) -> InvalidOption:
+def _index_error(index: object, count: int) -> InvalidOption:
     """Return the error for what is no index of a data set of so many samples."""
     found = f"an index of type {type(index).__name__}"
     needed = f"integers, {count} bools or a slice"
@@ -319,6 +477,6 @@ def _map_tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _reopen(reopen: Callable[..., OpenSplit], about: tuple[Any, ...], numbers: Indices | None) -> PackedDataset:
+def _reopen(reopen: partial[OpenSplit], numbers: Indices | None) -> PackedDataset:
     """Return a data set that was pickled."""
-    return PackedDataset(reopen(*about), numbers)
+    return PackedDataset(reopen(), numbers)
