@@ -1,9 +1,9 @@
 from .dataset.datasets import FileDataset as FileDataset
 from .dataset.datasets import PackedDataset as PackedDataset
-from .dataset.datasets import stack_samples as stack_samples
 from .dataset.opened_pack import Pack as Pack
 from .dataset.opened_pack import open_pack as open_pack
 from .dataset.samples import ImageFiles as ImageFiles
+from .dataset.samples import stack_samples as stack_samples
 from .decode.images import decode_image as decode_image
 from .decode.images import decode_region as decode_region
 from .decode.images import image_size as image_size

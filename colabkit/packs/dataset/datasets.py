@@ -28,7 +28,14 @@ from colabkit.foundation import (
     format_count,
     format_things,
 )
-from colabkit.packs.dataset.samples import Batch, ImageFiles, OpenSplit, convert_pixels
+from colabkit.packs.dataset.samples import (
+    ImageFiles,
+    OpenSplit,
+    convert_pixels,
+    index_error,
+    resolve_indices,
+    stack_samples,
+)
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
 from colabkit.packs.labels.labelling import Labels, Splits, label_samples
@@ -283,7 +290,7 @@ class PackedDataset(LabelledDataset):
         try:
             place = self._place(index)
         except TypeError:
-            raise _index_error(index, len(self)) from None
+            raise index_error(index, len(self)) from None
         fields = self._opened.samples.one(place if self._numbers is None else self._numbers.item(place))
         if self.labels is None:
             return fields if len(fields) > 1 else fields[0]
@@ -425,50 +432,6 @@ class FileDataset(LabelledDataset):
     def name_of(self, number: int) -> str:
         """Return what to call a sample in a message."""
         return f"{self._items[number].path!r} of {self.source.name!r}"
-
-
-def resolve_indices(indices: Any, count: int) -> Indices:
-    """Return indices of any kind as numbers of samples from 0, `int64 [B]`.
-
-    Args:
-        indices: integers, bools for all samples, or a slice.
-        count: samples of the data set.
-
-    Raises:
-        InvalidOption: if they are something else.
-        IndexError: if one of them is no sample.
-    """
-    if isinstance(indices, slice):
-        return np.arange(*indices.indices(count), dtype=np.int64)
-    try:
-        found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-    except ValueError:  # lists of several lengths
-        raise _index_error(indices, count) from None
-    if found.dtype == bool and found.shape == (count,):
-        return np.flatnonzero(found)
-    if found.ndim == 1 and not len(found):
-        return np.empty(0, np.int64)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise _index_error(indices, count)
-    beyond = (found < -count) | (found >= count)
-    if beyond.any():
-        raise IndexError(f"sample {found[beyond.argmax()]} of {count}")
-    numbers = found.astype(np.int64)
-    return np.where(numbers < 0, numbers + count, numbers)
-
-
-def _index_error(index: object, count: int) -> InvalidOption:
-    """Return the error for what is no index of a data set of so many samples."""
-    found = f"an index of type {type(index).__name__}"
-    needed = f"integers, {count} bools or a slice"
-    return InvalidOption(cannot("take samples", found, needed, "Use data[0], data[:10] or data[[0, 5]], say"))
-
-
-def stack_samples(field: Batch) -> Batch:
-    """Return a field of a batch as one tensor, where its samples are tensors of one shape; else as it is."""
-    if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
-        return torch.stack(field) if len({value.shape for value in field}) == 1 else field
-    return field
 
 
 def _map_tensor(array: npt.NDArray[Any]) -> Tensor:

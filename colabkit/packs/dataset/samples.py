@@ -75,6 +75,46 @@ def convert_pixels(pixels: npt.NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
 
+def resolve_indices(indices: Any, count: int) -> Indices:
+    """Return integers, bools for all `count` samples or a slice as numbers of samples from 0, `int64 [B]`.
+
+    Raises:
+        InvalidOption: if they are something else.
+        IndexError: if one of them is no sample.
+    """
+    if isinstance(indices, slice):
+        return np.arange(*indices.indices(count), dtype=np.int64)
+    try:
+        found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
+    except ValueError:  # lists of several lengths
+        raise index_error(indices, count) from None
+    if found.dtype == bool and found.shape == (count,):
+        return np.flatnonzero(found)
+    if found.ndim == 1 and not len(found):
+        return np.empty(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise index_error(indices, count)
+    beyond = (found < -count) | (found >= count)
+    if beyond.any():
+        raise IndexError(f"sample {found[beyond.argmax()]} of {count}")
+    numbers = found.astype(np.int64)
+    return np.where(numbers < 0, numbers + count, numbers)
+
+
+def index_error(index: object, count: int) -> InvalidOption:
+    """Return the error for what is no index of a data set of so many samples."""
+    found = f"an index of type {type(index).__name__}"
+    needed = f"integers, {count} bools or a slice"
+    return InvalidOption(cannot("take samples", found, needed, "Use data[0], data[:10] or data[[0, 5]], say"))
+
+
+def stack_samples(field: Batch) -> Batch:
+    """Return a field of a batch as one tensor, where its samples are tensors of one shape; else as it is."""
+    if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
+        return torch.stack(field) if len({value.shape for value in field}) == 1 else field
+    return field
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayColumn:
     """A field whose samples are rows of one array, `[N, ...]`, in memory or in a map."""
@@ -254,13 +294,13 @@ class ShardedSamples:
 
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample, checked."""
-        number = bisect_right(self._starts, row) - 1
-        return self._shard(number).one(row - self._starts[number])
+        shard, start = self._shard_of(row)
+        return shard.one(row - start)
 
     def encoded(self, row: int) -> bytes:
         """Return the bytes of X of one sample as stored, checked."""
-        number = bisect_right(self._starts, row) - 1
-        return self._shard(number).encoded(row - self._starts[number])
+        shard, start = self._shard_of(row)
+        return shard.encoded(row - start)
 
     def many(self, rows: Indices) -> tuple[Batch, ...]:
         """Return the fields of several samples, read shard by shard."""
@@ -301,6 +341,10 @@ class ShardedSamples:
         place = np.empty(len(rows), np.int64)
         place[order] = np.arange(len(rows))
         return results, place
+
+    def _shard_of(self, row: int) -> tuple[SingleFileSamples, int]:
+        number = bisect_right(self._starts, row) - 1
+        return self._shard(number), self._starts[number]
 
     def _shard(self, number: int) -> SingleFileSamples:
         if number not in self._opened:
