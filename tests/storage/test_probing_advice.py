@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colabkit.storage.probing.advice import advise, doubt
 from colabkit.storage.probing.child import LARGE_LEVELS, SMALL_LEVELS, Op, portions, rates
-from colabkit.storage.probing.plot import draw_rates, text_bars
-from colabkit.storage.probing.report import ProbeReport, ReadRate, best_rate
+from colabkit.storage.probing.report import ProbeReport, ReadRate, advise, best_rate, doubt, draw_rates, text_bars
 
 MIB = 1 << 20
 

@@ -30,8 +30,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.storage.probing import child
-from colabkit.storage.probing.advice import advise, doubt
-from colabkit.storage.probing.report import ProbeReport, ReadRate
+from colabkit.storage.probing.report import ProbeReport, ReadRate, advise, doubt
 
 _CHILD_END_S = 1.5  # what the child may take beyond its seconds, before it counts as hung
 

@@ -1,12 +1,16 @@
-"""What `read_probe()` returns."""
+"""What `read_probe()` returns: the figures, as text and as bars, and the advice that follows from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from colabkit.foundation import (
+    DRIVEFS,
+    MissingPackage,
     Report,
+    escape,
     format_bytes,
     format_count,
     format_rate,
@@ -16,9 +20,17 @@ from colabkit.foundation import (
     html_table,
     plotting,
 )
-from colabkit.storage.probing.plot import RateBar, RatePanel, draw_rates, text_bars
 
 _NEAR_BEST = 0.9
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_TEXT_BAR = 24
+_THOUSAND = 1000
+_QUICK_S = 2.0
+"""A local folder whose 1,000 files take less than this is quick enough to be packed without a copy."""
+_LONG_S = 600.0
+_CACHED_SHARE = 0.2
+_CACHED_BYTES_PER_S = float(2 << 30)
+"""More than networks and disks of hosted machines deliver; memory does."""
 _BEST = f"the fewest threads or ranges that reach {format_share(_NEAR_BEST)} of the highest rate"
 
 
@@ -48,6 +60,32 @@ def best_rate(rates: Sequence[ReadRate], *, of_bytes: bool) -> ReadRate | None:
     known = [(rate, (rate.bytes_per_s if of_bytes else rate.reads_per_s) or 0.0) for rate in rates]
     best = max((value for _, value in known), default=0.0)
     return next((rate for rate, value in known if best and value >= _NEAR_BEST * best), None)
+
+
+class RateBar(NamedTuple):
+    """A bar: its number of threads or ranges, their name, its height, its value as text, whether it is best."""
+
+    concurrency: int
+    axis: str
+    height: float
+    text: str
+    is_best: bool
+
+
+class RatePanel:
+    """The rates of small files, or those of one large file, as bars."""
+
+    def __init__(self, rates: Sequence[ReadRate], *, of_bytes: bool) -> None:
+        self.title = "One large file, per second" if of_bytes else "Small files, files/s"
+        self.axis = "ranges" if of_bytes else "threads"
+        self.color = plotting.GREEN if of_bytes else plotting.BLUE
+        self.bars = []
+        best = best_rate(rates, of_bytes=of_bytes)
+        for rate in rates:
+            value = rate.bytes_per_s if of_bytes else rate.reads_per_s
+            text = "n/a" if value is None else _bytes(value) if of_bytes else _count(value)
+            axis = self.axis.removesuffix("s") if rate.concurrency == 1 else self.axis
+            self.bars.append(RateBar(rate.concurrency, axis, value or 0.0, text, rate is best))
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,15 +193,10 @@ class ProbeReport(Report):
         return [*rows, ("probed in", format_seconds(self.seconds))]
 
     def _panels(self) -> list[RatePanel]:
-        small, large = best_rate(self.small, of_bytes=False), best_rate(self.large, of_bytes=True)
-        panels = []
-        if small:
-            bars = [_bar(rate, rate.reads_per_s, _count, rate is small) for rate in self.small]
-            panels.append(RatePanel(plotting.BLUE, "Small files", "files/s", "threads", bars))
-        if large:
-            bars = [_bar(rate, rate.bytes_per_s, _bytes, rate is large) for rate in self.large]
-            panels.append(RatePanel(plotting.GREEN, "One large file", "per second", "ranges", bars))
-        return panels
+        measured = [(self.small, False), (self.large, True)]
+        return [
+            RatePanel(rates, of_bytes=is_large) for rates, is_large in measured if best_rate(rates, of_bytes=is_large)
+        ]
 
     def __str__(self) -> str:
         panels = self._panels()
@@ -175,13 +208,8 @@ class ProbeReport(Report):
         panels = self._panels()
         last = [("solid bar", _BEST)] if panels else []
         told = [(name, self._worded(text)) for name, text in first]
-        return html_table(self._worded(self._summary()).splitlines()[0], [*told, *self._rows(), *last]) + draw_rates(
-            panels
-        )
-
-
-def _bar(rate: ReadRate, value: float | None, text: Callable[[float], str], is_best: bool) -> RateBar:
-    return RateBar(str(rate.concurrency), value, "n/a" if value is None else text(value), is_best)
+        table = html_table(self._worded(self._summary()).splitlines()[0], [*told, *self._rows(), *last])
+        return table + draw_rates(panels)
 
 
 def _bytes(value: float) -> str:
@@ -191,3 +219,165 @@ def _bytes(value: float) -> str:
 
 def _count(value: float) -> str:
     return f"{value:.1f}" if value < 9.95 else format_count(value)
+
+
+def draw_rates(panels: Sequence[RatePanel]) -> str:
+    """Return the panels side by side as an inline SVG picture; without matplotlib, their text."""
+    if not panels:
+        return ""
+    try:
+        figure = plotting.new_figure("draw the rates", 2.7 * len(panels), 1.8)
+    except MissingPackage:
+        return f"<pre>{escape(text_bars(panels))}</pre>"
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        places = range(len(panel.bars))
+        drawn = axes.bar(places, [bar.height for bar in panel.bars], 0.7, edgecolor=panel.color)
+        texts = axes.bar_label(drawn, [bar.text for bar in panel.bars], padding=2, fontsize=8)
+        for bar, shape, text in zip(panel.bars, drawn, texts, strict=True):
+            # The best bar is solid and its value bold: nothing is said by colour alone.
+            shape.set_facecolor(panel.color if bar.is_best else f"{panel.color}40")
+            text.set_fontweight("bold" if bar.is_best else "normal")
+        plotting.style_axes(axes, panel.title, "")
+        axes.set_xticks(places, [str(bar.concurrency) for bar in panel.bars])
+        axes.set_xlabel(panel.axis, fontsize=8)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.margins(y=0.15)
+    told = "; ".join(
+        f"{panel.title}: " + ", ".join(f"{bar.text} with {bar.concurrency} {bar.axis}" for bar in panel.bars)
+        for panel in panels
+    )
+    return plotting.svg_of(figure, "Rates against concurrency", told)
+
+
+def text_bars(panels: Sequence[RatePanel]) -> str:
+    """Return the panels as lines of text, one a bar."""
+    lines = []
+    for panel in panels:
+        top = max(bar.height for bar in panel.bars)
+        wide = max(len(bar.text) for bar in panel.bars)
+        for number, bar in enumerate(panel.bars):
+            eighths = round(8 * _TEXT_BAR * bar.height / top)
+            drawn = "█" * (eighths // 8) + _EIGHTHS[eighths % 8] + (" best" if bar.is_best else "")
+            name = panel.title if number == 0 else ""
+            lines.append(f"  {name:<26}  {bar.concurrency:>2} {bar.axis:<9}{bar.text:>{wide}}  {drawn}".rstrip())
+    return "\n".join(lines)
+
+
+def advise(report: ProbeReport) -> str:
+    """Return what to do, in one or two sentences.
+
+    The rules, in this order: a stall is named, with its cure; where nothing could be read, why; else what 1,000 small
+    files and the whole tree cost with one thread and with the best number of threads, or what a large file costs; then
+    whether to pack directly (a local folder of which 1,000 files take less than 2 s), or to stage first with how many
+    threads, and to keep one pack where even that takes over ten minutes.
+    """
+    if report.stalled:
+        return f"It did not answer in time: {report.stall}. {_cure(report)}"
+    small, large = best_rate(report.small, of_bytes=False), best_rate(report.large, of_bytes=True)
+    if small is not None and report.type == "folder":
+        return _of_small_files(report, small)
+    return _of_nothing(report) if large is None else _of_large_file(report, large)
+
+
+def doubt(report: ProbeReport) -> str:
+    """Return why the figures may be better than those of files that were never read, or nothing.
+
+    A small file that comes through a FUSE mount, alone, in under a millisecond, was not asked for over a network; over
+    2 GiB/s is the speed of memory.
+    """
+    alone = report.small[0]
+    if report.is_remote and report.fstype.startswith("fuse") and alone.quick_reads > _CACHED_SHARE * alone.reads:
+        share = f"{format_count(alone.quick_reads)} of {format_count(alone.reads)} small files"
+        return f"{share} took under 1 ms, as from a cache: files that were never read may be slower."
+    is_in_memory = report.fstype in ("tmpfs", "ramfs")
+    if not is_in_memory and any((rate.bytes_per_s or 0.0) > _CACHED_BYTES_PER_S for rate in report.large):
+        return "Over 2 GiB/s is the speed of memory: parts of the large file came from a cache."
+    return ""
+
+
+def _cure(report: ProbeReport) -> str:
+    again = "mount it again"
+    if report.fstype == DRIVEFS:
+        again = "run colabkit.mount(force=True), which loses what Drive has not been sent"
+    if report.stall.startswith("listing"):
+        return f"Folders of very many files list so slowly: keep those as one archive. If nothing answers, {again}."
+    return f"Try again; if it stays so, {again}." if report.is_remote else "Look at the disk."
+
+
+def _of_nothing(report: ProbeReport) -> str:
+    if report.errors:
+        return f"Nothing could be read ({report.error_text}): mend that first."
+    if not report.files:
+        return "There is no file in it." if report.is_complete else "No file was found in the time: allow more seconds."
+    could_be_read = report.type == "folder" and report.small_files > 1
+    if could_be_read or not report.is_complete:
+        return "Too little was read in the time to tell: allow more seconds."
+    return "Too few files to tell."
+
+
+def _of_small_files(report: ProbeReport, best: ReadRate) -> str:
+    alone = report.small[0]
+    known = [rate for rate in report.small if rate.reads_per_s]
+    assert best.reads_per_s
+    if len(known) < 2 or not alone.reads_per_s:
+        rest = " Too few files to tell how many threads help." if report.is_complete else ""
+        return f"1,000 small files take {format_seconds(_THOUSAND / best.reads_per_s)}{_with(best)}.{rest}"
+    cost_s, best_s = _THOUSAND / alone.reads_per_s, _THOUSAND / best.reads_per_s
+    tree_s, best_tree_s = _tree_seconds(report, alone), _tree_seconds(report, best)
+    if best is alone:
+        first = f"1,000 small files take {format_seconds(cost_s)}, and more threads do not help"
+        whole = f"; the {format_things(report.files, 'file')} here {format_seconds(best_tree_s)}" if best_tree_s else ""
+    else:
+        first = f"1,000 small files take {format_seconds(cost_s)} one by one and {format_seconds(best_s)}{_with(best)}"
+        whole = ""
+        if tree_s and best_tree_s:
+            files = format_things(report.files, "file")
+            whole = f"; the {files} here {format_seconds(tree_s)} and {format_seconds(best_tree_s)}"
+    return f"{first}{whole}. {_next_step(report, best, best_s, best_tree_s)}"
+
+
+def _next_step(report: ProbeReport, best: ReadRate, best_s: float, best_tree_s: float | None) -> str:
+    if not report.is_remote and best_s < _QUICK_S:
+        return "Quick enough to pack from directly."
+    stage = f"Stage it with colabkit.stage({report.path!r}, threads={best.concurrency})"
+    if best_tree_s is not None and best_tree_s > _LONG_S:
+        return f"{stage} once, pack that, and keep the pack: one large file is read far quicker."
+    return f"{stage}."
+
+
+def _of_large_file(report: ProbeReport, best: ReadRate) -> str:
+    alone = report.large[0]
+    assert best.bytes_per_s
+    here = report.type == "file"
+    size = report.largest_bytes if here else 1 << 30
+    name = f"Its {format_bytes(size)}" if here else "1 GiB of a large file"
+    takes = format_seconds(size / best.bytes_per_s)
+    verb = "take" if here else "takes"
+    if best is not alone:
+        before = f", {format_seconds(size / alone.bytes_per_s)} in one" if alone.bytes_per_s else ""
+        text = f"{name} {verb} {takes} in {best.concurrency} ranges at once{before}."
+    elif sum(rate.bytes_per_s is not None for rate in report.large) > 1:
+        text = f"{name} {verb} {takes}, and more ranges do not help."
+    else:
+        text = f"{name} {verb} {takes}."
+    if report.is_remote and report.path.lower().endswith(".zip"):
+        text += f" Stage it with colabkit.stage({report.path!r}), which reads several ranges at once."
+    return text
+
+
+def _tree_seconds(report: ProbeReport, rate: ReadRate) -> float | None:
+    """Return what reading all files takes: the small ones at this rate, the others by their bytes."""
+    if not report.is_complete or not report.sized_files or not rate.reads_per_s:
+        return None
+    large = best_rate(report.large, of_bytes=True)
+    fast = (large or best_rate(report.small, of_bytes=True) or rate).bytes_per_s
+    rest = report.sized_bytes - report.small_bytes
+    if rest and not fast:
+        return None
+    seconds = report.small_files / rate.reads_per_s + (rest / fast if fast else 0.0)
+    return seconds * report.files / report.sized_files
+
+
+def _with(rate: ReadRate) -> str:
+    return " one by one" if rate.concurrency == 1 else f" with {rate.concurrency} threads"
