@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from contract import StreamContract, make_pack
+from loader_batches import epoch, loader_threads
 from sampling import sampled
 from torch import Tensor
 
@@ -25,34 +25,6 @@ from colabkit.loading.engine.gather import PageableSlots
 from colabkit.packs import PackedDataset, open_pack
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packs")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> PackedDataset:
-    """Return 22 samples of 4x3x3."""
-    return open_pack(make_pack(folder / "data.h5", train=22))["train"]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    if loader_threads():
-        gc.collect()  # a failed test keeps its iterators alive in its traceback
-    assert loader_threads() == []
-
-
-def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
-
-
-def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
-    images, labels = zip(*loader, strict=True)
-    return torch.cat(images), torch.cat(labels)
 
 
 def rows(data: PackedDataset, order: np.ndarray | slice) -> Tensor:
@@ -412,7 +384,7 @@ def test_closing_waits_for_one_transform_at_most(data):
     batches.close()
     made = len(calls)
     assert made == 3
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+    assert loader_threads() == []
 
 
 @pytest.mark.parametrize(

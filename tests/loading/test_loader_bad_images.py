@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,6 @@ TRANSFORMS = [
     RandomCrop(20),
     Compose([RandomCrop(20, padding=2), RandomHorizontalFlip()]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-")]
 
 
 @pytest.fixture

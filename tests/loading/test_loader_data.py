@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 import torch
 from contract import StreamContract, make_pack, make_shards, seal_fields
+from loader_batches import epoch
+from pictures import saved
 from sampling import sampled
-from test_dataset_fields import png
 
 from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import PackedDataset, open_pack
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packs")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +26,6 @@ def view(folder: Path) -> PackedDataset:
 @pytest.fixture(scope="module")
 def sharded(folder: Path) -> PackedDataset:
     return open_pack(make_shards(folder / "s.h5", {"train": 9}, {"train": 1, "test": 4}, {"train": 12}))["train"]
-
-
-def epoch(loader: Loader) -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = zip(*loader, strict=True)
-    return torch.cat(images), torch.cat(labels)
 
 
 @pytest.mark.parametrize("what", sampled(["view", "sharded", "view of sharded"], 2))
@@ -105,7 +96,7 @@ def test_labels_keep_their_shape_and_dtype(tmp_path, kind, labels):
 
 def test_image_files_of_one_size_and_samples_without_labels_are_loaded(tmp_path):
     images = np.random.default_rng(1).integers(0, 256, (4, 3, 5, 3)).astype("|u1")
-    blobs = {"X": {"train": [png(image) for image in images]}, "Y": {"train": np.arange(4)}}
+    blobs = {"X": {"train": [saved(image, "PNG") for image in images]}, "Y": {"train": np.arange(4)}}
     encoded = open_pack(seal_fields(tmp_path / "e.h5", blobs, {"X": "image"}, "class"))["train"]
     found, labels = epoch(Loader(encoded, 3))
     assert torch.equal(found, torch.from_numpy(images).permute(0, 3, 1, 2))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from loader_batches import epoch
 from packed_files import packed, photos
 from pictures import AGREEMENT, exif, photo, saved
 from PIL import Image
@@ -43,13 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-")]
-
-
 def file_of(kind: str, pixels: np.ndarray) -> bytes:
     """Return an image file of a kind."""
     options = dict(KINDS[kind])
@@ -77,11 +68,6 @@ def sized(folder: Path) -> dict[str, PackedDataset]:
         encoding: open_pack(packed(folder / "files", folder / f"{encoding}.h5", encoding=encoding))["train"]
         for encoding in ("source", "jpeg", "raw")
     }
-
-
-def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
-    images, labels = zip(*loader, strict=True)
-    return torch.cat(images), torch.cat(labels)
 
 
 def one_by_one(data: Any, count: int | None = None) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gc
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from far_mounts import FuseMount, has_fuse
+from held_reads import HeldReads
+from loader_batches import epoch, loader_threads
 from near_copies import zipped
 from packed_files import files_of, photos
 from reader_threads import LONG_S, comes_true
@@ -35,45 +35,11 @@ from colabkit.storage.sources.registry import SlowSource
 COUNT = 60
 
 
-class Far(FolderSource):
-    """A folder that counts its reads; each waits until `may_read` allows it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.can_hang = True
-        self.reads: Counter[str] = Counter()
-        self.most = 0
-        self.may_read: Callable[[str], bool] = lambda _: True
-        self.changed = threading.Condition()
-        self._in_flight = 0
-
-    def open(self, item: Item) -> BinaryIO:
-        with self.changed:
-            self.reads[item.path] += 1
-            self._in_flight += 1
-            self.most = max(self.most, self._in_flight)
-            self.changed.notify_all()
-            try:
-                assert self.changed.wait_for(lambda: self.may_read(item.path), LONG_S)
-            finally:
-                self._in_flight -= 1
-        return super().open(item)
-
-    def go_on(self) -> None:
-        """Let all reads through, also those that wait."""
-        with self.changed:
-            self.may_read = lambda _: True
-            self.changed.notify_all()
-
-
 @pytest.fixture(autouse=True)
-def _quick_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
     monkeypatch.setattr(concurrency, "_TICK_S", 0.01)
     monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
-    yield
-    gc.collect()
-    assert comes_true(lambda: not ours())
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +55,8 @@ def plain(tree: Path) -> Tensor:
 
 
 @pytest.fixture
-def far(tree: Path) -> Iterator[Far]:
-    found = Far(tree)
+def far(tree: Path) -> Iterator[HeldReads]:
+    found = HeldReads(tree)
     yield found
     found.go_on()
 
@@ -100,15 +66,6 @@ def drive(tree: Path, tmp_path: Path) -> Callable[..., FuseMount]:
     """Return a function that mounts the photos as a drive that fails as planned."""
     needs("FUSE", has_fuse())
     return lambda *faults, **options: FuseMount(tmp_path / "drive", tree, plan={"faults": list(faults)}, **options)
-
-
-def ours() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-")]
-
-
-def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
-    images, labels = zip(*loader, strict=True)
-    return torch.cat(images), torch.cat(labels)
 
 
 def decoded(loader: Loader) -> int:
@@ -207,7 +164,7 @@ def test_an_error_comes_after_all_batches_before_it(far, plain, number, shuffle)
     data = FileDataset(far)
     loader = Loader(data, 4, shuffle=shuffle, num_workers=2)
     place = order().index(number) if shuffle else number
-    path, read = data.item(number).path, far.__class__.__mro__[1].open
+    path, read = data.item(number).path, FolderSource.open
 
     def fails(item: Item) -> BinaryIO:
         if item.path == path:
@@ -233,7 +190,7 @@ def test_a_file_that_cannot_be_read_is_no_bad_image(far, on_bad):
 
 def test_a_bad_image_of_a_far_source_is_named(tmp_path):
     files_of(photos(tmp_path / "t"))[6].write_bytes(b"<html>")
-    loader = Loader(FileDataset(Far(tmp_path / "t")), 4, num_workers=2)
+    loader = Loader(FileDataset(HeldReads(tmp_path / "t")), 4, num_workers=2)
     got = until_it_fails(loader, BadImage, r"Cannot decode 'bees/002\.jpg'")
     assert len(got) == 4
 
@@ -283,7 +240,7 @@ def test_leaving_an_epoch_early_ends_all_threads_at_once_also_while_reads_hang(f
     began = time.monotonic()
     running.close()
     assert time.monotonic() - began < 5
-    assert not [thread for thread in ours() if thread.name.startswith("colabkit-loader")]
+    assert loader_threads() == []
     far.go_on()
 
 

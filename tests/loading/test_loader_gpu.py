@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from contract import make_pack
@@ -12,19 +10,9 @@ from PIL import Image
 from colabkit.augment import Compose, MixUp, Normalize, PerSample, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import LoaderFailed
 from colabkit.loading import Loader
-from colabkit.packs import FileDataset, PackedDataset, open_pack
+from colabkit.packs import FileDataset, open_pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packs")
-
-
-@pytest.fixture(scope="module")
-def data(folder: Path) -> PackedDataset:
-    return open_pack(make_pack(folder / "data.h5", train=22))["train"]
 
 
 def in_order(loader: Loader) -> torch.Tensor:

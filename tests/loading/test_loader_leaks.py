@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from contract import make_pack, seal_fields
+from loader_batches import same
 from pictures import photo, saved
 from sampling import sampled
 from torch import Tensor
@@ -59,11 +60,6 @@ def children() -> Iterator[list[psutil.Process]]:
         gc.collect()  # a failed test keeps its iterators alive in its traceback
     psutil.wait_procs([process for process in left()[1] if process not in before], 10)
     assert left() == ([], before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packs")
 
 
 @pytest.fixture(scope="module")
@@ -374,11 +370,3 @@ def test_worker_processes_are_nested_broken_off_and_counted_like_threads(makes, 
     for _ in loader:
         break
     assert left()[1] == children
-
-
-def same(some: list[Any], others: list[Any]) -> bool:
-    """Return whether batches are equal, bit for bit."""
-    return len(some) == len(others) and all(
-        all(torch.equal(one, other) for one, other in zip(*pair, strict=True))
-        for pair in zip(some, others, strict=True)
-    )

@@ -1,8 +1,8 @@
 """Every known way to lose one's place in an epoch, bit for bit, with random transforms on.
 
-`StreamContract`, which test_loader_streams.py runs on every way to batches, holds more of them: the second resume in an
-epoch, the state at its end, the state that is used up, the early break, what was prefetched, streams that share
-nothing. Samplers are in test_loader_samplers.py, ranks in test_loader_ranks.py.
+`TestAugmentedStream` holds more of them on every way to batches: the second resume in an epoch, the state at its end,
+the state that is used up, the early break, what was prefetched, streams that share nothing. Samplers are in
+test_loader_samplers.py, ranks in test_loader_ranks.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import make_pack, seal_fields
+from contract import StreamContract, make_pack, make_shards, seal_fields
 from packed_files import photos
+from pictures import saved
 from sampling import sampled
-from test_dataset_fields import png
 from torch.utils.data import ConcatDataset, TensorDataset
 
 from colabkit.augment import (
@@ -52,11 +51,6 @@ Samples = list[tuple[bytes, int]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packs")
-
-
-@pytest.fixture(scope="module")
 def raw(folder: Path) -> PackedDataset:
     return open_pack(make_pack(folder / "raw.h5", (9, 8, 3), train=N))["train"]
 
@@ -65,7 +59,7 @@ def raw(folder: Path) -> PackedDataset:
 def encoded(folder: Path) -> PackedDataset:
     """Return image files of different sizes."""
     random = np.random.default_rng(4)
-    files = [png(random.integers(0, 256, (8 + n % 5, 12 - n % 3, 3), dtype=np.uint8)) for n in range(N)]
+    files = [saved(random.integers(0, 256, (8 + n % 5, 12 - n % 3, 3), dtype=np.uint8), "PNG") for n in range(N)]
     fields = {"X": {"train": files}, "Y": {"train": np.arange(N) % 3}}
     return open_pack(seal_fields(folder / "files.h5", fields, {"X": "image"}, "class"))["train"]
 
@@ -396,7 +390,59 @@ def test_what_is_no_state_is_refused(raw, state):
         make(raw).load_state_dict(state)
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+class Failing:
+    """Lets images pass, and fails at one batch of a loader."""
+
+    def __init__(self, fail_at: int) -> None:
+        self.calls, self.fail_at = 0, fail_at
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fail_at + 1:
+            raise ValueError("planned")
+        return images
+
+
+@pytest.mark.parametrize("what", sampled(["raw", "encoded", "kept", "block", "sharded", "samples", "one ahead"], 3))
+class TestAugmentedStream(StreamContract):
+    """The contract, which holds most rows of the catalogue, with transforms on, on every way to batches."""
+
+    @pytest.fixture(autouse=True)
+    def _stream_of(self, raw, encoded, folder, what):
+        self.options: dict[str, Any] = {}
+        self.data: Any = raw
+        if what == "encoded":
+            self.data = encoded
+        elif what == "kept":
+            self.data = encoded
+            self.options = {"size": 9, "keep": "disk"}
+        elif what == "block":
+            self.options = {"shuffle": "block"}
+        elif what == "sharded":
+            path = folder / "s.h5"
+            counts = {"train": 9}, {"train": 1}, {"train": 12}
+            self.data = open_pack(path if path.exists() else make_shards(path, *counts, shape=(9, 8, 3)))["train"]
+        elif what == "samples":
+            self.options = {"transform": PerSample(lambda image: AUGMENT(image[None])[0]), "threads": 0}
+        elif what == "one ahead":
+            self.options = {"prefetch_batches": 1, "threads": 1}
+
+    def make(self, fail_at=None):
+        options = dict(self.options)
+        if fail_at is not None and "threads" in options and "transform" in options:
+            inner, fail = options["transform"].function, Failing(fail_at * BATCH)
+            options["transform"] = PerSample(lambda image: fail(inner(image)))
+        elif fail_at is not None:
+            options["transform"] = Compose([AUGMENT, Failing(fail_at)])
+        return make(self.data, **options)
+
+    def samples(self, batch):
+        return samples(batch)
+
+    def everything(self):
+        return take(self.make())
+
+    def assert_whole(self, got):
+        """Images of each epoch are cut anew; the labels are what can be told beforehand."""
+        assert len(got) == len(set(got)) == N
+        assert sorted(label for _, label in got) == sorted(self.data.labels.tolist())

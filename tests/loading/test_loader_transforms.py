@@ -1,4 +1,4 @@
-"""Transforms in `Loader`: the same numbers with any number of workers, in any batch, and after a resume."""
+"""Transforms in `Loader`: the same numbers with any workers, in any batch, after a resume; errors that name samples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, make_shards
+from loader_batches import same
 from sampling import sampled
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
@@ -36,7 +37,7 @@ from colabkit.augment import (
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
-from colabkit.packs import PackedDataset, open_pack
+from colabkit.packs import FileDataset, PackedDataset, open_pack
 
 COUNT = 26
 SEED = 6
@@ -90,11 +91,6 @@ def noisy(image: Any) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packs")
-
-
-@pytest.fixture(scope="module")
 def data(folder: Path) -> PackedDataset:
     return open_pack(make_pack(folder / "data.h5", (12, 10, 3), train=COUNT))["train"]
 
@@ -131,14 +127,6 @@ def resumed_at(stop: int, dataset: Any, **options: Any) -> list[Any]:
     second = Loader(dataset, BATCH, **{**options, "num_workers": 2})  # seed and shuffle are the state's
     second.load_state_dict(first.state_dict())
     return batches + list(second)
-
-
-def same(some: list[Any], others: list[Any]) -> bool:
-    """Return whether batches are equal, bit for bit."""
-    return len(some) == len(others) and all(
-        all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(*pair, strict=True))
-        for pair in zip(some, others, strict=True)
-    )
 
 
 def expected_batches(dataset: Any, transform: Any, epoch: int, batch_size: int = BATCH) -> list[Any]:
@@ -366,3 +354,84 @@ def test_an_error_of_a_transform_is_one_line_with_its_cause(data, transform, num
     with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*ValueError: planned") as caught:
         list(Loader(data, BATCH, transform=transform, num_workers=num_workers))
     assert "\n" not in str(caught.value)
+
+
+SEED = 6
+
+
+def fails_on(number: int) -> Callable[[Tensor], Tensor]:
+    """Return a function of batches that fails on the one with a sample whose value is its number."""
+
+    def fails_on_it(batch: Tensor) -> Tensor:
+        if number in batch.flatten().tolist():
+            raise ValueError("planned")
+        return batch
+
+    return fails_on_it
+
+
+class FailsInSlices(Transform):
+    def __init__(self, number: int) -> None:
+        self.fails = fails_on(number)
+
+    def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
+        return self.fails(images), labels
+
+    def __repr__(self) -> str:
+        return "FailsInSlices()"
+
+
+def dataset_of_its_own(values: Tensor) -> Any:
+    return Made(lambda number: values[number])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [fails_on, lambda number: PerBatch(fails_on(number))])
+@pytest.mark.parametrize("make_data", [lambda values: values, dataset_of_its_own])
+def test_an_error_of_a_batch_names_its_epoch_and_first_samples(make_data, make, num_workers):
+    order = epoch_order(12, SEED, 1, 0, 12).tolist()
+    values = torch.arange(12).view(12, 1)
+    loader = Loader(make_data(values), 5, shuffle=True, seed=SEED, transform=make(order[7]), num_workers=num_workers)
+    loader.set_epoch(1)
+    where = ", ".join(map(str, order[5:8]))
+    with pytest.raises(
+        LoaderFailed, match=rf"a batch: samples {where} and 2 more of epoch 1: ValueError: plann"
+    ) as caught:
+        list(loader)
+    assert str(caught.value).endswith("Run transform on a batch of these samples to see it.")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_a_slice_of_a_batch_names_its_samples(num_workers):
+    loader = Loader(torch.arange(12).view(12, 1), 3, transform=FailsInSlices(7), num_workers=num_workers)
+    with pytest.raises(LoaderFailed, match=r"samples 6, 7, 8 of epoch 0: ValueError: planned"):
+        list(loader)
+
+
+@pytest.mark.parametrize("mark", [PerBatch, lambda function: function])
+def test_an_error_of_a_batch_says_what_the_data_set_calls_its_first_sample(tmp_path, mark):
+    tree = make_tree(tmp_path / "tree", 2, (12, 10))
+    names = r"samples 0 \('.*/000\.\w+' of '.*tree'\), 1 of epoch 0: ValueError: planned"
+    with pytest.raises(LoaderFailed, match=names):
+        list(Loader(FileDataset(tree), 2, transform=mark(fails)))
+    with pytest.raises(LoaderFailed, match=r"sample 0 \('.*/000\.\w+'\) of epoch 0: ValueError: planned"):
+        list(Loader(ImageFolder(tree, transform=v2.PILToTensor()), 1, transform=mark(fails), num_workers=0))
+
+
+def test_an_error_of_a_batch_of_a_sampler_of_the_users_own_says_its_position():
+    values = torch.arange(12).view(12, 1)
+    loader = Loader(values, 5, sampler=torch.utils.data.SequentialSampler(values), transform=fails_on(7))
+    with pytest.raises(LoaderFailed, match=r"a batch: 5 samples from position 5 of epoch 0: ValueError: planned"):
+        list(loader)
+
+
+class Unnamed(Made):
+    """Holds what names of samples are looked up in, of another kind."""
+
+    samples = torch.arange(12)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_has_no_name_is_told_by_its_number(num_workers):
+    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 0: ValueError: planned"):
+        list(Loader(Unnamed(fails), 4, num_workers=num_workers))

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from contract import AtChange, fill_disk
+from loader_batches import epoch
 from packed_files import packed, photos
 from pictures import photo, saved
 from sampling import sampled
-from torch import Tensor
 
 from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import FileFailed, NotEnoughSpace
@@ -55,7 +55,6 @@ class Counted(FolderSource):
 def _nothing_is_left(near_storage: Path) -> Iterator[None]:
     yield
     gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-")]
     assert [path for path in near_storage.rglob("*") if path.is_file()] == []
 
 
@@ -63,11 +62,6 @@ def _nothing_is_left(near_storage: Path) -> Iterator[None]:
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Counted:
     """Return twelve photos whose reads are counted."""
     return Counted(photos(tmp_path / "tree"), request.param)
-
-
-def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
-    images, labels = zip(*((images.clone(), labels) for images, labels in loader), strict=True)
-    return torch.cat(images), torch.cat(labels)
 
 
 def kept(capacity: int, where: Any = "ram", folder: Path = Path("/nowhere"), count: int = COUNT) -> RowCache:

@@ -1,4 +1,4 @@
-"""Pages of mapped rows come before they are needed: just those of the coming batches, or all in order."""
+"""Samples come before they are needed: pages of mapped rows, in order or all, and files of remote sources."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +15,33 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, make_shards
+from held_reads import HeldReads
+from packed_files import photos
 from reader_threads import LONG_S, comes_true
 from sampling import sampled
 from torch import Tensor
 
+from colabkit.foundation import LoaderMeters
 from colabkit.loading import Loader
 from colabkit.loading.engine import read_ahead, tiers
 from colabkit.loading.engine.batches import BatchPlan, OrderPlanner, Share
 from colabkit.loading.engine.gather import RowGather
-from colabkit.loading.engine.read_ahead import PagePopulator, RowFile, read_rows_ahead, row_files_of
-from colabkit.packs import open_pack
+from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead, row_files_of
+from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled
-
-Range = tuple[str, int, int]
-PAGE = mmap.PAGESIZE
+from colabkit.storage.sources import concurrency
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def no_descriptor_is_left() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+Range = tuple[str, int, int]
+PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -405,3 +410,61 @@ def test_the_loader_stops_it_with_the_epoch(tmp_path, kernel):
     list(loader)
     assert comes_true(lambda: not threads())
     assert_all_covered(asked.calls, list(loader.dataset.maps()))
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
+    """Return photos whose reads can be held up."""
+    monkeypatch.setattr(concurrency, "_TICK_S", 0.01)
+    found = HeldReads(photos(tmp_path / "tree", 8))
+    yield found
+    found.go_on()
+
+
+def plan_of(start: int, stop: int) -> BatchPlan:
+    indices = np.arange(start, stop)
+    return BatchPlan(indices, indices, (stop - start,), (stop,))
+
+
+def test_what_is_noted_while_all_reads_hang_is_asked_for_too(far):
+    far.may_read = lambda _: False
+    with closing(FileReadAhead(FileDataset(far), lambda _: False, LoaderMeters())) as ahead:
+        ahead.announce(plan_of(0, 3))
+        assert comes_true(lambda: sum(far.reads.values()) == 3)
+        ahead.announce(plan_of(3, 8))
+        assert comes_true(lambda: sum(far.reads.values()) == 8)
+        far.go_on()
+        assert [ahead.fetch(number) for number in range(8)] == [FileDataset(far).encoded(number) for number in range(8)]
+
+
+def test_files_that_turn_out_to_be_kept_are_let_go_of_whether_they_came_or_not(far):
+    kept: set[int] = set()
+    with closing(FileReadAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
+        kept.add(2)
+        ahead.announce(plan_of(0, 4))
+        assert comes_true(lambda: len(ahead._found) == 3)
+        assert far.reads["ants/002.jpg"] == 0
+        for number in range(4):
+            ahead.forget(number)
+        assert (ahead._found, ahead._held_bytes) == ({}, 0)
+        far.may_read = lambda _: False
+        ahead.announce(plan_of(4, 6))
+        assert comes_true(lambda: far.reads["ants/005.jpg"] == 1)
+        ahead.forget(4)
+        far.go_on()
+        assert ahead.fetch(5)
+        assert comes_true(lambda: not ahead._forgotten)
+        assert (ahead._found, ahead._held_bytes) == ({}, 0)
+
+
+def test_a_file_that_another_thread_kept_before_it_was_asked_for_is_not_waited_for(far):
+    kept: set[int] = set()
+    far.may_read = lambda _: False
+    with closing(FileReadAhead(FileDataset(far), kept.__contains__, LoaderMeters())) as ahead:
+        ahead.announce(plan_of(0, 3))
+        assert comes_true(lambda: sum(far.reads.values()) == 3)
+        kept.add(4)
+        ahead.announce(plan_of(3, 6))
+        assert ahead.fetch(4) is None
+        far.go_on()
+        assert ahead.fetch(5)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loader_batches import loader_threads
 from sampling import sampled
 
 from colabkit.loading.engine import thread_pool
@@ -84,10 +85,6 @@ def start() -> Iterator[Callable[..., ThreadPool]]:
     for each in started:
         each.close()
     assert loader_threads() == []
-
-
-def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
 
 
 def taken(running: ThreadPool) -> Iterator[Batch]:

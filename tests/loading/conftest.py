@@ -1,0 +1,24 @@
+"""Fixtures of the loader's tests: a folder for packs, and no thread that outlives its test."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from loader_batches import loader_threads
+from reader_threads import comes_true
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    if loader_threads("colabkit-"):
+        gc.collect()  # a failed test keeps its iterators alive in its traceback
+    assert comes_true(lambda: not loader_threads("colabkit-"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packs")
