@@ -1,37 +1,58 @@
-"""`publish()` copies a finished file or folder to a slow mount, atomically."""
+"""`publish()` copies a finished file or folder to a slow mount, atomically; `SlowMount` bounds work on such a mount.
+
+`publish()` and the checkpoints bring a file to a mount in three steps: `write_blocks()` under a hidden name,
+`check_written()`, and a rename.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
+from zlib import crc32
 
 from colabkit.foundation import (
     BadSource,
     ColabkitError,
+    Corrupt,
     ProgressBar,
     Report,
     SourceChanged,
     SourceMissing,
     TargetExists,
+    TimedOut,
     can_hang,
     cannot,
     check_one_of,
     file_changes,
     format_bytes,
     format_seconds,
+    format_things,
     mounts,
     partials,
     user_path,
 )
-from colabkit.storage.slow_mount import MOVED_BLOCK_BYTES, Moved, SlowMount, check_written, write_blocks
-from colabkit.storage.sources.concurrency import answer_of
+from colabkit.storage.sources.concurrency import Calls, Level, answer_of, still_moving
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries, read_blocks
+
+T = TypeVar("T")
+
+MOVED_BLOCK_BYTES = 4 << 20
+"""Files are moved in blocks of this size."""
+
+SLOWEST_BYTES_S = 10e6
+"""A slow rate: some mounts send a whole file when it is closed, and answer nothing meanwhile."""
+
+_SLOWEST_FILES_S = 10.0  # a former folder is removed in one go
+_MOST_ABANDONED = 3  # each abandoned thread holds memory for as long as the mount hangs
+
 
 STALLED_S = 600.0
 """Seconds in which a mount has to answer each operation."""
@@ -114,20 +135,22 @@ def publish(
     table = mounts()
     with file_changes.translated(act):
         source = answer_of(lambda: _source_at(act, local), can_hang(str(local), table))
-        work = _Publication(act, source, verify, is_inside=os.fspath(to).endswith(("/", ":")))
-        moved_bytes = work.total_bytes * (2 if verify == "full" else 1)
-        with ProgressBar("publish", moved_bytes, "B", progress, files=len(work.items)) as bar:
-            work.advance = bar.advance
+        items = source.list().items
+        total_bytes = sum(item.size for item in items)
+        moved_bytes = total_bytes * (2 if verify == "full" else 1)
+        with ProgressBar("publish", moved_bytes, "B", progress, files=len(items)) as bar:
+            is_inside = os.fspath(to).endswith(("/", ":"))
+            work = _Publication(act, source, items, verify == "full", is_inside, bar.advance)
             final, is_replaced = SlowMount(str(target), STALLED_S).call(
                 act,
                 lambda moved: work.run(target, moved),
-                largest_bytes=max((item.size for item in work.items), default=0),
-                files=len(work.items),
+                largest_bytes=max((item.size for item in items), default=0),
+                files=len(items),
                 on_wait=bar.wait,
             )
     return PublishReport(
         path=final,
-        published_bytes=work.total_bytes,
+        published_bytes=total_bytes,
         seconds=time.monotonic() - started,
         replaced=is_replaced,
         is_sent=not can_hang(str(final), table),
@@ -146,22 +169,16 @@ def _source_at(act: str, local: Path) -> FileSource | FolderSource:
     raise SourceMissing(cannot(act, "nothing is there", "a file or a folder", "Check the path"))
 
 
+@dataclass(frozen=True, slots=True)
 class _Publication:
-    """The copying itself.
+    """The copying; `advance` is called with the bytes and files that are done."""
 
-    Attributes:
-        advance: called with the bytes and files that are done.
-    """
-
+    act: str
+    source: FileSource | FolderSource
+    items: tuple[Item, ...]
+    is_full: bool
+    is_inside: bool
     advance: Callable[[int, int], None]
-
-    def __init__(self, act: str, source: FileSource | FolderSource, verify: str, *, is_inside: bool) -> None:
-        self.items = source.list().items
-        self.total_bytes = sum(item.size for item in self.items)
-        self._act = act
-        self._source = source
-        self._verify = verify
-        self._is_inside = is_inside
 
     def run(self, target: Path, answered: Moved) -> tuple[Path, bool]:
         """Copy, compare and rename; return the final path and whether something was replaced."""
@@ -170,10 +187,10 @@ class _Publication:
             answered()
             self.advance(size, 0)
 
-        is_folder = isinstance(self._source, FolderSource)
+        is_folder = isinstance(self.source, FolderSource)
         final = self._final(target, is_folder)
         file_changes.make_folder(final.parent)
-        file_changes.check_space(self._act, self.total_bytes, final)
+        file_changes.check_space(self.act, sum(item.size for item in self.items), final)
         try:
             with partials.Partial(final) as partial:
                 if is_folder:
@@ -181,11 +198,11 @@ class _Publication:
                 copies = {item: partial.path / item.path if is_folder else partial.path for item in self.items}
                 crcs = {item: self._copy(item, path, moved) for item, path in copies.items()}
                 for item, path in copies.items():
-                    crc = crcs[item] if self._verify == "full" else None
-                    check_written(self._act, item.path, path, item.size, crc, moved)
-                if self._source.list().items != self.items:
+                    crc = crcs[item] if self.is_full else None
+                    check_written(self.act, item.path, path, item.size, crc, moved)
+                if self.source.list().items != self.items:
                     found = "it was written to meanwhile"
-                    raise SourceChanged(cannot(self._act, found, "a finished file or folder", "Run it again"))
+                    raise SourceChanged(cannot(self.act, found, "a finished file or folder", "Run it again"))
                 moved()
                 is_replaced = os.path.lexists(final)
                 partial.publish(replace=True)
@@ -199,19 +216,161 @@ class _Publication:
     def _copy(self, item: Item, path: Path, moved: Moved) -> int:
         moved()
         file_changes.make_folder(path.parent)
-        crc = write_blocks(path, read_blocks(self._source, item, MOVED_BLOCK_BYTES, Retries()), moved)
+        crc = write_blocks(path, read_blocks(self.source, item, MOVED_BLOCK_BYTES, Retries()), moved)
         self.advance(0, 1)
         return crc
 
     def _final(self, target: Path, is_folder: bool) -> Path:
-        local = self._source.path
+        local = self.source.path
         is_former = is_folder and target.name == local.name
-        final = target / local.name if self._is_inside or (target.is_dir() and not is_former) else target
+        final = target / local.name if self.is_inside or (target.is_dir() and not is_former) else target
         real, place = Path(os.path.realpath(local)), Path(os.path.realpath(final))
         if place.is_relative_to(real) or real.is_relative_to(place):
             found = f"{str(final)!r} is the same place, or lies in it or around it"
-            raise TargetExists(cannot(self._act, found, "a place elsewhere", "Choose another path"))
+            raise TargetExists(cannot(self.act, found, "a place elsewhere", "Choose another path"))
         if os.path.lexists(final) and final.is_dir() != is_folder:
             found = f"{str(final)!r} is {'a folder' if final.is_dir() else 'no folder'}"
-            raise TargetExists(cannot(self._act, found, "the like of what is published", "Choose another path"))
+            raise TargetExists(cannot(self.act, found, "the like of what is published", "Choose another path"))
         return final
+
+
+class Moved(Protocol):
+    """Called by the work whenever the mount has answered, with the bytes that it took or gave."""
+
+    def __call__(self, size: int = 0) -> None:
+        """Note an answer; raises `AbandonedError` if the caller has abandoned the work."""
+
+
+class AbandonedError(Exception):
+    """The caller has abandoned this work."""
+
+
+class SlowMount:
+    """A folder whose mount may hang.
+
+    Args:
+        name: of the folder, for messages.
+        stalled_s: seconds in which the mount has to answer each operation.
+    """
+
+    def __init__(self, name: str, stalled_s: float) -> None:
+        self.name = name
+        self.stalled_s = stalled_s
+        self._abandoned: list[threading.Event] = []
+
+    def call(
+        self,
+        act: str,
+        work: Callable[[Moved], T],
+        *,
+        largest_bytes: int = 0,
+        files: int = 0,
+        on_wait: Callable[[], None] | None = None,
+    ) -> T:
+        """Return what `work` returns; it runs in a thread, and no longer than the mount answers.
+
+        Abandoned work ends by an exception at the mount's next answer, so it can remove what it had begun.
+
+        Args:
+            act: verb and object for messages.
+            work: is given a function to call whenever the mount has answered.
+            largest_bytes: of the largest file that it moves; each 10 MB add a second to the deadline.
+            files: that it moves; each 10 add a second to the deadline.
+            on_wait: called some times a second meanwhile; may raise to abandon the work.
+
+        Raises:
+            TimedOut: if the mount answers nothing.
+        """
+        stop, ended = threading.Event(), threading.Event()
+
+        def moved(size: int = 0) -> None:  # noqa: ARG001 - for callers that count
+            still_moving()
+            if stop.is_set():
+                raise AbandonedError
+
+        def run(_: None) -> T:
+            try:
+                with file_changes.translated(act):
+                    return work(moved)
+            finally:
+                ended.set()
+
+        needed = "a mount that answers"
+        next_step = "Run colabkit.mount(force=True) if it is Drive, then run this again"
+        self._abandoned = [event for event in self._abandoned if not event.is_set()]
+        if len(self._abandoned) >= _MOST_ABANDONED:
+            found = f"{self.name!r} has yet to answer {format_things(len(self._abandoned), 'earlier call')}"
+            raise TimedOut(cannot(act, found, needed, next_step))
+        stalled_s = self.stalled_s + largest_bytes / SLOWEST_BYTES_S + files / _SLOWEST_FILES_S
+        with Calls(run, Level(1, is_fixed=True), stalled_s, on_wait, tries=1) as calls:
+            try:
+                calls.make(None)
+                return calls.take()
+            except TimedOut as error:
+                found = f"{self.name!r} has answered nothing for {stalled_s:.0f} s"
+                raise TimedOut(cannot(act, found, needed, next_step)) from error
+            finally:
+                stop.set()
+                if not ended.is_set():
+                    self._abandoned.append(ended)
+
+
+def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: Moved) -> int:
+    """Write blocks to a new file, bring them to the medium as far as the mount does that, and return their CRC32."""
+    crc = offset = 0
+    fd = file_changes.create(path)
+    try:
+        # An error that somebody keeps must not keep the file open that the blocks come from.
+        with closing(blocks):
+            for block in blocks:
+                file_changes.write_at(fd, block, offset, path)
+                moved(len(block))
+                crc = crc32(block, crc)
+                offset += len(block)
+        file_changes.sync(fd, path)
+        moved()
+    finally:
+        os.close(fd)
+    moved()
+    return crc
+
+
+def check_written(act: str, name: str, path: Path, size: int, crc: int | None, moved: Moved) -> None:
+    """Compare a file with what was written to it.
+
+    Args:
+        act: verb and object for messages.
+        name: of the file, for messages.
+        path: where it was written.
+        size: bytes that were written.
+        crc: their CRC32, to read all bytes back; None to compare only the byte counts.
+        moved: called with the bytes of each block that was read back.
+
+    Raises:
+        Corrupt: if they differ.
+    """
+    moved()
+    arrived = path.stat().st_size
+    if arrived != size:
+        raise Corrupt(cannot(act, f"{arrived} bytes of {name!r} arrived", f"all {size}", "Run it again"))
+    if crc is None:
+        return
+    seen = read = 0
+    for block in _blocks_of_medium(path, size):
+        moved(len(block))
+        seen = crc32(block, seen)
+        read += len(block)
+    if (seen, read) != (crc, size):
+        found = f"other bytes of {name!r} were read back than were written"
+        raise Corrupt(cannot(act, found, "the same", "Run it again, or mount Drive again"))
+
+
+def _blocks_of_medium(path: Path, size: int) -> Iterator[bytes]:
+    """Yield a file's bytes, read from the medium where the system can drop its cache, and at most a block too many."""
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read = 0
+        while read <= size and (block := file.read(MOVED_BLOCK_BYTES)):
+            yield block
+            read += len(block)
