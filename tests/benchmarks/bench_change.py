@@ -23,16 +23,14 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from rounds import machine, verdict
+from rounds import machine, take_turns, timed, verdict
 
 CHECKOUT = Path(__file__).parents[2]
 NEEDED = 0.97
@@ -64,36 +62,18 @@ def main() -> None:
 
 def measure(name: str, before: str, folder: str, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of each round, before and after: of a round the median of some turns after a warm-up."""
-    checkouts = (os.path.abspath(before), str(CHECKOUT))
-    figures: tuple[list[float], list[float]] = ([], [])
+    checkouts = {"before": os.path.abspath(before), "after": str(CHECKOUT)}
+    near = os.path.join(folder, "near")
+    commands = {which: [sys.executable, __file__, path, "--child", name, folder] for which, path in checkouts.items()}
+    environments = {which: {"PYTHONPATH": path, "COLABKIT_NEAR": near} for which, path in checkouts.items()}
+    figures: dict[str, list[float]] = {"before": [], "after": []}
     for number in range(rounds):
-        children = [start(name, checkout, folder) for checkout in checkouts]
-        turns: tuple[list[float], list[float]] = ([], [])
-        for count in range(1 if name in IN_NEW_PROCESSES else 1 + TURNS):
-            for which in (0, 1) if (number + count) % 2 else (1, 0):
-                turns[which].append(turn(children[which]))
-        for child, seconds, medians in zip(children, turns, figures, strict=True):
-            stop(child)
-            medians.append(statistics.median(seconds[1:] or seconds))
-    return figures
-
-
-def start(name: str, checkout: str, folder: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, checkout, "--child", name, folder]
-    environment = {**os.environ, "PYTHONPATH": checkout, "COLABKIT_NEAR": os.path.join(folder, "near")}
-    return subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-
-
-def turn(child: subprocess.Popen[str]) -> float:
-    assert child.stdin
-    assert child.stdout
-    child.stdin.write("\n")
-    child.stdin.flush()
-    return float(child.stdout.readline())
-
-
-def stop(child: subprocess.Popen[str]) -> None:
-    child.communicate()
+        order = ("before", "after")[:: -1 if number % 2 else 1]
+        turns = 0 if name in IN_NEW_PROCESSES else TURNS
+        found = take_turns({which: commands[which] for which in order}, turns, environments=environments)
+        for which, seconds in found.items():
+            figures[which].append(statistics.median(seconds))
+    return figures["before"], figures["after"]
 
 
 def compared(before: list[float], after: list[float]) -> tuple[float, float, float]:
@@ -125,12 +105,6 @@ def serve(name: str, folder: str) -> None:
     run = WORKLOADS[name](Path(folder))
     for _ in sys.stdin:
         print(run(), flush=True)
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def loader(folder: Path) -> Callable[[], float]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rounds import interleaved, machine, report, verdict
+from rounds import Bench, interleaved, report, spread, table, timed
 
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
@@ -35,24 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="where the checkpoints go; by default the system's temporary folder")
     parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, for the steps")
-    parser.add_argument("--json", help="file for the figures of the calls")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    content = made(options.megabytes)
-    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.folder) as name:
-        folder = Path(name)
-        calls = the_call(content, folder, options.rounds, options.json)
-        beside = the_steps(content, folder, options.rounds)
-    kept, fresh, call = (statistics.median(calls[system]) for system in ("copy, kept memory", "copy, fresh", "save()"))
-    print()
-    for what, found, bound, holds in (
-        verdict("save() to a copy into kept memory", call / kept, 1.15, "{:.2f} times", at_most=True),
-        verdict("save() to a copy into fresh memory", call / fresh, 1.0, "{:.2f} times", at_most=True),
-        verdict("steps a second beside the writer, to alone", beside, 0.5, "{:.0%}", at_most=False),
-    ):
-        print(f"{what:<45}{found:>12}   {bound:<22}{holds}")
+    Bench.main(parser, {"call": the_call, "steps": the_steps}, rounds=7)
+
+
+def folder_of(bench: Bench) -> Path:
+    """Return a new folder for checkpoints."""
+    return Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=bench.options.folder or bench.folder))
 
 
 def made(megabytes: int) -> dict[str, Any]:
@@ -72,15 +61,9 @@ def tensors_of(content: dict[str, Any]) -> list[torch.Tensor]:
     return [*content["model"].values(), *(tensor for state in states for tensor in state.values())]
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Return the milliseconds that a call takes."""
-    started = time.perf_counter()
-    work()
-    return 1e3 * (time.perf_counter() - started)
-
-
-def the_call(content: dict[str, Any], folder: Path, rounds: int, json_path: str | None) -> dict[str, list[float]]:
+def the_call(bench: Bench) -> None:
     """Measure how long the caller is held."""
+    content, folder = made(bench.options.megabytes), folder_of(bench)
     tensors = tensors_of(content)
     memory = [torch.empty_like(tensor) for tensor in tensors]
 
@@ -89,26 +72,32 @@ def the_call(content: dict[str, Any], folder: Path, rounds: int, json_path: str 
             into.copy_(tensor)
 
     def saved() -> float:
-        held = timed(lambda: kept.save(1, content))
+        held_s = timed(lambda: kept.save(1, content))
         kept.finish()
-        return held
+        return 1e3 * held_s
 
     with CheckpointFolder(folder / "kept", keep_last=1) as kept:
         systems = {
-            "copy, kept memory": lambda: timed(kept_copy),
-            "copy, fresh": lambda: timed(lambda: [tensor.clone() for tensor in tensors]),
+            "copy, kept memory": lambda: 1e3 * timed(kept_copy),
+            "copy, fresh": lambda: 1e3 * timed(lambda: [tensor.clone() for tensor in tensors]),
             "save()": saved,
-            "torch.save": lambda: timed(lambda: torch.save(content, folder / "own.pt")),
+            "torch.save": lambda: 1e3 * timed(lambda: torch.save(content, folder / "own.pt")),
         }
-        figures = interleaved(systems, rounds)
+        figures = interleaved(systems, bench.rounds)
+    shutil.rmtree(folder)
     size = sum(tensor.nbytes for tensor in tensors)
     title = f"Milliseconds that a checkpoint of {size / 1e6:.0f} MB in {len(tensors)} tensors holds the caller"
-    report(title, "ms", figures, "copy, kept memory", json_path)
-    return figures
+    report(title, "ms", figures, "copy, kept memory", None)
+    bench.figures["call"] = figures
+    middle = {name: statistics.median(values) for name, values in figures.items()}
+    for system, most in (("copy, kept memory", 1.15), ("copy, fresh", 1.0)):
+        bench.need(f"save() to {system}", middle["save()"] / middle[system], most, "{:.2f} times", at_most=True)
 
 
-def the_steps(content: dict[str, Any], folder: Path, rounds: int) -> float:
-    """Measure steps a second beside the writer; return their median share of those alone."""
+def the_steps(bench: Bench) -> None:
+    """Measure steps a second beside the writer, in comparison with those alone."""
+    torch.set_num_threads(bench.options.threads)
+    content, folder = made(bench.options.megabytes), folder_of(bench)
     step = small_step()
     for _ in range(20):
         step()
@@ -143,7 +132,7 @@ def the_steps(content: dict[str, Any], folder: Path, rounds: int) -> float:
     systems = {"colabkit": beside_colabkit, "torch.save in a thread": beside_torch}
     shares: dict[str, list[float]] = {name: [] for name in systems}
     lasted: dict[str, list[float]] = {name: [] for name in systems}
-    for number in range(rounds + 1):
+    for number in range(bench.rounds + 1):
         for name, run in systems.items():
             before = alone()
             found, seconds = run()
@@ -151,15 +140,17 @@ def the_steps(content: dict[str, Any], folder: Path, rounds: int) -> float:
                 shares[name].append(2 * found / (before + alone()))
                 lasted[name].append(seconds)
         shutil.rmtree(folder / "kept")
-    print(
-        f"\nSteps a second beside the writer, to those alone\n{machine()}, {torch.get_num_threads()} threads of torch\n"
-    )
-    print(f"{'':<24}{'median':>8}{'min':>8}{'max':>8}   written in   lost a checkpoint")
+    shutil.rmtree(folder)
+    rows = []
     for name, values in shares.items():
         median, seconds = statistics.median(values), statistics.median(lasted[name])
         lost = f"{1e3 * seconds * (1 - median):.0f} ms"
-        print(f"{name:<24}{median:>8.0%}{min(values):>8.0%}{max(values):>8.0%}   {seconds:>8.2f} s   {lost:>17}")
-    return statistics.median(shares["colabkit"])
+        rows.append((name, *spread(values, "{:.0%}"), f"{seconds:.2f} s", lost))
+    title = f"Steps a second beside the writer, to those alone; {torch.get_num_threads()} threads of torch"
+    table(title, ("", "median", "min", "max", "written in", "lost a checkpoint"), rows)
+    bench.figures["steps"] = {"shares": shares, "seconds": lasted}
+    share = statistics.median(shares["colabkit"])
+    bench.need("steps a second beside the writer, to alone", share, 0.5, "{:.0%}")
 
 
 def small_step() -> Callable[[], None]:

@@ -15,15 +15,13 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench_packing import table
 from doctor_runs import RUNS
 from doctor_traces import TRACES
-from rounds import machine, verdict
+from rounds import HERE, child, machine, needs_table, table, verdict
 
 DEADLINE_S = 300
 CLOSE = 0.15
@@ -60,7 +58,7 @@ def main() -> None:
         if "missing" in found:
             print(f"{found['name']}: not run, {found['missing']}")
     if traces and shown:
-        table("What is needed", ("", "found", "needed", "holds"), needed(traces, shown))
+        needs_table(needed(traces, shown))
     measured = [found["rounds"]["mended"] for found in shown if off_by(found) is not None]
     if measured:
         share = statistics.mean(map(agreement, measured))
@@ -75,7 +73,7 @@ def main() -> None:
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
     """Return what is to be told of a trace, and whether the doctor is right."""
-    found = trace.judged()
+    found = trace.judge()
     rules = [advice.rule for advice in found.advice]
     is_right = found.verdict == trace.verdict
     is_advised = trace.rule in rules if trace.rule else not rules
@@ -85,12 +83,7 @@ def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
 
 def run_of(name: str) -> dict[str, Any]:
     """Return what came of a real run."""
-    command = [sys.executable, str(Path(__file__).with_name("doctor_runs.py")), name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.SubprocessError, IndexError, ValueError) as error:
-        found = {"name": name, "missing": getattr(error, "stderr", "") or str(error)}
+    found = {"name": name, **child([sys.executable, HERE / "doctor_runs.py", name], DEADLINE_S)}
     print("  " + ("; ".join(run_row(found)) if "verdict" in found else name), file=sys.stderr, flush=True)
     return found
 

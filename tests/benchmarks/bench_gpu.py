@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,10 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from rounds import interleaved, report
+from rounds import interleaved, needs_table, report, verdict
 from torch import nn
 
 import colabkit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+from models import resnet18
 
 IMAGES, SIDE, BATCH = 2048, 224, 128
 
@@ -55,12 +59,10 @@ def main() -> None:
         figures = interleaved(loops, options.rounds)
         report("Training, ResNet-18, bf16", "images/s", figures, "cached batches", None)
         needed.append(("training, share of the loop over cached batches", ratio(figures, *loops), 0.97))
-        grown = memory_growth(step, loader, options.epochs)
-        print("\nWhat is needed\n")
-        for what, found, least in needed:
-            print(f"{what}: {found:.2f}, at least {least:.2f}: {'holds' if found >= least else 'FALLS SHORT'}")
-        verdict = "FALLS SHORT" if grown else "holds"
-        print(f"reserved memory over {options.epochs} epochs: {grown:+,.0f} MB, none: {verdict}")
+        grown_mb = memory_growth(step, loader, options.epochs)
+        rows = [verdict(what, found, least, "{:.2f}", at_most=False) for what, found, least in needed]
+        what = f"megabytes that reserved memory grows by over {options.epochs} epochs"
+        needs_table([*rows, verdict(what, grown_mb, 0, "{:,.0f}", at_most=True)])
 
 
 def make_dataset(folder: Path) -> colabkit.PackedDataset:
@@ -129,36 +131,8 @@ def epoch_bytes(loader: colabkit.Loader) -> Callable[[], float]:
     return run
 
 
-class Block(nn.Module):
-    """Two convolutions and a way around them, as in He et al., "Deep Residual Learning" (2015)."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
-        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
-        self.around = nn.Identity()
-        if stride != 1 or channels != width:
-            self.around = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        inner = torch.relu(self.norms[0](self.first(images)))
-        return torch.relu(self.norms[1](self.second(inner)) + self.around(images))
-
-
 def make_step() -> Callable[[tuple[torch.Tensor, torch.Tensor]], None]:
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    channels = 64
-    for width in (64, 128, 256, 512):
-        layers += [Block(channels, width, 1 if width == 64 else 2), Block(width, width, 1)]
-        channels = width
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
-    model = model.to("cuda", memory_format=torch.channels_last)
+    model = resnet18().to("cuda", memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     normalize = colabkit.augment.Normalize()
 

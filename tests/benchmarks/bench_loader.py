@@ -18,27 +18,20 @@ Debian or Ubuntu:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from bench_packing import extract, one_class, table, warm
 from loader_systems import ORDER_SAMPLES, PACE
-from rounds import machine, verdict
+from rounds import HERE, Bench, Found, child, extract, extract_photos, spread, table, take_turns, warm
 
 import colabkit
 
-HERE = Path(__file__).parent
 DEADLINE_S = 600
 FEW = 10_000
 """Samples of an epoch of the systems that make less than 20,000 images a second."""
@@ -64,27 +57,7 @@ def main() -> None:
     parser.add_argument("--photos", required=True, help="zip archive of photos")
     parser.add_argument("--peers", action="store_true", help="run the other loaders, too, in this Python")
     parser.add_argument("--peers-python", help="run the other loaders, too, in this interpreter")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
-    parser.add_argument("--json", help="file for all figures")
-    options = parser.parse_args()
-    chosen = options.only.split(",")
-    if unknown := set(chosen) - set(RUNS):
-        parser.error(f"--only: {', '.join(sorted(unknown))}: not of {', '.join(RUNS)}")
-    peers_python = options.peers_python or (sys.executable if options.peers else None)
-    print(machine(), flush=True)
-    with tempfile.TemporaryDirectory(prefix="bench-loader-") as name:
-        bench = Bench(Path(name), options.data, options.photos, peers_python, options.rounds)
-        for part in chosen:
-            started = time.perf_counter()
-            RUNS[part](bench)
-            print(f"\n({part}: {time.perf_counter() - started:.0f} s)", flush=True)
-        table("What is needed", ("", "found", "needed", "holds"), bench.verdicts)
-    if options.json:
-        content = {"machine": machine(), "figures": bench.figures, "needed": bench.verdicts}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
-    if bench.failed:
-        sys.exit("\n".join(["These must not fail:", *bench.failed]))
+    LoaderBench.main(parser, RUNS, rounds=3)
 
 
 @dataclass(frozen=True)
@@ -97,25 +70,18 @@ class Row:
 
 
 @dataclass
-class Bench:
-    """The folder of the benchmark, the data in it, made when first asked for, and what was found and what failed."""
+class LoaderBench(Bench):
+    """The data of the benchmark, made when first asked for; `broken` has the reason where a peer's writer failed."""
 
-    folder: Path
-    data: str
-    photos: str
-    peers_python: str | None
-    rounds: int
-    figures: dict[str, Any] = field(default_factory=dict)
-    verdicts: list[tuple[str, str, str, str]] = field(default_factory=list)
     broken: dict[Path, str] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+
+    @property
+    def peers_python(self) -> str | None:
+        return self.options.peers_python or (sys.executable if self.options.peers else None)
 
     def files(self) -> Path:
         """Return the small images, one folder a class."""
-        target = self.folder / "files"
-        if not target.is_dir():
-            extract(self.data, target)
-        return target / "train"
+        return extract(self.options.data, self.folder / "files") / "train"
 
     def few_files(self) -> Path:
         """Return the first of the small images of each class."""
@@ -127,10 +93,8 @@ class Bench:
         return target
 
     def photo_files(self, times: int) -> Path:
-        """Return the photos, each as many times as told."""
-        plain, target = self.folder / "photos", self.folder / f"photos-{times}"
-        if not plain.is_dir():
-            one_class(self.photos, plain)
+        """Return the photos, each so many times."""
+        plain, target = extract_photos(self.options.photos, self.folder / "photos"), self.folder / f"photos-{times}"
         if not target.is_dir():
             for folder in sorted(plain.iterdir()):
                 link(sorted(folder.iterdir()), target / folder.name, times)
@@ -144,14 +108,13 @@ class Bench:
         target.read_bytes()
         return target
 
-    def written(self, writer: str, source: Path, script: str = "loader_systems.py") -> Path:
+    def written(self, writer: str, source: Path) -> Path:
         """Return what a peer's writer makes of a source; if it fails, `broken` has the reason."""
-        target = self.folder / f"{source.stem}-{writer.replace(' ', '-')}" / "data"
+        target = self.folder / f"{source.stem}-{writer.replace(' ', '-').replace(',', '')}" / "data"
         if self.peers_python is None or target.exists() or target in self.broken:
             return target
         target.parent.mkdir()
-        action = ["write"] if script == "loader_systems.py" else []
-        found = child(self.peers_python, script, *action, writer, str(source), str(target))
+        found = child([self.peers_python, HERE / "packing_systems.py", writer, source, target], DEADLINE_S)
         if "missing" in found:
             self.broken[target] = found["missing"]
         elif target.is_dir():
@@ -160,7 +123,7 @@ class Bench:
             target.read_bytes()
         return target
 
-    def run(self, action: str, row: Row, *more: str) -> dict[str, Any]:
+    def run(self, action: str, row: Row, batch_size: int, number: int = 1) -> Found:
         """Run a system in a fresh process and return what it printed, or why there is nothing."""
         is_peer = row.system in PEERS
         python = self.peers_python if is_peer else sys.executable
@@ -168,118 +131,66 @@ class Bench:
             return {"missing": "not run: no --peers"}
         if row.source in self.broken:
             return {"missing": self.broken[row.source]}
-        found = child(python, "loader_systems.py", action, row.system, str(row.source), *more)
+        words = [python, HERE / "loader_systems.py", action, row.system, row.source, str(batch_size)]
+        found = child(words, DEADLINE_S)
         if "missing" in found and not is_peer:
             self.failed.append(f"{action}, {row.system}: {found['missing']}")
+        if "epochs" in found:  # some repeat or leave out a few
+            assert abs(found["samples"] / found["epochs"] / row.samples - 1) < 0.02, (row, found)
         return found
 
-    def run_all(self, action: str, row: Row, batch_size: int) -> list[dict[str, Any]]:
+    def run_often(self, action: str, row: Row, batch_size: int) -> list[Found]:
         """Run a system in several processes, up to the first that fails."""
-        found: list[dict[str, Any]] = []
+        found: list[Found] = []
         while len(found) < FIRST_RUNS and not (found and "missing" in found[-1]):
-            found.append(self.run(action, row, str(batch_size)))
+            found.append(self.run(action, row, batch_size))
         return found
 
-    def need(self, what: str, found: float | None, needed: float, form: str, at_most: bool = False) -> None:
-        """Note something that is needed, and whether it holds; None is not measured."""
-        self.verdicts.append(verdict(what, found, needed, form, at_most))
-
-    def need_ratio(self, title: str, middle: Mapping[str, float], name: str, other: str | None, needed: float) -> None:
-        """Note how many times as fast as another a row has to be."""
-        ratio = middle[name] / middle[other] if name in middle and other in middle else None
-        self.need(f"{title}: {name}, times {other or 'the better of FFCV jpg and DALI'}", ratio, needed, "{:.2f}")
+    def compare_rows(
+        self,
+        title: str,
+        rows: Mapping[str, Row],
+        batch_size: int,
+        base: Sequence[str],
+        note: str = "",
+        often: Sequence[str] = (),
+    ) -> dict[str, float]:
+        """Compare the epochs of some systems; return the medians of their images a second."""
+        systems = {name: partial(self.run, "epochs", row, batch_size) for name, row in rows.items()}
+        return self.compare(f"{title}, batch {batch_size}, shuffled", systems, base, often=often, note=note)
 
 
 def link(files: Iterable[Path], folder: Path, times: int) -> None:
-    """Make hard links to files, as many to each as told."""
+    """Make hard links to files, so many to each."""
     folder.mkdir(parents=True)
     for path in files:
         for number in range(times):
             os.link(path, folder / f"{number}-{path.name}")
 
 
-def child(python: str, script: str, *words: str) -> dict[str, Any]:
-    """Run a script in a fresh process and return the JSON of its last line, or why there is none."""
-    os.sync()  # what is written back of earlier runs is none of this one's work
-    command = [python, str(HERE / script), *words]
-    try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return {"missing": f"failed: no end within {DEADLINE_S} s"}
-    lines = done.stdout.strip().splitlines()
-    if not done.returncode and lines and lines[-1].startswith("{"):
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
-    return {"missing": f"failed with {done.returncode}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"}
-
-
-def compare(
-    bench: Bench,
-    title: str,
-    rows: Mapping[str, Row],
-    batch_size: int,
-    base: Sequence[str],
-    note: str = "",
-    often: Sequence[str] = (),
-) -> dict[str, float]:
-    """Run systems in interleaved rounds, print a table and return the medians of their images a second.
-
-    Those in `often` run three times in each round: gathers of small rows differ by half from process to process.
-    """
-    missing: dict[str, str] = {}
-    rates: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(bench.rounds):
-        for name in (*rows, *often, *often):
-            row = rows[name]
-            if name in missing:
-                continue
-            found = bench.run("epochs", row, str(batch_size))
-            if "missing" in found:
-                missing[name] = found["missing"]
-                continue
-            served = found["samples"] / found["epochs"]
-            assert abs(served / row.samples - 1) < 0.02, (name, served, row.samples)  # some repeat or leave out a few
-            rates[name].append(found["samples"] / found["seconds"])
-    middle = {name: statistics.median(values) for name, values in rates.items() if values and name not in missing}
-    lines = []
-    for name, values in rates.items():
-        if name in missing:
-            lines.append((name, missing[name], "", "", *[""] * len(base)))
-            continue
-        ratios = [f"{middle[name] / middle[other]:.3g}" if other in middle else "" for other in base]
-        lines.append((name, *(f"{value:,.0f}" for value in (middle[name], min(values), max(values))), *ratios))
-    head = ("", "images/s, median", "min", "max", *(f"times {other}" for other in base))
-    table(f"{title}, batch {batch_size}, shuffled; {bench.rounds} rounds", head, lines)
-    if note:
-        print(f"({note})", flush=True)
-    bench.figures[title] = {"rates": rates, "missing": missing}
-    return middle
-
-
-def cifar(bench: Bench) -> None:
+def cifar(bench: LoaderBench) -> None:
     """Small raw rows, and the same images as the others keep them."""
     files, few = bench.files(), bench.few_files()
     many, some = warm(files), warm(few)
     packed, few_packed = bench.pack(files), bench.pack(few)
-    packing = "packing_systems.py"
     rows = {
         OURS: Row("colabkit", packed, many),
         BARE: Row("bare", packed, many),
-        "FFCV": Row("FFCV", bench.written("beton rows", packed), many),
+        "FFCV": Row("FFCV", bench.written("FFCV rows", packed), many),
         "TensorDataset + DataLoader": Row("tensors", packed, many),
         "SPDL, 2 threads, rows of the pack": Row("SPDL", packed, many),
         "DALI (CPU)": Row("DALI", files, many),
         "HF datasets, arrays": Row("HF datasets", bench.written("arrow", few_packed), some),
         "ImageFolder + DataLoader": Row("ImageFolder", few, some),
-        "MosaicML Streaming": Row("Streaming", bench.written("MDS jpeg", few, packing), some),
-        "litdata": Row("litdata", bench.written("litdata jpeg", few, packing), some),
-        "WebDataset": Row("WebDataset", bench.written("shards", few), some),
+        "MosaicML Streaming": Row("Streaming", bench.written("MDS jpeg", few), some),
+        "litdata": Row("litdata", bench.written("litdata jpeg", few), some),
+        "WebDataset": Row("WebDataset", bench.written("WebDataset jpeg, shuffled", few), some),
         "h5py a sample + DataLoader": Row("h5py", few_packed, some),
     }
     title = f"{many:,} images 32x32x3"
     note = f"2 workers where there are any; from HF datasets on epochs have {some:,} samples; those of files hold JPEGs"
     often = (OURS, BARE, "FFCV")
-    middle = compare(bench, title, rows, 512, (OURS, "FFCV"), note, often)
+    middle = bench.compare_rows(title, rows, 512, (OURS, "FFCV"), note, often)
     for other, needed in (
         ("FFCV", 2),
         ("TensorDataset + DataLoader", 10),
@@ -291,7 +202,7 @@ def cifar(bench: Bench) -> None:
         bench.need_ratio("cifar", middle, OURS, other, needed)
 
 
-def bare(bench: Bench) -> None:
+def bare(bench: LoaderBench) -> None:
     """Small raw rows beside a bare loop: processes of both live side by side and take turns of some 50 ms.
 
     The two are too near each other to be told apart over minutes, in which a shared machine's speed changes by half.
@@ -299,42 +210,20 @@ def bare(bench: Bench) -> None:
     files = bench.files()
     packed, count = bench.pack(files), warm(files)
     rates: dict[str, list[float]] = {OURS: [], BARE: []}
+    script = [sys.executable, HERE / "loader_systems.py", "turns"]
+    commands = {name: [*script, system, packed, "512"] for name, system in ((OURS, "colabkit"), (BARE, "bare"))}
     for _ in range(bench.rounds):
-        for name, seconds in in_turns({OURS: "colabkit", BARE: "bare"}, packed, 512).items():
+        for name, seconds in take_turns(commands, TURNS, f"{TURN_EPOCHS}").items():
             rates[name] += [TURN_EPOCHS * count / each for each in seconds]
     middle = {name: statistics.median(values) for name, values in rates.items()}
-    lines = [
-        (name, *(f"{value:,.0f}" for value in (middle[name], min(values), max(values))))
-        for name, values in rates.items()
-    ]
+    lines = [(name, *spread(values)) for name, values in rates.items()]
     about = f"{bench.rounds} starts of both, {TURNS} turns of {TURN_EPOCHS} epochs each"
     table(f"{count:,} images 32x32x3, batch 512, shuffled; {about}", ("", "images/s, median", "min", "max"), lines)
     bench.figures["bare"] = rates
     bench.need_ratio("bare", middle, OURS, BARE, 0.85)
 
 
-def in_turns(systems: Mapping[str, str], source: Path, batch_size: int) -> dict[str, list[float]]:
-    """Return the seconds of each system's turns; each has a process of its own, and sleeps when it is not its turn."""
-    os.sync()
-    with ExitStack() as living:
-        running = {}
-        for name, system in systems.items():
-            command = [sys.executable, str(HERE / "loader_systems.py"), "turns", system, str(source), str(batch_size)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            running[name] = living.enter_context(process)
-            living.callback(process.communicate)
-        seconds: dict[str, list[float]] = {name: [] for name in systems}
-        for _ in range(1 + TURNS):  # in the first one the processes may still be starting
-            for name, process in running.items():
-                assert process.stdin is not None
-                assert process.stdout is not None
-                process.stdin.write(f"{TURN_EPOCHS}\n")
-                process.stdin.flush()
-                seconds[name].append(float(process.stdout.readline()))
-        return {name: values[1:] for name, values in seconds.items()}
-
-
-def rows_224(bench: Bench) -> None:
+def rows_224(bench: LoaderBench) -> None:
     """Rows of 150,528 bytes, beside a copy of blocks into one buffer, and into two, as batches that users hold need."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     count = len(colabkit.open_pack(packed)["train"])
@@ -343,24 +232,24 @@ def rows_224(bench: Bench) -> None:
         "plain copy, in order": Row("copy", packed, count),
         "the same, two buffers in turns": Row("copy in turns", packed, count),
     }
-    middle = compare(bench, f"{count:,} rows 224x224x3", rows, 256, [*rows][1:])
+    middle = bench.compare_rows(f"{count:,} rows 224x224x3", rows, 256, [*rows][1:])
     bench.need_ratio("rows", middle, OURS, "plain copy, in order", 0.9)
 
 
-def photos(bench: Bench) -> None:
+def photos(bench: LoaderBench) -> None:
     """RandomResizedCrop and flip from raw rows."""
     packed = bench.pack(bench.photo_files(PHOTO_TIMES), 256)
     count = len(colabkit.open_pack(packed)["train"])
     rows = {
         OURS: Row("colabkit crops", packed, count),
-        "FFCV raw": Row("FFCV crops", bench.written("beton rows", packed), count),
+        "FFCV raw": Row("FFCV crops", bench.written("FFCV rows", packed), count),
     }
     title = f"{count:,} photos, RandomResizedCrop 224 + flip from raw 256"
-    middle = compare(bench, title, rows, 128, ("FFCV raw",))
+    middle = bench.compare_rows(title, rows, 128, ("FFCV raw",))
     bench.need_ratio("photos", middle, OURS, "FFCV raw", 1.4)
 
 
-def jpeg(bench: Bench) -> None:
+def jpeg(bench: LoaderBench) -> None:
     """The same from JPEG files."""
     files = bench.photo_files(PHOTO_TIMES)
     rows = jpeg_rows(bench, OURS, "colabkit crops")
@@ -375,52 +264,53 @@ def jpeg(bench: Bench) -> None:
     sizes_mb = " and ".join(f"{size:,.0f}" for size in sizes)
     note = f"FFCV encodes anew, by its default of quality 90; MB of the files and of FFCV's: {sizes_mb}"
     title = f"{count:,} photos, RandomResizedCrop 224 + flip from JPEG"
-    middle = compare(bench, title, rows, 128, JPEG_PEERS, note)
+    middle = bench.compare_rows(title, rows, 128, JPEG_PEERS, note)
     bench.need_ratio("jpeg", middle, OURS, best(middle), 1.15)
 
 
-def decoded(bench: Bench) -> None:
+def decoded(bench: LoaderBench) -> None:
     """The same from the second epoch on, when the decoded rows are kept."""
     rows = jpeg_rows(bench, DECODED, "colabkit decoded")
     title = f"{rows[DECODED].samples:,} photos, RandomResizedCrop 224 + flip, second epoch on"
-    middle = compare(bench, title, rows, 128, JPEG_PEERS)
+    middle = bench.compare_rows(title, rows, 128, JPEG_PEERS)
     bench.need_ratio("decoded", middle, DECODED, best(middle), 4)
 
 
-def jpeg_rows(bench: Bench, ours: str, system: str) -> dict[str, Row]:
+def jpeg_rows(bench: LoaderBench, ours: str, system: str) -> dict[str, Row]:
     files = bench.photo_files(PHOTO_TIMES)
     count = warm(files)
     return {
         ours: Row(system, bench.pack(files, encoding="source"), count),
-        "FFCV jpg": Row("FFCV crops", bench.written("beton jpg", files), count),
+        "FFCV jpg": Row("FFCV crops", bench.written("FFCV jpg", files), count),
         "DALI": Row("DALI crops", files, count),
     }
 
 
-def best(middle: Mapping[str, float]) -> str | None:
-    """Return the faster of the peers that read JPEG; None unless both ran."""
-    return max(JPEG_PEERS, key=middle.__getitem__) if all(name in middle for name in JPEG_PEERS) else None
+def best(middle: Mapping[str, float]) -> str:
+    """Return the faster of the peers that read JPEG, or what both are called unless both ran."""
+    has_both = all(name in middle for name in JPEG_PEERS)
+    return max(JPEG_PEERS, key=middle.__getitem__) if has_both else "the better of FFCV jpg and DALI"
 
 
-def first(bench: Bench) -> None:
+def first(bench: LoaderBench) -> None:
     """Seconds to the first batch of small raw rows."""
     files = bench.files()
     count = warm(files)
     packed = bench.pack(files)
     rows = {
         OURS: Row("colabkit", packed, count),
-        "FFCV": Row("FFCV", bench.written("beton rows", packed), count),
+        "FFCV": Row("FFCV", bench.written("FFCV rows", packed), count),
     }
     middle, lines = {}, []
     for name, row in rows.items():
-        found = bench.run_all("first", row, 512)
+        found = bench.run_often("first", row, 512)
         if "missing" in found[-1]:
-            lines.append((name, found[-1]["missing"], "", ""))
+            lines.append((name, found[-1]["missing"]))
             continue
         values = [one["seconds"] * 1e3 for one in found]
         bench.figures[f"first, {name}"] = values
         middle[name] = statistics.median(values)
-        lines.append((name, *(f"{value:,.1f}" for value in (middle[name], min(values), max(values)))))
+        lines.append((name, *spread(values, "{:,.1f}")))
     head = ("", f"ms, median of {FIRST_RUNS} processes", "min", "max")
     table(f"From making the loader to its first batch, {count:,} images 32x32x3", head, lines)
     bench.need("first: ms to the first batch", middle.get(OURS), 50, "{:,.1f}", at_most=True)
@@ -428,7 +318,7 @@ def first(bench: Bench) -> None:
     bench.need("first: times sooner than FFCV", sooner, 20, "{:,.1f}")
 
 
-def worker(bench: Bench) -> None:
+def worker(bench: LoaderBench) -> None:
     """CPU of the loader's threads at a slow consumer's pace."""
     packed = bench.pack(bench.photo_files(ROW_TIMES), 224)
     title = f"CPU of the loader's threads at {PACE:,} images/s of 224x224x3, share of a core"
@@ -436,7 +326,7 @@ def worker(bench: Bench) -> None:
     bench.need("worker: % of a core", middle.get("cpu_share"), 5, "{:.2f}", at_most=True)
 
 
-def order(bench: Bench) -> None:
+def order(bench: LoaderBench) -> None:
     """The first batch of 10^9 samples, and the first after resuming in the middle."""
     title = f"A shuffled order of {ORDER_SAMPLES:,} samples, to the first batch"
     middle = repeated(bench, "order", title, bench.folder / "none", 512, {"first_s": 1e3, "middle_s": 1e3}, "ms")
@@ -444,7 +334,7 @@ def order(bench: Bench) -> None:
     bench.need("order: ms to resume in the middle", middle.get("middle_s"), 50, "{:.1f}", at_most=True)
 
 
-def meters(bench: Bench) -> None:
+def meters(bench: LoaderBench) -> None:
     """What the loader's meters take of an epoch of small raw rows."""
     packed = bench.pack(bench.files())
     title = "Share of an epoch of small rows that the meters take: calls times the cost of one"
@@ -453,19 +343,17 @@ def meters(bench: Bench) -> None:
 
 
 def repeated(
-    bench: Bench, action: str, title: str, source: Path, batch_size: int, scales: Mapping[str, float], unit: str
+    bench: LoaderBench, action: str, title: str, source: Path, batch_size: int, scales: Mapping[str, float], unit: str
 ) -> dict[str, float]:
     """Run an action of colabkit alone in several processes, print a table and return the medians."""
-    found = bench.run_all(action, Row("colabkit", source, 0), batch_size)
+    found = bench.run_often(action, Row("colabkit", source, 0), batch_size)
     bench.figures[action] = found
     if "missing" in found[-1]:
         table(title, ("", unit), [("colabkit", found[-1]["missing"])])
         return {}
     values = {name: [one[name] * scale for one in found] for name, scale in scales.items()}
     middle = {name: statistics.median(some) for name, some in values.items()}
-    lines = [
-        (name, *(f"{value:,.2f}" for value in (middle[name], min(some), max(some)))) for name, some in values.items()
-    ]
+    lines = [(name, *spread(some, "{:,.2f}")) for name, some in values.items()]
     table(title, ("", f"{unit}, median of {FIRST_RUNS} processes", "min", "max"), lines)
     return middle
 

@@ -1,59 +1,114 @@
-"""What `train()` costs beside a loop written by hand, and how long checkpoints hold it up.
+"""What `train()` and the live panel cost beside a loop written by hand, and how long checkpoints hold it up.
 
     python tests/benchmarks/bench_training.py
 
-The same small convolutional network and the same batches of 64 images of 32x32, on the CPU: a loop in plain torch over
-a list of batches, and `train(supervised_step(...), Loader(...))` over the same samples in memory, in interleaved
-epochs; then the same with a checkpoint after every 6 steps. `bench_checkpoint.py` measures checkpoints of 500 MB. The
-last table says what is needed.
+The same small convolutional network and the same batches of 64 images of 32x32, on the CPU, in interleaved epochs:
+
+- a loop in plain torch over a list of batches, `train(supervised_step(...), Loader(...))` over the same samples in
+  memory, and the same with a checkpoint after every 6 steps (`bench_checkpoint.py` measures checkpoints of 500 MB);
+- longer epochs of `train()` without and with a panel, which is shown as a notebook shows it, by IPython's display
+  publisher, which counts the bytes and drops them.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from rounds import interleaved, machine, report, verdict
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from rounds import Bench, interleaved, paired, report
 from torch import nn
 
 import colabkit
+from colabkit.foundation import meters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from models import small_cnn
 
 BATCH, STEPS = 64, 12
+PANEL_ROUNDS_SHARE = 4  # epochs with the panel are longer, so they are fewer
+ENVELOPE_BYTES = 650  # of a message beside its content
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=80)
-    options = parser.parse_args()
-    images = torch.randn(BATCH * STEPS, 3, 32, 32)
-    labels = torch.randint(0, 10, (BATCH * STEPS,))
-    with tempfile.TemporaryDirectory() as folder:
-        systems = {
-            "by hand": by_hand(images, labels),
-            "train()": by_train(images, labels),
-            "train(), a checkpoint every 6 steps": by_train(images, labels, save_to=Path(folder), save_every=6),
-        }
-        figures = interleaved(systems, options.rounds)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of an epoch beside the panel, more or less")
+    Bench.main(parser, {"steps": steps, "panel": panel}, rounds=80)
+
+
+def steps(bench: Bench) -> None:
+    """Steps by hand, by `train()`, and with checkpoints."""
+    samples = samples_of(STEPS)
+    figures = interleaved(
+        {
+            "by hand": by_hand(*samples),
+            "train()": by_train(samples),
+            "train(), a checkpoint every 6 steps": by_train(samples, save_to=bench.folder, save_every=6),
+        },
+        bench.rounds,
+    )
     report(f"Microseconds of a step: small CNN, batch {BATCH}, CPU", "us", figures, "by hand", None)
-    # Each round's ratio is of neighbours in time, so that what slows the machine for a while slows both.
-    ratios = [ours / bare for ours, bare in zip(figures["train()"], figures["by hand"], strict=True)]
-    print(f"\nWhat is needed\n{machine()}\n")
-    rows = [verdict("a step of train(), times one by hand", statistics.median(ratios), 1.02, "{:.3f}", True)]
-    for row in rows:
-        print("  ".join(row))
+    bench.figures["steps"] = figures
+    bench.need("a step of train(), times one by hand", paired(figures, "train()", "by hand"), 1.02, "{:.3f}", True)
+
+
+def panel(bench: Bench) -> None:
+    """Steps without and with the panel."""
+    InteractiveShell.instance().display_pub = CountingPublisher()
+    run = by_train(samples_of(20))
+    run()
+    count = max(20, round(bench.options.seconds / (run() / 1e6)))
+    samples = samples_of(count)
+    shown_s: list[float] = []
+    systems = {
+        "panel off": by_train(samples, beside=nullcontext),
+        "panel on": by_train(samples, beside=lambda: shown(shown_s)),
+    }
+    figures = interleaved(systems, max(1, bench.rounds // PANEL_ROUNDS_SHARE))
+    title = f"Microseconds of a step: small CNN, batch {BATCH}, CPU, {count} steps a round"
+    report(title, "us", figures, "panel off", None)
+    bench.figures["panel"] = figures
+    frames, sent_bytes = CountingPublisher.frames, CountingPublisher.sent_bytes
+    print(f"\n{frames / sum(shown_s):.1f} frames/s, {sent_bytes / frames:,.0f} bytes each")
+    bench.need(
+        "a step beside the panel, times one without", paired(figures, "panel on", "panel off"), 1.005, "{:.4f}", True
+    )
+    bench.need("bytes a second to the front end", sent_bytes / sum(shown_s), 20_000, "{:,.0f}", True)
+
+
+class CountingPublisher(CapturingDisplayPublisher):
+    """Takes the place of a front end and counts the bytes."""
+
+    sent_bytes = 0
+    frames = 0
+
+    def publish(self, data: object, *arguments: object, **options: object) -> None:
+        type(self).sent_bytes += len(json.dumps(data).encode()) + ENVELOPE_BYTES
+        type(self).frames += 1
+
+
+@contextmanager
+def shown(shown_s: list[float]) -> Iterator[None]:
+    """Show the panel within a block, and note its seconds."""
+    began = time.perf_counter()
+    with colabkit.dashboard(screen="notebook"):
+        yield
+    shown_s.append(time.perf_counter() - began)
+
+
+def samples_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the images and labels of so many steps."""
+    return torch.randn(BATCH * count, 3, 32, 32), torch.randint(0, 10, (BATCH * count,))
 
 
 def network() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the network and its optimizer."""
     model = small_cnn(seed=1)
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -81,21 +136,42 @@ def by_hand(images: torch.Tensor, labels: torch.Tensor) -> Callable[[], float]:
     return run
 
 
-def by_train(images: torch.Tensor, labels: torch.Tensor, **options: object) -> Callable[[], float]:
-    """Return what trains an epoch by `train()` and returns the microseconds of a step."""
+def by_train(
+    samples: tuple[torch.Tensor, torch.Tensor],
+    beside: Callable[[], AbstractContextManager[None]] | None = None,
+    **options: object,
+) -> Callable[[], float]:
+    """Return what trains an epoch by `train()` and returns the microseconds of a step.
+
+    With something `beside` it, these are the times between the events of steps, the first one apart.
+    """
     model, optimizer = network()
     step = colabkit.supervised_step(model, optimizer)
-    loader = colabkit.Loader((images, labels), BATCH)
+    loader = colabkit.Loader(samples, BATCH)
     epochs = 0
 
     def run() -> float:
         nonlocal epochs
         epochs += 1
-        done = colabkit.train(step, loader, epochs=epochs if options else 1, **options)
+        at_s: list[float] = []
+        unsubscribe = meters.subscribe(lambda event: note(event, at_s)) if beside else None
+        try:
+            with beside() if beside else nullcontext():
+                done = colabkit.train(step, loader, epochs=epochs if options else 1, **options)
+        finally:
+            if unsubscribe:
+                unsubscribe()
+        if at_s:
+            return (at_s[-1] - at_s[0]) / (len(at_s) - 1) * 1e6
         record = done.epochs[-1]
         return record.seconds / record.steps * 1e6
 
     return run
+
+
+def note(event: meters.Event, at_s: list[float]) -> None:
+    if isinstance(event, meters.StepDone):
+        at_s.append(time.perf_counter())
 
 
 if __name__ == "__main__":

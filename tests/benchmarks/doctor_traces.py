@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from colabkit.foundation import GpuSnapshot, HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
+from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, StepTimes
 from colabkit.monitoring.doctor.diagnosis import Diagnosis, Verdict
 from colabkit.monitoring.doctor.verdict import Doctor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+from doctor_cases import FOREIGN, GATHERED, GIB, ON_GPU, QUIET, T4, part, spent_of
+
 __all__ = ["TRACES", "Trace"]
 
-GIB = 1 << 30
 STEPS = 400
-HOST = HostSnapshot(
-    at_s=1.0,
-    cpus=2.0,
-    cpu_rate=0.5,
-    own_cpu_rate=0.45,
-    busiest_core_rate=0.6,
-    ram_used_bytes=4 * GIB,
-    ram_total_bytes=12 * GIB,
-    tmpfs_bytes=0,
-    storage_read_bytes_per_s=0.0,
-    disk_free_bytes=60 * GIB,
-    disk_total_bytes=100 * GIB,
-    shm_free_bytes=6 * GIB,
-    shm_total_bytes=6 * GIB,
-    io_stall_rate=0.0,
-)
-T4 = GpuSnapshot(
-    uuid="GPU-1",
-    name="Tesla T4",
-    utilization_rate=0.95,
-    used_bytes=12 * GIB,
-    total_bytes=15 * GIB,
-    torch_bytes=10 * GIB,
-    torch_reserved_bytes=11 * GIB,
-)
+HOST = replace(QUIET, cpus=2.0, cpu_rate=0.5, own_cpu_rate=0.45, busiest_core_rate=0.6)
 FULL = replace(HOST, cpu_rate=0.99, own_cpu_rate=0.97, busiest_core_rate=1.0)
-
-
-ROWS = LoaderFacts("gathered", samples=50_000, batch_size=64, workers=1, tier="ram", encoding="raw")
 
 
 @dataclass(frozen=True)
@@ -71,7 +48,7 @@ class Trace:
     verdict: Verdict
     rule: str
     times: tuple[float, float, float, float]
-    facts: LoaderFacts = ROWS
+    facts: LoaderFacts = GATHERED
     parts: tuple[tuple[str, float, float, float, int], ...] = ()
     host: HostSnapshot = HOST
     noise: float = 0.1
@@ -104,32 +81,17 @@ class Trace:
 
     def _spent(self, steps: list[StepTimes]) -> MetersSnapshot:
         samples = sum(step.samples for step in steps)
-        parts = tuple(
-            PartSnapshot(name, samples, size * samples, busy * samples, wait * samples, len(steps), busy, cpu * samples)
+        parts = [
+            replace(part(name, busy, cpu, wait, size, samples), calls=len(steps))
             for name, busy, wait, cpu, size in self.parts
-        )
-        return MetersSnapshot(
-            batches=len(steps),
-            samples=samples,
-            wait_s=sum(step.wait_s for step in steps),
-            copy_s=sum(step.copy_s for step in steps),
-            compute_s=sum(step.compute_s for step in steps),
-            other_s=sum(step.other_s for step in steps),
-            first_s=sum(step.wait_s for step in steps if step.is_first),
-            passes=self.passes,
-            steps=len(steps),
-            ready=len(steps) // 2,
-            parts=parts,
-            recent=tuple(steps[-512:]),
-        )
+        ]
+        return spent_of(steps, passes=self.passes, ready=len(steps) // 2, parts=tuple(parts))
 
 
-GPU_FACTS = replace(ROWS, device="cuda:0", is_pinned=True)
 DECODED = LoaderFacts(
     "decoded", samples=50_000, batch_size=64, workers=2, encoding="encoded", tier="source", files=50_000
 )
 DRIVE = replace(DECODED, path="/content/drive/MyDrive/photos", is_far=True)
-FOREIGN = LoaderFacts("foreign", samples=50_000, batch_size=64, workers=2, encoding="python", keeps_workers=True)
 WITH_T4 = replace(HOST, gpus=(T4,))
 
 
@@ -141,7 +103,7 @@ def late_every(steps: int, seconds: float) -> Callable[[int, StepTimes], StepTim
 TRACES = (
     Trace("clean, on the CPU", "compute", "", (0.0005, 0, 0.1, 0.001)),
     Trace("clean, with a wild step", "compute", "", (0.001, 0, 0.1, 0.001), noise=0.6),
-    Trace("clean, on a GPU", "compute", "", (0.001, 0.0005, 0.1, 0.002), GPU_FACTS, host=WITH_T4, precision="fp16"),
+    Trace("clean, on a GPU", "compute", "", (0.001, 0.0005, 0.1, 0.002), ON_GPU, host=WITH_T4, precision="fp16"),
     Trace("clean, a loader that gives 16 batches at once", "compute", "", (0.002, 0, 0.1, 0), batches_at_once=16),
     Trace("clean, with a checkpoint every 50 steps", "compute", "", (0.001, 0, 0.1, 0.001),
           shape=lambda number, step: step._replace(other_s=0.3) if number % 50 == 25 else step),
@@ -164,25 +126,25 @@ TRACES = (
           replace(DECODED, kind="processes", encoding="python"), (("samples", 0.012, 0, 0.006, 0),), FULL),
     Trace("torch's DataLoader on a full CPU", "data", "slow_foreign", (0.3, 0, 0.1, 0), FOREIGN, host=FULL),
     Trace("a slow disk", "data", "slow_disk", (0.3, 0, 0.1, 0),
-          replace(GPU_FACTS, device="cpu", sample_bytes=150_528.0, tier="disk"), (("gather", 0.004, 0, 0, 150_528),),
+          replace(ON_GPU, device="cpu", sample_bytes=150_528.0, tier="disk"), (("gather", 0.004, 0, 0, 150_528),),
           replace(HOST, storage_read_bytes_per_s=24e6, io_stall_rate=0.7, cpu_rate=0.3)),
     Trace("each epoch starts slowly", "compute", "slow_start", (0.001, 0, 0.1, 0),
           replace(FOREIGN, keeps_workers=False), passes=8, first_s=3.0),
     Trace("a few long waits", "compute", "bursts", (0.0, 0, 0.1, 0), shape=late_every(100, 2.0)),
     Trace("copies out of pageable memory", "copy", "pageable_copies", (0.005, 0.05, 0.1, 0.002),
-          replace(GPU_FACTS, is_pinned=False), host=WITH_T4, precision="fp16"),
+          replace(ON_GPU, is_pinned=False), host=WITH_T4, precision="fp16"),
     Trace("logging in every step", "other", "host_work", (0.001, 0, 0.1, 0.06)),
-    Trace("float32 on tensor cores", "compute", "no_mixed_precision", (0.001, 0, 0.1, 0.001), GPU_FACTS,
+    Trace("float32 on tensor cores", "compute", "no_mixed_precision", (0.001, 0, 0.1, 0.001), ON_GPU,
           host=WITH_T4, precision="fp32"),
-    Trace("kernels too short", "compute", "launches", (0.0001, 0, 0.004, 0.0001), GPU_FACTS,
+    Trace("kernels too short", "compute", "launches", (0.0001, 0, 0.004, 0.0001), ON_GPU,
           host=replace(HOST, gpus=(replace(T4, utilization_rate=0.3),)), precision="fp16"),
     Trace("the GPU is not used", "compute", "wrong_device", (0.001, 0, 0.5, 0.001),
           host=replace(FULL, gpus=(replace(T4, utilization_rate=0.0, torch_bytes=None, used_bytes=GIB),))),
-    Trace("a hot GPU", "compute", "slowed_gpu", (0.001, 0, 0.1, 0.001), GPU_FACTS,
+    Trace("a hot GPU", "compute", "slowed_gpu", (0.001, 0, 0.1, 0.001), ON_GPU,
           host=replace(HOST, gpus=(replace(T4, slowed_by=("heat",)),)), precision="fp16"),
     Trace("RAM nearly full", "compute", "full_ram", (0.001, 0, 0.1, 0.001),
           host=replace(HOST, ram_used_bytes=11 * GIB, tmpfs_bytes=6 * GIB)),
     Trace("other processes on the CPU", "compute", "others_on_the_cpu", (0.001, 0, 0.1, 0.001),
           host=replace(FULL, own_cpu_rate=0.5)),
 )  # fmt: skip
-"""Each is judged on its own; half are CPU runs, half GPU runs, which cannot be had everywhere."""
+"""Each is judged alone; about half are GPU runs."""

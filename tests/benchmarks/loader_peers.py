@@ -1,19 +1,33 @@
-"""Loaders of other packages, and the data that they read; run by `loader_systems.py`, where colabkit may be missing."""
+"""Loaders of other packages; run by `loader_systems.py`, where colabkit may be missing."""
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CROP", "PEERS", "WRITERS", "Again", "Make"]
+__all__ = ["CROP", "PEERS", "Again", "Make", "arrays", "own_temporary_folder"]
 
 Make = Callable[[int], Iterable[Any]]
 """Makes a loader of batches of this size; the last thing in a batch has the length of its samples."""
 
 WORKERS = 2
 CROP = 224
+
+
+@contextmanager
+def own_temporary_folder(beside: Path) -> Iterator[None]:
+    """Use a new temporary folder: litdata deletes the folders `data` and `chunks` of the one it has."""
+    with tempfile.TemporaryDirectory(prefix="own-", dir=beside) as own:
+        os.environ["TMPDIR"] = tempfile.tempdir = own
+        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = f"{own}/litdata/chunks"
+        os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = f"{own}/litdata/data"
+        os.environ["HF_HOME"] = f"{own}/hf"
+        yield
 
 
 class Again:
@@ -303,66 +317,6 @@ def dali_of(source: str, decoded: Callable[[Any], Any]) -> Make:
     return make
 
 
-class Rows:
-    """Rows of a raw pack as FFCV's writer takes them."""
-
-    def __init__(self, path: str) -> None:
-        self._images, self._labels = arrays(path)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self._images[index], int(self._labels[index])
-
-
-def write_beton_rows(source: str, target: str) -> int:
-    return write_beton(Rows(source), target, "raw")
-
-
-def write_beton_jpg(source: str, target: str) -> int:
-    """FFCV stores no file's own bytes: it encodes anew, by its default of quality 90, at the photo's own size."""
-    from torchvision.datasets import ImageFolder
-
-    return write_beton(ImageFolder(source), target, "jpg")
-
-
-def write_beton(dataset: Any, target: str, mode: str) -> int:
-    from ffcv.fields import IntField, RGBImageField
-    from ffcv.writer import DatasetWriter
-
-    fields = {"image": RGBImageField(write_mode=mode), "label": IntField()}
-    DatasetWriter(target, fields, num_workers=WORKERS).from_indexed_dataset(dataset)
-    return len(dataset)
-
-
-def write_shards(source: str, target: str) -> int:
-    """The files' own bytes, in shards of 1,000: as many for each of two workers."""
-    from torchvision.datasets import ImageFolder
-    from webdataset import ShardWriter
-
-    files = ImageFolder(source).samples
-    Path(target).mkdir()
-    with ShardWriter(f"{target}/%06d.tar", maxcount=1000, verbose=0) as writer:
-        for number in shuffled(len(files)):
-            path, label = files[number]
-            writer.write({"__key__": f"{number:08d}", "jpg": Path(path).read_bytes(), "cls": label})
-    return len(files)
-
-
-def write_arrow(source: str, target: str) -> int:
-    from datasets import Array3D, Dataset, Features, Value
-
-    images, labels = arrays(source)
-    features = Features({"image": Array3D(images.shape[1:], "uint8"), "label": Value("int64")})
-
-    def rows() -> Iterator[dict[str, Any]]:
-        yield from ({"image": image, "label": label} for image, label in zip(images, labels, strict=True))
-
-    Dataset.from_generator(rows, features=features).save_to_disk(target)
-    return len(labels)
-
-
 PEERS: dict[str, Callable[[str], Make]] = {
     "tensors": tensors,
     "h5py": h5py_samples,
@@ -378,11 +332,4 @@ PEERS: dict[str, Callable[[str], Make]] = {
     "SPDL crops": spdl_crops,
     "DALI": dali,
     "DALI crops": dali_crops,
-}
-
-WRITERS: dict[str, Callable[[str, str], int]] = {
-    "beton rows": write_beton_rows,
-    "beton jpg": write_beton_jpg,
-    "shards": write_shards,
-    "arrow": write_arrow,
 }

@@ -3,7 +3,6 @@
 - `epochs SYSTEM SOURCE BATCH`: full epochs after a warm-up epoch, for three seconds at least; samples and seconds.
 - `turns SYSTEM SOURCE BATCH`: for each line of input the seconds of as many full epochs as it says.
 - `first SYSTEM SOURCE BATCH`: seconds from making the loader to its first batch, in a process that made none before.
-- `write SYSTEM SOURCE TARGET`: the data that a system reads.
 - `worker`, `order`, `meters` `colabkit SOURCE BATCH`: what colabkit's loader costs besides.
 
 Prints one line of JSON, or that the system is not installed. Imports and the opening of data are not timed. The
@@ -16,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,7 +22,7 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-from loader_peers import CROP, PEERS, WRITERS, Again, Make
+from loader_peers import CROP, PEERS, Again, Make, own_temporary_folder
 
 LEAST_S = 3.0
 PACE = 1000
@@ -39,12 +37,7 @@ ORDER_ROW_BYTES = 8
 
 def main() -> None:
     action, system, source, *more = sys.argv[1:]
-    with tempfile.TemporaryDirectory(prefix="own-", dir=Path(source).absolute().parent) as own:
-        # litdata deletes the folders `data` and `chunks` of the temporary folder, whoever made them.
-        os.environ["TMPDIR"] = tempfile.tempdir = own
-        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = f"{own}/litdata/chunks"
-        os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = f"{own}/litdata/data"
-        os.environ["HF_HOME"] = f"{own}/hf"
+    with own_temporary_folder(Path(source).absolute().parent):
         try:
             found = ACTIONS[action](system, source, *more)
         except ModuleNotFoundError as error:
@@ -93,10 +86,6 @@ def first(system: str, source: str, batch_size: str) -> dict[str, float]:
     seconds = time.perf_counter() - started
     HELD.append(batches)  # FFCV aborts the process when it is left in the middle of an epoch
     return {"seconds": seconds, "samples": samples}
-
-
-def write(system: str, source: str, target: str) -> dict[str, float]:
-    return {"samples": WRITERS[system](source, target)}
 
 
 def worker(_: str, source: str, batch_size: str) -> dict[str, float]:
@@ -275,7 +264,6 @@ ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "epochs": epochs,
     "turns": turns,
     "first": first,
-    "write": write,
     "worker": worker,
     "order": order,
     "meters": meters,

@@ -18,6 +18,7 @@ import colabkit
 from colabkit.errors import ColabkitError
 
 MAX_BLOCK = 4096
+Mutation = Callable[[bytes, random.Random], bytes]
 
 
 def main() -> None:
@@ -110,51 +111,19 @@ def span(whole: bytes, chance: random.Random) -> tuple[int, int]:
     return start, min(len(whole), start + chance.randint(1, MAX_BLOCK))
 
 
-def truncated(whole: bytes, chance: random.Random) -> bytes:
-    return whole[: chance.randrange(len(whole))]
-
-
-def truncated_early(whole: bytes, chance: random.Random) -> bytes:
-    return whole[: chance.randrange(4 * MAX_BLOCK)]
-
-
-def truncated_late(whole: bytes, chance: random.Random) -> bytes:
-    return whole[: -chance.randint(1, MAX_BLOCK)]
-
-
 def zero_tail(whole: bytes, chance: random.Random) -> bytes:
     """What a crashed machine leaves of a file: its length, without its end."""
     kept = chance.randrange(len(whole))
     return whole[:kept] + bytes(len(whole) - kept)
 
 
-def extended(whole: bytes, chance: random.Random) -> bytes:
-    return whole + chance.randbytes(chance.randint(1, MAX_BLOCK))
+def block(change: Callable[[bytes, int, int, random.Random], bytes]) -> Mutation:
+    """Return what changes a random block of a file, given its start and end."""
+    return lambda whole, chance: change(whole, *span(whole, chance), chance)
 
 
-def zeroed(whole: bytes, chance: random.Random) -> bytes:
-    start, end = span(whole, chance)
-    return whole[:start] + bytes(end - start) + whole[end:]
-
-
-def overwritten(whole: bytes, chance: random.Random) -> bytes:
-    start, end = span(whole, chance)
-    return whole[:start] + chance.randbytes(end - start) + whole[end:]
-
-
-def removed(whole: bytes, chance: random.Random) -> bytes:
-    start, end = span(whole, chance)
-    return whole[:start] + whole[end:]
-
-
-def doubled(whole: bytes, chance: random.Random) -> bytes:
-    start, end = span(whole, chance)
-    return whole[:end] + whole[start:]
-
-
-def moved(whole: bytes, chance: random.Random) -> bytes:
+def moved(whole: bytes, start: int, end: int, chance: random.Random) -> bytes:
     """Bytes of one place written over another."""
-    start, end = span(whole, chance)
     to = chance.randrange(len(whole) - (end - start) + 1)
     return whole[:to] + whole[start:end] + whole[to + end - start :]
 
@@ -175,17 +144,19 @@ def numbers_edited(whole: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-MUTATIONS: dict[str, Callable[[bytes, random.Random], bytes]] = {
-    "truncated": truncated,
-    "truncated early": truncated_early,
-    "truncated late": truncated_late,
+MUTATIONS: dict[str, Mutation] = {
+    "truncated": lambda whole, chance: whole[: chance.randrange(len(whole))],
+    "truncated early": lambda whole, chance: whole[: chance.randrange(4 * MAX_BLOCK)],
+    "truncated late": lambda whole, chance: whole[: -chance.randint(1, MAX_BLOCK)],
     "end zeroed": zero_tail,
-    "extended": extended,
-    "block zeroed": zeroed,
-    "block overwritten": overwritten,
-    "block removed": removed,
-    "block doubled": doubled,
-    "block moved": moved,
+    "extended": lambda whole, chance: whole + chance.randbytes(chance.randint(1, MAX_BLOCK)),
+    "block zeroed": block(lambda whole, start, end, _: whole[:start] + bytes(end - start) + whole[end:]),
+    "block overwritten": block(
+        lambda whole, start, end, chance: whole[:start] + chance.randbytes(end - start) + whole[end:]
+    ),
+    "block removed": block(lambda whole, start, end, _: whole[:start] + whole[end:]),
+    "block doubled": block(lambda whole, start, end, _: whole[:end] + whole[start:]),
+    "block moved": block(moved),
     "many bits": many_bits,
     "seal edited": numbers_edited,
 }

@@ -11,14 +11,16 @@ import json
 import mmap
 import multiprocessing
 import os
+import random
 import resource
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from loader_peers import arrays, own_temporary_folder
 
 Run = Callable[[str, str], int]
 Files = list[tuple[str, int]]
@@ -29,11 +31,7 @@ SIZE = 256
 
 def main() -> None:
     system, source, target = sys.argv[1:]
-    with tempfile.TemporaryDirectory(prefix="own-", dir=Path(target).absolute().parent) as own:
-        # litdata deletes the folders `data` and `chunks` of the temporary folder, whoever made them.
-        os.environ["TMPDIR"] = tempfile.tempdir = own
-        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = f"{own}/litdata/chunks"
-        os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = f"{own}/litdata/data"
+    with own_temporary_folder(Path(target).absolute().parent):
         measure(system, source, target)
 
 
@@ -104,15 +102,64 @@ def samples_of(report: Any) -> int:
 
 def ffcv() -> Run:
     """The writer of the documentation: an ImageFolder, a field for the image and one for the label."""
+    return ffcv_of("raw", image_folder)
+
+
+def ffcv_jpg() -> Run:
+    """FFCV stores no file's own bytes: it re-encodes, by its default of quality 90, at the photo's own size."""
+    return ffcv_of("jpg", image_folder)
+
+
+def ffcv_rows() -> Run:
+    """The rows of a raw pack."""
+    return ffcv_of("raw", Rows)
+
+
+def ffcv_of(mode: str, read: Callable[[str], Any]) -> Run:
     from ffcv.fields import IntField, RGBImageField
     from ffcv.writer import DatasetWriter
-    from torchvision.datasets import ImageFolder
 
     def run(source: str, target: str) -> int:
-        dataset = ImageFolder(source)
-        fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
+        dataset = read(source)
+        fields = {"image": RGBImageField(write_mode=mode), "label": IntField()}
         DatasetWriter(target, fields, num_workers=WORKERS).from_indexed_dataset(dataset)
         return len(dataset)
+
+    return run
+
+
+def image_folder(source: str) -> Any:
+    from torchvision.datasets import ImageFolder
+
+    return ImageFolder(source)
+
+
+class Rows:
+    """Rows of a raw pack as FFCV's writer takes them."""
+
+    def __init__(self, path: str) -> None:
+        self._images, self._labels = arrays(path)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._images[index], int(self._labels[index])
+
+
+def arrow() -> Run:
+    """The rows of a raw pack, by Hugging Face's datasets."""
+    from datasets import Array3D, Dataset, Features, Value
+
+    def run(source: str, target: str) -> int:
+        images, labels = arrays(source)
+        features = Features({"image": Array3D(images.shape[1:], "uint8"), "label": Value("int64")})
+
+        def rows() -> Iterator[dict[str, Any]]:
+            yield from ({"image": image, "label": label} for image, label in zip(images, labels, strict=True))
+
+        Dataset.from_generator(rows, features=features).save_to_disk(target)
+        return len(labels)
 
     return run
 
@@ -185,13 +232,22 @@ def mds_jpeg() -> Run:
 
 def webdataset() -> Run:
     """The files' own bytes in shards of 10,000, as its recipe for ImageNet writes them."""
+    return webdataset_of(10_000, lambda files: files)
+
+
+def webdataset_shuffled() -> Run:
+    """The same in a random order, in shards of 1,000: as many for each of two workers."""
+    return webdataset_of(1000, lambda files: random.sample(files, len(files)))
+
+
+def webdataset_of(shard_samples: int, order: Callable[[Files], Files]) -> Run:
     from torchvision.datasets import ImageFolder
     from webdataset import ShardWriter
 
     def run(source: str, target: str) -> int:
-        files = ImageFolder(source).samples
+        files = order(ImageFolder(source).samples)
         Path(target).mkdir()
-        with ShardWriter(f"{target}/%06d.tar", maxcount=10_000, verbose=0) as writer:
+        with ShardWriter(f"{target}/%06d.tar", maxcount=shard_samples, verbose=0) as writer:
             for number, (path, label) in enumerate(files):
                 writer.write({"__key__": f"{number:08d}", "jpg": Path(path).read_bytes(), "cls": label})
         return len(files)
@@ -306,11 +362,15 @@ SYSTEMS: dict[str, Callable[[], Run]] = {
     "bare 256, threads": bare_size_threads,
     "bare 256, processes": bare_size_processes,
     "FFCV raw": ffcv,
+    "FFCV jpg": ffcv_jpg,
+    "FFCV rows": ffcv_rows,
+    "arrow": arrow,
     "litdata raw": litdata_raw,
     "litdata jpeg": litdata_jpeg,
     "MDS raw": mds_raw,
     "MDS jpeg": mds_jpeg,
     "WebDataset jpeg": webdataset,
+    "WebDataset jpeg, shuffled": webdataset_shuffled,
 }
 
 if __name__ == "__main__":

@@ -1,16 +1,128 @@
-"""Interleaved rounds, medians and ratios, shared by the benchmarks."""
+"""What the benchmarks share: data, processes, interleaved rounds, tables, and verdicts on what is needed."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self, TypeAlias
 
 PACKAGES = ("torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg")
+HERE = Path(__file__).parent
+
+Found: TypeAlias = dict[str, Any]
+"""What a process measured, or under `missing` why it did not."""
+
+
+@dataclass
+class Bench:
+    """A benchmark in several parts: where it works, what it measured, what is needed, and what failed.
+
+    A subclass adds `RUNS`, the parts by name, each a function of it.
+    """
+
+    folder: Path
+    options: argparse.Namespace
+    figures: Found = field(default_factory=dict)
+    verdicts: list[tuple[str, str, str, str]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        return self.options.rounds
+
+    @classmethod
+    def main(cls, parser: argparse.ArgumentParser, runs: Mapping[str, Callable[[Self], object]], rounds: int) -> None:
+        """Run the parts that the command line names, then print the verdicts and write all figures as JSON if asked."""
+        parser.add_argument("--rounds", type=int, default=rounds)
+        parser.add_argument("--only", default=",".join(runs), help=f"of {', '.join(runs)}")
+        parser.add_argument("--json", help="file for all figures")
+        options = parser.parse_args()
+        chosen = options.only.split(",")
+        if unknown := set(chosen) - set(runs):
+            parser.error(f"--only: {', '.join(sorted(unknown))}: not of {', '.join(runs)}")
+        print(machine(), flush=True)
+        with tempfile.TemporaryDirectory(prefix="bench-") as name:
+            bench = cls(Path(name), options)
+            for part in chosen:
+                print(f"\n({part}: {timed(lambda part=part: runs[part](bench)):.0f} s)", flush=True)  # type: ignore[misc]
+        needs_table(bench.verdicts)
+        if options.json:
+            content = {"machine": machine(), "figures": bench.figures, "needed": bench.verdicts}
+            Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        if bench.failed:
+            sys.exit("\n".join(["These must not fail:", *bench.failed]))
+
+    def need(self, what: str, found: float | None, needed: float, form: str, at_most: bool = False) -> None:
+        """Note a bound, and whether it holds; a figure of None was not measured."""
+        self.verdicts.append(verdict(what, found, needed, form, at_most))
+
+    def need_ratio(self, title: str, medians: Mapping[str, float], name: str, other: str, needed: float) -> None:
+        """Note how many times as fast as another a system has to be."""
+        ratio = medians[name] / medians[other] if name in medians and other in medians else None
+        self.need(f"{title}: {name}, times {other}", ratio, needed, "{:.2f}")
+
+    def compare(
+        self,
+        title: str,
+        systems: Mapping[str, Callable[[int], Found]],
+        base: Sequence[str],
+        *,
+        first: int = 1,
+        often: Sequence[str] = (),
+        note: str = "",
+    ) -> dict[str, float]:
+        """Run systems in interleaved rounds, print a table of their samples a second and return the medians.
+
+        Args:
+            title: of the table.
+            systems: each is called with the number of the round.
+            base: systems that the others are compared with.
+            first: number of the first round; what round 0 finds does not count.
+            often: systems that run three times in each round, since they differ most from process to process.
+            note: below the table.
+        """
+        missing: dict[str, str] = {}
+        runs: dict[str, list[Found]] = {name: [] for name in systems}
+        for number in range(first, self.rounds + 1):
+            for name in (*systems, *often, *often):
+                if name in missing:
+                    continue
+                found = systems[name](number)
+                if "missing" in found:
+                    missing[name] = found["missing"]
+                elif number:
+                    runs[name].append(found)
+        rates = {name: [one["samples"] / one["seconds"] for one in some] for name, some in runs.items()}
+        medians = {name: statistics.median(some) for name, some in rates.items() if some and name not in missing}
+        has_cpu = any("cpu_seconds" in one for some in runs.values() for one in some)
+        rows = []
+        for name, values in rates.items():
+            if name in missing:
+                rows.append((name, missing[name]))
+                continue
+            cpu = statistics.median(one["cpu_seconds"] / one["samples"] * 1e6 for one in runs[name]) if has_cpu else 0
+            ratios = [f"{medians[name] / medians[other]:.3g}" if other in medians else "" for other in base]
+            rows.append((name, *spread(values), *([f"{cpu:,.0f}"] if has_cpu else []), *ratios))
+        cpu_head = ["CPU us an image"] if has_cpu else []
+        head = ("", "images/s, median", "min", "max", *cpu_head, *(f"times {other}" for other in base))
+        table(f"{title}; {self.rounds} rounds", head, rows)
+        if note:
+            print(f"({note})", flush=True)
+        self.figures[title] = {"rates": rates, "missing": missing}
+        return medians
 
 
 def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -26,17 +138,18 @@ def interleaved(systems: Mapping[str, Callable[[], float]], rounds: int) -> dict
 
 def report(title: str, unit: str, figures: Mapping[str, list[float]], baseline: str, json_path: str | None) -> None:
     """Print median, spread and ratio to the baseline of each system; write all figures as JSON if asked."""
-    print(f"\n{title}\n{machine()}; {len(next(iter(figures.values())))} interleaved rounds after a warm-up\n")
     base = statistics.median(figures[baseline])
-    width = max(map(len, figures))
-    print(f"{'':<{width}}  {'median':>12}  {'min':>12}  {'max':>12}  times {baseline}")
-    for name, values in figures.items():
-        median = statistics.median(values)
-        print(f"{name:<{width}}  {median:>12,.0f}  {min(values):>12,.0f}  {max(values):>12,.0f}  {median / base:.2f}")
-    print(f"({unit})")
+    rows = [(name, *spread(values), f"{statistics.median(values) / base:.2f}") for name, values in figures.items()]
+    rounds = len(next(iter(figures.values())))
+    table(f"{title}; {rounds} rounds after a warm-up", ("", f"{unit}, median", "min", "max", f"times {baseline}"), rows)
     if json_path:
         content = {"title": title, "unit": unit, "machine": machine(), "figures": dict(figures)}
         Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
+    """Return the median of each round's ratio: what slows the machine for a while slows both neighbours in time."""
+    return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
 
 
 def verdict(what: str, found: float | None, needed: float, form: str, at_most: bool) -> tuple[str, str, str, str]:
@@ -46,6 +159,107 @@ def verdict(what: str, found: float | None, needed: float, form: str, at_most: b
         return what, "not measured", bound, ""
     holds = found <= needed if at_most else found >= needed
     return what, form.format(found), bound, "holds" if holds else "FALLS SHORT"
+
+
+def needs_table(verdicts: Iterable[tuple[str, str, str, str]]) -> None:
+    """Print verdicts."""
+    table("What is needed", ("", "found", "needed", "holds"), verdicts)
+
+
+def spread(values: Sequence[float], form: str = "{:,.0f}") -> tuple[str, str, str]:
+    """Return median, least and largest of some values as text."""
+    return form.format(statistics.median(values)), form.format(min(values)), form.format(max(values))
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table in Markdown; rows may be short."""
+    lines = [[*row, *[""] * (len(head) - len(row))] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
+    rule = "|-" + "-|-".join("-" * width for width in widths) + "-|"
+    print(f"\n{title}\n", shown[0], rule, *shown[1:], sep="\n", flush=True)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that some work takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def child(command: Sequence[str | Path], deadline_s: float) -> Found:
+    """Run a program and return the JSON of its last line, or why there is none."""
+    os.sync()  # what is written back of earlier runs is none of this one's work
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        return {"missing": f"failed: no end within {deadline_s:g} s"}
+    return last_line(done.returncode, done.stdout, done.stderr)
+
+
+def take_turns(
+    commands: Mapping[str, Sequence[str | Path]],
+    turns: int,
+    line: str = "",
+    environments: Mapping[str, Mapping[str, str]] = {},
+) -> dict[str, list[float]]:
+    """Return the seconds of turns of processes that live side by side, each asleep when it is not its turn.
+
+    Each process works once for each line of its input, and answers with the seconds; its first turn does not count.
+    """
+    os.sync()
+    with ExitStack() as living:
+        running = {}
+        for name, command in commands.items():
+            environment = {**os.environ, **environments.get(name, {})}
+            words = [str(word) for word in command]
+            process = subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            running[name] = living.enter_context(process)
+            living.callback(process.communicate)
+        seconds: dict[str, list[float]] = {name: [] for name in commands}
+        for number in range(1 + turns):
+            for name in list(running)[:: -1 if number % 2 else 1]:
+                process = running[name]
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
+                seconds[name].append(float(process.stdout.readline()))
+    return {name: values[1:] or values for name, values in seconds.items()}
+
+
+def last_line(status: int, out: str, err: str) -> Found:
+    """Return the JSON of a program's last line, or why there is none."""
+    lines = out.strip().splitlines()
+    if not status and lines and lines[-1].startswith("{"):
+        found: Found = json.loads(lines[-1])
+        return found
+    return {"missing": f"failed with {status}: {(err.strip().splitlines() or ['no message'])[-1]}"}
+
+
+def extract(archive: str | Path, folder: Path) -> Path:
+    """Extract a zip archive, unless its folder is there, and return the folder."""
+    if not folder.is_dir():
+        with zipfile.ZipFile(archive) as opened:
+            opened.extractall(folder)
+    return folder
+
+
+def extract_photos(archive: str | Path, folder: Path) -> Path:
+    """Extract photos as a tree with one folder a class: their own folders, or one for all."""
+    with zipfile.ZipFile(archive) as opened:
+        is_flat = all("/" not in name for name in opened.namelist())
+    extract(archive, folder / "all" if is_flat else folder)
+    return folder
+
+
+def warm(folder: Path) -> int:
+    """Read all files, so that they are in the page cache, and return how many there are."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    for path in paths:
+        path.read_bytes()
+    return len(paths)
 
 
 def machine() -> str:
