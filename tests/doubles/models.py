@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from colabkit.training.steps import SupervisedStep, supervised_step
+
+Batches = list[tuple[Tensor, Tensor]]
 
 
 def small_vit(classes: int = 10, seed: int = 0) -> nn.Module:
@@ -50,6 +56,35 @@ def small_cnn(classes: int = 10, width: int = 16, seed: int = 0) -> nn.Module:
         nn.Flatten(),
         nn.Linear(4 * width, classes),
     )
+
+
+def batches(count: int = 4, size: int = 8, side: int = 8) -> Batches:
+    """Return batches of random images in 10 classes."""
+    random = torch.Generator().manual_seed(5)
+    images = torch.rand(count, size, 3, side, side, generator=random)
+    return list(zip(images, torch.randint(0, 10, (count, size), generator=random), strict=True))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_step(model: nn.Module | None = None, *arguments: Any, **options: Any) -> tuple[nn.Module, SupervisedStep]:
+    """Return a model and a step that trains it."""
+    model = small_cnn(width=8) if model is None else model
+    return model, supervised_step(model, sgd(model), *arguments, **options)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, weights(one), weights(other)))
+
+
+def close(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(weights(one), weights(other), strict=True))
 
 
 class _Transformer(nn.Module):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,14 +15,13 @@ import torch
 from contract import make_pack
 from sampling import sampled
 from torch import Tensor, nn
-from trainings import train
+from trainings import SmallTraining, history, nothing, same, train
 
-from colabkit.augment import Normalize
 from colabkit.errors import Corrupt, FileFailed, InvalidOption, LoaderFailed, TargetExists, TrainingDiverged
 from colabkit.foundation import meters
 from colabkit.loading import Loader
-from colabkit.packs import PackedDataset, open_pack
-from colabkit.training.report import EpochRecord, TrainReport
+from colabkit.packs import open_pack
+from colabkit.training.report import EpochRecord
 from colabkit.training.steps import supervised_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,55 +33,11 @@ def no_thread_is_left() -> Iterator[None]:
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")] == []
 
 
-class Setup:
-    """A fresh model with dropout and momentum, whose run depends on every random generator."""
-
-    def __init__(self, data: PackedDataset, **options: Any) -> None:
-        random.seed(1)
-        np.random.seed(2)
-        torch.manual_seed(3)
-        self.loader = Loader(data, 4, **{"shuffle": True, "seed": 4, "transform": Normalize(), **options})
-        self.model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.7)
-        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        self.usual = supervised_step(self.model, self.optimizer, scheduler=self.scheduler)
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> Any:
-        images, labels = batch
-        noise = random.random() + np.random.rand()
-        return self.usual((images + 0.01 * noise, labels))
-
-    def validate(self) -> dict[str, float]:
-        self.model.eval()
-        with torch.no_grad():
-            return {"score": float(self.model(torch.ones(2, 3, 4, 3)).sum()) + random.random()}
-
-    def train(self, epochs: int, **options: Any) -> TrainReport:
-        return train(self.step, self.loader, epochs=epochs, state=self.state, validate=self.validate, **options)
-
-    def weights(self) -> list[Tensor]:
-        return [value.clone() for value in self.model.state_dict().values()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
-
-
-def history(report: TrainReport) -> list[tuple[object, ...]]:
-    """Return what does not depend on the clock."""
-    return [(r.epoch, r.steps, r.samples, dict(r.values), dict(r.validation)) for r in report.epochs]
-
-
-def nothing(batch: object) -> None:
-    """Be a step that does nothing."""
-
-
 def test_train_is_the_hand_written_loop_bit_for_bit(data):
-    ours, hand = Setup(data), Setup(data)
+    ours, hand = SmallTraining(data), SmallTraining(data)
     report = ours.train(3)
     ours_next = random.random(), np.random.rand(), torch.rand(1).item()
-    hand = Setup(data)
+    hand = SmallTraining(data)
     expected = []
     for _ in range(3):
         losses = []
@@ -108,11 +60,11 @@ def test_train_is_the_hand_written_loop_bit_for_bit(data):
 @pytest.mark.parametrize("options", sampled([{}, {"shuffle": False}, {"drop_last": True}, {"prefetch_batches": 1}], 2))
 @pytest.mark.parametrize("stops", sampled([[1], [2], [3], [1, 2, 3, 4]], 2))
 def test_stopped_after_any_epoch_and_resumed_equals_uninterrupted(tmp_path, data, options, stops):
-    whole = Setup(data, **options)
+    whole = SmallTraining(data, **options)
     expected = whole.train(4)
     for stop in stops:
-        Setup(data, **options).train(stop, save_to=tmp_path / "run")
-    resumed = Setup(data, **options)
+        SmallTraining(data, **options).train(stop, save_to=tmp_path / "run")
+    resumed = SmallTraining(data, **options)
     report = resumed.train(4, save_to=tmp_path / "run")
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
@@ -121,42 +73,13 @@ def test_stopped_after_any_epoch_and_resumed_equals_uninterrupted(tmp_path, data
     assert report.resumed_from == tmp_path / "run" / f"checkpoint-{stops[-1] * len(whole.loader):08d}.pt"
 
 
-def killed_in(work: Callable[[], object]) -> None:
-    """Run `work` in a forked process that kills itself."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-
-
-@pytest.mark.parametrize("at_step", sampled([1, 6, 7, 15, 23], 2))
-def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_step):
-    whole = Setup(data)
-    expected = whole.train(4)
-
-    def kill(done: meters.StepDone) -> None:
-        if done.step == at_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    killed_in(lambda: Setup(data).train(4, save_to=tmp_path, on_step=kill))
-    resumed = Setup(data)
-    report = resumed.train(4, save_to=tmp_path)
-    assert history(report) == history(expected)
-    assert same(resumed.weights(), whole.weights())
-    saved = (at_step - 1) // 6 * 6  # in the background: the kill may come before it is sealed
-    assert report.resumed_from.name in {f"checkpoint-{step:08d}.pt" for step in (saved, max(0, saved - 6))}
-
-
 def test_a_damaged_checkpoint_costs_an_epoch_and_is_said(tmp_path, data):
-    whole = Setup(data)
+    whole = SmallTraining(data)
     expected = whole.train(3)
-    newest = Setup(data).train(2, save_to=tmp_path).checkpoint
+    newest = SmallTraining(data).train(2, save_to=tmp_path).checkpoint
     assert newest is not None
     newest.write_bytes(b"damaged")
-    resumed = Setup(data)
+    resumed = SmallTraining(data)
     report = resumed.train(3, save_to=tmp_path)
     assert history(report) == history(expected)
     assert same(resumed.weights(), whole.weights())
@@ -165,10 +88,10 @@ def test_a_damaged_checkpoint_costs_an_epoch_and_is_said(tmp_path, data):
 
 
 def test_all_checkpoints_damaged_is_an_error_and_changes_nothing(tmp_path, data):
-    Setup(data).train(2, save_to=tmp_path)
+    SmallTraining(data).train(2, save_to=tmp_path)
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"damaged")
-    setup = Setup(data)
+    setup = SmallTraining(data)
     before = setup.weights()
     with pytest.raises(Corrupt):
         setup.train(3, save_to=tmp_path)
@@ -176,19 +99,19 @@ def test_all_checkpoints_damaged_is_an_error_and_changes_nothing(tmp_path, data)
 
 
 def test_nothing_left_to_do_gives_the_history(tmp_path, data):
-    first = Setup(data).train(2, save_to=tmp_path)
-    setup = Setup(data)
+    first = SmallTraining(data).train(2, save_to=tmp_path)
+    setup = SmallTraining(data)
     again = setup.train(2, save_to=tmp_path)
-    fewer = Setup(data).train(1, save_to=tmp_path)
+    fewer = SmallTraining(data).train(1, save_to=tmp_path)
     assert history(again) == history(fewer) == history(first)
     assert (again.samples_per_s, again.wait_share) == (0.0, 0.0)
     assert "nothing was left to do" in repr(again)
 
 
 def test_resume_false_insists_on_an_empty_folder(tmp_path, data):
-    Setup(data).train(1, save_to=tmp_path, resume=False)
+    SmallTraining(data).train(1, save_to=tmp_path, resume=False)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    setup = Setup(data)
+    setup = SmallTraining(data)
     before, state = setup.weights(), torch.get_rng_state()
     with pytest.raises(TargetExists, match="resume=True or another folder"):
         setup.train(2, save_to=tmp_path, resume=False)
@@ -198,17 +121,17 @@ def test_resume_false_insists_on_an_empty_folder(tmp_path, data):
 
 
 def test_other_names_in_state_are_refused(tmp_path, data):
-    Setup(data).train(1, save_to=tmp_path)
-    setup = Setup(data)
+    SmallTraining(data).train(1, save_to=tmp_path)
+    setup = SmallTraining(data)
     setup.state = {"model": setup.model}
     with pytest.raises(InvalidOption, match="it holds model, optimizer, scheduler, state= of model"):
         setup.train(2, save_to=tmp_path)
 
 
 def test_checkpoints_of_another_data_set_are_refused(tmp_path, data):
-    Setup(data).train(1, save_to=tmp_path / "run")
+    SmallTraining(data).train(1, save_to=tmp_path / "run")
     other = open_pack(make_pack(tmp_path / "other.h5", seed=12, train=22))["train"]
-    setup = Setup(other)
+    setup = SmallTraining(other)
     before = setup.weights()
     with pytest.raises(InvalidOption, match="another data set"):
         setup.train(2, save_to=tmp_path / "run")
@@ -336,7 +259,7 @@ def test_an_error_passes_unchanged_and_the_run_is_said_to_have_ended(data, error
 
 
 def test_an_error_in_an_epoch_keeps_the_checkpoint_before_it(tmp_path, data):
-    whole = Setup(data)
+    whole = SmallTraining(data)
     expected = whole.train(3)
 
     def fail(done: meters.StepDone) -> None:
@@ -344,8 +267,8 @@ def test_an_error_in_an_epoch_keeps_the_checkpoint_before_it(tmp_path, data):
             raise ValueError("planned")
 
     with pytest.raises(ValueError, match="planned"):
-        Setup(data).train(3, save_to=tmp_path, on_step=fail)
-    resumed = Setup(data)
+        SmallTraining(data).train(3, save_to=tmp_path, on_step=fail)
+    resumed = SmallTraining(data)
     assert history(resumed.train(3, save_to=tmp_path)) == history(expected)
     assert same(resumed.weights(), whole.weights())
 
@@ -391,7 +314,7 @@ def test_no_epochs_train_nothing_and_negative_ones_are_refused(data, heard):
 
 def test_the_report_is_true_short_and_safe_to_show(tmp_path, data):
     folder = tmp_path / "<b>run"
-    report = Setup(data).train(2, save_to=folder)
+    report = SmallTraining(data).train(2, save_to=folder)
     assert isinstance(report.epochs[0], EpochRecord)
     assert [(record.epoch, record.steps, record.samples) for record in report.epochs] == [(0, 6, 22), (1, 6, 22)]
     assert report.samples_per_s > 0
@@ -424,7 +347,7 @@ def test_supervised_step_takes_bytes_and_floats_and_counts_right_answers(data):
 
 
 def test_supervised_step_brings_the_model_back_to_training_after_a_validation(data):
-    setup = Setup(data)
+    setup = SmallTraining(data)
     setup.model.eval()
     setup.train(1)
     assert not setup.model.training  # `validate` came last
@@ -472,8 +395,8 @@ def test_only_our_loader_and_a_callable_step_are_taken(data):
 
 
 def test_a_run_stopped_in_its_first_epoch_begins_again_in_the_same_kernel(tmp_path, data):
-    expected = Setup(data).train(2)
-    setup = Setup(data)
+    expected = SmallTraining(data).train(2)
+    setup = SmallTraining(data)
 
     def stop(done: meters.StepDone) -> None:
         if done.step == 3:
@@ -490,7 +413,7 @@ def test_a_model_is_not_taken_for_a_step(data):
 
 
 def test_the_report_tells_this_calls_epochs_from_all(tmp_path, data):
-    Setup(data).train(2, save_to=tmp_path)
-    report = Setup(data).train(3, save_to=tmp_path)
+    SmallTraining(data).train(2, save_to=tmp_path)
+    report = SmallTraining(data).train(3, save_to=tmp_path)
     assert (report.trained, len(report.epochs)) == (1, 3)
     assert repr(report).startswith("Trained 1 epoch (3 in all) in ")

@@ -6,47 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import small_cnn
+from models import batches, close, make_step, same, sgd, small_cnn, weights
 from torch import Tensor, nn
 
 from colabkit.errors import InvalidOption
 from colabkit.training import steps
 from colabkit.training.steps import SupervisedStep, supervised_step
 
-Batches = list[tuple[Tensor, Tensor]]
-
-
-def batches(count: int = 4, size: int = 8, side: int = 8) -> Batches:
-    """Return batches of random images in 10 classes."""
-    random = torch.Generator().manual_seed(5)
-    images = torch.rand(count, size, 3, side, side, generator=random)
-    return list(zip(images, torch.randint(0, 10, (count, size), generator=random), strict=True))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def made(model: nn.Module | None = None, *arguments: Any, **options: Any) -> tuple[nn.Module, SupervisedStep]:
-    """Return a model and a step that trains it."""
-    model = small_cnn(width=8) if model is None else model
-    return model, supervised_step(model, sgd(model), *arguments, **options)
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [value.clone() for value in model.state_dict().values()]
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(map(torch.equal, weights(one), weights(other)))
-
-
-def close(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(weights(one), weights(other), strict=True))
-
 
 def test_it_is_the_loop_by_hand_bit_for_bit():
-    model, step = made(nn.Sequential(small_cnn(width=8), nn.Dropout(0.5)))
+    model, step = make_step(nn.Sequential(small_cnn(width=8), nn.Dropout(0.5)))
     hand = nn.Sequential(small_cnn(width=8), nn.Dropout(0.5))
     optimizer = sgd(hand)
     torch.manual_seed(1)
@@ -66,7 +35,7 @@ def test_it_is_the_loop_by_hand_bit_for_bit():
 
 
 def test_a_step_reads_no_value_from_the_device(monkeypatch):
-    _, step = made(clip=1.0, accumulate=2)
+    _, step = make_step(clip=1.0, accumulate=2)
     step(batches()[0])
 
     def read(*arguments: object) -> None:
@@ -83,19 +52,19 @@ def test_bytes_are_brought_to_one_and_what_is_normalised_stays():
     labels = torch.arange(8)
     kept = images.clone()
     given = [images, images.float() / 255]
-    losses = [made()[1]((one, labels))["loss"] for one in given]
+    losses = [make_step()[1]((one, labels))["loss"] for one in given]
     assert torch.equal(*losses)
     assert torch.equal(images, kept)
     normalised = torch.randn(8, 3, 8, 8) * 300
-    model, step = made()
+    model, step = make_step()
     with torch.no_grad():
         expected = nn.functional.cross_entropy(model(normalised), labels)
     assert torch.equal(step((normalised, labels))["loss"], expected)
 
 
 def test_accumulated_batches_are_one_large_batch():
-    many, step = made(accumulate=4)
-    one, large = made()
+    many, step = make_step(accumulate=4)
+    one, large = make_step()
     some = batches()
     for batch in some[:3]:
         step(batch)
@@ -110,8 +79,8 @@ def test_accumulated_batches_are_one_large_batch():
 
 
 def test_flush_applies_the_mean_of_what_is_there():
-    many, step = made(accumulate=4)
-    one, large = made()
+    many, step = make_step(accumulate=4)
+    one, large = make_step()
     some = batches(2)
     for batch in some:
         step(batch)
@@ -127,7 +96,7 @@ def test_flush_applies_the_mean_of_what_is_there():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_clip_bounds_the_norm_of_all_gradients_of_an_update(accumulate):
-    model, step = made(clip=0.01, accumulate=accumulate)
+    model, step = make_step(clip=0.01, accumulate=accumulate)
     for batch in batches(accumulate):
         step(batch)
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
@@ -172,7 +141,7 @@ def test_a_state_goes_on_where_it_was_taken():
     assert same(whole, resumed)
     assert again.state_dict() == step.state_dict()
     with pytest.raises(InvalidOption, match="with one, one without"):
-        made()[1].load_state_dict(saved["step"])
+        make_step()[1].load_state_dict(saved["step"])
 
 
 def test_a_state_of_another_kind_of_scheduler_is_refused():
@@ -198,14 +167,14 @@ def _stored(content: object) -> Any:
 
 
 def test_a_loaded_state_drops_gradients_of_other_weights():
-    model, step = made(accumulate=2)
+    model, step = make_step(accumulate=2)
     start = step.state_dict()
     step(batches()[0])
     step.load_state_dict(start)
     assert step.is_whole
     for batch in batches()[2:]:
         step(batch)
-    other, fresh = made(accumulate=2)
+    other, fresh = make_step(accumulate=2)
     for batch in batches()[2:]:
         fresh(batch)
     assert same(model, other)
@@ -214,9 +183,9 @@ def test_a_loaded_state_drops_gradients_of_other_weights():
 @pytest.mark.parametrize("kind", [tuple, list, lambda pair: {"X": pair[0], "id": 3, "Y": pair[1]}])
 def test_a_batch_is_a_pair_or_a_dict(kind):
     batch = batches()[0]
-    expected = made()[1](batch)["loss"]
-    assert torch.equal(made()[1](kind(batch))["loss"], expected)
-    assert torch.equal(made()[1]({"image": batch[0], "label": batch[1]})["loss"], expected)
+    expected = make_step()[1](batch)["loss"]
+    assert torch.equal(make_step()[1](kind(batch))["loss"], expected)
+    assert torch.equal(make_step()[1]({"image": batch[0], "label": batch[1]})["loss"], expected)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +200,7 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
     ],
 )
 def test_another_batch_is_one_clear_line(batch, found):
-    _, step = made()
+    _, step = make_step()
     with pytest.raises(InvalidOption, match="a function of the batch that calls this step") as caught:
         step(batch)
     assert str(caught.value).startswith(f"Cannot train on a batch: the batch is {found}, it has to be two tensors,")
@@ -239,7 +208,7 @@ def test_another_batch_is_one_clear_line(batch, found):
 
 def test_a_batch_on_another_device_is_one_clear_line():
     images, labels = batches()[0]
-    _, step = made()
+    _, step = make_step()
     for batch in ((images.to("meta"), labels), (images, labels.to("meta"))):
         with pytest.raises(
             InvalidOption, match=r"data on meta, all on cpu as the model is.* or device='cpu' to the Load"
@@ -250,7 +219,7 @@ def test_a_batch_on_another_device_is_one_clear_line():
 def test_a_move_of_the_model_is_taken_up_at_the_next_batch(monkeypatch):
     asked: list[torch.device] = []
     monkeypatch.setattr(steps, "check_precision", lambda act, precision, device: asked.append(device))
-    model, step = made()
+    model, step = make_step()
     for batch in batches()[:2]:
         step(batch)
     assert asked == [torch.device("cpu")]
@@ -264,7 +233,7 @@ def test_a_move_of_the_model_is_taken_up_at_the_next_batch(monkeypatch):
 
 
 def test_a_part_in_evaluation_mode_stays_so_until_the_model_is_brought_back_to_training():
-    model, step = made(nn.Sequential(small_cnn(width=8), nn.BatchNorm1d(10)))
+    model, step = make_step(nn.Sequential(small_cnn(width=8), nn.BatchNorm1d(10)))
     model[1].eval()
     step(batches()[0])
     assert (model.training, model[1].training) == (True, False)
@@ -276,7 +245,7 @@ def test_a_part_in_evaluation_mode_stays_so_until_the_model_is_brought_back_to_t
 
 
 def test_evaluate_returns_means_over_samples_and_changes_nothing():
-    model, step = made(nn.Sequential(small_cnn(width=8), nn.BatchNorm1d(10), nn.Dropout(0.5)), accumulate=2)
+    model, step = make_step(nn.Sequential(small_cnn(width=8), nn.BatchNorm1d(10), nn.Dropout(0.5)), accumulate=2)
     step(batches()[0])
     before, gradients = weights(model), [parameter.grad.clone() for parameter in model.parameters()]
     uneven = [(images[:size], labels[:size]) for (images, labels), size in zip(batches(3), (8, 8, 3), strict=True)]
@@ -305,7 +274,7 @@ def test_evaluate_gives_the_batches_back_and_the_modes_when_it_fails():
         finally:
             closed.append(True)
 
-    model, step = made()
+    model, step = make_step()
     with pytest.raises(ValueError, match="planned"):
         step.evaluate(failing())
     assert closed == [True]
@@ -367,7 +336,7 @@ def test_models_on_which_torch_fails_in_channels_last_memory_do_not_get_it(chann
 
 
 def test_channels_last_lays_out_weights_images_and_what_the_optimizer_knows():
-    model, step = made()
+    model, step = make_step()
     step(batches()[0])
     optimizer = step.parts["optimizer"]
     last = supervised_step(model, optimizer, channels_last=True)
@@ -382,7 +351,7 @@ def test_channels_last_lays_out_weights_images_and_what_the_optimizer_knows():
         assert tensor.is_contiguous(memory_format=torch.channels_last)
     assert seen == [True]
     assert before == [id(parameter) for parameter in model.parameters()]
-    plain, other = made()
+    plain, other = make_step()
     for batch in batches()[:2]:
         other(batch)
     assert close(model, plain)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_training_steps import made
+from models import make_step
 from torch import Tensor, nn
 
 from colabkit.errors import ColabkitError, InvalidOption
@@ -32,7 +32,7 @@ mse, bce = nn.functional.mse_loss, nn.BCEWithLogitsLoss()
     ],
 )
 def test_there_is_an_accuracy_where_labels_tell_the_highest_score(scores, labels, loss, has_accuracy):
-    _, step = made(Constant(scores), loss)
+    _, step = make_step(Constant(scores), loss)
     values = step((torch.zeros(8, 3), labels))
     found = step.evaluate([(torch.zeros(8, 3), labels)])
     assert set(values) == set(found) == ({"loss", "accuracy"} if has_accuracy else {"loss"})
@@ -60,7 +60,7 @@ def test_errors_of_the_model_keep_their_own_traceback():
         def forward(self, images):
             raise ZeroDivisionError("planned")
 
-    _, step = made(Failing(SCORES))
+    _, step = make_step(Failing(SCORES))
     with pytest.raises(ZeroDivisionError, match="planned") as caught:
         step((torch.zeros(8, 3), CLASSES))
     assert not isinstance(caught.value, ColabkitError)
@@ -69,14 +69,14 @@ def test_errors_of_the_model_keep_their_own_traceback():
 
 def test_a_loss_that_is_no_number_passes_and_one_of_many_is_refused():
     batch = (torch.zeros(8, 3), CLASSES)
-    _, step = made(Constant(SCORES * float("nan")))
+    _, step = make_step(Constant(SCORES * float("nan")))
     assert step(batch)["loss"].isnan()
     for loss, found in (
         (nn.CrossEntropyLoss(reduction="none"), r"a tensor of shape \[8\]"),
         (lambda scores, labels: 0.5, "a float"),
     ):
         with pytest.raises(InvalidOption, match=f"the loss is {found}, it has to be a single number"):
-            made(Constant(SCORES), loss)[1](batch)
+            make_step(Constant(SCORES), loss)[1](batch)
 
 
 def test_outputs_of_any_kind_reach_the_loss_as_they_are():
@@ -84,5 +84,5 @@ def test_outputs_of_any_kind_reach_the_loss_as_they_are():
         def forward(self, images):
             return self.scores + self.offset, self.offset
 
-    _, step = made(Two(SCORES), lambda both, labels: nn.functional.cross_entropy(both[0], labels) + both[1])
+    _, step = make_step(Two(SCORES), lambda both, labels: nn.functional.cross_entropy(both[0], labels) + both[1])
     assert set(step((torch.zeros(8, 3), CLASSES))) == {"loss"}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import small_cnn
-from test_training_steps import batches, close, made, same, sgd, weights
+from models import batches, close, make_step, same, sgd, small_cnn, weights
 from torch import nn
 
 from colabkit.errors import InvalidOption, MissingPackage
@@ -32,15 +31,15 @@ def test_auto_goes_by_what_the_gpu_computes_in(monkeypatch, capability, name):
 
 
 def test_the_cpu_computes_in_float32_unless_asked_for_more():
-    _, step = made()
+    _, step = make_step()
     assert step.amp is False
     assert "amp=False (" in repr(step)
-    assert made(amp="bf16")[1].amp == "bf16"
-    assert "amp='bf16' (as asked for), accumulate=2, clip=1.0" in repr(made(amp="bf16", accumulate=2, clip=1.0)[1])
+    assert make_step(amp="bf16")[1].amp == "bf16"
+    assert "amp='bf16' (as asked for), accumulate=2, clip=1.0" in repr(make_step(amp="bf16", accumulate=2, clip=1.0)[1])
 
 
 def test_fp16_on_the_cpu_is_refused_at_the_first_batch():
-    _, step = made(amp="fp16")
+    _, step = make_step(amp="fp16")
     assert step.amp == "fp16"
     with pytest.raises(InvalidOption, match=r"amp='fp16' and a model on cpu, a CUDA GPU for fp16. Use amp='auto'"):
         step(batches()[0])
@@ -54,10 +53,10 @@ def test_bf16_computes_the_loss_in_float32_and_goes_on_from_a_state():
         seen.append(scores.dtype)
         return nn.functional.cross_entropy(scores, labels)
 
-    model, step = made(None, loss, amp="bf16")
+    model, step = make_step(None, loss, amp="bf16")
     inner: list[torch.dtype] = []
     model[3].register_forward_hook(lambda *given: inner.append(given[2].dtype))
-    exact, reference = made()
+    exact, reference = make_step()
     for batch in batches():
         step(batch)
         reference(batch)
@@ -66,7 +65,7 @@ def test_bf16_computes_the_loss_in_float32_and_goes_on_from_a_state():
     assert all(value.dtype == torch.float32 for value in weights(model))
     assert not same(model, exact)
     assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(weights(model), weights(exact), strict=True))
-    resumed, again = made(small_cnn(width=8, seed=3), amp="bf16")
+    resumed, again = make_step(small_cnn(width=8, seed=3), amp="bf16")
     for name, part in again.parts.items():
         part.load_state_dict(copy.deepcopy(step.parts[name].state_dict()))
     again.load_state_dict(step.state_dict())
@@ -95,7 +94,7 @@ def of_scale(scale: float) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("error")
 def test_scaled_gradients_train_clip_and_accumulate_as_others_do(scaled_on_cpu):
-    model, step = made(clip=0.1, accumulate=2)
+    model, step = make_step(clip=0.1, accumulate=2)
     step.load_state_dict({"updates": 0, "scheduler": None, "scaler": of_scale(1024.0)})
     for batch in batches(3):
         step(batch)
@@ -104,7 +103,7 @@ def test_scaled_gradients_train_clip_and_accumulate_as_others_do(scaled_on_cpu):
     assert step.updates == 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "precision_on", precision_on)
-        exact, other = made(clip=0.1, accumulate=2)
+        exact, other = make_step(clip=0.1, accumulate=2)
         for batch in batches(3):
             other(batch)
         other.flush()
@@ -143,8 +142,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_a_compiled_model_trains_the_same_under_its_own_names(eager):
-    model, step = made(compile=True)
-    plain, other = made()
+    model, step = make_step(compile=True)
+    plain, other = make_step()
     for batch in batches(2):
         step(batch)
         other(batch)
@@ -157,13 +156,13 @@ def test_a_compiled_model_trains_the_same_under_its_own_names(eager):
 def test_a_model_that_comes_compiled_or_wrapped_is_saved_under_its_own_names():
     model = small_cnn(width=8)
     for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
-        _, step = made(wrapped)
+        _, step = make_step(wrapped)
         assert step.parts["model"] is model
         step(batches()[0])
 
 
 def test_an_unknown_mode_is_one_clear_line():
-    _, step = made(compile="fastest")
+    _, step = make_step(compile="fastest")
     with pytest.raises(InvalidOption, match=r"Cannot compile Sequential: compile='fastest', a mode of torch.compile"):
         step(batches()[0])
 
@@ -176,7 +175,7 @@ def test_a_missing_compiler_is_one_clear_line_and_other_errors_pass(monkeypatch)
 
     monkeypatch.setattr(torch, "compile", lambda module, mode: failing)
     with pytest.raises(MissingPackage, match=r"no C\+\+ compiler, one for torch.compile. Install it .*compile=False"):
-        made(compile=True)[1](batches()[0])
+        make_step(compile=True)[1](batches()[0])
     error = ZeroDivisionError("planned")
     with pytest.raises(ZeroDivisionError, match="planned"):
-        made(compile=True)[1](batches()[0])
+        make_step(compile=True)[1](batches()[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -163,38 +162,6 @@ def test_a_stop_waits_until_accumulated_gradients_are_applied(data, accumulate):
     with pytest.raises(TrainingInterrupted) as caught:
         train(Accumulates(), Loader(data, 4))
     assert caught.value.report.steps == accumulate
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("is_pressed_too", [False, True])
-def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, number, is_pressed_too):
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
-        signals = [number, *[signal.SIGINT] * is_pressed_too]
-        try:
-            train(pressed(signals, 4), Loader(data, 4), epochs=9, save_to=tmp_path)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == number
-    again = train(lambda batch: None, Loader(data, 4), save_to=tmp_path)
-    assert again.resumed_from == tmp_path / "checkpoint-00000004.pt"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_process_that_is_told_to_end_does_so_even_if_the_training_fails(data, number):
-    def step(batch: object) -> None:
-        signal.raise_signal(number)
-        raise RuntimeError("the step fails")
-
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
-        try:
-            train(step, Loader(data, 4))
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == number
 
 
 def test_signals_that_somebody_else_handles_are_left_to_them(data):

@@ -1,0 +1,128 @@
+"""Trainings whose process is killed or told to end: what is resumed equals an uninterrupted run, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from sampling import sampled
+from trainings import (
+    EPOCHS,
+    PROCESSES,
+    NotedTraining,
+    SmallTraining,
+    history,
+    make_packs,
+    nothing,
+    same,
+    status_of,
+    train,
+)
+
+from colabkit.foundation import meters
+from colabkit.loading import Loader
+from colabkit.packs import PackedDataset
+
+KILLS = 20
+DEADLINE_S = 60.0
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def train_until_killed(data: PackedDataset, folder: Path, at_step: int) -> None:
+    def kill(done: meters.StepDone) -> None:
+        if done.step == at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    SmallTraining(data).train(4, save_to=folder, on_step=kill)
+
+
+@pytest.mark.parametrize("at_step", sampled([1, 6, 7, 15, 23], 2))
+def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_step):
+    whole = SmallTraining(data)
+    expected = whole.train(4)
+    assert status_of(train_until_killed, data, tmp_path, at_step) == -signal.SIGKILL
+    resumed = SmallTraining(data)
+    report = resumed.train(4, save_to=tmp_path)
+    assert history(report) == history(expected)
+    assert same(resumed.weights(), whole.weights())
+    saved = (at_step - 1) // 6 * 6  # in the background: the kill may come before it is sealed
+    assert report.resumed_from.name in {f"checkpoint-{step:08d}.pt" for step in (saved, max(0, saved - 6))}
+
+
+def train_noted(data: PackedDataset, folder: Path, log: Path) -> None:
+    torch.set_num_threads(1)
+    NotedTraining(data, folder, log).train()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["digits", "images"])
+def test_killed_at_twenty_random_moments_equals_uninterrupted(tmp_path, name):
+    data = make_packs(tmp_path)[name]
+    whole = NotedTraining(data, tmp_path / "whole", tmp_path / "whole.log")
+    expected = whole.train()
+    weights, samples = whole.came_to()
+    for epoch in range(EPOCHS):
+        assert sorted(number for step in samples[epoch] for number in step) == list(range(len(data)))
+    draws, killed = random.Random(7), 0
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    while killed < KILLS:
+        begun = len(log.read_bytes()) if log.exists() else 0
+        process = PROCESSES.Process(target=train_noted, args=(data, folder, log))
+        process.start()
+        moment = time.monotonic() + DEADLINE_S
+        while not log.exists() or log.stat().st_size <= begun:  # some steps further each time, so that it ends
+            assert time.monotonic() < moment
+            assert process.is_alive()
+        process.join(draws.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:  # it came to its end before: once more from the start
+            assert process.exitcode == 0
+            shutil.rmtree(folder)
+            log.unlink()
+            continue
+        killed += 1
+    resumed = NotedTraining(data, folder, log)
+    report = resumed.train()
+    found, received = resumed.came_to()
+    assert history(report) == history(expected)
+    assert received == samples
+    assert same(found, weights)
+    assert report.curve == expected.curve
+
+
+def train_until_told_to_end(data: PackedDataset, folder: Path | None, signals: list[int], is_failing: bool) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
+    steps: list[object] = []
+
+    def step(batch: object) -> None:
+        steps.append(batch)
+        if len(steps) == 4:
+            for number in signals:
+                signal.raise_signal(number)
+            if is_failing:
+                raise RuntimeError("the step fails")
+
+    train(step, Loader(data, 4), epochs=9, save_to=folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, number):
+    for signals in ([number], [number, signal.SIGINT]):
+        folder = tmp_path / str(len(signals))
+        assert status_of(train_until_told_to_end, data, folder, signals, False) == -number
+        again = train(nothing, Loader(data, 4), save_to=folder)
+        assert again.resumed_from == folder / "checkpoint-00000004.pt"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_told_to_end_does_so_even_if_the_training_fails(data, number):
+    assert status_of(train_until_told_to_end, data, None, [number], True) == -number
