@@ -307,7 +307,7 @@ def test_ctrl_c_cancels_what_has_not_begun_and_leaves_the_executor_alone(tmp_pat
 
 def test_what_is_no_executor_or_cannot_be_sent_is_told_in_one_line(tmp_path, image_tree):
     for wrong in (4, "threads", ThreadPoolExecutor, multiprocessing):
-        with pytest.raises(InvalidOption, match=r"executor=.*client.get_executor\(\)"):
+        with pytest.raises(InvalidOption, match=r"executor is .*client.get_executor\(\)"):
             packed(image_tree, tmp_path / "p.h5", wrong)  # type: ignore[arg-type]
     with processes() as executor, pytest.raises(InvalidOption, match=r"cannot be sent .*at the top of a module"):
         packed(image_tree, tmp_path / "p.h5", executor, fields={"Z": lambda path: 3})

@@ -18,7 +18,6 @@ from trees import leftovers
 
 from colabkit.errors import BadImage, NotEnoughSpace, TargetExists
 from colabkit.foundation import file_changes
-from colabkit.foundation.progress import ProgressBar
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing import shards
 from colabkit.packs.packing.pack_plan import PackPlan
@@ -220,7 +219,7 @@ def test_a_second_process_waits_for_the_first(tmp_path, small_tree, options, cod
 
 def test_a_process_that_does_not_move_any_more_is_not_waited_for(tmp_path, small_tree, monkeypatch):
     monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", -1)
-    with shards._kept_beside(tmp_path / "p.h5", ProgressBar("pack", None, "", enabled=False)) as kept:
+    with shards.ShardFolder(tmp_path / "p.h5") as kept:
         kept.note(path="", work="")
         report = sharded(small_tree, tmp_path / "p.h5")
     assert_same(report.path, sharded(small_tree, tmp_path / "whole.h5", None).path)

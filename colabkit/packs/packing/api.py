@@ -7,6 +7,7 @@ nothing that opens.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from colabkit.foundation import (
     Report,
     TargetExists,
     cannot,
+    check_type,
     check_whole_number,
     file_changes,
     format_bytes,
@@ -40,7 +42,6 @@ from colabkit.packs.packing.memory_plan import is_arrays, is_dataset, plan_array
 from colabkit.packs.packing.options import Fields, PackOptions, Size
 from colabkit.packs.packing.pack_plan import Encoding, OnBad, PackPlan, UnequalSample
 from colabkit.packs.packing.pack_writer import WrittenPack
-from colabkit.packs.packing.shard_tasks import check_executor
 from colabkit.packs.packing.shards import SHARD_BYTES, reclaim, write_shards, write_single
 from colabkit.packs.packing.verification import shards_of
 from colabkit.storage import (
@@ -214,7 +215,9 @@ def pack(
     act = f"pack {in_memory if opened is None else opened.name!r}"
     options = PackOptions(act, size, encoding, quality, channels, labels, splits, fields, seed, on_bad, max_bad)
     check_threads(act, threads)
-    check_executor(act, executor)
+    if executor is not None:
+        needed, next_step = "an executor of concurrent.futures", "Use client.get_executor() of Dask, for example"
+        check_type(act, "executor", executor, concurrent.futures.Executor, needed, next_step)
     if isinstance(shard_bytes, str):
         try:
             shard_bytes = parse_bytes(shard_bytes)

@@ -27,7 +27,6 @@ from colabkit.packs.packing.pack_plan import (
     SampleField,
     UnequalSample,
     Value,
-    format_shape,
     is_storable,
 )
 
@@ -157,14 +156,7 @@ class DatasetSampleMaker(MemorySampleMaker):
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
         """Return each field of many samples, which the data set gives one by one."""
-        samples = []
-        for place, number in enumerate(numbers.tolist()):
-            try:
-                samples.append(self._made(number))
-            except BadImage as error:
-                on_bad(place, number, error)
-                samples.append(self.blank(number))
-        return tuple(zip(*samples, strict=True))
+        return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
         """Return the fields of a sample; raises `BadImage` with the bare reason if it is broken or unlike the first."""
@@ -178,7 +170,12 @@ class DatasetSampleMaker(MemorySampleMaker):
                 raise UnlikeFirst(f"it has no {name!r}") from error
             if name == SAMPLES and _is_image(value) != bool(self.image_shape):
                 raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first")
-            values.append(self._alike(made, self._value(name, value)))
+            stored = self._value(name, value)
+            if isinstance(stored, np.ndarray) is made.field.is_ragged:
+                raise UnlikeFirst(f"{name!r} is of another kind than in the first")
+            if isinstance(stored, np.ndarray):
+                stored = made.converted(stored, UnequalPicture if made.field.content == "image" else UnlikeFirst)
+            values.append(stored)
         return tuple(values)
 
     def subset(self, numbers: Indices) -> DatasetSampleMaker:
@@ -295,25 +292,6 @@ class DatasetSampleMaker(MemorySampleMaker):
         raise UnstorableValue(
             f"a label of {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats"
         )
-
-    def _alike(self, made: SampleField, value: Value) -> Value:
-        """Return a value in the form of its field; raises `UnlikeFirst` if it has another."""
-        name = made.field.name
-        if isinstance(value, np.ndarray) is made.field.is_ragged:
-            raise UnlikeFirst(f"{name!r} is of another kind than in the first")
-        if not isinstance(value, np.ndarray):
-            return value
-        if value.shape != made.shape:
-            kind = UnequalPicture if name == SAMPLES and self.image_shape else UnlikeFirst
-            what = "its shape" if name == SAMPLES else f"the shape of {name!r}"
-            raise kind(f"{what} is {format_shape(value.shape)}, not {format_shape(made.shape)} like the first")
-        if value.dtype.str != made.dtype:
-            cast = value.astype(made.dtype)
-            is_same = np.can_cast(value.dtype, made.dtype, "same_kind") or cast.dtype.kind == value.dtype.kind
-            if not is_same or (cast.dtype.kind not in "fc" and not np.array_equal(cast, value)):
-                raise UnlikeFirst(f"the dtype of {name!r} is {value.dtype}, not {cast.dtype} like the first")
-            return cast
-        return value
 
     def _field(self, name: str, value: Any) -> SampleField:
         stored = self._value(name, value)

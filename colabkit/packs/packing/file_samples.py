@@ -23,7 +23,6 @@ from colabkit.packs.packing.pack_plan import (
     SampleMaker,
     UnequalSample,
     Value,
-    format_shape,
 )
 from colabkit.storage import Block, Item, Reading, Retries, Source, Threads, Wanted, read_item
 
@@ -176,14 +175,8 @@ class FileSampleMaker(SampleMaker):
         """Return each field of many samples, of the bytes of their files; bad ones are blank."""
         if self.encoding == "raw" and self.is_image and not self.extra:
             return (self._rows(numbers, data, on_bad),)
-        samples = []
-        for place, (number, one) in enumerate(zip(numbers, data, strict=True)):
-            try:
-                samples.append(self._made(number, one))
-            except BadImage as error:
-                on_bad(place, number, error)
-                samples.append(self.blank(number))
-        return tuple(zip(*samples, strict=True))
+        given = iter(data)
+        return self._join(numbers, lambda number: self._made(number, next(given)), on_bad)
 
     def _rows(
         self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
@@ -218,17 +211,14 @@ class FileSampleMaker(SampleMaker):
 
     def _extra(self, number: int) -> tuple[Value, ...]:
         path = self.path(number)
-        return tuple(_suited(path, field, function(path)) for field, function in self.extra)
+        return tuple(_stored_value(path, field, function(path)) for field, function in self.extra)
 
     def _encoded(self, data: bytes) -> Value:
         if self.encoding == "raw":
             pixels = decode_image(data, self.channels, self.size) if self.is_image else decode_array(data)
-            unequal = UnequalSample if self.is_image else UnequalArray
-            if pixels.shape != self.shape:
-                found, first = format_shape(pixels.shape), format_shape(self.shape)
-                raise unequal(f"its shape is {found}, not {first} like the first")
+            self.fields[0].check_shape(pixels, UnequalSample if self.is_image else UnequalArray)
             if pixels.dtype != np.dtype(self.dtype):
-                raise unequal(f"its dtype is {pixels.dtype}, not {np.dtype(self.dtype)} like the first")
+                raise UnequalArray(f"its dtype is {pixels.dtype}, not {np.dtype(self.dtype)} like the first")
             return pixels
         if self.encoding == "source":
             check_image(data)
@@ -240,8 +230,8 @@ class FileSampleMaker(SampleMaker):
         return {name: value for name, value in self.__dict__.items() if name != "_decode_row"}
 
 
-def _suited(path: str, made: SampleField, value: Any) -> Value:
-    """Return what a user's function returned, as its field needs it; nothing is cut on the way."""
+def _stored_value(path: str, made: SampleField, value: Any) -> Value:
+    """Return what a user's function returned as the field stores it, with no number changed."""
     act, next_step = f"pack the field {made.field.name!r} of {path!r}", "Return values of one kind and shape"
     if made.field.is_ragged:
         kind = str if made.field.content == "text" else bytes
@@ -250,17 +240,8 @@ def _suited(path: str, made: SampleField, value: Any) -> Value:
         return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     try:
         # A copy, since the function may fill the same array for each sample.
-        given = np.array(value)
+        return made.converted(np.array(value), UnequalSample)
+    except UnequalSample as error:
+        raise BadSource(cannot(act, str(error), "values of one shape and dtype", next_step)) from None
     except ValueError:
         raise BadSource(cannot(act, "lists of several lengths", "numbers of one shape", next_step)) from None
-    if given.shape != made.shape:
-        found, needed = f"the shape {format_shape(given.shape)}", f"{format_shape(made.shape)} like the first"
-        raise BadSource(cannot(act, found, needed, next_step))
-    if given.dtype.str == made.dtype:
-        return given
-    dtype = np.dtype(made.dtype)
-    if given.dtype.kind in ("biuf" if dtype.kind == "f" else "biu"):
-        converted = given.astype(dtype)
-        if dtype.kind == "f" or np.array_equal(converted, given):
-            return converted
-    raise BadSource(cannot(act, f"values of {given.dtype}", f"{dtype} like the first", next_step))

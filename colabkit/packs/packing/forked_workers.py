@@ -15,8 +15,8 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from colabkit.foundation import ColabkitError, PackingFailed, TimedOut, cannot
@@ -24,7 +24,8 @@ from colabkit.foundation import ColabkitError, PackingFailed, TimedOut, cannot
 T = TypeVar("T")
 R = TypeVar("R")
 
-_AHEAD = 2  # tasks that a worker has: one under way, one that waits for it
+# Tasks that a worker has: one under way, one that waits for it.
+_AHEAD = 2
 _TICK_S = 0.25
 _TRIES = 2
 _END_S = 5.0
@@ -36,42 +37,37 @@ def can_fork() -> bool:
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
+@dataclass(eq=False)
 class _Worker(Generic[T]):
-    """A process with its end of the pipe and the tasks that it has, the oldest first."""
+    """A process with its end of the pipe, and its tasks with the number of their try, the oldest first."""
 
-    def __init__(self, process: Any, pipe: connection.Connection) -> None:
-        self.process = process
-        self.pipe = pipe
-        self.tasks: deque[tuple[T, int]] = deque()
-        self.moved = time.monotonic()
+    process: Any
+    pipe: connection.Connection
+    tasks: deque[tuple[T, int]] = field(default_factory=deque)
+    moved: float = field(default_factory=time.monotonic)
 
 
+@dataclass
 class ForkedWorkers(Generic[T, R]):
-    """Calls a function in forked processes, which see all that was in memory; a context that ends them.
+    """Calls a function in forked processes, which share the memory of this one; a context that ends them.
 
-    A worker that dies, or says nothing for `stalled_s`, is replaced, and what it was at is tried once more.
+    A worker that dies, or takes longer than `stalled_s`, is replaced, and its task is tried once more.
 
     Args:
         act: verb and object for messages.
-        function: called with each task; what it returns is pickled.
+        function: called with each task; its result is pickled.
         count: processes.
-        describe: says what a task is, for messages.
+        describe: returns the name of a task for messages.
         stalled_s: seconds that one task may take.
     """
 
-    def __init__(
-        self,
-        act: str,
-        function: Callable[[T], R],
-        count: int,
-        describe: Callable[[T], str],
-        stalled_s: float = 300.0,
-    ) -> None:
-        self._act = act
-        self._function = function
-        self._count = count
-        self._describe = describe
-        self._stalled_s = stalled_s
+    act: str
+    function: Callable[[T], R]
+    count: int
+    describe: Callable[[T], str]
+    stalled_s: float = 300.0
+
+    def __post_init__(self) -> None:
         self._workers: list[_Worker[T]] = []
 
     def results(self, tasks: Iterable[T], on_wait: Callable[[], None] | None = None) -> Iterator[R]:
@@ -82,11 +78,11 @@ class ForkedWorkers(Generic[T, R]):
             TimedOut: if one took too long twice.
             Exception: what the function raised; as a RuntimeError that says so if it cannot be pickled.
         """
-        remaining = iter(tasks)
+        remaining = ((task, 1) for task in tasks)
         again: deque[tuple[T, int]] = deque()
         while True:
             for worker in self._workers:
-                while len(worker.tasks) < _AHEAD and (one := _next(again, remaining)) is not None:
+                while len(worker.tasks) < _AHEAD and (one := again.popleft() if again else next(remaining, None)):
                     self._give(worker, one)
             busy = [worker for worker in self._workers if worker.tasks]
             if not busy:
@@ -106,14 +102,15 @@ class ForkedWorkers(Generic[T, R]):
                     if not is_good:
                         raise answer
                     yield answer
-                elif time.monotonic() - worker.moved > self._stalled_s:
+                elif time.monotonic() - worker.moved > self.stalled_s:
                     again += self._replaced(worker, "hung")
 
     def _give(self, worker: _Worker[T], one: tuple[T, int]) -> None:
         if not worker.tasks:
             worker.moved = time.monotonic()
         worker.tasks.append(one)
-        with contextlib.suppress(OSError):  # it has died, which shows when its answer is waited for
+        # A worker that has died is noticed when its answer is awaited.
+        with contextlib.suppress(OSError):
             worker.pipe.send(one[0])
 
     def _replaced(self, worker: _Worker[T], how: str) -> list[tuple[T, int]]:
@@ -126,16 +123,13 @@ class ForkedWorkers(Generic[T, R]):
         worker.process.close()
         (first, tries), *others = worker.tasks
         if tries >= _TRIES:
-            found = f"a worker process {how} twice at {self._describe(first)}"
+            found = f"a worker process {how} twice at {self.describe(first)}"
             if how == "hung":
-                raise TimedOut(
-                    cannot(
-                        self._act, found, f"an answer in {self._stalled_s:g} s", "Check these files, or leave them out"
-                    )
-                )
+                needed, next_step = f"an answer in {self.stalled_s:g} s", "Check these files, or leave them out"
+                raise TimedOut(cannot(self.act, found, needed, next_step))
             found += f" ({signal.Signals(-code).name if code and code < 0 else f'exit code {code}'})"
             next_step = "Check these files, and the free memory"
-            raise PackingFailed(cannot(self._act, found, "processes that live", next_step))
+            raise PackingFailed(cannot(self.act, found, "processes that live", next_step))
         self._workers.append(self._started())
         return [(first, tries + 1), *others]
 
@@ -145,12 +139,13 @@ class ForkedWorkers(Generic[T, R]):
         inherited = [worker.pipe for worker in self._workers]
         process = context.Process(
             target=_work,
-            args=(os.getpid(), self._function, theirs, [ours, *inherited]),
+            args=(os.getpid(), self.function, theirs, [ours, *inherited]),
             name="colabkit-pack",
             daemon=True,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+            # Newer Pythons warn of forks beside threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 process.start()
             except OSError as error:
@@ -158,22 +153,20 @@ class ForkedWorkers(Generic[T, R]):
                 theirs.close()
                 found = f"no further process ({error.strerror or error})"
                 next_step = "Free some memory, or use threads=1"
-                raise PackingFailed(cannot(self._act, found, "processes that can be started", next_step)) from error
+                raise PackingFailed(cannot(self.act, found, "processes that can be started", next_step)) from error
         theirs.close()
         return _Worker(process, ours)
 
     def __enter__(self) -> Self:
         try:
-            for _ in range(self._count):
+            for _ in range(self.count):
                 self._workers.append(self._started())
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.pipe.close()
             if worker.tasks:
@@ -188,24 +181,22 @@ class ForkedWorkers(Generic[T, R]):
         self._workers.clear()
 
 
-def _next(again: deque[tuple[T, int]], remaining: Iterator[T]) -> tuple[T, int] | None:
-    """Return the next task with the number of its try; None if there is none."""
-    if again:
-        return again.popleft()
-    for task in remaining:
-        return task, 1
-    return None
-
-
 def _work(
     parent: int, function: Callable[[Any], Any], pipe: connection.Connection, others: list[connection.Connection]
 ) -> None:
     """Answer tasks until the pipe is closed, which a parent that was killed does, too."""
-    _die_with(parent)
-    gc.freeze()  # or a collection would touch, and so copy, all that was in memory
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over
+    with contextlib.suppress(OSError, AttributeError):
+        # The kernel kills this process when its parent is killed, also in the middle of a task that never ends.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before that
+        os._exit(1)
+    # Otherwise a collection would touch, and so copy, all shared memory.
+    gc.freeze()
+    # Ctrl-C reaches the parent, which ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in others:  # or the end of the parent would not close them
+    # Otherwise the end of the parent would not close them.
+    for other in others:
         other.close()
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -216,14 +207,6 @@ def _work(
                 answer = False, _portable(error)
             pipe.send(answer)
     os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent is, also in the middle of a task that never ends."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before that
-        os._exit(1)
 
 
 def _portable(error: Exception) -> Exception:

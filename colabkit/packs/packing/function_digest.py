@@ -57,10 +57,9 @@ class _Digests:
 
     def _of_open(self, value: Any) -> bytes:
         if type(value) in (tuple, list, dict):
-            parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
+            parts = [*value, *value.values()] if isinstance(value, dict) else value
             if all(type(part) in _PLAIN for part in parts):
                 return _hashed("plain", _marshalled(value))
-            parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
             return self._all(type(value).__name__, parts)
         if type(value) in (set, frozenset):
             # Their order is another one in each process.

@@ -30,7 +30,7 @@ BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
 class UnequalSample(BadImage):
     """A sample differs in shape or dtype from the first one."""
 
-    next_step = "Use size= to bring all images to one size, or encoding='source' to keep each as it is"
+    next_step = "Use size= to bring all images to one size, or encoding='source' to keep each unchanged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,27 @@ class SampleField:
     def row_bytes(self) -> int:
         """Bytes of a sample; of a ragged field 0."""
         return 0 if self.field.is_ragged else int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def check_shape(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> None:
+        """Raise the error if an array has another shape than the field."""
+        if array.shape != self.shape:
+            found, first = ("x".join(map(str, shape)) or "()" for shape in (array.shape, self.shape))
+            raise error(f"{self._named('shape')} is {found}, not {first} like the first")
+
+    def converted(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> npt.NDArray[Any]:
+        """Return an array with the field's dtype; raise the error if it has another shape, or a number would change."""
+        self.check_shape(array, error)
+        if array.dtype.str == self.dtype:
+            return array
+        dtype = np.dtype(self.dtype)
+        if array.dtype.kind in {"f": "biuf", "c": "biufc"}.get(dtype.kind, "biu"):
+            converted = array.astype(dtype)
+            if dtype.kind in "fc" or np.array_equal(converted, array):
+                return converted
+        raise error(f"{self._named('dtype')} is {array.dtype}, not {dtype} like the first")
+
+    def _named(self, what: str) -> str:
+        return f"its {what}" if self.field.name == SAMPLES else f"the {what} of {self.field.name!r}"
 
 
 class SampleMaker(ABC):
@@ -84,6 +105,19 @@ class SampleMaker(ABC):
         """Return the fields that take the place of a bad sample."""
         return tuple(b"" if one.field.is_ragged else np.zeros(one.shape, one.dtype) for one in self.fields)
 
+    def _join(
+        self, numbers: Iterable[int], make: Callable[[int], tuple[Value, ...]], on_bad: BadHandler
+    ) -> Sequence[Column]:
+        """Make samples one by one and return each of their fields; bad samples are blank."""
+        samples = []
+        for place, number in enumerate(numbers):
+            try:
+                samples.append(make(number))
+            except BadImage as error:
+                on_bad(place, number, error)
+                samples.append(self.blank(number))
+        return tuple(zip(*samples, strict=True))
+
 
 class MemorySampleMaker(SampleMaker):
     """Makes samples of values in memory, or of a data set that is asked for them."""
@@ -103,12 +137,7 @@ class MemorySampleMaker(SampleMaker):
 
 @dataclass(frozen=True)
 class FieldTable:
-    """A field that is known before samples are made.
-
-    Attributes:
-        field: name and content.
-        values: one for each of the maker's samples, by number; of a ragged field bytes.
-    """
+    """A field that is known before samples are made: a value for each of them, bytes if the field is ragged."""
 
     field: Field
     values: npt.NDArray[Any] | tuple[bytes, ...]
@@ -250,11 +279,6 @@ class PackPlan:
 def is_storable(dtype: np.dtype[Any]) -> bool:
     """Return whether a pack holds numbers of a dtype; torch knows no longer ones."""
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
-
-
-def format_shape(shape: Sequence[int]) -> str:
-    """Return a shape as messages show it, as in `24x32x3`."""
-    return "x".join(map(str, shape)) or "()"
 
 
 def digest_of(*values: object) -> str:

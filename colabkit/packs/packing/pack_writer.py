@@ -63,13 +63,6 @@ def write_pack(
     Rows are written at their final place. Only where lengths are known late, or bad samples leave gaps, are they
     written beside it first, and copied at the end. A shard without a good sample is not written.
 
-    Args:
-        plan: of the file.
-        final: its path.
-        threads: files read at once, or `"auto"`.
-        bar: advances by each sample.
-        replace: whether an existing file is replaced.
-
     Raises:
         BadSource: if no sample is good.
         TargetExists: if something is there and `replace` is false.
@@ -136,11 +129,11 @@ def no_good_sample(plan: PackPlan) -> BadSource:
 
 
 class Compaction:
-    """Collects CRCs, lengths and bad samples; copies the good ones to a new file, one after the other.
+    """Collects CRCs, lengths and bad samples; copies the good samples to a new file, one after the other.
 
     Args:
         plan: of the file.
-        folder: where the bytes of late lengths are spooled; it is made when there are any.
+        folder: where samples are spooled whose lengths are known late; it is made when there are any.
     """
 
     def __init__(self, plan: PackPlan, folder: Path) -> None:
@@ -238,14 +231,7 @@ class Compaction:
         return rows
 
     def copy(self, rows: Path, old: Mapping[str, DataSet], path: Path, new: Mapping[str, DataSet]) -> None:
-        """Copy all kept samples from the file that was filled, and from the spools, to the pack.
-
-        Args:
-            rows: that file.
-            old: its data sets.
-            path: the pack.
-            new: its data sets.
-        """
+        """Copy all kept samples from the filled file `rows` with `old` data sets, and from the spools, to the pack."""
         fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
         to_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -57,7 +57,7 @@ class SampleRange:
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be made: where it would be, and why."""
+    """A sample that could not be made: its place in the split, its path and the reason."""
 
     split: str
     index: int
@@ -88,7 +88,7 @@ class SampleWriter:
     Args:
         plan: of the pack.
         path: the pack, with its space reserved.
-        placed: its data sets.
+        placed: its data sets by name.
         retries: counts reads that were tried again.
     """
 
@@ -102,10 +102,6 @@ class SampleWriter:
 
     def write(self, threads: Threads, bar: ProgressBar) -> Generator[WrittenRange, None, None]:
         """Fill the pack and yield each range of samples when it is written, in any order.
-
-        Args:
-            threads: files read at once, or `"auto"`, which measures.
-            bar: shows the progress.
 
         Raises:
             BadImage: if a sample cannot be made and that is an error.

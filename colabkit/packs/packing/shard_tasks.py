@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -31,14 +31,7 @@ Outcome: TypeAlias = tuple[WrittenPack | None, str]
 
 @dataclass(frozen=True)
 class ShardTask:
-    """A shard to be written. It is pickled.
-
-    Attributes:
-        plan: of the shard.
-        path: of the shard, absolute.
-        sign: a file that is there as long as somebody waits for the shard.
-        threads: files read at once.
-    """
+    """A shard to be written at an absolute path; `sign` is a file that exists while somebody waits for the shard."""
 
     plan: PackPlan
     path: Path
@@ -46,9 +39,9 @@ class ShardTask:
     threads: Threads
 
     def run(self) -> Outcome:
-        """Write the shard if it is not there; return what it holds, and the trace of an error that is not the family's.
+        """Write the shard if there is none; return what was written, or the trace of an error of the user's code.
 
-        No processes are forked: the executor has its own. Raises as `pack()`.
+        No processes are forked: the executor has its own.
         """
         try:
             with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
@@ -57,13 +50,14 @@ class ShardTask:
                 return found or write_pack(self.plan, self.path, self.threads, bar, replace=True), ""
         except ColabkitError:
             raise
-        except Exception as error:  # of the user's code; as text, since not each of them can be pickled
+        except Exception as error:
+            # As text, since not every error can be pickled.
             text = "".join(traceback.format_exception(error)).rstrip()
             return None, f"{type(error).__name__} in a task of the executor: {error}\n\n{text}"
 
 
 class _WatchingBar(ProgressBar):
-    """Shows nothing, but stops a task that nobody waits for any more."""
+    """Shows nothing, but stops a task that the call has abandoned."""
 
     def __init__(self, task: ShardTask) -> None:
         super().__init__("pack", None, " samples", enabled=False)
@@ -77,11 +71,7 @@ class _WatchingBar(ProgressBar):
         self.look()
 
     def look(self) -> None:
-        """Look for the sign, if that was not done just before.
-
-        Raises:
-            PackingFailed: if it is gone.
-        """
+        """Raise `PackingFailed` if the sign is gone, which is looked for twice a second at most."""
         if time.monotonic() - self._looked < _LOOKED_S:
             return
         self._looked = time.monotonic()
@@ -89,13 +79,6 @@ class _WatchingBar(ProgressBar):
             found = f"{str(self._task.path.parent)!r} is not there for a worker, or the call that made it is over"
             needed = "a folder that all workers share"
             raise PackingFailed(cannot(self._task.plan.act, found, needed, "Pack to a path that all machines have"))
-
-
-def check_executor(act: str, executor: object) -> None:
-    """Raise `InvalidOption` unless it is an executor."""
-    if executor is not None and not isinstance(executor, concurrent.futures.Executor):
-        found, needed = f"executor={type(executor).__name__}", "an executor of concurrent.futures"
-        raise InvalidOption(cannot(act, found, needed, "Use client.get_executor() of Dask, say"))
 
 
 def run_tasks(
@@ -111,7 +94,7 @@ def run_tasks(
         act: verb and object for messages.
         tasks: by number.
         executor: runs them.
-        sign: of all of them; it does not exist yet.
+        sign: the sign of all tasks; it does not exist yet.
         on_wait: called some times a second.
 
     Raises:
@@ -127,61 +110,51 @@ def run_tasks(
     try:
         while True:
             while len(waiting) * task_bytes < _SENT_BYTES and (one := next(remaining, None)) is not None:
-                future = _submitted(act, one[1], executor)
-                numbers[future] = one[0]
+                number, task = one
+                with _executor_errors(act, task):
+                    future = executor.submit(task.run)
+                numbers[future] = number
                 waiting.add(future)
-                task_bytes = _array_bytes(one[1].plan)
+                # Other samples are read by the worker that makes them.
+                is_sent = isinstance(task.plan.maker, ArraySampleMaker)
+                task_bytes = task.plan.samples * task.plan.row_bytes if is_sent else 0
             if not waiting:
                 return
             ended, waiting = concurrent.futures.wait(waiting, _TICK_S, concurrent.futures.FIRST_COMPLETED)
             for future in ended:
-                yield numbers[future], _result(act, tasks[numbers[future]], future)
+                with _executor_errors(act, tasks[numbers[future]]):
+                    written, trace = future.result()
+                if written is None:
+                    raise RuntimeError(trace)
+                yield numbers[future], written
             on_wait()
     finally:
-        with contextlib.suppress(OSError):  # an error that is under way says more
+        # An error that is under way says more.
+        with contextlib.suppress(OSError):
             file_changes.remove(sign)
         running = [future for future in waiting if not future.cancel()]
         concurrent.futures.wait(running, _END_S)
 
 
-def _array_bytes(plan: PackPlan) -> int:
-    """Return the bytes of arrays that travel with a task; 0 where samples are read by whoever makes them."""
-    return plan.samples * plan.row_bytes if isinstance(plan.maker, ArraySampleMaker) else 0
-
-
-def _submitted(act: str, task: ShardTask, executor: concurrent.futures.Executor) -> concurrent.futures.Future[Outcome]:
+@contextlib.contextmanager
+def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
+    """Raise errors of the package unchanged, and others as what they mean: the executor could not run a task."""
     try:
-        return executor.submit(task.run)
-    except Exception as error:
-        raise _failed(act, task, error) from error
-
-
-def _result(act: str, task: ShardTask, future: concurrent.futures.Future[Outcome]) -> WrittenPack:
-    try:
-        written, trace = future.result()
+        yield
     except ColabkitError:
         raise
     except Exception as error:
-        raise _failed(act, task, error) from error
-    if written is None:
-        raise RuntimeError(trace)
-    return written
+        if isinstance(error, pickle.PicklingError | AttributeError | TypeError):
+            try:
+                pickle.dumps(task)
+            except Exception as reason:  # pickling raises anything
+                found = f"a task that cannot be sent ({_in_one_line(reason)})"
+                next_step = "Define functions and classes at the top of a module that workers can import"
+                raise InvalidOption(cannot(act, found, "one that pickles", next_step)) from error
+        found = f"an executor that failed ({_in_one_line(error)})"
+        next_step = "Run it again with a new executor: whole shards are kept"
+        raise PackingFailed(cannot(act, found, "tasks that end", next_step)) from error
 
 
-def _failed(act: str, task: ShardTask, error: Exception) -> ColabkitError:
-    """Return what it means that the executor could not run a task."""
-    told = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-    if isinstance(error, pickle.PicklingError | AttributeError | TypeError) and (reason := _unpicklable(task)):
-        next_step = "Define functions and classes at the top of a module that workers can import"
-        return InvalidOption(cannot(act, f"a task that cannot be sent ({reason})", "one that pickles", next_step))
-    next_step = "Run it again with a new executor: whole shards are kept"
-    return PackingFailed(cannot(act, f"an executor that failed ({told})", "tasks that end", next_step))
-
-
-def _unpicklable(task: ShardTask) -> str:
-    """Return why a task cannot be pickled, empty if it can."""
-    try:
-        pickle.dumps(task)
-    except Exception as error:  # pickling raises anything
-        return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-    return ""
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

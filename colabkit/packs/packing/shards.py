@@ -13,8 +13,9 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ from colabkit.storage import Threads
 SHARD_BYTES = 256 << 20
 """The size of shards where an executor packs and no other size was given."""
 
-_OWN = "own"  # the file with the names that are ours, which also keeps the folder
+# The file that lists what belongs to the pack, which also keeps the hidden folder.
+_OWN = "own"
 _SIGN = "wanted-"
 _PROBED = 16
 _LIFE_S = 1.0
@@ -61,7 +63,7 @@ def write_shards(
 
     Args:
         plan: of the pack.
-        final: of the index.
+        final: the path of the index.
         threads: files read at once, or `"auto"`.
         bar: advances by each sample.
         shard_bytes: about how large each is.
@@ -79,7 +81,7 @@ def write_shards(
     sizes = _sample_bytes(plan)
     ranges = _ranges(sizes, shard_bytes)
     names = [f"{final.stem}-{number:05d}{final.suffix}" for number in range(len(ranges))]
-    with _kept_beside(final, bar) as kept:
+    with ShardFolder(final, bar.wait) as kept:
         if not replace:
             check_free(plan, final)
         work = _digest(plan, ranges)
@@ -92,7 +94,7 @@ def write_shards(
         file_changes.make_folder(kept.data)
         shards = _ShardSet(plan, kept, names, ranges, bar)
         if is_same:
-            shards.take_over([] if os.path.lexists(final) else [final.with_name(name) for name in _own(kept)])
+            shards.take_over([] if os.path.lexists(final) else kept.own)
         missing_bytes = sum(sizes[slice(*ranges[number])].sum() for number in shards.missing)
         file_changes.check_space(plan.act, int(missing_bytes), final)
         if executor is None:
@@ -103,7 +105,7 @@ def write_shards(
         if sum(len(one.bad) for one in ordered) == plan.samples:
             raise no_good_sample(plan)
         full = [name for name, one in zip(names, ordered, strict=True) if one.counts]
-        infos = _published(plan, kept, final, full, replace=replace)
+        infos = _publish(plan, kept, full, replace=replace)
         seal, counts = _write_index(plan, final, infos, ordered, replace=replace)
         kept.start_over()
     bad = tuple(one for shard in ordered for one in shard.bad)
@@ -117,115 +119,144 @@ def write_single(plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar
     old = _names_in(final) if replace else []
     if not old:
         return write_pack(plan, final, threads, bar, replace=replace)
-    with _kept_beside(final, bar) as kept:
+    with ShardFolder(final, bar.wait) as kept:
         kept.note(path=os.fspath(final), work="")
-        _add_own(kept, old)
+        kept.add_own(old)
         try:
             written = write_pack(plan, final, threads, bar, replace=True)
         except BaseException:
             kept.start_over()  # the old pack stays
             raise
-        _remove_own(kept, final, but=[])
+        kept.remove_own()
         kept.start_over()
     return written
 
 
 def reclaim(final: Path) -> None:
     """Remove what interrupted calls left of shards beside `final`, if no process works there."""
-    final = final.absolute()
-    kept = partials.KeptPartial(final.parent, _identity(final))
+    kept = ShardFolder(final.absolute())
     if kept.is_begun() and not kept.is_busy():
         with kept:
-            _remove_own(kept, final, but=_names_in(final))
+            kept.remove_own(but=_names_in(final))
             kept.start_over()
 
 
+class ShardFolder(partials.KeptPartial):
+    """The hidden folder of a pack of shards, with a list of the files beside the index that belong to the pack.
+
+    Args:
+        index: the path of the index.
+        on_wait: called some times a second while another process has the folder and still works; None does not wait.
+    """
+
+    def __init__(self, index: Path, on_wait: Callable[[], None] | None = None) -> None:
+        super().__init__(index.parent, hashlib.sha256(b"shards of " + os.fsencode(index.name)).hexdigest(), on_wait)
+        self.index = index
+
+    @property
+    def own(self) -> list[str]:
+        """The names of the files that belong to the pack."""
+        try:
+            return list(json.loads((self.folder / _OWN).read_bytes()))
+        except (OSError, ValueError):
+            return []
+
+    def add_own(self, names: Collection[str]) -> None:
+        """Add names to the list."""
+        path = self.folder / _OWN
+        new = path.with_suffix(".new")
+        file_changes.remove(new)
+        file_changes.write_file(new, json.dumps(sorted({*self.own, *names})).encode())
+        file_changes.rename(new, path)
+
+    def remove_own(self, but: Collection[str] = ()) -> None:
+        """Remove the packs among the files of the list, except some."""
+        for name in self.own:
+            if name not in but and is_pack(self.index.with_name(name)):
+                file_changes.remove(self.index.with_name(name))
+
+
+@dataclass
 class _ShardSet:
     """The shards of a plan, written or missing.
 
-    Args:
+    Attributes:
         plan: of the whole pack.
         kept: the hidden folder.
         names: of the shards.
         ranges: their samples, counted through all splits.
         bar: advances by each sample.
+        written: the shards that are written, by number.
+        made_by: what made the samples.
     """
 
-    def __init__(
-        self,
-        plan: PackPlan,
-        kept: partials.KeptPartial,
-        names: Sequence[str],
-        ranges: Sequence[tuple[int, int]],
-        bar: ProgressBar,
-    ) -> None:
-        self.written: dict[int, WrittenPack] = {}
-        self.made_by = ""
-        self._plan = plan
-        self._kept = kept
-        self._paths = [kept.data / name for name in names]
-        self._ranges = ranges
-        self._bar = bar
-        self._life = 0.0
+    plan: PackPlan
+    kept: ShardFolder
+    names: Sequence[str]
+    ranges: Sequence[tuple[int, int]]
+    bar: ProgressBar
+    written: dict[int, WrittenPack] = field(default_factory=dict)
+    made_by: str = ""
+    _life: float = 0.0
 
     @property
     def missing(self) -> list[int]:
         """The numbers of the shards that are not written."""
-        return [number for number in range(len(self._paths)) if number not in self.written]
+        return [number for number in range(len(self.names)) if number not in self.written]
 
-    def take_over(self, moved: Sequence[Path]) -> None:
-        """Take over whole shards from the hidden folder, and those that were moved to their names already."""
-        places = {path.name: path for path in moved}
-        for number, (start, stop) in enumerate(self._ranges):
-            path, about = self._paths[number], self._about(number)
-            found = find_written(path, about)
-            if found is None and path.name in places:
-                found = find_written(places[path.name], about)
+    def take_over(self, moved: Collection[str]) -> None:
+        """Take over whole shards from the hidden folder, and those of these names that were moved already."""
+        for number, (name, (start, stop)) in enumerate(zip(self.names, self.ranges, strict=True)):
+            places = [self.kept.data, *([self.kept.folder.parent] if name in moved else [])]
+            found = next(filter(None, (find_written(place / name, self._about(number)) for place in places)), None)
             if found is not None:
                 self.written[number] = found
-                self._bar.advance(stop - start)
+                self.bar.advance(stop - start)
         self._check_bad()
 
     def write(self, threads: Threads) -> None:
         """Write the missing shards here, one after the other."""
         for number in self.missing:
-            written = write_pack(self._shard(number), self._paths[number], threads, self._bar, replace=True)
+            path = self.kept.data / self.names[number]
+            written = write_pack(self._shard(number), path, threads, self.bar, replace=True)
             self.written[number], self.made_by = written, written.made_by
             self._check_bad()
 
     def run(self, threads: Threads, executor: concurrent.futures.Executor) -> None:
         """Write the missing shards by tasks of an executor."""
-        maker = self._plan.maker
+        maker = self.plan.maker
         if threads == "auto" and not (isinstance(maker, FileSampleMaker) and maker.source.can_hang):
             threads = 1
-        sign = self._kept.folder / f"{_SIGN}{uuid.uuid4().hex}"
-        missing = self.missing
-        tasks = {number: ShardTask(self._shard(number), self._paths[number], sign, threads) for number in missing}
-        with closing(run_tasks(self._plan.act, tasks, executor, sign, self._wait)) as results:
+        sign = self.kept.folder / f"{_SIGN}{uuid.uuid4().hex}"
+        data = self.kept.data
+        tasks = {
+            number: ShardTask(self._shard(number), data / self.names[number], sign, threads) for number in self.missing
+        }
+        with closing(run_tasks(self.plan.act, tasks, executor, sign, self._wait)) as results:
             for number, written in results:
                 self.written[number] = written
-                self._bar.advance(tasks[number].plan.samples)
+                self.bar.advance(tasks[number].plan.samples)
                 self._check_bad()
-        self.made_by = "tasks of an executor" if missing else ""
+        self.made_by = "tasks of an executor" if tasks else ""
 
     def _shard(self, number: int) -> PackPlan:
-        return self._plan.shard(*self._ranges[number], self._about(number))
+        return self.plan.shard(*self.ranges[number], self._about(number))
 
     def _about(self, number: int) -> dict[str, Any]:
         """Return the metadata of a shard: that of the pack, and which shard it is."""
-        return {**self._plan.about, "left_out": (), "shard": [number, len(self._ranges), *self._ranges[number]]}
+        return {**self.plan.about, "left_out": (), "shard": [number, len(self.ranges), *self.ranges[number]]}
 
     def _wait(self) -> None:
-        self._bar.wait()
+        self.bar.wait()
         if time.monotonic() - self._life > _LIFE_S:
             self._life = time.monotonic()
-            self._kept.show_life()
+            self.kept.show_life()
 
     def _check_bad(self) -> None:
         """Refuse more bad samples in all shards together than are allowed."""
         bad = [one for number in sorted(self.written) for one in self.written[number].bad]
-        if len(bad) > self._plan.most_bad:
-            raise too_many_bad(self._plan, bad)
+        if len(bad) > self.plan.most_bad:
+            raise too_many_bad(self.plan, bad)
 
 
 def _sample_bytes(plan: PackPlan) -> Indices:
@@ -279,43 +310,11 @@ def _digest(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
     return digest_of(about, made, ranges, digest.hexdigest())
 
 
-def _identity(final: Path) -> str:
-    return hashlib.sha256(b"shards of " + os.fsencode(final.name)).hexdigest()
-
-
-def _kept_beside(final: Path, bar: ProgressBar) -> partials.KeptPartial:
-    """Return the hidden folder of a pack, which waits for a process that has it and still moves."""
-    return partials.KeptPartial(final.parent, _identity(final), bar.wait)
-
-
-def _own(kept: partials.KeptPartial) -> list[str]:
-    """Return the names beside the hidden folder that belong to this pack."""
-    try:
-        return list(json.loads((kept.folder / _OWN).read_bytes()))
-    except (OSError, ValueError):
-        return []
-
-
-def _add_own(kept: partials.KeptPartial, names: Collection[str]) -> None:
-    path = kept.folder / _OWN
-    new = path.with_suffix(".new")
-    file_changes.remove(new)
-    file_changes.write_file(new, json.dumps(sorted({*_own(kept), *names})).encode())
-    file_changes.rename(new, path)
-
-
-def _remove_own(kept: partials.KeptPartial, final: Path, but: Collection[str]) -> None:
-    for name in _own(kept):
-        if name not in but and is_pack(final.with_name(name)):
-            file_changes.remove(final.with_name(name))
-
-
-def _published(
-    plan: PackPlan, kept: partials.KeptPartial, final: Path, names: Sequence[str], *, replace: bool
-) -> list[PackInfo]:
+def _publish(plan: PackPlan, kept: ShardFolder, names: Sequence[str], *, replace: bool) -> list[PackInfo]:
     """Move all shards to their names, where some may be already, and return them; nothing moves if one is taken."""
+    final = kept.index
     old = _names_in(final) if replace else []
-    own = {*_own(kept), *old}
+    own = {*kept.own, *old}
     for name in names:
         path, to = kept.data / name, final.with_name(name)
         is_free = not os.path.lexists(to) or not os.path.lexists(path) or (name in own and is_pack(to))
@@ -324,10 +323,10 @@ def _published(
             raise TargetExists(cannot(plan.act, found, needed, "Remove it, or choose another path"))
     if not replace:
         check_free(plan, final)
-    _add_own(kept, {*old, *names})
+    kept.add_own({*old, *names})
     if old:
         file_changes.remove(final)  # without its index a pack of shards is absent, never half of it
-    _remove_own(kept, final, but=names)
+    kept.remove_own(but=names)
     for name in names:
         if os.path.lexists(kept.data / name):
             file_changes.rename(kept.data / name, final.with_name(name))
