@@ -39,6 +39,11 @@ def saved(pixels: np.ndarray | Image.Image, kind: str, **options: object) -> byt
     return buffer.getvalue()
 
 
+def png(pixels: np.ndarray) -> bytes:
+    """Return a PNG file's bytes."""
+    return saved(pixels, "PNG")
+
+
 def exif(orientation: int) -> Image.Exif:
     """Return EXIF that tells an orientation, among other things."""
     found = Image.Exif()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from zlib import crc32
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, seal_fields
-from PIL import Image
+from pictures import png
 from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
 
 from colabkit.errors import BadImage, Corrupt, InvalidOption
@@ -21,12 +20,6 @@ from colabkit.packs.format.pack_file import read_pack, seal_pack
 
 RANDOM = np.random.default_rng(3)
 IMAGES = RANDOM.integers(0, 256, (10, 6, 5, 3)).astype("|u1")
-
-
-def png(pixels: np.ndarray) -> bytes:
-    written = io.BytesIO()
-    Image.fromarray(pixels).save(written, "PNG")
-    return written.getvalue()
 
 
 @pytest.fixture
@@ -149,16 +142,12 @@ def test_image_files_are_decoded_and_bad_ones_are_black(encoded):
     assert labels.tolist() == [0, 1, 2]
 
 
-def test_blank_images_have_the_shape_of_the_others_where_all_have_one(tmp_path):
+def test_blank_images_have_the_shape_of_the_others_and_grey_packs_one_channel(tmp_path):
     fields = {"X": {"train": [png(IMAGES[0]), b""]}, "Y": {"train": np.arange(2)}}
     path = seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class", sample_shape=[6, 5, 3])
     assert open_pack(path)["train"][:][0].shape == (2, 3, 6, 5)
-
-
-def test_grey_packs_decode_to_one_channel(tmp_path):
-    fields = {"X": {"train": [png(IMAGES[0]), b""]}, "Y": {"train": np.arange(2)}}
-    path = seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class", channels=1)
-    assert [image.shape[0] for image, _ in open_pack(path)["train"]] == [1, 1]
+    grey = seal_fields(tmp_path / "grey.h5", fields, {"X": "image"}, "class", channels=1)
+    assert [image.shape[0] for image, _ in open_pack(grey)["train"]] == [1, 1]
 
 
 def test_an_image_that_cannot_be_decoded_is_named(tmp_path):
@@ -255,14 +244,6 @@ def test_an_index_that_points_beyond_its_bytes_is_refused(encoded, entry):
     seal_pack(encoded, info.data_sets.values(), {**info.table_crcs, "X_train_index": crc32(index.tobytes())})
     with pytest.raises(Corrupt, match="points beyond"):
         open_pack(encoded)["train"]
-
-
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
-def test_image_files_come_through_a_data_loader(tmp_path, workers, context):
-    fields = {"X": {"train": [png(image) for image in IMAGES]}, "Y": {"train": np.arange(10) % 3}}
-    data = open_pack(seal_fields(tmp_path / "p.h5", fields, {"X": "image"}, "class"))["train"]
-    batches = list(DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context))
-    assert torch.equal(torch.cat([images for images, _ in batches]), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
 
 
 def test_torchs_own_data_sets_of_data_sets_take_it(tmp_path):

@@ -15,35 +15,19 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, whole_content
-from torch.utils.data import DataLoader
+from hdf5_files import IMAGES, LABELS, STORED, write_hdf5
+from pictures import png
 
 from colabkit.errors import BadSource, ColabkitError, Corrupt, InvalidOption, NotSealed, SourceChanged, SourceMissing
 from colabkit.loading import Loader
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 
-IMAGES = np.random.default_rng(5).integers(0, 256, (30, 6, 5, 3)).astype("|u1")
-LABELS = np.arange(30) % 4
-STORED = {
-    "contiguous": {},
-    "chunked": {"chunks": (4, 6, 5, 3)},
-    "gzip": {"chunks": (7, 3, 5, 1), "compression": "gzip", "shuffle": True, "fletcher32": True},
-    "lzf": {"chunks": (1, 6, 5, 3), "compression": "lzf"},
-}
-
-
-def write(path: Path, images: np.ndarray = IMAGES, labels: np.ndarray | None = LABELS, **stored: object) -> Path:
-    with h5py.File(path, "w") as file:
-        file.create_dataset("images", data=images, **stored)
-        if labels is not None:
-            file.create_dataset("labels", data=labels)
-    return path
-
 
 @pytest.fixture(params=STORED)
 def theirs(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Return a file of 30 images, stored in one of several ways."""
-    return write(tmp_path / "theirs.h5", **STORED[request.param])
+    return write_hdf5(tmp_path / "theirs.h5", **STORED[request.param])
 
 
 def test_a_foreign_file_is_a_data_set_like_any(theirs):
@@ -61,17 +45,8 @@ def test_a_foreign_file_is_a_data_set_like_any(theirs):
     assert data.subset([4, 2])[:][1].tolist() == [0, 2]
 
 
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
-def test_a_data_loader_reads_it_also_when_this_process_did_before(theirs, workers, context):
-    data = open_pack(theirs)["train"]
-    assert data[29][1] == 1
-    batches = list(DataLoader(data, batch_size=8, num_workers=workers, multiprocessing_context=context))
-    assert torch.equal(torch.cat([images for images, _ in batches]), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
-    assert torch.equal(data[29][0], torch.from_numpy(IMAGES[29]).permute(2, 0, 1))
-
-
 def test_threads_may_read_and_fork_at_the_same_time(tmp_path):
-    data = open_pack(write(tmp_path / "p.h5", **STORED["gzip"]))["train"]
+    data = open_pack(write_hdf5(tmp_path / "p.h5", **STORED["gzip"]))["train"]
     stop = threading.Event()
 
     def read(number: int) -> None:
@@ -94,7 +69,7 @@ def test_threads_may_read_and_fork_at_the_same_time(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, STORED["chunked"], STORED["gzip"]], ids=["mapped", "chunked", "gzip"])
 def test_the_loader_gathers_what_is_mapped_and_reads_the_rest_through_hdf5(tmp_path, options):
-    data = open_pack(write(tmp_path / "m.h5", **options))["train"]
+    data = open_pack(write_hdf5(tmp_path / "m.h5", **options))["train"]
     images, labels = zip(*Loader(data, 7, shuffle=True), strict=True)
     order = [int((image.permute(1, 2, 0).numpy() == IMAGES).all((1, 2, 3)).argmax()) for image in torch.cat(images)]
     assert sorted(order) == list(range(30))
@@ -159,7 +134,7 @@ def test_without_known_names_the_error_lists_what_there_is(tmp_path):
 )
 def test_names_that_cannot_be_meant_are_refused(tmp_path, options):
     with pytest.raises(InvalidOption, match="Cannot open"):
-        open_pack(write(tmp_path / "p.h5"), **options)
+        open_pack(write_hdf5(tmp_path / "p.h5"), **options)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +151,7 @@ def test_names_that_cannot_be_meant_are_refused(tmp_path, options):
     ],
 )
 def test_labels_are_what_they_look_like(tmp_path, labels, kind, first):
-    pack = open_pack(write(tmp_path / "p.h5", labels=labels))
+    pack = open_pack(write_hdf5(tmp_path / "p.h5", labels=labels))
     assert pack.info.meta["label_kind"] == kind
     label = pack["train"][1][1]
     assert label == first if kind == "class" else torch.equal(label.float(), first.float())
@@ -188,7 +163,7 @@ def test_labels_are_what_they_look_like(tmp_path, labels, kind, first):
 @pytest.mark.parametrize("dtype", [">f4", ">i2", "<u2", "<f8", "|b1", "<c8"])
 def test_other_dtypes_and_byte_orders_become_native(tmp_path, dtype, stored):
     arrays = np.random.default_rng(1).normal(size=(9, 4, 2)).astype(dtype)
-    data = open_pack(write(tmp_path / "p.h5", arrays, LABELS[:9], **stored))["train"]
+    data = open_pack(write_hdf5(tmp_path / "p.h5", arrays, LABELS[:9], **stored))["train"]
     expected = torch.from_numpy(arrays.astype(np.dtype(dtype).newbyteorder("=")))
     assert torch.equal(data[4][0], expected[4])
     assert torch.equal(data[2:6][0], expected[2:6])
@@ -197,10 +172,10 @@ def test_other_dtypes_and_byte_orders_become_native(tmp_path, dtype, stored):
 def test_grey_images_get_their_channel_and_channels_first_stay(tmp_path):
     for name, stored in STORED.items():
         options = {name: value for name, value in stored.items() if name != "chunks"}
-        grey = open_pack(write(tmp_path / name, np.ascontiguousarray(IMAGES[..., 0]), **options))["train"]
+        grey = open_pack(write_hdf5(tmp_path / name, np.ascontiguousarray(IMAGES[..., 0]), **options))["train"]
         assert (grey[2][0].shape, grey[2:4][0].shape) == ((1, 6, 5), (2, 1, 6, 5))
     first = np.ascontiguousarray(IMAGES.transpose(0, 3, 1, 2))
-    assert torch.equal(open_pack(write(tmp_path / "f.h5", first))["train"][1][0], torch.from_numpy(first[1]))
+    assert torch.equal(open_pack(write_hdf5(tmp_path / "f.h5", first))["train"][1][0], torch.from_numpy(first[1]))
 
 
 def test_a_pickled_one_opens_again_and_another_file_is_refused(theirs):
@@ -209,13 +184,13 @@ def test_a_pickled_one_opens_again_and_another_file_is_refused(theirs):
     assert view.labels.tolist() == [1, 1]
     assert view.fingerprint == data.subset([5, 1]).fingerprint
     kept, pack = pickle.dumps(data), open_pack(theirs)
-    other = write(theirs.with_name("other.h5"), IMAGES[::-1], LABELS[::-1], chunks=(2, 6, 5, 3))
+    other = write_hdf5(theirs.with_name("other.h5"), IMAGES[::-1], LABELS[::-1], chunks=(2, 6, 5, 3))
     before = open_pack(other)["train"]
     os.replace(other, theirs)
     for take in (lambda: pickle.loads(kept), lambda: pack["train"]):
         with pytest.raises(SourceChanged, match="another file is there now"):
             take()
-    write(other)
+    write_hdf5(other)
     with pytest.raises(SourceChanged):
         before[0]
 
@@ -280,7 +255,7 @@ def add_filter(file: h5py.File, other: Path) -> None:
     ],
 )
 def test_what_leads_out_of_the_file_or_bursts_memory_is_refused_unless_trusted(tmp_path, add):
-    other = write(tmp_path / "other.h5")
+    other = write_hdf5(tmp_path / "other.h5")
     (tmp_path / "hostile.h5").unlink(missing_ok=True)
     with h5py.File(tmp_path / "hostile.h5", "w") as file:
         add(file, other)
@@ -294,7 +269,7 @@ def test_what_leads_out_of_the_file_or_bursts_memory_is_refused_unless_trusted(t
 
 
 def test_what_is_trusted_is_read(tmp_path):
-    other = write(tmp_path / "other.h5")
+    other = write_hdf5(tmp_path / "other.h5")
     for add, x in ((add_external_link, "e/images"), (add_virtual, "e/images"), (add_soft_link, "e/real")):
         path = tmp_path / f"{add.__name__}.h5"
         with h5py.File(path, "w") as file:
@@ -305,8 +280,6 @@ def test_what_is_trusted_is_read(tmp_path):
 
 
 def test_trusted_image_files_of_varying_length_are_decoded(tmp_path):
-    from test_dataset_fields import png
-
     with h5py.File(tmp_path / "p.h5", "w") as file:
         stored = file.create_dataset("images", (4,), h5py.vlen_dtype(np.uint8))
         for number in range(4):
@@ -336,7 +309,7 @@ def test_a_trusted_link_to_nothing_is_no_data_set(tmp_path):
 @pytest.mark.parametrize("images", [np.uint8(3), np.zeros(3, [("a", "i4")]), np.array([b"a", b"b"]), IMAGES[:29]])
 def test_what_are_no_samples_with_labels_is_refused(tmp_path, images):
     with pytest.raises(BadSource, match="Cannot open"):
-        open_pack(write(tmp_path / "p.h5", images))
+        open_pack(write_hdf5(tmp_path / "p.h5", images))
 
 
 def test_a_pack_names_its_own_fields_and_a_broken_one_is_never_taken_for_foreign(tmp_path):
@@ -384,7 +357,7 @@ def test_no_damage_makes_a_pack_open_as_something_else(tmp_path):
 
 
 def test_a_foreign_file_cut_short_is_an_error_of_the_family(tmp_path):
-    path = write(tmp_path / "p.h5", **STORED["gzip"])
+    path = write_hdf5(tmp_path / "p.h5", **STORED["gzip"])
     data = path.read_bytes()
     seeded = random.Random(9)
     for _ in range(60):
@@ -396,7 +369,7 @@ def test_a_foreign_file_cut_short_is_an_error_of_the_family(tmp_path):
 
 
 def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path):
-    path = write(tmp_path / "p.h5", **STORED["gzip"])
+    path = write_hdf5(tmp_path / "p.h5", **STORED["gzip"])
     with h5py.File(path) as file:
         chunk = file["images"].id.get_chunk_info(3)
     with path.open("r+b") as file:
@@ -408,7 +381,7 @@ def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path):
 
 
 def test_reports_tell_that_there_is_no_seal(tmp_path):
-    pack = open_pack(write(tmp_path / "p.h5"))
+    pack = open_pack(write_hdf5(tmp_path / "p.h5"))
     assert "seal none" in repr(pack)
     assert "images 6x5x3, 4 classes" in repr(pack)
     with pytest.raises(NotSealed):
@@ -422,7 +395,7 @@ def test_labels_that_no_label_can_hold_are_refused(tmp_path, labels):
     with pytest.raises(
         BadSource, match=r"(a label that is NaN|the label .*, beyond (float32|int64)), .*Name another data set by y="
     ):
-        open_pack(write(tmp_path / "p.h5", labels=labels))
+        open_pack(write_hdf5(tmp_path / "p.h5", labels=labels))
 
 
 def test_a_split_without_labels_is_not_left_out_without_a_word(tmp_path):

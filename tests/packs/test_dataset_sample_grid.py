@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contract import make_pack, make_shards, seal_fields
+from pictures import png
 from PIL import Image
-from test_dataset_fields import png
 
 from colabkit.errors import Corrupt, InvalidOption, MissingPackage, MissingSplit
 from colabkit.packs.dataset.opened_pack import Pack, open_pack

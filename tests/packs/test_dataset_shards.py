@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import resource
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, make_shards
-from torch.utils.data import DataLoader
 
 from colabkit.errors import Corrupt, FileFailed, NotSealed, SourceMissing
 from colabkit.packs.dataset.opened_pack import open_pack
@@ -48,14 +46,6 @@ def test_batches_over_several_shards_keep_the_order_asked_for(index, numbers):
     data, images = open_pack(index)["train"], expected(index, "train")
     assert torch.equal(data[numbers][0], images[numbers])
     assert [label for _, label in data.__getitems__(numbers)] == data.labels[numbers].tolist()
-
-
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
-def test_shards_go_through_a_data_loader(index, workers, context):
-    data = open_pack(index)["train"]
-    batches = list(DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context))
-    assert torch.equal(torch.cat([images for images, _ in batches]), expected(index, "train"))
-    assert len(pickle.dumps(data)) < 1000
 
 
 def test_opening_and_taking_a_split_opens_no_shard(index):

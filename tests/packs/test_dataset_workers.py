@@ -1,4 +1,4 @@
-"""Data sets of every kind in a worker process that inherits nothing: all go into one, for it imports torch anew."""
+"""Data sets of every kind in the workers of a `DataLoader`, forked and spawned."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from contract import make_pack, make_shards, seal_fields
-from test_dataset_fields import IMAGES, png
-from test_dataset_hdf5_files import STORED, write
+from hdf5_files import IMAGES, STORED, write_hdf5
+from pictures import png
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from colabkit.packs.dataset.datasets import PackedDataset
@@ -35,23 +35,35 @@ class Batches(Dataset):
 def data_sets(tmp_path: Path) -> dict[str, PackedDataset]:
     """Return a pack, shards, a view, image files and a compressed HDF5 file, each read before it is sent."""
     shards = ({"train": 9, "test": 2}, {"train": 4}, {"test": 3}, {"train": 8, "test": 1})
-    files = {"X": {"train": [png(image) for image in IMAGES]}, "Y": {"train": np.arange(10) % 3}}
+    files = {"X": {"train": [png(image) for image in IMAGES[:10]]}, "Y": {"train": np.arange(10) % 3}}
     pack = make_pack(tmp_path / "made.h5", (6, 5, 3), train=60)
     found = {
         "pack": open_pack(pack)["train"],
         "shards": open_pack(make_shards(tmp_path / "birds.h5", *shards))["train"],
         "view": open_pack(pack)["train"].subset(np.arange(60)[::7]),
         "image files": open_pack(seal_fields(tmp_path / "p.h5", files, {"X": "image"}, "class"))["train"],
-        "HDF5": open_pack(write(tmp_path / "theirs.h5", **STORED["gzip"]))["train"],
+        "HDF5": open_pack(write_hdf5(tmp_path / "theirs.h5", **STORED["gzip"]))["train"],
     }
     assert [data[len(data) - 1][1] for data in found.values()] == [2, 1, 2, 0, 1]
     return found
 
 
 def test_data_sets_go_through_a_spawned_worker(data_sets):
+    """All go into one, for it imports torch again."""
     loader = DataLoader(Batches([*data_sets.values()]), None, num_workers=1, multiprocessing_context="spawn")
     for (kind, data), batches in zip(data_sets.items(), loader, strict=True):
-        assert [len(labels) for _, labels in batches] == [min(4, len(data) - start) for start in range(0, len(data), 4)]
-        for number, fields in enumerate(zip(*batches, strict=True)):
-            expected = torch.stack([torch.as_tensor(data[row][number]) for row in range(len(data))])
-            assert torch.equal(torch.cat(fields), expected), kind
+        assert_batches(kind, data, batches)
+
+
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork")])
+def test_data_sets_go_through_a_data_loader(data_sets, workers, context):
+    for kind, data in data_sets.items():
+        loader = DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context)
+        assert_batches(kind, data, list(loader))
+
+
+def assert_batches(kind: str, data: PackedDataset, batches: list[list[torch.Tensor]]) -> None:
+    assert [len(labels) for _, labels in batches] == [min(4, len(data) - start) for start in range(0, len(data), 4)]
+    for number, fields in enumerate(zip(*batches, strict=True)):
+        expected = torch.stack([torch.as_tensor(data[row][number]) for row in range(len(data))])
+        assert torch.equal(torch.cat(fields), expected), kind
