@@ -125,8 +125,14 @@ class FakeNvml:
         return SimpleNamespace(gpu=chip.busy, memory=1)
 
     def nvmlDeviceGetMemoryInfo(self, chip: Chip, version: int | None = None) -> SimpleNamespace:
-        reserved = 0 if version else GIB
-        return SimpleNamespace(used=chip.used + reserved, total=chip.total)
+        used = chip.used + (0 if version else GIB)
+        return SimpleNamespace(used=used, total=chip.total, free=chip.total - used)
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.65.06"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 12090
 
     def nvmlDeviceGetPowerUsage(self, chip: Chip) -> int:
         return chip.milliwatts

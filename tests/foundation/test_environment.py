@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 from far_mounts import FuseMount, has_fuse
@@ -18,7 +17,6 @@ from colabkit.foundation.environment import runtime_report as places
 from colabkit.foundation.environment.limits import is_tmpfs, near_folder
 from colabkit.foundation.environment.runtime_report import Place, place_of, runtime
 from colabkit.foundation.mount_table import Mount
-from colabkit.foundation.telemetry.gpus import gpu_reports as gpus
 
 GIB = 1 << 30
 TERMINAL = "IPython.terminal.interactiveshell.TerminalInteractiveShell"
@@ -78,126 +76,6 @@ def test_the_place_of_this_process_is_a_script_and_loads_no_ipython():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == (
         "script False\n"
     )
-
-
-class NVMLError(Exception):
-    """The error of the made-up driver."""
-
-
-def fake_nvml(count: int = 1, broken: tuple[str, ...] = ()) -> ModuleType:
-    """Return a made-up binding whose named calls raise."""
-    module = ModuleType("pynvml")
-    module.NVMLError = NVMLError
-    module.shut_down = 0
-
-    def call(name, result):
-        def run(*arguments):
-            if name in broken:
-                raise NVMLError(name)
-            return result(*arguments)
-
-        setattr(module, name, run)
-
-    def shut_down():
-        module.shut_down += 1
-
-    call("nvmlInit", lambda: None)
-    call("nvmlShutdown", shut_down)
-    call("nvmlDeviceGetCount", lambda: count)
-    call("nvmlDeviceGetHandleByIndex", lambda index: index)
-    call("nvmlDeviceGetMemoryInfo", lambda handle: SimpleNamespace(total=16 * GIB, free=15 * GIB))
-    call("nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
-    call("nvmlDeviceGetName", lambda handle: b"Tesla T4")
-    call("nvmlSystemGetDriverVersion", lambda: "580.65.06")
-    call("nvmlSystemGetCudaDriverVersion", lambda: 12090)
-    call("nvmlDeviceGetMigMode", lambda handle: [1, 0])
-    return module
-
-
-def test_gpus_are_as_the_driver_tells():
-    module = fake_nvml(2)
-    found = gpus(module)
-    assert [(gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes) for gpu in found] == [
-        (f"GPU-{index}", "Tesla T4", 16 * GIB, 15 * GIB) for index in range(2)
-    ]
-    assert module.shut_down == 1
-    assert repr(found[0]) == "Tesla T4, 16.0 GiB"
-    assert found[1].details() == (
-        "Tesla T4, 16.0 GiB, 15.0 GiB free, in MIG slices, driver 580.65.06, CUDA up to 12.9, GPU-1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("broken", "unknown"),
-    [
-        ("nvmlDeviceGetUUID", ["uuid"]),
-        ("nvmlDeviceGetName", ["name"]),
-        ("nvmlDeviceGetMemoryInfo", ["total_bytes", "free_bytes"]),
-        ("nvmlSystemGetDriverVersion", ["driver"]),
-        ("nvmlSystemGetCudaDriverVersion", ["cuda"]),
-        ("nvmlDeviceGetMigMode", ["is_sliced"]),
-    ],
-)
-def test_a_value_the_driver_does_not_tell_is_none_and_the_rest_stays(broken, unknown):
-    module = fake_nvml(broken=(broken,))
-    (gpu,) = gpus(module)
-    assert [name for name, value in gpu.to_dict().items() if value is None] == unknown
-    assert "None" not in repr(gpu) + gpu._repr_html_() + gpu.details()
-    assert module.shut_down == 1
-
-
-def test_what_an_old_binding_cannot_ask_is_missing_like_any_other_value():
-    module = fake_nvml()
-    del module.nvmlSystemGetCudaDriverVersion, module.nvmlDeviceGetMigMode
-    (gpu,) = gpus(module)
-    assert (gpu.cuda, gpu.is_sliced, gpu.name, gpu.driver) == (None, None, "Tesla T4", "580.65.06")
-
-
-def test_a_name_that_is_no_text_still_shows():
-    module = fake_nvml()
-    module.nvmlDeviceGetName = lambda handle: b"Card \xff"
-    assert gpus(module)[0].name == "Card \ufffd"
-
-
-def test_a_driver_that_does_not_let_go_still_told():
-    (gpu,) = gpus(fake_nvml(broken=("nvmlShutdown",)))
-    assert gpu.name == "Tesla T4"
-
-
-def test_a_gpu_without_a_handle_is_listed_with_nothing_known():
-    (gpu,) = gpus(fake_nvml(broken=("nvmlDeviceGetHandleByIndex",)))
-    assert (gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes) == (None, None, None, None)
-
-
-@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_a_driver_that_refuses_means_no_gpu(broken):
-    assert gpus(fake_nvml(broken=(broken,))) == ()
-
-
-def test_no_binding_means_no_gpu(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus() == ()
-
-
-def test_another_package_of_the_bindings_name_means_no_gpu(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
-    assert gpus() == ()
-
-
-def test_the_binding_is_found_by_its_name(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(3))
-    assert len(gpus()) == len(gpus(paths=[])) == 3
-
-
-def test_the_binding_is_looked_for_in_the_given_folders_alone(tmp_path, monkeypatch):
-    (tmp_path / "pynvml.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\nraise RuntimeError")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    del sys.modules["pynvml"]
-    assert gpus(paths=[]) == ()
-    assert not (tmp_path / "imported").exists()
-    assert gpus(paths=[str(tmp_path)]) == ()
-    assert (tmp_path / "imported").exists()
 
 
 def on_disk(fstype: str, point: str, options: str = "rw") -> Mount:

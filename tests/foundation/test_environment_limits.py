@@ -107,25 +107,26 @@ def test_cpus_are_the_least_of_affinity_and_every_quota_above(files, expected):
     assert allowed_cpus(reader(files), 8) == expected
 
 
-def test_memory_without_cgroups_is_the_machines():
-    report = memory_limits(reader({"/proc/meminfo": MEMINFO}))
-    assert (report.total_bytes, report.available_bytes, report.limited_by) == (64 * GIB, 32 * GIB, "machine")
+SANDBOX = {
+    "/proc/meminfo": SANDBOX_MEMINFO,
+    "/proc/self/cgroup": "2:memory:/\n1:cpu:/\n",
+    f"{V1_MEMORY}/memory.limit_in_bytes": "9223372036854771712\n",
+    f"{V1_MEMORY}/memory.usage_in_bytes": f"{GIB}\n",
+}
 
 
-def test_memory_of_a_sandbox_is_what_its_meminfo_says():
-    files = {
-        "/proc/meminfo": SANDBOX_MEMINFO,
-        "/proc/self/cgroup": "2:memory:/\n1:cpu:/\n",
-        f"{V1_MEMORY}/memory.limit_in_bytes": "9223372036854771712\n",
-        f"{V1_MEMORY}/memory.usage_in_bytes": f"{GIB}\n",
-    }
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [
+        ({"/proc/meminfo": MEMINFO}, 64, 32),
+        (SANDBOX, 13, 12),
+        ({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}, 8, 3),  # no estimate of the kernel's
+    ],
+)
+def test_memory_without_limits_is_the_machines(files, total, available):
     report = memory_limits(reader(files))
-    assert (report.total_bytes, report.available_bytes, report.limited_by) == (13 * GIB, 12 * GIB, "machine")
-
-
-def test_memory_without_an_estimate_of_the_kernel_is_what_is_free():
-    report = memory_limits(reader({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}))
-    assert report.available_bytes == 3 * GIB
+    assert (report.total_bytes, report.available_bytes) == (total * GIB, available * GIB)
+    assert report.limited_by == "machine"
 
 
 def test_memory_comes_from_psutil_where_there_is_no_meminfo(monkeypatch):
@@ -158,28 +159,15 @@ def test_memory_is_the_least_of_machine_and_cgroup(cgroup, files, total, availab
     assert report.limited_by == limited_by
 
 
-def test_a_tighter_parent_counts_more_than_the_leaf():
-    files = {
-        "/proc/meminfo": MEMINFO,
-        "/proc/self/cgroup": "0::/pod/leaf\n",
-        **v2_memory(f"{V2}/pod/leaf", 20 * GIB, GIB),
-        **v2_memory(f"{V2}/pod", 10 * GIB, 8 * GIB),
-        **v2_memory(V2, "max", 30 * GIB),
-    }
-    report = memory_limits(reader(files))
-    assert (report.total_bytes, report.available_bytes) == (10 * GIB, 2 * GIB)
-    assert report.limited_by == f"{V2}/pod"
-
-
-def test_a_parents_neighbours_take_from_what_the_leaf_may_use():
-    files = {
-        "/proc/meminfo": MEMINFO,
-        "/proc/self/cgroup": "0::/pod/leaf\n",
-        **v2_memory(f"{V2}/pod/leaf", 8 * GIB, GIB),
-        **v2_memory(f"{V2}/pod", 10 * GIB, 9 * GIB),
-    }
-    report = memory_limits(reader(files))
-    assert (report.total_bytes, report.available_bytes, report.limited_by) == (8 * GIB, GIB, f"{V2}/pod/leaf")
+def test_a_tighter_parent_counts_more_than_the_leaf_and_so_do_its_neighbours():
+    files = {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/pod/leaf\n", **v2_memory(V2, "max", 30 * GIB)}
+    for leaf, parent, expected in (
+        ((20 * GIB, GIB), (10 * GIB, 8 * GIB), (10 * GIB, 2 * GIB, f"{V2}/pod")),
+        ((8 * GIB, GIB), (10 * GIB, 9 * GIB), (8 * GIB, GIB, f"{V2}/pod/leaf")),
+    ):
+        cgroups = {**v2_memory(f"{V2}/pod/leaf", *leaf), **v2_memory(f"{V2}/pod", *parent)}
+        report = memory_limits(reader({**files, **cgroups}))
+        assert (report.total_bytes, report.available_bytes, report.limited_by) == expected
 
 
 @pytest.mark.parametrize("missing", ["memory.stat", "memory.current"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import make_pair
 
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
 from colabkit.foundation import file_changes, partials
@@ -24,13 +25,6 @@ def operations(set_hook: SetHook) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
     set_hook(lambda operation, path: seen.append((operation, path.name)))
     return seen
-
-
-def folder_of(path: Path, text: str) -> None:
-    """Make a folder of two files that hold `text`."""
-    file_changes.make_folder(path)
-    for name in ("one", "two"):
-        file_changes.write_file(path / name, text.encode())
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -49,19 +43,14 @@ def test_other_refusals_name_the_deed_the_cause_and_the_file():
     assert caught.value.__cause__ is error
 
 
-def test_an_os_error_without_text_still_gives_one_line():
-    with pytest.raises(FileFailed, match="Cannot copy: odd"), file_changes.translated("copy"):
-        raise OSError("odd")
-
-
-def test_what_is_not_there_is_told_apart_from_what_is_not_allowed(tmp_path: Path) -> None:
-    with (
-        pytest.raises(FileFailed, match=r"No such file .*, a path that is there\. Check the path"),
-        file_changes.translated("read"),
-    ):
+def test_refusals_are_told_apart_and_one_without_text_is_a_line_too(tmp_path: Path) -> None:
+    missing = r"No such file .*, a path that is there\. Check the path"
+    with pytest.raises(FileFailed, match=missing), file_changes.translated("read"):
         (tmp_path / "gone").read_bytes()
     with pytest.raises(FileFailed, match="a file system that allows it"), file_changes.translated("read"):
         tmp_path.read_bytes()
+    with pytest.raises(FileFailed, match="Cannot copy: odd"), file_changes.translated("copy"):
+        raise OSError("odd")
 
 
 @pytest.mark.parametrize("error", [FileFailed("one"), InvalidOption("two"), ValueError("three"), KeyboardInterrupt()])
@@ -73,6 +62,7 @@ def test_what_is_no_plain_os_error_passes_unchanged(error):
 
 def test_every_change_passes_the_hook_first(tmp_path, file_hook):
     seen = operations(file_hook)
+    file_changes.make_folder(tmp_path)  # which is there, so nothing changes
     file_changes.make_folder(tmp_path / "folder")
     fd = file_changes.create(tmp_path / "file")
     file_changes.reserve(fd, 10, tmp_path / "file")
@@ -93,7 +83,7 @@ def test_every_change_passes_the_hook_first(tmp_path, file_hook):
         lambda folder: file_changes.create(folder / "new"),
         lambda folder: file_changes.write_file(folder / "new", b"data"),
         lambda folder: file_changes.remove(folder / "old"),
-        lambda folder: folder_of(folder / "new", "text"),
+        lambda folder: make_pair(folder / "new", "text"),
     ],
 )
 def test_a_hook_that_raises_stops_the_change(tmp_path, file_hook, change):
@@ -108,12 +98,6 @@ def test_a_hook_that_raises_stops_the_change(tmp_path, file_hook, change):
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_folder_that_is_there_is_no_change(tmp_path, file_hook):
-    seen = operations(file_hook)
-    file_changes.make_folder(tmp_path)
-    assert seen == []
-
-
 def test_create_refuses_what_exists_and_follows_no_link(tmp_path):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -124,20 +108,15 @@ def test_create_refuses_what_exists_and_follows_no_link(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_reserve_sets_the_length_and_takes_zero(tmp_path):
+@pytest.mark.parametrize("can_allocate", [True, False])
+def test_reserve_sets_the_length_and_takes_zero(tmp_path, monkeypatch, can_allocate):
+    if not can_allocate:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
     for size in (0, 1, 5000):
         fd = file_changes.create(tmp_path / f"{size}")
         file_changes.reserve(fd, size, tmp_path)
         os.close(fd)
         assert (tmp_path / f"{size}").stat().st_size == size
-
-
-def test_reserve_works_where_the_system_cannot_allocate_ahead(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    fd = file_changes.create(tmp_path / "file")
-    file_changes.reserve(fd, 300, tmp_path)
-    os.close(fd)
-    assert (tmp_path / "file").stat().st_size == 300
 
 
 def test_short_writes_are_continued_until_all_is_written(tmp_path, monkeypatch):
@@ -176,27 +155,24 @@ def test_write_file_closes_its_descriptor_when_the_write_fails(tmp_path, file_ho
     assert (os.listdir("/proc/self/fd") if before else []) == before
 
 
-def test_remove_takes_files_and_trees_and_only_the_link_of_a_link(tmp_path):
-    folder_of(tmp_path / "tree", "text")
+def test_remove_and_discard_take_files_and_trees_and_only_the_link_of_a_link(tmp_path):
+    for remove in (file_changes.remove, partials.discard):
+        make_pair(tmp_path / "tree", "text")
+        file_changes.write_file(tmp_path / "file", b"x")
+        remove(tmp_path / "tree")
+        remove(tmp_path / "file")
+        assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "kept")
-    for name in ("tree", "link", "missing"):
+    for name in ("link", "missing"):
         file_changes.remove(tmp_path / name)
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
 
 
-def test_discard_removes_files_and_trees(tmp_path):
-    folder_of(tmp_path / "tree", "text")
-    file_changes.write_file(tmp_path / "file", b"x")
-    partials.discard(tmp_path / "tree")
-    partials.discard(tmp_path / "file")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_discard_never_shows_half_a_tree(tmp_path, monkeypatch):
     final = tmp_path / "tree"
-    folder_of(final, "text")
+    make_pair(final, "text")
     at_its_path = []
 
     def remove_half(path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_files_partials import in_child, killed_at
+from forks import in_fork, is_killed_at
 from trees import leftovers
 
 from colabkit.errors import TargetExists
@@ -26,7 +26,7 @@ def die_with(folder: Path, text: str, identity: str = "ab") -> None:
             file_changes.write_file(kept.data, text.encode())
             os._exit(0)
 
-    in_child(child)
+    in_fork(child)
 
 
 def test_the_next_process_finds_bytes_and_record(tmp_path):
@@ -40,7 +40,7 @@ def test_the_next_process_finds_bytes_and_record(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_keeps_what_is_there(tmp_path, error):
+def test_an_error_keeps_what_is_there_for_its_own_identity(tmp_path, error):
     def fail() -> None:
         with KeptPartial(tmp_path, "ab") as kept:
             kept.note(version=1)
@@ -49,15 +49,9 @@ def test_an_error_keeps_what_is_there(tmp_path, error):
 
     with pytest.raises(error):
         fail()
-    with KeptPartial(tmp_path, "ab") as kept:
+    with KeptPartial(tmp_path, "ab") as kept, KeptPartial(tmp_path, "cd") as other:
         assert kept.data.read_text() == "half"
-
-
-def test_another_identity_has_another_partial(tmp_path):
-    die_with(tmp_path, "half")
-    with KeptPartial(tmp_path, "cd") as kept:
-        assert not kept.data.exists()
-        assert kept.record == {}
+        assert (other.data.exists(), other.record) == (False, {})
 
 
 def test_nothing_stays_where_no_byte_came(tmp_path):
@@ -112,19 +106,12 @@ def test_where_there_are_no_locks_nothing_is_kept(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_after_a_restart_of_the_machine_it_begins_anew(tmp_path):
+@pytest.mark.parametrize("text", ["a restart of the machine", "", "{", "[]", "7", '{"start": 1}'])
+def test_after_a_restart_of_the_machine_and_with_a_broken_record_it_begins_again(tmp_path, text):
     die_with(tmp_path, "half")
     (record,) = tmp_path.glob(".colabkit-*/record")
-    record.write_text(json.dumps({**json.loads(record.read_text()), "start": "another"}))
-    with KeptPartial(tmp_path, "ab") as kept:
-        assert (kept.data.exists(), kept.record) == (False, {})
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"start": 1}'])
-def test_a_broken_record_means_to_begin_anew(tmp_path, text):
-    die_with(tmp_path, "half")
-    (record,) = tmp_path.glob(".colabkit-*/record")
-    record.write_text(text)
+    restarted = json.dumps({**json.loads(record.read_text()), "start": "another"})
+    record.write_text(restarted if text.startswith("a restart") else text)
     with KeptPartial(tmp_path, "ab") as kept:
         assert (kept.data.exists(), kept.record) == (False, {})
 
@@ -156,7 +143,7 @@ def test_a_kill_at_any_operation_leaves_old_or_new_and_the_next_run_finishes(tmp
     number = 1
     while True:
         final.write_text("old")
-        if not killed_at(number, replace):
+        if not is_killed_at(number, replace):
             break
         assert final.read_text() in ("old", "new")
         replace()
@@ -181,7 +168,7 @@ def test_a_forked_process_that_outlives_its_parent_does_not_hold_the_lock(tmp_pa
             os._exit(0)
 
     try:
-        in_child(parent)
+        in_fork(parent)
         assert os.read(is_there, 1)
         assert not KeptPartial(tmp_path, "ab").is_busy()
         with KeptPartial(tmp_path, "ab") as kept:

@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
-import signal
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import in_fork, is_killed_at, make_pair, pair_text
 from trees import leftovers
 
 from colabkit.errors import TargetExists
 from colabkit.foundation import file_changes, partials
 
 OTHER_BOOT = "00000000"
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process and return its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
-def killed_at(number: int, work: Callable[[], None]) -> bool:
-    """Run `work` in a process that is killed at its `number`-th change of the file system; say whether it was."""
-    count = 0
-
-    def kill(operation: str, path: Path) -> None:
-        nonlocal count
-        count += 1
-        if count == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def child() -> None:
-        file_changes.hook = kill
-        work()
-
-    status = in_child(child)
-    assert status in (0, signal.SIGKILL)
-    return status == signal.SIGKILL
-
-
-def folder_of(path: Path, text: str) -> None:
-    """Make a folder of two files that hold `text`."""
-    file_changes.make_folder(path)
-    for name in ("one", "two"):
-        file_changes.write_file(path / name, text.encode())
-
-
-def content(path: Path) -> str | None:
-    """Return the text that both files of a folder hold, None where there is no folder."""
-    if not path.exists():
-        return None
-    texts = {(path / name).read_text() for name in ("one", "two")}
-    assert len(texts) == 1, "a mixture of old and new"
-    return texts.pop()
 
 
 def test_a_partial_is_published_whole_and_leaves_nothing_beside_it(tmp_path):
@@ -75,7 +30,7 @@ def test_a_partial_is_published_whole_and_leaves_nothing_beside_it(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("fill", [folder_of, lambda path, text: file_changes.write_file(path, text.encode())])
+@pytest.mark.parametrize("fill", [make_pair, lambda path, text: file_changes.write_file(path, text.encode())])
 def test_an_unpublished_partial_vanishes(tmp_path, error, fill):
     def fail() -> None:
         with partials.Partial(tmp_path / "final") as partial:
@@ -89,23 +44,17 @@ def test_an_unpublished_partial_vanishes(tmp_path, error, fill):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_publish_leaves_what_was_put_there_meanwhile(tmp_path):
-    with partials.Partial(tmp_path / "final") as partial:
-        file_changes.write_file(partial.path, b"ours")
-        (tmp_path / "final").write_bytes(b"theirs")
-        with pytest.raises(TargetExists):
-            partial.publish()
-    assert (tmp_path / "final").read_bytes() == b"theirs"
-    assert leftovers(tmp_path) == []
-
-
-def test_publish_does_not_take_the_place_of_a_dangling_link(tmp_path):
-    (tmp_path / "final").symlink_to(tmp_path / "nowhere")
-    with partials.Partial(tmp_path / "final") as partial:
-        file_changes.write_file(partial.path, b"ours")
-        with pytest.raises(TargetExists):
-            partial.publish()
-    assert (tmp_path / "final").is_symlink()
+def test_publish_leaves_what_was_put_there_meanwhile_a_dangling_link_too(tmp_path):
+    final = tmp_path / "final"
+    for put in (lambda: final.symlink_to(tmp_path / "nowhere"), lambda: final.write_bytes(b"theirs")):
+        with partials.Partial(final) as partial:
+            file_changes.write_file(partial.path, b"ours")
+            put()
+            with pytest.raises(TargetExists):
+                partial.publish()
+        assert os.readlink(final) if final.is_symlink() else final.read_bytes() == b"theirs"
+        final.unlink()
+        assert leftovers(tmp_path) == []
 
 
 def test_publish_replaces_files_and_folders_when_asked(tmp_path):
@@ -114,46 +63,40 @@ def test_publish_replaces_files_and_folders_when_asked(tmp_path):
             file_changes.write_file(partial.path, text.encode())
             partial.publish(replace=True)
         with partials.Partial(tmp_path / "folder") as partial:
-            folder_of(partial.path, text)
+            make_pair(partial.path, text)
             partial.publish(replace=True)
-    assert (tmp_path / "file").read_text() == content(tmp_path / "folder") == "new"
+    assert (tmp_path / "file").read_text() == pair_text(tmp_path / "folder") == "new"
     assert leftovers(tmp_path) == []
 
 
 def replace_folder(final: Path) -> None:
     """Put a new folder in the place of an old one."""
     with partials.Partial(final) as partial:
-        folder_of(partial.path, "new")
+        make_pair(partial.path, "new")
         partial.publish(replace=True)
 
 
 def test_a_failure_at_any_operation_of_a_replacement_keeps_the_old_or_brings_the_new(tmp_path, file_hook):
     seen: set[str | None] = set()
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         final = tmp_path / str(number) / "final"
-        folder_of(final, "old")
-        calls = 0
+        make_pair(final, "old")
+        left = iter(range(number - 1))
 
-        def fail(operation: str, path: Path, number: int = number) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == number:
+        def fail(operation: str, path: Path, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                file_hook(None)
                 raise OSError(errno.ENOSPC, "full")
 
         file_hook(fail)
-        try:
+        with contextlib.suppress(OSError):
             replace_folder(final)
-        except OSError:
-            failed = True
-        else:
-            failed = False
+        is_over = file_changes.hook is not None
         file_hook(None)
-        assert content(final) in ("old", "new"), f"lost at operation {number}"
+        assert pair_text(final) in ("old", "new"), f"lost at operation {number}"
         assert leftovers(tmp_path) == [], f"left behind at operation {number}"
-        seen.add(content(final))
-        if not failed and calls < number:
+        seen.add(pair_text(final))
+        if is_over:
             break
     assert number > 5
     assert seen == {"old", "new"}
@@ -164,15 +107,15 @@ def test_a_kill_at_any_operation_of_a_replacement_shows_old_new_or_nothing(tmp_p
     final = tmp_path / "final"
     while True:
         file_changes.remove(final)
-        folder_of(final, "old")
-        if not killed_at(number, lambda: replace_folder(final)):
+        make_pair(final, "old")
+        if not is_killed_at(number, lambda: replace_folder(final)):
             break
-        was_there = content(final)
+        was_there = pair_text(final)
         assert was_there in ("old", "new", None)
         with partials.Partial(final):
-            assert content(final) == (was_there or "old"), "what was taken away comes back"
+            assert pair_text(final) == (was_there or "old"), "what was taken away comes back"
         replace_folder(final)
-        assert content(final) == "new"
+        assert pair_text(final) == "new"
         assert leftovers(tmp_path) == [], f"not reclaimed after a kill at operation {number}"
         number += 1
     assert number > 5
@@ -181,10 +124,10 @@ def test_a_kill_at_any_operation_of_a_replacement_shows_old_new_or_nothing(tmp_p
 def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
     def die() -> None:
         with partials.Partial(tmp_path / "final") as partial:
-            folder_of(partial.path, "half")
+            make_pair(partial.path, "half")
             os._exit(0)
 
-    in_child(die)
+    in_fork(die)
     assert len([name for name in leftovers(tmp_path) if name.endswith(".partial")]) == 1
     with partials.Partial(tmp_path / "other"):
         pass
@@ -201,7 +144,7 @@ def test_leftovers_are_found_again_however_the_path_is_spelt(tmp_path, monkeypat
             file_changes.write_file(partial.path, b"half")
             os._exit(0)
 
-    in_child(die)
+    in_fork(die)
     assert leftovers(tmp_path) != []
     with partials.Partial(tmp_path / "final"):
         assert leftovers(tmp_path) == []

@@ -28,65 +28,37 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stream
 
 
-def test_a_terminal_sees_action_count_and_unit(monkeypatch):
+@pytest.mark.parametrize(
+    ("action", "total", "unit", "done", "text"),
+    [
+        ("stage", 3, " files", 1, "1/3"),
+        ("list", None, " files", 5, "5 files"),
+        ("stage", 4 << 20, "B", 1 << 20, "1.00M/4.00M"),
+    ],
+)
+def test_a_terminal_sees_action_count_and_unit_until_the_end(monkeypatch, action, total, unit, done, text):
     shown = terminal(monkeypatch)
-    with ProgressBar("stage", 3, " files") as bar:
-        bar.advance(1)
+    with ProgressBar(action, total, unit) as bar:
+        bar.advance(done)
         bar._bar.refresh()
-        bar.advance(2)
-    text = shown.getvalue()
-    assert "stage" in text
-    assert "1/3" in text
-    assert "files" in text
-
-
-def test_the_bar_is_wiped_away_at_the_end(monkeypatch):
-    shown = terminal(monkeypatch)
-    with ProgressBar("stage", 2, " files") as bar:
-        bar.advance(2)
+        assert action in shown.getvalue()
+        assert text in shown.getvalue()
     assert shown.getvalue().endswith("\r")
     assert "\n" not in shown.getvalue()
-
-
-def test_the_bar_is_wiped_away_after_an_error(monkeypatch):
-    shown = terminal(monkeypatch)
-
-    def fail() -> None:
-        with ProgressBar("stage", 2, " files"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
+    with pytest.raises(KeyboardInterrupt), ProgressBar(action, total, unit):
+        raise KeyboardInterrupt
     assert shown.getvalue().endswith("\r")
 
 
-def test_bytes_are_counted_in_binary_units(monkeypatch):
-    shown = terminal(monkeypatch)
-    with ProgressBar("stage", 4 << 20, "B") as bar:
-        bar.advance(1 << 20)
-        bar._bar.refresh()
-    assert "1.00M/4.00M" in shown.getvalue()
-
-
-def test_an_unknown_total_is_no_obstacle(monkeypatch):
-    shown = terminal(monkeypatch)
-    with ProgressBar("list", None, " files") as bar:
-        bar.advance(5)
-        bar._bar.refresh()
-    assert "5 files" in shown.getvalue()
-
-
-def test_logs_stay_clean(monkeypatch):
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
-    with ProgressBar("stage", 2, " files") as bar:
-        bar.advance(2)
-    assert log.getvalue() == ""
-
-
-def test_a_bar_that_is_not_enabled_says_nothing_even_in_a_terminal(monkeypatch):
-    shown = terminal(monkeypatch)
-    with ProgressBar("stage", 2, " files", enabled=False) as bar:
+@pytest.mark.parametrize(("stream", "enabled"), [(io.StringIO, True), (Terminal, False)])
+def test_logs_stay_clean_and_a_bar_that_is_not_enabled_says_nothing(monkeypatch, stream, enabled):
+    shown = stream()
+    now = [100.0]
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with ProgressBar("stage", 2, " files", enabled=enabled) as bar:
+        now[0] += 100
+        bar.wait()
         bar.advance(2)
     assert shown.getvalue() == ""
 
@@ -151,16 +123,6 @@ def test_a_bar_that_does_not_move_says_for_how_long(monkeypatch):
         bar.advance(1)
         bar._bar.refresh()
         assert "nothing for" not in shown.getvalue().rpartition("\r")[2]
-
-
-def test_silence_is_kept_while_nothing_moves(monkeypatch):
-    shown = terminal(monkeypatch)
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with ProgressBar("stage", 10, "B", enabled=False) as bar:
-        now[0] += 100
-        bar.wait()
-    assert shown.getvalue() == ""
 
 
 def test_who_has_a_bar_of_its_own_is_told_in_place_of_tqdm(monkeypatch):

@@ -14,12 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colabkit.foundation.environment.limits import DiskReport, MemoryReport
+from colabkit.foundation.environment.limits import MemoryReport
 from colabkit.foundation.environment.runtime_report import RuntimeReport
 from colabkit.foundation.reports import Report, escape, html_table
-from colabkit.foundation.telemetry.gpus import GpuReport
-from colabkit.storage.drive.api import CacheReport, FlushReport, MountReport, UnmountReport
-from colabkit.storage.staging.reports import StageReport, UnstageReport
 
 TAGS = {"div", "table", "tr", "th", "td"}
 ATTRIBUTES = {"style", "scope"}
@@ -74,26 +71,6 @@ def assert_harmless(text: str) -> Page:
     return page
 
 
-def reports(name: str) -> list[Report]:
-    """Return one report of each kind, with `name` wherever a name can stand."""
-    disk = DiskReport(name, name, 10, 5, 3)
-    memory = MemoryReport(100, 50, name)
-    gpu = GpuReport(name, name, 10, 5, name)
-    skipped = ((name, name), ("other", "link"))
-    return [
-        disk,
-        memory,
-        gpu,
-        RuntimeReport(name, name, name, 1.5, memory, (disk,), (disk,), ((name, name),), None, (gpu,), {name: name}),
-        MountReport(Path("/x") / name.replace("\0", ""), Path("/x"), name, name, None, 1.0, (name,)),
-        UnmountReport(Path("/x") / name.replace("\0", ""), name, name, 1.0),
-        FlushReport(Path("/x") / name.replace("\0", ""), name, name, True, 1.0),
-        CacheReport(Path("/x"), name, Path("/x") / name.replace("\0", ""), 2, 1, 3, (name,), name, True, 1.0),
-        StageReport(Path("/near") / name.replace("\0", ""), name, name, name, 1, 2, 3.0, 4, skipped, reused=False),
-        UnstageReport(Path("/near") / name.replace("\0", ""), 7),
-    ]
-
-
 @dataclass(frozen=True, repr=False)
 class Sample(Report):
     """A report of everything a field may be."""
@@ -118,18 +95,12 @@ def sample(text: str = "hello") -> Sample:
     return Sample(text, Path("/a/b"), (1, 2), by_name, MemoryReport(2, 1, "machine"))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_names_never_become_tags(name):
-    for report in reports(name):
-        assert_harmless(report._repr_html_())
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_tables_show_hostile_names_as_they_are(name):
-    shown = name.encode("utf-8", "backslashreplace").decode()
-    page = assert_harmless(html_table(name, [(name, name)], (name, name)))
-    cells = [cell.replace("\ufffd", "\0") for cell in page.cells if cell]
-    assert cells == [shown] * 5
+def test_tables_show_hostile_names_as_they_are():
+    for name in HOSTILE:
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        page = assert_harmless(html_table(name, [(name, name)], (name, name)))
+        cells = [cell.replace("\ufffd", "\0") for cell in page.cells if cell]
+        assert cells == [shown] * 5
 
 
 @given(st.text())
@@ -138,23 +109,14 @@ def test_no_text_at_all_becomes_markup(text):
     assert page.tags == TAGS
 
 
-def test_escape_also_holds_inside_attributes():
+def test_escape_holds_inside_attributes_and_takes_any_object():
     assert escape("\"'<>&") == "&quot;&#x27;&lt;&gt;&amp;"
-
-
-def test_undecodable_bytes_show_as_escapes():
     assert escape("a\udcffb") == r"a\udcffb"
-
-
-def test_escape_takes_any_object():
     assert escape(Path("<x>")) == "&lt;x&gt;"
 
 
-def test_a_table_without_header_or_rows_is_whole():
+def test_a_table_shows_header_and_rows_in_order_and_is_whole_without():
     assert assert_harmless(html_table("title", [])).cells == ["title", ""]
-
-
-def test_a_table_shows_header_and_rows_in_order():
     page = assert_harmless(html_table("t", [("a", "1"), ("b", "2")], ("name", "value")))
     assert [cell for cell in page.cells if cell] == ["t", "name", "value", "a", "1", "b", "2"]
 
@@ -190,12 +152,6 @@ def test_a_report_becomes_plain_values_that_json_takes():
         "nothing": None,
     }
     assert json.loads(json.dumps(values)) == values
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_every_public_report_survives_json(name):
-    for report in reports(name):
-        assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
 
 
 def test_a_report_must_say_its_lines_and_rows():
@@ -236,11 +192,3 @@ def test_the_text_table_aligns_names_as_they_are_shown():
     *_, first, second = Named(**vars(sample())).text_table().splitlines()
     assert first == r"  a\tb\udcff  first"
     assert first.index("first") == second.index("second")
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_the_text_table_shows_control_characters_as_escapes(name):
-    for report in reports(name):
-        rows = report.text_table().split("\n")[len(repr(report).split("\n")) :]
-        assert all(row.isprintable() for row in rows)
-        assert "\n".join(rows).encode("utf-8")

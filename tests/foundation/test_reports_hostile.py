@@ -28,6 +28,7 @@ HOSTILE = (
     "' onmouseover='alert(1)",
     "</td></table><h1>out\n<b>&lt;i&gt;</b>",
 )
+UNREADABLE = ("&lt;b&gt;", "<!-- comment", "\udcff<b>\udcfe", "\0<b>", "a\nb<i>\x1bc")
 OWN = (
     "foundation/reports.py",
     "packs/dataset/opened_pack.py",
@@ -105,12 +106,15 @@ def filled(hint: Any, name: str) -> Any:
     raise TypeError(f"how to fill {hint}?")
 
 
-@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_report_lets_a_name_become_html(kind: type[Report], name: str) -> None:
-    report = filled(kind, name)
-    check_alike(report._repr_html_(), filled(kind, "plain")._repr_html_())
-    json.dumps(report.to_dict())
+@pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE])
+def test_no_report_lets_a_name_become_html_or_break_its_lines_and_all_survive_json(name: str) -> None:
+    for kind in kinds():
+        report = filled(kind, name)
+        check_alike(report._repr_html_(), filled(kind, "plain")._repr_html_())
+        assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+        rows = report.text_table().split("\n")[len(repr(report).split("\n")) :]
+        assert all(row.isprintable() for row in rows), kind
+        assert "\n".join(rows).encode("utf-8")
 
 
 def test_what_shows_itself_as_html_is_known() -> None:

@@ -20,7 +20,7 @@ from fake_nvml import (
     fake_torch,
 )
 
-from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
+from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot, gpu_reports
 
 
 def gpus(nvml: Any, visible: str | None = None, torch: Any = None) -> Gpus:
@@ -35,14 +35,9 @@ def uuids(nvml: Any, visible: str | None = None, torch: Any = None) -> list[str 
 
 
 def test_a_gpu_is_told_in_rates_bytes_and_watts():
-    assert gpus(FakeNvml(Chip("GPU-a"))).snapshot() == (
-        GpuSnapshot("GPU-a", "Tesla T4", 0.4, 3 * GIB, 16 * GIB, power_w=33.5),
-    )
-
-
-def test_texts_of_older_bindings_are_bytes():
-    (gpu,) = gpus(FakeNvml(Chip(b"GPU-a", b"Tesla T4"))).snapshot()
-    assert (gpu.uuid, gpu.name) == ("GPU-a", "Tesla T4")
+    for chip in (Chip("GPU-a"), Chip(b"GPU-a", b"Tesla T4")):  # texts of older bindings are bytes
+        (found,) = gpus(FakeNvml(chip)).snapshot()
+        assert found == GpuSnapshot("GPU-a", "Tesla T4", 0.4, 3 * GIB, 16 * GIB, power_w=33.5)
 
 
 FIELDS = {
@@ -102,9 +97,11 @@ def test_utilisation_is_the_mean_of_what_the_driver_sampled_since_the_last_look(
 
 
 def test_without_new_samples_the_driver_is_asked_for_its_own_figure():
-    chip = Chip("GPU-a", samples=[(10, 100)])
+    chip = Chip("GPU-a")
     asked = gpus(FakeNvml(chip))
-    assert [asked.snapshot()[0].utilization_rate for _ in range(2)] == [1.0, 0.4]
+    assert asked.snapshot()[0].utilization_rate == 0.4  # the buffer is empty: NOT_FOUND
+    chip.samples.append((10, 90))
+    assert [asked.snapshot()[0].utilization_rate for _ in range(2)] == [0.9, 0.4]
 
 
 def test_memory_of_old_bindings_has_the_drivers_part_in_it():
@@ -126,14 +123,15 @@ def test_why_clocks_are_held_down_is_told_by_new_and_by_old_drivers(absent, reas
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
 @pytest.mark.parametrize("error", [9, 12, UNKNOWN])  # driver not loaded, library not found
 def test_without_a_driver_there_are_no_gpus(function, error):
-    asked = gpus(FakeNvml(Chip("GPU-a"), failing={function: error}))
-    assert asked.snapshot() == ()
+    nvml = FakeNvml(Chip("GPU-a"), failing={function: error})
+    asked = gpus(nvml)
+    assert asked.snapshot() == gpu_reports(nvml) == ()
     asked.close()
 
 
 def test_without_a_binding_there_are_no_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus(None).snapshot() == ()
+    assert gpus(None).snapshot() == gpu_reports() == ()
 
 
 def test_another_package_of_the_bindings_name_is_named_once(monkeypatch, caplog):
@@ -141,7 +139,7 @@ def test_another_package_of_the_bindings_name_is_named_once(monkeypatch, caplog)
     other.__file__ = "/somewhere/pynvml.py"
     monkeypatch.setitem(sys.modules, "pynvml", other)
     with caplog.at_level(logging.WARNING, "colabkit"):
-        assert [gpus(None).snapshot() for _ in range(3)] == [(), (), ()]
+        assert [gpus(None).snapshot(), gpu_reports(), gpu_reports()] == [(), (), ()]
     (record,) = caplog.records
     assert "/somewhere/pynvml.py" in record.getMessage()
     assert "nvidia-ml-py" in record.getMessage()
@@ -281,9 +279,46 @@ def test_closing_twice_lets_the_driver_go_once():
     assert asked.snapshot() == ()
 
 
-def test_an_empty_buffer_of_samples_is_no_reason_to_forget_it():
-    chip = Chip("GPU-a")
-    asked = gpus(FakeNvml(chip))
-    assert asked.snapshot()[0].utilization_rate == 0.4  # the buffer is empty: NOT_FOUND
-    chip.samples.append((10, 90))
-    assert asked.snapshot()[0].utilization_rate == 0.9
+def test_reports_are_as_the_driver_tells_and_it_is_let_go():
+    nvml = FakeNvml(Chip("GPU-0", b"Card \xff"), Chip("GPU-1", instances=[Chip("MIG-1")]))
+    first, second = found = gpu_reports(nvml)
+    assert [(gpu.uuid, gpu.total_bytes, gpu.free_bytes) for gpu in found] == [
+        (f"GPU-{index}", 16 * GIB, 12 * GIB) for index in range(2)
+    ]
+    assert nvml.calls.count("nvmlShutdown") == 1
+    assert repr(first) == "Card \ufffd, 16.0 GiB"
+    assert second.details() == (
+        "Tesla T4, 16.0 GiB, 12.0 GiB free, in MIG slices, driver 580.65.06, CUDA up to 12.9, GPU-1"
+    )
+
+
+def test_a_value_that_the_driver_or_the_binding_does_not_tell_is_none_in_a_report_and_the_rest_stays():
+    for function, unknown in {
+        "nvmlDeviceGetUUID": ["uuid"],
+        "nvmlDeviceGetName": ["name"],
+        "nvmlDeviceGetMemoryInfo": ["total_bytes", "free_bytes"],
+        "nvmlSystemGetDriverVersion": ["driver"],
+        "nvmlSystemGetCudaDriverVersion": ["cuda"],
+        "nvmlDeviceGetMigMode": ["is_sliced"],
+        "nvmlShutdown": [],
+    }.items():
+        for broken in ({"failing": {function: UNKNOWN}}, {"absent": (function,)}):
+            if function == "nvmlShutdown" and "absent" in broken:
+                continue
+            (gpu,) = gpu_reports(FakeNvml(Chip("GPU-a"), **broken))
+            assert [name for name, value in gpu.to_dict().items() if value is None] == unknown
+            assert "None" not in repr(gpu) + gpu._repr_html_() + gpu.details()
+    (gpu,) = gpu_reports(FakeNvml(Chip("GPU-a", failing={"open": UNKNOWN})))
+    assert (gpu.uuid, gpu.name, gpu.total_bytes, gpu.free_bytes) == (None, None, None, None)
+
+
+def test_the_binding_is_found_by_its_name_in_the_given_folders_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Chip("GPU-a")))
+    assert len(gpu_reports()) == len(gpu_reports(paths=[])) == 1
+    (tmp_path / "pynvml.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\nraise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    del sys.modules["pynvml"]
+    assert gpu_reports(paths=[]) == ()
+    assert not (tmp_path / "imported").exists()
+    assert gpu_reports(paths=[str(tmp_path)]) == ()
+    assert (tmp_path / "imported").exists()

@@ -143,35 +143,31 @@ def test_only_the_allowed_cores_count():
     assert found.busiest_core_rate == pytest.approx(0.4)
 
 
-def test_under_a_quota_the_use_of_the_cgroup_counts_not_that_of_neighbours():
-    files = {
-        "/proc/self/cgroup": "0::/\n",
-        f"{V2}/cpu.max": "200000 100000\n",
-        f"{V2}/cpu.stat": "usage_usec 5000000\nuser_usec 1\n",
-    }
-    machine = Machine(files)
-    machine.host.snapshot()
-    machine.files[f"{V2}/cpu.stat"] = "usage_usec 6000000\nuser_usec 1\n"
-    found = machine.after(1, cores=[core(1, 0)] * 4)
-    assert (found.cpus, found.cpu_rate, found.busiest_core_rate) == (2, pytest.approx(0.5), 1)
+QUOTA_V2 = {"/proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "200000 100000\n"}
+QUOTA_V1 = {
+    "/proc/self/cgroup": "3:cpu,cpuacct:/docker\n",
+    f"{V2}/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+    f"{V2}/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+}
 
 
-def test_a_quota_of_version_1_is_known_too():
-    files = {
-        "/proc/self/cgroup": "3:cpu,cpuacct:/docker\n",
-        f"{V2}/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
-        f"{V2}/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        f"{V2}/cpu,cpuacct/cpuacct.usage": "1000000000\n",
-    }
-    machine = Machine(files)
+@pytest.mark.parametrize(
+    ("files", "usage", "before", "after", "cpus"),
+    [
+        (QUOTA_V2, "cpu.stat", "usage_usec 5000000\nuser_usec 1\n", "usage_usec 6000000\nuser_usec 1\n", 2),
+        (QUOTA_V1, "cpu,cpuacct/cpuacct.usage", "1000000000\n", "1250000000\n", 0.5),
+    ],
+)
+def test_under_a_quota_the_use_of_the_cgroup_counts_not_that_of_neighbours(files, usage, before, after, cpus):
+    machine = Machine({**files, f"{V2}/{usage}": before})
     machine.host.snapshot()
-    machine.files[f"{V2}/cpu,cpuacct/cpuacct.usage"] = "1250000000\n"
+    machine.files[f"{V2}/{usage}"] = after
     found = machine.after(1, cores=[core(1, 0)] * 4)
-    assert (found.cpus, found.cpu_rate) == (0.5, pytest.approx(0.5))
+    assert (found.cpus, found.cpu_rate, found.busiest_core_rate) == (cpus, pytest.approx(0.5), 1)
 
 
 def test_a_quota_without_a_count_of_its_use_falls_back_to_the_cores():
-    machine = Machine({"/proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "200000 100000\n"})
+    machine = Machine(QUOTA_V2)
     machine.host.snapshot()
     assert machine.after(1, cores=[core(0.25, 0.75)] * 4).cpu_rate == pytest.approx(0.5)
 
@@ -270,30 +266,17 @@ def test_a_process_that_may_not_be_looked_at_is_unknown_not_idle(error):
     assert found.own_ram_bytes is None
 
 
-def test_without_diskstats_and_interfaces_their_rates_are_unknown():
-    machine = Machine()
-    machine.disk, machine.network = NotImplementedError(), OSError()
-    machine.host.snapshot()
-    found = machine.after(1)
-    assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (None, None)
-    found = machine.after(1, disk=None, network={"lo": SimpleNamespace(bytes_recv=1)})
-    assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (None, None)
-
-
-def test_disks_and_interfaces_are_told_loopback_apart():
+def test_disks_and_interfaces_are_told_loopback_apart_and_unknown_where_nothing_counts_them():
     machine = Machine()
     machine.host.snapshot()
     network = {"lo": SimpleNamespace(bytes_recv=10**9), "eth0": SimpleNamespace(bytes_recv=300)}
     found = machine.after(2, disk=SimpleNamespace(read_bytes=50), network=network)
     assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (25, 150)
-
-
-def test_a_counter_that_begins_anew_gives_no_rate_once():
-    machine = Machine()
-    machine.disk = SimpleNamespace(read_bytes=1000)
-    machine.host.snapshot()
-    assert machine.after(1, disk=SimpleNamespace(read_bytes=10)).disk_read_bytes_per_s is None
+    assert machine.after(1, disk=SimpleNamespace(read_bytes=10)).disk_read_bytes_per_s is None, "it began again"
     assert machine.after(1, disk=SimpleNamespace(read_bytes=30)).disk_read_bytes_per_s == 20
+    for disk, network in ((NotImplementedError(), OSError()), (None, {"lo": SimpleNamespace(bytes_recv=1)})):
+        found = machine.after(1, disk=disk, network=network)
+        assert (found.disk_read_bytes_per_s, found.network_bytes_per_s) == (None, None)
 
 
 @pytest.mark.parametrize(

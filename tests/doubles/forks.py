@@ -1,0 +1,57 @@
+"""Work in forks of this process: their exit status, and kills at a change of the file system."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from colabkit.foundation import file_changes
+
+
+def in_fork(work: Callable[[], object]) -> int:
+    """Run `work` in a forked process and return its wait status, which is 0 unless it raises."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def is_killed_at(number: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a fork that is killed at its `number`-th change of the file system; return whether it was."""
+    count = 0
+
+    def kill(operation: str, path: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work_with_hook() -> None:
+        file_changes.hook = kill
+        work()
+
+    status = in_fork(work_with_hook)
+    assert status in (0, signal.SIGKILL)
+    return status == signal.SIGKILL
+
+
+def make_pair(path: Path, text: str) -> None:
+    """Make a folder of two files that hold `text`."""
+    file_changes.make_folder(path)
+    for name in ("one", "two"):
+        file_changes.write_file(path / name, text.encode())
+
+
+def pair_text(path: Path) -> str | None:
+    """Return the text that both files of such a folder hold, None where there is no folder."""
+    if not path.exists():
+        return None
+    texts = {(path / name).read_text() for name in ("one", "two")}
+    assert len(texts) == 1, "a mixture of old and new"
+    return texts.pop()
