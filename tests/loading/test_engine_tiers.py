@@ -1,28 +1,40 @@
-"""Where samples live: a pure function of what is free and what is asked for, and what the loader tells of it."""
+"""Where samples live, by what is free; decoded images are cached once, by any threads, in RAM or on a nameless disk."""
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 import torch
-from contract import make_pack, make_shards
+from contract import AtChange, fill_disk, make_pack, make_shards
+from loader_batches import epoch
 from packed_files import packed, photos
+from pictures import photo, saved
 from sampling import sampled
 
-from colabkit.errors import InvalidOption
+from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
 from colabkit.foundation import LoaderMeters
 from colabkit.loading import Loader
 from colabkit.loading.engine import tiers
 from colabkit.loading.engine.batches import OrderPlanner, Share
 from colabkit.loading.engine.columns import columns_of
 from colabkit.loading.engine.device import DeviceEngine
-from colabkit.loading.engine.tiers import Room, Tier, choose_tier
-from colabkit.packs import open_pack
+from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, promised_bytes
+from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled
+from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.items import Item
 
 GIB = 1 << 30
 ROOMY = Room(None, 100 * GIB, 100 * GIB)
@@ -130,10 +142,6 @@ def encoded(tmp_path: Path) -> Any:
     return open_pack(packed(photos(tmp_path / "tree"), tmp_path / "encoded.h5", encoding="source"))["train"]
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> None:
-    monkeypatch.setattr(tiers.Room, "measure", lambda *_: Room(None, ram_bytes, disk_bytes))
-
-
 def test_the_loader_tells_its_tier(raw, encoded, monkeypatch):
     rows, arrays, decoded = Loader(raw, 4), Loader(torch.zeros(9, 2), 4), Loader(encoded, 4, size=16)
     for loader in (rows, arrays, decoded):
@@ -224,3 +232,320 @@ def test_ram_that_others_were_promised_is_left_to_them_unless_it_is_asked_for_an
     assert chosen("ram", near, 5, DECODED).name == "ram"
     assert chosen("gpu", room, 5, DECODED).name == "gpu"
     assert "promised" not in chosen("auto", replace(near, promised_bytes=0), 50, DECODED).reason
+
+
+SHAPE = (4, 5, 3)
+COUNT = 12
+
+
+class Counted(FolderSource):
+    """A folder that counts how often each file is read."""
+
+    def __init__(self, path: Path, can_hang: bool = False) -> None:
+        super().__init__(path)
+        self.can_hang = can_hang
+        self.reads: Counter[str] = Counter()
+
+    def open(self, item: Item) -> BinaryIO:
+        self.reads[item.path] += 1
+        return super().open(item)
+
+    def read_at_once(self, item: Item) -> bytes | None:
+        self.reads[item.path] += 1
+        return super().read_at_once(item)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(near_storage: Path) -> Iterator[None]:
+    yield
+    gc.collect()
+    assert [path for path in near_storage.rglob("*") if path.is_file()] == []
+
+
+@pytest.fixture(params=[False, True], ids=["near", "far"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Counted:
+    """Return twelve photos whose reads are counted."""
+    return Counted(photos(tmp_path / "tree"), request.param)
+
+
+def kept(capacity: int, where: Any = "ram", folder: Path = Path("/nowhere"), count: int = COUNT) -> RowCache:
+    return RowCache(count, SHAPE, capacity, where, folder)
+
+
+def row_of(number: int) -> np.ndarray:
+    return np.full(SHAPE, number % 251, np.uint8)
+
+
+def keep(rows: RowCache, number: int) -> bool:
+    """Keep a row as the loader does; return whether there was a place."""
+    place = rows.claim()
+    if place is None:
+        return False
+    rows.at(place)[...] = row_of(number)
+    rows.settle(place, number)
+    return True
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, ram_bytes: int, disk_bytes: int) -> None:
+    """Let there be so much room for decoded samples."""
+    monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
+    monkeypatch.setattr(tiers, "_DISK_SHARE", 1)
+    monkeypatch.setattr(tiers.Room, "measure", lambda *_: tiers.Room(None, ram_bytes, disk_bytes))
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_rows_come_back_as_they_were_settled(where, tmp_path):
+    rows = kept(COUNT, where, tmp_path)
+    for number in np.random.default_rng(0).permutation(COUNT).tolist():
+        assert rows.row(number) is None
+        assert not rows.is_full
+        assert keep(rows, number)
+        assert np.array_equal(rows.row(number), row_of(number))
+    assert rows.is_full
+    assert len(rows) == COUNT
+    assert all(np.array_equal(rows.row(number), row_of(number)) for number in range(COUNT))
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_what_rows_may_still_take_is_promised_until_it_is_taken_or_they_are_gone(where, tmp_path):
+    gc.collect()
+    before = promised_bytes()
+    rows = kept(10, where, tmp_path)
+    for number in range(4):
+        keep(rows, number)
+        assert promised_bytes() - before == (0 if where == "disk" else (9 - number) * 60)
+    del rows
+    gc.collect()
+    assert promised_bytes() == before
+
+
+def test_the_same_ram_is_not_promised_to_two_loaders(source, monkeypatch):
+    gc.collect()
+    data, row_bytes = FileDataset(source), 16 * 16 * 3
+    free = promised_bytes() + 30 * row_bytes
+    monkeypatch.setattr(tiers, "_RAM_SHARE", 1)
+    monkeypatch.setattr(tiers, "memory_limits", lambda _: SimpleNamespace(available_bytes=free))
+    loaders = [Loader(data, 4, size=16) for _ in range(3)]
+    assert [loader.tier.name for loader in loaders] == ["ram", "ram", "disk"]
+    assert Loader(data, 4, size=16, keep="ram").tier.name == "ram"  # who asks for it knows what the others do
+    del loaders
+    gc.collect()
+    assert Loader(data, 4, size=16).tier.name == "ram"
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_kept_rows_are_gathered_as_images(where, tmp_path):
+    rows = kept(COUNT, where, tmp_path)
+    for number in (5, 3, 8):
+        keep(rows, number)
+    gather = rows.gather()
+    images = gather.gather(torch.tensor([8, 5, 8]), torch.empty(3 * 60, dtype=torch.uint8))
+    assert images.shape == (3, 3, 4, 5)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert [image.unique().tolist() for image in images] == [[8], [5], [8]]
+
+
+def test_no_more_rows_are_kept_than_fit():
+    rows = kept(5)
+    assert [keep(rows, number) for number in range(7)] == [True] * 5 + [False] * 2
+    assert len(rows) == 5
+    assert not rows.is_full
+    assert rows.row(5) is None
+
+
+def test_a_place_that_is_given_back_is_claimed_again():
+    rows = kept(2)
+    first, second = rows.claim(), rows.claim()
+    assert rows.claim() is None
+    rows.release(first)
+    assert rows.claim() == first
+    rows.settle(second, 7)
+    rows.settle(first, 7)  # decoded by two threads
+    assert len(rows) == 1
+    assert rows.claim() == first
+
+
+def test_of_many_threads_that_keep_the_same_rows_each_is_kept_once_and_whole():
+    count, capacity = 400, 300
+    rows = kept(capacity, count=count)
+    start, wrong = threading.Barrier(8), []
+
+    def work(seed: int) -> None:
+        start.wait()
+        for number in np.random.default_rng(seed % 4).permutation(count).tolist():
+            if rows.row(number) is None:
+                keep(rows, number)
+            row = rows.row(number)
+            if row is not None and not np.array_equal(row, row_of(number)):
+                wrong.append(number)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+    found = [number for number in range(count) if rows.row(number) is not None]
+    assert len(found) == len(rows) == capacity
+    assert all(np.array_equal(rows.row(number), row_of(number)) for number in found)
+
+
+def test_a_file_of_rows_has_no_name_and_takes_its_room_at_once(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    free = os.statvfs(tmp_path)
+    rows = RowCache(1000, (64, 64, 3), 1000, "disk", tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    taken = (free.f_bfree - os.statvfs(tmp_path).f_bfree) * free.f_frsize
+    assert taken > 6_000_000
+    del rows
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(number, tmp_path, file_hook):
+    before = len(os.listdir("/proc/self/fd"))
+    file_hook(AtChange(number, fill_disk))
+    with pytest.raises(NotEnoughSpace, match=r"Cannot keep decoded images below .*No space left.*Free some space"):
+        kept(COUNT, "disk", tmp_path / "new")
+    file_hook(None)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disk_that_is_fuller_than_it_said_is_one_clear_error_of_the_loader(source, monkeypatch, file_hook):
+    limit(monkeypatch, 0, 1 << 30)
+    file_hook(AtChange(2, fill_disk))
+    with pytest.raises(NotEnoughSpace, match="Cannot keep decoded images"):
+        Loader(FileDataset(source), 4, size=16)
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(FileFailed, match="Cannot keep decoded images"):
+        kept(COUNT, "disk", tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_from_the_second_epoch_on_nothing_is_read_and_all_is_the_same(source, where):
+    loader = Loader(FileDataset(source), 5, size=16, keep=where, num_workers=2)
+    assert loader.tier.name == where
+    first = epoch(loader)
+    assert set(source.reads.values()) == {1}
+    assert len(source.reads) == COUNT
+    for _ in range(2):
+        again = epoch(loader)
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[1], first[1])
+    assert sum(source.reads.values()) == COUNT
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_shuffled_second_epoch_has_the_pixels_of_the_first(source, where):
+    data = FileDataset(source)
+    plain = epoch(Loader(data, 5, size=16))[0]
+    source.reads.clear()
+    loader = Loader(data, 5, size=16, keep=where, shuffle=True, num_workers=3)
+    orders = []
+    for number in range(3):
+        orders.append(loader._position.order.indices(number, 0, COUNT).tolist())
+        assert torch.equal(epoch(loader)[0], plain[orders[-1]])
+    assert orders[0] != orders[1]
+    assert set(source.reads.values()) == {1}
+
+
+def test_random_cuts_of_kept_images_are_those_of_images_decoded_anew(source, monkeypatch):
+    options: dict[str, Any] = {"size": 20, "transform": Compose([RandomResizedCrop(12), RandomHorizontalFlip()])}
+    loader = Loader(FileDataset(source), 5, shuffle=True, seed=3, **options)
+    found = [epoch(loader)[0] for _ in range(3)]
+    assert loader.tier.rows == COUNT
+    limit(monkeypatch, 0, 0)
+    anew = Loader(FileDataset(source), 5, shuffle=True, seed=3, **options)
+    assert anew.tier.name == "source"
+    assert all(torch.equal(epoch(anew)[0], images) for images in found)
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("capacity", sampled([1, 7, 11], 2))
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_what_does_not_fit_is_read_in_each_epoch(source, where, capacity, monkeypatch):
+    plain = epoch(Loader(FileDataset(source), 5, size=16))[0]
+    source.reads.clear()
+    row_bytes = 16 * 16 * 3
+    limit(monkeypatch, *((capacity * row_bytes + 9, 0) if where == "ram" else (0, capacity * row_bytes + 9)))
+    loader = Loader(FileDataset(source), 5, size=16, shuffle=True, num_workers=3)
+    assert (loader.tier.name, loader.tier.rows) == (where, capacity)
+    for number in range(3):
+        order = loader._position.order.indices(number, 0, COUNT)
+        assert torch.equal(epoch(loader)[0], plain[order])
+        assert sum(source.reads.values()) == COUNT + number * (COUNT - capacity)
+
+
+@pytest.mark.parametrize("capacity", [3, COUNT])
+def test_a_sampler_with_replacement_gets_the_right_pixels(source, capacity, monkeypatch):
+    plain = epoch(Loader(FileDataset(source), 5, size=16))[0]
+    limit(monkeypatch, capacity * 16 * 16 * 3, 0)
+    numbers = np.random.default_rng(4).integers(0, 5, 200).tolist()
+    loader = Loader(FileDataset(source), 8, size=16, sampler=numbers, num_workers=4)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            images, labels = epoch(loader)
+            assert torch.equal(images, plain[numbers])
+            assert labels.tolist() == [number // 4 for number in numbers]
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_row_that_another_thread_kept_first_is_taken_from_there(source, monkeypatch):
+    plain = epoch(Loader(FileDataset(source), 5, size=16))[0]
+    settle = RowCache.settle
+
+    def settle_second(rows: RowCache, place: int, number: int) -> None:
+        if (other := rows.claim()) is not None:
+            rows.at(other)[...] = rows.at(place)
+            settle(rows, other, number)
+        settle(rows, place, number)
+        if other is not None:
+            taken = rows.claim()
+            assert taken == place
+            rows.at(taken)[...] = 255
+            rows.release(taken)
+
+    monkeypatch.setattr(RowCache, "settle", settle_second)
+    loader = Loader(FileDataset(source), 5, size=16, keep="ram", num_workers=1)
+    for _ in range(2):
+        assert torch.equal(epoch(loader)[0], plain)
+
+
+def test_an_epoch_left_early_keeps_what_it_decoded(source):
+    loader = Loader(FileDataset(source), 2, size=16, prefetch_batches=1)
+    for _ in loader:
+        break
+    plain = epoch(loader)[0]
+    assert torch.equal(plain, epoch(loader)[0])
+    assert sum(source.reads.values()) < 2 * COUNT
+
+
+def test_images_of_one_size_are_kept_without_a_size_too(source):
+    loader = Loader(FileDataset(source), 5)
+    first = epoch(loader)[0]
+    reads = sum(source.reads.values())
+    assert torch.equal(epoch(loader)[0], first)
+    assert sum(source.reads.values()) == reads
+
+
+def test_encoded_packs_are_decoded_once(tmp_path, monkeypatch):
+    tree = photos(tmp_path / "tree")
+    (tree / "ants" / "000.jpg").write_bytes(saved(photo(33, 21), "PNG"))
+    data = open_pack(packed(tree, tmp_path / "p.h5", encoding="source"))["train"]
+    loader = Loader(data, 5, size=16)
+    first = epoch(loader)[0]
+    monkeypatch.setattr(type(data), "encoded", lambda *_: pytest.fail("a file is decoded again"))
+    assert torch.equal(epoch(loader)[0], first)

@@ -71,12 +71,6 @@ def test_an_array_or_a_tensor_alone_is_a_batch_of_its_rows(shape, dtype):
         assert batches[0].dtype == expected.dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
-def test_tensors_of_dtypes_that_numpy_lacks_load_too(dtype):
-    rows = torch.arange(COUNT * 3).view(COUNT, 3).to(dtype)
-    assert torch.equal(torch.cat(loaded(rows)), rows[order_of()])
-
-
 @pytest.mark.parametrize("dtype", [">i2", ">i8", ">f4", ">c8"])
 def test_arrays_of_the_other_byte_order_come_as_numbers(dtype):
     array = (RANDOM.normal(size=(COUNT, 4)) * 50).astype(dtype)
@@ -360,11 +354,6 @@ def test_hdf5_files_of_others_load_mapped_or_through_hdf5(tmp_path, stored, is_v
         assert torch.equal(joined(batches, 1), data.labels[order_of(epoch)])
     batches = loaded(data, transform=lambda images: images.float() / 255)
     assert torch.equal(joined(batches, 0), expected[order_of()].float() / 255)
-
-
-def test_a_list_of_arrays_is_no_tuple_of_fields():
-    with pytest.raises(InvalidOption, match=r"a list of 2 arrays.*\. Pass a tuple: \(images, labels\)"):
-        Loader([torch.rand(100, 5), torch.arange(100)], 16)
 
 
 def halves(images: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,28 @@
-"""`Loader` over everything that is rows: views, shards, arrays of any rank, labels of any kind; and what it refuses."""
+"""`Loader` over all kinds of data: views, shards, arrays and labels of any shape, classes of users."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from contract import StreamContract, make_pack, make_shards, seal_fields
 from loader_batches import epoch
+from packed_files import photos
 from pictures import saved
 from sampling import sampled
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
 
+from colabkit.augment import Compose, Cutout, Normalize, RandomCrop, RandomHorizontalFlip
 from colabkit.errors import InvalidOption, SourceMissing
 from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
-from colabkit.packs import PackedDataset, open_pack
+from colabkit.packs import FileDataset, PackedDataset, open_pack
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +67,11 @@ def test_views_and_shards_come_in_their_order(view, sharded):
         assert torch.equal(epoch(Loader(data, 3, shuffle=True, seed=7))[0], data[order][0])
 
 
-def test_a_state_of_another_view_is_refused(view):
+def test_a_state_of_another_view_or_pack_is_refused(view, tmp_path):
     state = Loader(view, 4).state_dict()
-    with pytest.raises(InvalidOption, match="another data set"):
-        Loader(view.subset(range(5)), 4).load_state_dict(state)
+    for other in (view.subset(range(5)), open_pack(make_pack(tmp_path / "p.h5", seed=12, train=len(view)))["train"]):
+        with pytest.raises(InvalidOption, match="another data set"):
+            Loader(other, 4).load_state_dict(state)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3), (3, 4, 5, 2)])
@@ -110,3 +118,128 @@ def test_a_missing_shard_is_named_before_training_starts(tmp_path):
     (tmp_path / "s-00001.h5").unlink()
     with pytest.raises(SourceMissing, match=r"s-00001\.h5"):
         Loader(data, 2)
+
+
+SEVEN = torch.full((3, 8, 8), 7, dtype=torch.uint8)
+
+
+class OwnTensors(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return (-super().__getitem__(index)[0] - 100,)
+
+
+class OwnSubset(Subset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return SEVEN, super().__getitem__(index)[1]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class OwnFiles(FileDataset):
+    def __getitem__(self, index: Any) -> Any:
+        return SEVEN, super().__getitem__(index)[1]
+
+
+class SubsetOfLists(Subset[Any]):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [(SEVEN, 0) for _ in indices]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photos(tmp_path_factory.mktemp("feeds") / "f", 3)
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> PackedDataset:
+    return open_pack(make_pack(tmp_path / "p.h5", (8, 8, 3), train=6))["train"]
+
+
+def images_of(dataset: Any) -> Tensor:
+    return torch.cat([batch[0] for batch in Loader(dataset, 2, num_workers=0)])
+
+
+def kind_of(dataset: Any) -> str:
+    facts = Loader(dataset, 2).meters.facts
+    assert facts is not None
+    return facts.kind
+
+
+def test_a_class_of_the_users_own_that_changes_samples_gives_these(pictures: Path, pack: PackedDataset) -> None:
+    rows = torch.arange(4)
+    assert images_of(OwnTensors(rows)).tolist() == (-rows - 100).tolist()
+    files = FileDataset(pictures)
+    for dataset in (
+        OwnSubset(files, [0, 2]),
+        OwnSubset(pack, [0, 2]),
+        OwnFiles(pictures),
+        Subset(OwnFiles(pictures), [1]),
+    ):
+        found = images_of(dataset)
+        assert torch.equal(found, SEVEN.expand(len(dataset), *SEVEN.shape))
+
+
+def test_only_a_class_that_changes_samples_costs_the_way_by_rows(pack: PackedDataset) -> None:
+    class Named(TensorDataset):
+        """Adds a name only."""
+
+        name = "mine"
+
+    for dataset in (Named(torch.zeros(4, 2)), Subset(pack, [0, 1])):
+        assert kind_of(dataset) == "gathered"
+    assert kind_of(OwnTensors(torch.zeros(4, 2))) == "processes"
+
+
+def test_a_batch_size_far_beyond_the_samples_costs_no_memory(pictures: Path) -> None:
+    images = torch.arange(4 * 3 * 64 * 64).view(4, 3, 64, 64).to(torch.uint8)
+    for transform in (None, RandomHorizontalFlip(0.0)):
+        (found,) = Loader(images, 10**8, transform=transform)
+        assert torch.equal(found, images)
+    ((found, _),) = Loader(FileDataset(pictures), 10**8)
+    assert len(found) == len(FileDataset(pictures))
+
+
+@pytest.mark.parametrize("values", [torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j, 3 - 4j]).conj().imag])
+def test_conjugate_and_negative_views_load_as_their_values(values: Tensor) -> None:
+    assert torch.equal(torch.cat([*Loader(values, 1)]), values.resolve_conj().resolve_neg())
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((3, 8, 8), index, np.uint8), np.int64(index)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Make tensors elsewhere by default, as `torch.set_default_device("cuda")` does."""
+    with torch.device("meta"):
+        yield
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    [
+        *itertools.product(("rows", "small rows", "pack", "files"), (0, 1)),
+        ("samples", 1),  # without a worker process torch's own collate asks for the default
+    ],
+)
+def test_batches_are_on_the_loaders_device_whatever_the_default(
+    kind: str, num_workers: int, pictures: Path, tmp_path: Path
+) -> None:
+    steps = Compose([RandomCrop(8, padding=1), RandomHorizontalFlip(), Cutout(2), Normalize()])
+    dataset = {
+        "rows": lambda: (np.ones((6, 3, 8, 8), np.uint8), np.arange(6)),
+        "small rows": lambda: (np.ones((6, 4), np.uint8), np.arange(6)),
+        "pack": lambda: open_pack(make_pack(tmp_path / "p.h5", (8, 8, 3), train=6))["train"],
+        "files": lambda: FileDataset(pictures),
+        "samples": Numbers,
+    }[kind]()
+    transform = None if kind == "small rows" else steps
+    for images, _ in Loader(dataset, 2, shuffle=True, transform=transform, num_workers=num_workers, device="cpu"):
+        assert images.device.type == "cpu"
+        assert torch.isfinite(images.float()).all()

@@ -29,12 +29,10 @@ from colabkit.augment import (
     Cutout,
     MixUp,
     Normalize,
-    PerBatch,
     PerSample,
     RandomHorizontalFlip,
     RandomResizedCrop,
 )
-from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
 
@@ -268,30 +266,6 @@ def test_a_loader_that_is_let_go_is_gone_without_a_garbage_collection(makes, way
         assert meters_() is None
     finally:
         gc.enable()
-
-
-def test_a_user_who_waits_for_threads_may_interrupt(makes):
-    gate = threading.Event()
-
-    def transform(images: Tensor) -> Tensor:
-        assert gate.wait(DEADLINE_S)
-        return images
-
-    def listen(event: meters.Event) -> None:
-        if isinstance(event, meters.Waiting):
-            gate.set()
-            signal.raise_signal(signal.SIGINT)
-
-    loader = makes["raw"](transform=PerBatch(transform))
-    unsubscribe = meters.subscribe(listen)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            list(loader)
-    finally:
-        gate.set()
-        unsubscribe()
-    assert left()[0] == []
-    assert len(list(loader)) == 8
 
 
 def test_an_interrupt_where_the_batch_is_made_keeps_the_last_position(makes):

@@ -80,6 +80,18 @@ def test_a_number_that_is_whole_is_advised_as_such(options, next_step):
     assert refused(IMAGES, **options).endswith(next_step)
 
 
+def test_numbers_out_of_bounds_and_devices_that_do_not_exist_are_refused_by_name():
+    for name, values in {
+        "batch_size": (0, -3, True, None),
+        "prefetch_batches": (0, 2.5),
+        "num_workers": (-1,),
+        "seed": (None, -1),
+        "device": ("no such device", "meta", 99, *([] if torch.cuda.is_available() else ["cuda"])),
+    }.items():
+        for value in values:
+            assert name in refused(IMAGES, **{name: value})
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -91,6 +103,7 @@ def test_a_number_that_is_whole_is_advised_as_such(options, next_step):
         ),
         ({"transform": "flip"}, "transform='flip', a callable or None. Pass a function of a batch of images."),
         ({"collate_fn": dict}, "collate_fn=dict, a class"),
+        ({"transform": 3}, "transform=3, a callable or None"),
         ({"collate_fn": 3}, "Pass a function of a list of samples."),
         ({"shuffle": "yes"}, "True, False or 'block'"),
     ],

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,7 +185,9 @@ def test_torchvisions_data_sets_load_with_their_own_transforms(tree, num_workers
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_parts_and_joins_of_data_sets_load_like_any(tree, num_workers):
+def test_parts_and_joins_of_data_sets_and_packs_load_like_any(tmp_path, tree, num_workers):
+    packs = [open_pack(make_pack(tmp_path / f"{n}.h5", seed=n, train=6 + n))["train"] for n in range(2)]
+    assert_loads(ConcatDataset(packs), num_workers)
     folder = ImageFolder(tree, transform=to_tensor())
     first, second = random_split(Squares(), [15, 8], torch.Generator().manual_seed(3))
     for dataset in (Subset(folder, [3, 3, 20, 7]), ConcatDataset([Squares(6), Squares(7)]), first, second):
@@ -201,11 +204,6 @@ def test_parts_of_a_pack_are_views_of_it_and_load_as_rows(tmp_path):
         assert torch.equal(images, torch.stack([image for image, _ in expected]))
         assert labels.tolist() == [label for _, label in expected]
         assert "PackedDataset" in repr(Loader(subset, 3))
-
-
-def test_a_join_of_packs_loads_sample_by_sample(tmp_path):
-    one, other = (open_pack(make_pack(tmp_path / f"{n}.h5", seed=n, train=6 + n))["train"] for n in range(2))
-    assert_loads(ConcatDataset([one, other]), 2)
 
 
 @pytest.mark.parametrize("num_workers", sampled([0, 2], 1))
@@ -241,12 +239,6 @@ def test_only_collate_fn_may_say_what_a_batch_of_single_samples_is():
         ):
             with pytest.raises(InvalidOption, match=rf"{name}= beside {why}, .*made one by one.*Leave {name}= out, or"):
                 Loader(Squares(), 4, **options, **more)
-
-
-def test_what_is_no_map_style_data_set_is_refused():
-    for dataset in (iter([1, 2]), 5, "text", {1, 2}, None):
-        with pytest.raises(InvalidOption, match="a data set with a length and an index"):
-            Loader(dataset, 2)
 
 
 def broken(index: int) -> torch.Tensor:
@@ -322,31 +314,6 @@ def test_a_collate_fn_may_leave_samples_out_but_not_beside_transforms_that_draw_
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("transform", [v1.ToTensor(), v1.Compose([v1.ToTensor()]), PerSample(v1.ToTensor())])
-def test_the_older_to_tensor_on_tensors_is_an_error_that_says_what_to_use(transform, num_workers):
-    images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
-    with pytest.raises(LoaderFailed, match=r"use v2\.ToDtype\(torch\.float32, scale=True\), or Normalize of colab"):
-        list(Loader(images, 2, transform=transform, num_workers=num_workers))
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_an_error_of_a_collate_fn_is_one_line_too(num_workers):
-    loader = Loader(Squares(12, torch.tensor), 3, collate_fn=fails_on_seven, num_workers=num_workers)
-    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: collate_fn: KeyError: 'planned'") as caught:
-        list(loader)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_samples_that_do_not_stack_are_one_line_that_says_so(num_workers):
-    with pytest.raises(
-        LoaderFailed, match=r"stack expects each tensor to be equal size.*or pass collate_fn="
-    ) as caught:
-        list(Loader(Squares(4, torch.zeros), 2, num_workers=num_workers))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("around", ["alone", "subset", "concat", "both"])
 def test_a_broken_file_of_an_image_folder_is_named_with_its_path(tmp_path, around, num_workers):
     tree = make_tree(tmp_path / "tree", 3)
@@ -382,28 +349,36 @@ def test_errors_of_this_package_keep_their_type_and_line(tmp_path, num_workers):
     assert str(caught.value).count("Cannot") == 1
 
 
-@pytest.mark.parametrize("when", [0, 9])
-def test_a_worker_process_that_is_killed_is_one_error_and_no_hang(when):
-    def dies(index: int) -> torch.Tensor:
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_errors_of_collating_and_of_older_transforms_are_one_line_that_says_what_to_do(num_workers):
+    images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
+    use_newer = r"use v2\.ToDtype\(torch\.float32, scale=True\), or Normalize of colab"
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (Squares(12, torch.tensor), {"collate_fn": fails_on_seven}, "collate_fn: KeyError: 'planned'"),
+        (Squares(4, torch.zeros), {}, r".*stack expects each tensor to be equal size.*or pass collate_fn="),
+        *(
+            (images, {"transform": transform}, f".*{use_newer}")
+            for transform in (v1.ToTensor(), v1.Compose([v1.ToTensor()]), PerSample(v1.ToTensor()))
+        ),
+    ]
+    for dataset, options, said in cases:
+        with pytest.raises(LoaderFailed, match=f"Cannot make a batch: {said}") as caught:
+            list(Loader(dataset, 3, num_workers=num_workers, **options))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_worker_process_that_is_killed_or_leaves_by_itself_is_one_error_and_no_hang():
+    def dies(when: int, index: int) -> torch.Tensor:
         if index == when and get_worker_info() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(3) if when == 3 else os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor(index)
 
-    began = time.monotonic()
-    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*worker.*(killed|exited|gone)") as caught:
-        list(Loader(Squares(12, dies), 2, num_workers=2))
-    assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < DEADLINE_S
-
-
-def test_a_worker_that_leaves_by_itself_is_one_error_too():
-    def leaves(index: int) -> torch.Tensor:
-        if index == 3 and get_worker_info() is not None:
-            os._exit(3)
-        return torch.tensor(index)
-
-    with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*worker"):
-        list(Loader(Squares(12, leaves), 2, num_workers=1))
+    for when, num_workers in ((0, 2), (9, 2), (3, 1)):
+        began = time.monotonic()
+        with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*worker.*(killed|exited|gone)") as caught:
+            list(Loader(Squares(12, partial(dies, when)), 2, num_workers=num_workers))
+        assert "\n" not in str(caught.value)
+        assert time.monotonic() - began < DEADLINE_S
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)

@@ -409,33 +409,6 @@ def test_empty_lists_of_a_batch_sampler_are_passed_over():
     assert [len(batch) for batch in batches(loader([[0, 1], [], [2]], batch_size=2))] == [2, 1]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "needed"), [(iter([1, 2]), "with a length"), (3, "with a length"), ((i for i in range(4)), "a length")]
-)
-def test_a_sampler_that_cannot_be_meant_is_refused_at_once(sampler, needed):
-    with pytest.raises(InvalidOption, match=f"Cannot make a Loader: sampler=.*{needed}"):
-        loader(sampler)
-
-
-@pytest.mark.parametrize("sampler", [[], (), np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64)])
-def test_a_sampler_of_nothing_is_refused(sampler):
-    with pytest.raises(InvalidOption, match="Cannot make a Loader: an empty sampler, at least one sample"):
-        loader(sampler)
-
-
-def test_a_sampler_of_batches_beside_drop_last_is_refused():
-    with pytest.raises(InvalidOption, match="drop_last=True beside a sampler of batches, one of the two"):
-        loader([[0, 1], [2]], drop_last=True)
-
-
-def test_a_sampler_beside_shuffle_is_refused():
-    for shuffle in (True, "block"):
-        with pytest.raises(InvalidOption, match="beside a sampler"):
-            loader(Sequential(N), shuffle=shuffle)
-    with pytest.raises(InvalidOption, match="True, False or 'block'"):
-        loader(shuffle="blocks")
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fails_at", [0, 1, 9])
 def test_what_a_sampler_raises_is_the_cause_of_the_loaders_error_wherever_it_comes(fails_at, workers):
@@ -488,14 +461,6 @@ def test_a_sample_that_comes_again_in_an_epoch_gets_other_random_numbers():
     assert len({image.numpy().tobytes() for image in taken}) == 12
 
 
-@pytest.mark.parametrize(
-    "order", [Shuffled(23), Sequential(21), Balanced([0, 1, 1]), Weighted([1.0, 2.0, 3.0]), BlockShuffled(40)]
-)
-def test_an_order_made_for_other_data_is_refused(order):
-    with pytest.raises(InvalidOption, match=rf"an order of {order.n} samples, one of the data set's 22"):
-        Loader(torch.arange(22), 4, sampler=order)
-
-
 def test_what_a_sampler_takes_to_begin_is_waiting_for_the_first_batch():
     class Slow:
         def __len__(self):
@@ -510,3 +475,25 @@ def test_what_a_sampler_takes_to_begin_is_waiting_for_the_first_batch():
     slow = loader(Slow())
     batches(slow)
     assert slow.meters.snapshot().first_s >= 0.05
+
+
+def test_samplers_that_do_not_fit_are_refused_when_the_loader_is_made():
+    made_for_others = [
+        Shuffled(N + 1),
+        Sequential(N - 1),
+        Balanced([0, 1, 1]),
+        Weighted([1.0, 2.0, 3.0]),
+        BlockShuffled(40),
+    ]
+    for sampler, options, said in [
+        *(((what), {}, "sampler=.*with a length") for what in (iter([1, 2]), 3, (i for i in range(4)))),
+        *((empty, {}, "an empty sampler, at least one sample") for empty in ([], (), np.zeros(0, np.int64))),
+        (torch.zeros(0, dtype=torch.int64), {}, "an empty sampler, at least one sample"),
+        ([[0, 1], [2]], {"drop_last": True}, "drop_last=True beside a sampler of batches, one of the two"),
+        (Sequential(N), {"shuffle": True}, "shuffle=True beside a sampler"),
+        (Sequential(N), {"shuffle": "block"}, "shuffle='block' beside a sampler"),
+        (None, {"shuffle": "blocks"}, "True, False or 'block'"),
+        *((order, {}, f"an order of {order.n} samples, one of the data set's {N}") for order in made_for_others),
+    ]:
+        with pytest.raises(InvalidOption, match=f"Cannot make a Loader: .*{said}"):
+            loader(sampler, **options)
