@@ -13,7 +13,7 @@ import pytest
 from reader_threads import LONG_S, comes_true, no_reader_threads
 
 from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
-from colabkit.storage.sources import concurrency, folder, reads
+from colabkit.storage.sources import concurrency, folder, items, reads
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing
 from colabkit.storage.sources.reads import Retries, read_item
@@ -27,7 +27,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[False, True], ids=["near", "can hang"], autouse=True)
 def can_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Take all folders for near ones, then for such as can hang; no thread is left."""
-    monkeypatch.setattr(folder, "can_hang", lambda path, table: request.param)
+    monkeypatch.setattr(items, "can_hang", lambda path, table: request.param)
     yield request.param
     assert comes_true(no_reader_threads)
 

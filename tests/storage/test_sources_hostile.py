@@ -18,7 +18,7 @@ from source_contract import FILES
 from test_sources_tar import packed, tar_bytes
 
 from colabkit.errors import BadArchive, ColabkitError
-from colabkit.storage.sources import members
+from colabkit.storage.sources import items
 from colabkit.storage.sources.reads import Retries, read_item
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
@@ -208,7 +208,7 @@ def test_what_only_has_the_name_of_a_tar_is_refused(tmp_path, data, ending):
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lambda data: packed(data, ".tar.zst")])
 def test_a_bomb_is_refused_before_it_has_inflated_far(tmp_path, monkeypatch, compress):
-    monkeypatch.setattr(members, "_INFLATION_SLACK_BYTES", 1 << 20)
+    monkeypatch.setattr(items, "_INFLATION_SLACK_BYTES", 1 << 20)
     bombs = {
         "declared": entry("x", size=b"%011o\0" % (1 << 32)) + bytes(1 << 20),
         "of members": b"".join(entry(str(number), bytes(1 << 20)) for number in range(20)) + END,
@@ -218,14 +218,14 @@ def test_a_bomb_is_refused_before_it_has_inflated_far(tmp_path, monkeypatch, com
     for what, data in bombs.items():
         path = tmp_path / "a.tgz"
         path.write_bytes(compress(data))
-        limit = members.inflation_limit(path.stat().st_size)
+        limit = items.inflation_limit(path.stat().st_size)
         assert limit < len(data) or what == "declared"
         with pytest.raises(BadArchive, match="when inflated, at most"):
             TarSource(path).list()
 
 
 def test_more_members_than_any_data_set_has_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(members, "MOST_MEMBERS", 10)
+    monkeypatch.setattr(items, "MOST_MEMBERS", 10)
     assert len(contents(put(tmp_path, ".tar", b"".join(entry(str(n)) for n in range(10)) + END))) == 10
     archive = put(tmp_path, ".tar", b"".join(entry("link", kind=tarfile.SYMTYPE) for _ in range(11)) + END)
     with pytest.raises(BadArchive, match="more than 10 members"):

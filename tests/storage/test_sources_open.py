@@ -16,7 +16,7 @@ from test_sources_tar import tar_bytes
 
 from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted, SourceMissing, TimedOut
 from colabkit.packs import label_samples
-from colabkit.storage.sources import concurrency, folder, registry, tar_archive, zip_archive
+from colabkit.storage.sources import concurrency, items, registry
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.manifest import ManifestSource
@@ -205,7 +205,7 @@ def test_a_place_that_never_answers_is_given_up(tmp_path, monkeypatch, kind):
         pass
     answer = threading.Event()
     monkeypatch.setattr(concurrency, "STALLED_S", 0.05)
-    for module in (registry, folder, tar_archive, zip_archive):
+    for module in (registry, items):
         monkeypatch.setattr(module, "can_hang", lambda path, table: True)
     source = kind(tmp_path / "a")
     stat = os.stat

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import errno
 import io
-import os
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import FSSPEC, Address, address_of
 from colabkit.storage.sources.concurrency import answer_of
-from colabkit.storage.sources.items import Item, Listing
+from colabkit.storage.sources.items import ByteSpan, Item, Listing
 
 T = TypeVar("T")
 
@@ -233,45 +232,24 @@ def items_of(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
             yield Item(path, int(info["size"]), _mtime_ns(info))
 
 
-class _Object(io.RawIOBase):
-    """A large object, got by ranges; each opened one is for one thread."""
+class _Object(ByteSpan):
+    """A large object, read by ranges; each opened one is for one thread."""
 
     def __init__(self, bucket: BucketSource, item: Item) -> None:
+        super().__init__(item.size)
         self._bucket = bucket
         self._item = item
-        self._at = 0
         self._held_at, self._held = 0, b""
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._item.size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return so many bytes, fewer only at the object's end."""
-        left = max(0, self._item.size - self._at)
-        size = left if size is None or size < 0 else min(size, left)
-        if not size:
-            return b""
+    def _bytes(self, size: int) -> bytes:
         if not self._held_at <= self._at < self._at + size <= self._held_at + len(self._held):
             # Who reads small pieces in order wants the rest too; who reads blocks gets each by one request.
-            ahead = left if size < _RANGE_BYTES and self._item.size <= _WHOLE_BYTES else _RANGE_BYTES
-            end = self._at + min(left, max(size, ahead))
+            is_whole = size < _RANGE_BYTES and self._size <= _WHOLE_BYTES
+            end = self._size if is_whole else min(self._size, self._at + max(size, _RANGE_BYTES))
             self._held = self._bucket.read(self._item, self._at, end)
             self._held_at = self._at
         inside = self._at - self._held_at
-        data = self._held[inside : inside + size]
-        self._at += len(data)
-        return data
+        return self._held[inside : inside + size]
 
 
 def _mtime_ns(info: Mapping[str, Any]) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
-from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, can_hang, mount_holding, mounts, translated
+from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts, translated
 from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, answer_of
-from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing
+from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, PathSource
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 _Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
@@ -42,20 +42,14 @@ class _Found(NamedTuple):
     skipped: list[tuple[str, str]]
 
 
-class FolderSource:
-    """A folder tree. Drive's shortcuts are followed; links and special files are passed over, named in the listing."""
+class FolderSource(PathSource):
+    """A folder tree. Drive's shortcuts are followed; links and special files are skipped, named in the listing."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = str(path)
-        table = mounts()
-        self.can_hang = can_hang(os.path.abspath(path), table)
-        holding = mount_holding(os.path.abspath(path), table)
+        super().__init__(path)
+        holding = mount_holding(os.path.abspath(path), mounts())
         is_drive = holding is not None and holding.fstype == DRIVEFS
         self._shortcut_targets = f"{holding.point}/{SHORTCUT_TARGETS}/" if holding and is_drive else ""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path.absolute(),)
 
     def list(
         self, on_found: Callable[[list[Item]], None] | None = None, on_wait: Callable[[], None] | None = None
@@ -76,13 +70,7 @@ class FolderSource:
         retries = Retries(level.refused)
 
         def look(at: _Folder | _Files) -> _Found:
-            tries = 0
-            while True:
-                try:
-                    return self._list_folder(at) if isinstance(at, _Folder) else _stats_of(at)
-                except OSError as error:
-                    tries += 1
-                    retries.pause(error, tries)
+            return retries.run(lambda: self._list_folder(at) if isinstance(at, _Folder) else _stats_of(at))
 
         with translated(f"list {self.name!r}"):
             for found in self._walk(look, level, on_wait):
@@ -187,9 +175,6 @@ class FolderSource:
         target = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
         return bool(self._shortcut_targets) and target.startswith(self._shortcut_targets)
 
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
-
 
 def _stats_of(files: _Files) -> _Found:
     items: list[Item] = []
@@ -204,16 +189,8 @@ def _stats_of(files: _Files) -> _Found:
     return _Found(items, [], skipped)
 
 
-class FileSource:
+class FileSource(PathSource):
     """One file; its item has the file's name."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = str(path)
-        self.can_hang = can_hang(os.path.abspath(path), mounts())
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path.absolute(),)
 
     def list(self) -> Listing:
         """Return the one file, with its size and time of now.
@@ -233,6 +210,3 @@ class FileSource:
             SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
         """
         return open_listed(self.path, self.name, item)
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""

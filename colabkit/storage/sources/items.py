@@ -1,15 +1,35 @@
-"""What a source consists of, and the protocol that all sources follow."""
+"""The protocol that all sources follow, what they list, and what several of them share.
+
+A new source type is one file with a class that follows `Source` below, and one line in `registry.py` that opens it. The
+class may also follow `SequentialSource`, and have `read_at_once(item)`, which returns a small local item's bytes by the
+shortest way, or None where anything is not as listed. `PathSource`, `RangeSource` (samples that are ranges of few large
+files), `ByteSpan` (an item as a file) and `directory_of` (the rules of archives) do what many sources need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import io
+import os
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from colabkit.foundation import BadArchive, SourceChanged, cannot
+from colabkit.foundation import BadArchive, SourceChanged, can_hang, cannot, format_bytes, mounts
 
 STAGE_SEAL = ".colabkit-stage.json"
-"""The seal that `stage()` leaves in a near copy; it is no part of the data."""
+"""The seal that `stage()` leaves in a local copy; it is no part of the data."""
+
+MOST_MEMBERS = 10_000_000
+"""Members that an archive may have."""
+
+_INFLATION = 200  # a photo archive inflates by a few per cent; a bomb by thousands
+_INFLATION_SLACK_BYTES = 1 << 30
+
+_PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")  # nothing in it means anything but itself
+
+H = TypeVar("H")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +53,7 @@ class Listing:
 
     Attributes:
         items: its files, sorted by path; of a table one for each row, in the table's order.
-        skipped: what was passed over, with the reason.
+        skipped: what was skipped, with the reason.
         retries: folders that were tried again.
         columns: further columns of a table by name, a value for each item.
         extras: files that belong to the source but are no samples of it: the table itself.
@@ -89,12 +109,72 @@ class SequentialSource(Source, Protocol):
         """Yield the wanted items in their order, each with its bytes, which can be read until the next step."""
 
 
+class PathSource:
+    """What sources at one path share; the next use opens again what `close()` lets go of."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        self.can_hang = can_hang(os.path.abspath(path), mounts())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path.absolute(),)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+
+class ByteSpan(io.RawIOBase):
+    """So many bytes as a file, with a position among them; a subclass reads them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position, also behind the end."""
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return so many bytes, fewer only at the end."""
+        if self.closed:
+            raise ValueError("read of a closed file")
+        left = max(0, self._size - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        data = self._bytes(size) if size else b""
+        self._at += len(data)
+        return data
+
+    def _bytes(self, size: int) -> bytes:
+        """Return bytes from the position on, at least one."""
+        raise NotImplementedError
+
+
+def unknown_item(source: str, item: Item, what: str = "member of this name") -> SourceChanged:
+    """Return the error for an item that a source does not have."""
+    act = f"read {item.path!r} of {source!r}"
+    return SourceChanged(cannot(act, f"no {what}", "one that was listed", "Run it again"))
+
+
 def changed_item(source: str, item: Item, found: int) -> SourceChanged:
     """Return the error for an item of another size or time than listed; `found` is its size now, in bytes."""
     told, needed = f"{found} bytes", f"the {item.size} listed before"
     if found == item.size:
         told, needed = "it was written to meanwhile", "a file that stays as listed"
-    next_step = "List it anew: run it again, or make the FileDataset again"
+    next_step = "List it again: run it again, or make the FileDataset again"
     return SourceChanged(cannot(f"read {item.path!r} of {source!r}", told, needed, next_step))
 
 
@@ -103,3 +183,106 @@ def broken_archive(source: str, reason: str) -> BadArchive:
     return BadArchive(
         cannot(f"read {source!r}", f"a broken or cut-short archive ({reason})", "a whole archive", "Download it again")
     )
+
+
+class Member(NamedTuple, Generic[H]):
+    """What an archive says of one member.
+
+    Attributes:
+        name: as it stands in the archive.
+        size: in bytes, as declared.
+        mtime_ns: as in `Item`.
+        handle: where its bytes are, as the archive's own kind needs it.
+        is_folder: whether it is a folder.
+        oddity: what it is if neither a regular file nor a folder.
+    """
+
+    name: str
+    size: int
+    mtime_ns: int
+    handle: H
+    is_folder: bool = False
+    oddity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory(Generic[H]):
+    """An archive's listing, and the handle of each item by its path."""
+
+    listing: Listing
+    handles: Mapping[str, H]
+
+
+def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) -> Directory[H]:
+    """Return the regular files among an archive's members; of several with one path the last counts.
+
+    Args:
+        source: the archive's name, for messages.
+        members: in the archive's order.
+        archive_bytes: its length.
+
+    Raises:
+        BadArchive: if a name points out of the archive, is a file and a folder, if there are more than 10 million
+            members, or they would inflate to more than 200 times the archive's length and 1 GiB.
+    """
+    act = f"read {source!r}"
+    last: dict[str, Member[H]] = {}
+    folders: set[str] = set()
+    skipped: list[tuple[str, str]] = []
+    for number, member in enumerate(members):
+        if number == MOST_MEMBERS:
+            found = f"more than {MOST_MEMBERS} members"
+            raise BadArchive(cannot(act, found, "at most so many", "Extract it yourself if you trust it"))
+        path = _inner_path(act, member)
+        if member.is_folder:
+            _add_folder(path, folders)
+        elif path != STAGE_SEAL:
+            if path in last:
+                skipped.append((path, "a later member has its name"))
+            last[path] = member
+    items = []
+    for path, member in last.items():
+        if member.oddity:
+            skipped.append((path, member.oddity))
+        else:
+            items.append(Item(path, member.size, member.mtime_ns))
+            _add_folder(path.rpartition("/")[0], folders)
+    if clash := next((item.path for item in items if item.path in folders), None):
+        found = f"{clash!r} is a file and a folder"
+        raise BadArchive(cannot(act, found, "one of them", "Do not use an archive like this"))
+    listing = Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)))
+    if listing.total_bytes > inflation_limit(archive_bytes):
+        raise inflates_too_far(source, listing.total_bytes, archive_bytes)
+    return Directory(listing, {item.path: last[item.path].handle for item in items})
+
+
+def inflation_limit(archive_bytes: int) -> int:
+    """Return how many bytes an archive of this length may inflate to."""
+    return _INFLATION * archive_bytes + _INFLATION_SLACK_BYTES
+
+
+def inflates_too_far(source: str, size: int, archive_bytes: int) -> BadArchive:
+    """Return the error for an archive that inflates to `size` bytes or more."""
+    found = f"{format_bytes(size)} or more when inflated"
+    limit = f"at most {format_bytes(inflation_limit(archive_bytes))}"
+    return BadArchive(cannot(f"read {source!r}", found, limit, "Extract it yourself if you trust it"))
+
+
+def _inner_path(act: str, member: Member[H]) -> str:
+    """Return a member's path inside the archive; empty for its own top folder."""
+    if _PLAIN_NAME.fullmatch(member.name) and not member.is_folder:
+        return member.name
+    parts = [part for part in member.name.split("/") if part not in ("", ".")]
+    if member.is_folder and not parts:
+        return ""
+    if member.name.startswith("/") or not parts or ".." in parts or "\0" in member.name:
+        found = f"a member named {member.name!r}"
+        raise BadArchive(cannot(act, found, "names inside the archive", "Do not use an archive like this"))
+    return "/".join(parts)
+
+
+def _add_folder(path: str, folders: set[str]) -> None:
+    """Add a folder and those that it lies in."""
+    while path and path not in folders:
+        folders.add(path)
+        path = path.rpartition("/")[0]

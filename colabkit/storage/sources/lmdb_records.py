@@ -24,9 +24,9 @@ from colabkit.storage.sources.ranges import (
     Indexing,
     RangeSource,
     is_image_head,
-    pread_all,
     text_of,
 )
+from colabkit.storage.sources.reads import pread_all
 
 DATA_FILE = "data.mdb"
 """The file of an LMDB that is a folder."""

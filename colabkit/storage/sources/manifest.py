@@ -120,15 +120,10 @@ class ManifestSource:
         retries = Retries()
 
         def look(path: str) -> tuple[str, os.stat_result | None]:
-            tries = 0
-            while True:
-                try:
-                    return path, os.stat(path)
-                except (FileNotFoundError, NotADirectoryError):
-                    return path, None
-                except OSError as error:
-                    tries += 1
-                    retries.pause(error, tries)
+            try:
+                return path, retries.run(lambda: os.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return path, None
 
         stalled_s = STALLED_S if self.can_hang else None
         with translated(self._act):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from colabkit.foundation import BadSource, SourceChanged, can_hang, cannot, mounts, translated
+from colabkit.foundation import BadSource, can_hang, cannot, mounts, translated
 from colabkit.storage.sources.concurrency import answer_of, still_moving
-from colabkit.storage.sources.items import Item, Listing, broken_archive
-from colabkit.storage.sources.reads import open_listed
+from colabkit.storage.sources.items import Item, Listing, broken_archive, unknown_item
+from colabkit.storage.sources.reads import open_listed, pread_all
 
 HEAD_BYTES = 16
 """First bytes of a value that `is_image_head` has to see."""
@@ -124,8 +124,7 @@ class RangeSource:
         row = bisect_left(items, item.path, key=lambda one: one.path)
         known = items[row] if row < len(items) else None
         if not isinstance(known, _Range) or (known.path, known.size) != (item.path, item.size):
-            act = f"read {item.path!r} of {self.name!r}"
-            raise SourceChanged(cannot(act, "no such sample", "one that was listed", "Run it again"))
+            raise unknown_item(self.name, item, "such sample")
         return known
 
     def _indexed(self) -> Listing:
@@ -240,14 +239,6 @@ def text_of(data: bytes) -> str | None:
         return None if b"\0" in data else data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-
-
-def pread_all(fd: int, size: int, offset: int) -> bytes:
-    """Return so many bytes of a file, fewer only at its end."""
-    data = os.pread(fd, size, offset)
-    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
-        data += more
-    return data
 
 
 def shard_names(files: Sequence[Path]) -> list[str]:

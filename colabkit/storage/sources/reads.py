@@ -12,11 +12,13 @@ import time
 import zipfile
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 from colabkit.foundation import SourceChanged, translated
 from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Item, Source, broken_archive, changed_item
+
+T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 20  # a read that gets so many bytes in a minute has not stalled
 _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN})
@@ -51,6 +53,16 @@ class Retries:
         self.add()
         time.sleep(_BACK_OFF_S * 2**tries * random.uniform(0.5, 1.0))
 
+    def run(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns, which is tried again after errors that pass."""
+        tries = 0
+        while True:
+            try:
+                return call()
+            except OSError as error:
+                tries += 1
+                self.pause(error, tries)
+
 
 def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     """Return all bytes of an item, exactly as many as listed.
@@ -59,8 +71,7 @@ def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     jittered pauses, from the offset reached; each retry is counted. A file that ends early although it is as long as
     listed is such an error too.
 
-    A local source may have `read_at_once()`, which returns a small item's bytes by the shortest way, or None where
-    anything is not as listed: then the way of all others is gone.
+    A small item of a local source is read by the source's own `read_at_once()`, if it has one and all is as listed.
 
     Raises:
         SourceChanged: if there are fewer or more bytes than listed, or the file was changed since or meanwhile.
@@ -266,6 +277,14 @@ def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
         pieces.append(block)
         missing -= len(block)
     return b"".join(pieces)
+
+
+def pread_all(fd: int, size: int, offset: int) -> bytes:
+    """Return so many bytes of a file, fewer only at its end."""
+    data = os.pread(fd, size, offset)
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
 
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in the file's place is not waited for

@@ -10,11 +10,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from colabkit.foundation import SourceChanged, can_hang, cannot, mounts, translated
+from colabkit.foundation import translated
 from colabkit.storage.sources.concurrency import answer_of
-from colabkit.storage.sources.items import Item, Listing, broken_archive, changed_item
-from colabkit.storage.sources.members import Directory, directory_of
-from colabkit.storage.sources.reads import is_as_listed, open_listed
+from colabkit.storage.sources.items import (
+    ByteSpan,
+    Directory,
+    Item,
+    Listing,
+    PathSource,
+    broken_archive,
+    changed_item,
+    directory_of,
+    unknown_item,
+)
+from colabkit.storage.sources.reads import is_as_listed, open_listed, pread_all
 from colabkit.storage.sources.tar_stream import TarStream, compression_of, is_tar_head, tar_members
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
@@ -37,7 +46,7 @@ class _OpenTar(NamedTuple):
     is_sequential: bool
 
 
-class TarSource:
+class TarSource(PathSource):
     """A tar archive, read without extracting it: `.tar`, or compressed by gzip, bzip2, xz or zstd.
 
     Members of a plain one are read where they lie, from any thread. A compressed one can only be read from its front:
@@ -49,15 +58,10 @@ class TarSource:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = str(path)
-        self.can_hang = can_hang(os.path.abspath(path), mounts())
+        super().__init__(path)
         self._lock = threading.Lock()
         self._opened: _OpenTar | None = None
         self._known: tuple[Item, Directory[int]] | None = None
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path.absolute(),)
 
     @property
     def archive_bytes(self) -> int:
@@ -127,8 +131,7 @@ class TarSource:
         directory = self._directory(opened)
         at = directory.handles.get(item.path)
         if at is None:
-            act = f"read {item.path!r} of {self.name!r}"
-            raise SourceChanged(cannot(act, "no member of this name", "one that was listed", "Run it again"))
+            raise unknown_item(self.name, item)
         if not opened.is_sequential:
             if not is_as_listed(os.fstat(opened.file.fileno()), opened.archive):
                 raise changed_item(self.name, opened.archive, os.fstat(opened.file.fileno()).st_size)
@@ -181,40 +184,7 @@ class TarSource:
             raise
 
 
-class _TarSpan(io.RawIOBase):
-    """A member's bytes, with a position among them."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return so many bytes, fewer only at the member's end."""
-        if self.closed:
-            raise ValueError("read of a closed file")
-        left = max(0, self._size - self._at)
-        data = self._bytes(left if size is None or size < 0 else min(size, left))
-        self._at += len(data)
-        return data
-
-    def _bytes(self, size: int) -> bytes:
-        raise NotImplementedError
-
-
-class _Slice(_TarSpan):
+class _Slice(ByteSpan):
     """A member of a plain tar."""
 
     def __init__(self, source: str, archive: BinaryIO, start: int, item: Item) -> None:
@@ -225,16 +195,13 @@ class _Slice(_TarSpan):
         self._path = item.path
 
     def _bytes(self, size: int) -> bytes:
-        data = os.pread(self._archive.fileno(), size, self._start + self._at) if size else b""
-        while len(data) < size:
-            more = os.pread(self._archive.fileno(), size - len(data), self._start + self._at + len(data))
-            if not more:
-                raise broken_archive(self._source, f"{self._path!r} is cut short")
-            data += more
+        data = pread_all(self._archive.fileno(), size, self._start + self._at)
+        if len(data) < size:
+            raise broken_archive(self._source, f"{self._path!r} is cut short")
         return data
 
 
-class _Passed(_TarSpan):
+class _Passed(ByteSpan):
     """A member of a compressed tar, reached by passing over what is before it.
 
     Args:
@@ -253,8 +220,6 @@ class _Passed(_TarSpan):
         self._again = again
 
     def _bytes(self, size: int) -> bytes:
-        if not size:
-            return b""
         target = self._start + self._at
         if self._again is not None and (self._stream is None or self._stream.position > target):
             if self._stream is not None:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from colabkit.foundation import BadArchive, ColabkitError, import_optional
 from colabkit.storage.sources.concurrency import still_moving
-from colabkit.storage.sources.items import broken_archive
-from colabkit.storage.sources.members import Member, inflates_too_far, inflation_limit
+from colabkit.storage.sources.items import Member, broken_archive, inflates_too_far, inflation_limit
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from colabkit.foundation import BadArchive, BadSource, cannot, format_bytes, format_things, kind_of
-from colabkit.storage.sources.items import Listing
-from colabkit.storage.sources.members import directory_of
+from colabkit.storage.sources.items import Listing, directory_of
 from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
     MOST_TEXT_BYTES,
     MOST_VALUES,
     Indexing,
     RangeSource,
-    pread_all,
     shard_names,
     split_of,
 )
+from colabkit.storage.sources.reads import pread_all
 from colabkit.storage.sources.tar_stream import TarStream, compression_of, tar_members
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "tiff")

@@ -18,10 +18,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, BinaryIO, Final, NamedTuple, cast
 
-from colabkit.foundation import BadArchive, SourceChanged, can_hang, cannot, mounts, translated
+from colabkit.foundation import BadArchive, cannot, translated
 from colabkit.storage.sources.concurrency import answer_of
-from colabkit.storage.sources.items import Item, Listing, broken_archive
-from colabkit.storage.sources.members import Directory, Member, directory_of
+from colabkit.storage.sources.items import (
+    Directory,
+    Item,
+    Listing,
+    Member,
+    PathSource,
+    broken_archive,
+    directory_of,
+    unknown_item,
+)
 
 _INFLATE_BYTES = 64 << 20  # larger members are streamed
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, then lengths of name and extra field
@@ -53,7 +61,7 @@ class _OpenZip(NamedTuple):
     directory: Directory[zipfile.ZipInfo]
 
 
-class ZipSource:
+class ZipSource(PathSource):
     """A zip archive, read member by member without extracting it.
 
     Stored and deflated members, which is nearly all there are, are read by `os.pread` and inflated in one piece: that
@@ -67,14 +75,9 @@ class ZipSource:
     """Members are read where they lie."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = str(path)
-        self.can_hang = can_hang(os.path.abspath(path), mounts())
+        super().__init__(path)
         self._opening = threading.Lock()
         self._opened: _OpenZip | None = None
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path.absolute(),)
 
     @property
     def archive_bytes(self) -> int:
@@ -153,8 +156,7 @@ class ZipSource:
         archive, directory = self._open_archive()
         member = directory.handles.get(item.path)
         if member is None:
-            act = f"read {item.path!r} of {self.name!r}"
-            raise SourceChanged(cannot(act, "no member of this name", "one that was listed", "Run it again"))
+            raise unknown_item(self.name, item)
         try:
             if member.header_offset < 0:
                 raise zipfile.BadZipFile("it begins before the archive does")
