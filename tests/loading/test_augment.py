@@ -113,7 +113,7 @@ def test_calls_do_not_change_the_transform():
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(mean, std):
-    with pytest.raises(InvalidOption, match="Cannot normalize: mean="):
+    with pytest.raises(InvalidOption, match=r"Cannot normalize: (mean|std)"):
         Normalize(mean, std)
 
 

@@ -147,9 +147,7 @@ class RandomCrop(Geometry):
         if len(sides) not in (1, 2, 4):
             needed = "1, 2 or 4 whole numbers"
             raise InvalidOption(cannot(act, f"padding={padding!r}", needed, "Use padding=4, say"))
-        for side in sides:
-            check_whole_number(act, "padding", side, 0)
-        self.padding = tuple(int(side) for side in sides) * (4 // len(sides))
+        self.padding = tuple(check_whole_number(act, "padding", side, 0) for side in sides) * (4 // len(sides))
         self.fill = check_number(act, "fill", fill, example=0)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
@@ -235,18 +233,7 @@ def _place(uniforms: Uniforms, room: Sizes) -> Sizes:
 
 
 def _checked_range(act: str, name: str, value: Any, example: tuple[float, float], most: float) -> tuple[float, float]:
-    """Return two numbers above 0, the second not below the first.
-
-    Args:
-        act: verb and object for the message.
-        name: of the argument.
-        value: what was given.
-        example: a value to propose.
-        most: the largest allowed value.
-
-    Raises:
-        InvalidOption: if they are no such numbers.
-    """
+    """Return two numbers above 0 and up to `most`, in rising order; raises `InvalidOption`, which shows an example."""
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_finite_number, value))
     if not is_pair or not 0 < value[0] <= value[1] <= most:
         needed = "two numbers above 0 in rising order" + (f", at most {most:g}" if math.isfinite(most) else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from colabkit.foundation import (
     cannot,
     check_number,
     check_size,
+    check_type,
     check_whole_number,
-    is_finite_number,
     kind_of,
     shown,
 )
@@ -42,16 +43,15 @@ class Normalize(Transform):
     def __init__(
         self, mean: Sequence[float] = (0.5,), std: Sequence[float] = (0.5,), dtype: torch.dtype = torch.float32
     ) -> None:
-        if not isinstance(mean, Sequence) or not isinstance(std, Sequence):
-            found = f"mean={mean!r}, std={std!r}"
-            raise InvalidOption(cannot("normalize", found, "a sequence of numbers each", "Use mean=(0.5,), say"))
-        if not all(is_finite_number(value) for value in (*mean, *std)):
-            found = f"mean={shown(mean)}, std={shown(std)}"
-            raise InvalidOption(cannot("normalize", found, "finite numbers", "Use mean=(0.5,), std=(0.5,), say"))
-        if not 0 < len(mean) == len(std) or not all(value > 0 for value in std):
+        for name, values, above in (("mean", mean, -math.inf), ("std", std, 0)):
+            check_type("normalize", name, values, Sequence, "a sequence of numbers", f"Use {name}=(0.5,)")
+            for number, value in enumerate(values):
+                check_number("normalize", f"{name}[{number}]", value, above=above, example=0.5)
+        if not 0 < len(mean) == len(std):
             found = f"mean={tuple(mean)}, std={tuple(std)}"
-            needed = "as many means as positive standard deviations"
-            raise InvalidOption(cannot("normalize", found, needed, "Give one of each for every channel"))
+            raise InvalidOption(
+                cannot("normalize", found, "as many means as stds", "Give one of each for every channel")
+            )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             found = f"dtype={shown(dtype)}"
             raise InvalidOption(cannot("normalize", found, "a floating dtype", "Use torch.float32, say"))
@@ -157,8 +157,7 @@ class MixUp(Transform):
     changes_labels = True
 
     def __init__(self, classes: int, alpha: float = 0.2) -> None:
-        check_whole_number("mix images", "classes", classes, 1)
-        self.classes = int(classes)
+        self.classes = check_whole_number("mix images", "classes", classes, 1)
         self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:

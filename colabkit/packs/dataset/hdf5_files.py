@@ -1,11 +1,11 @@
-"""Somebody else's HDF5 file as a pack: its data sets by the names they have there."""
+"""HDF5 files by others as packs: their data sets by name, their samples and labels."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,15 +80,7 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class Hdf5Contents:
-    """A foreign file that was looked at.
-
-    Attributes:
-        info: what is in it, told as a pack would.
-        x: name of the data set of each split's samples.
-        y: likewise of the labels; empty if there are none.
-        samples: where the samples of each split lie.
-        labels: of each split.
-    """
+    """The contents of a file by others, by split: names of data sets, where samples lie, labels; `y` may be empty."""
 
     info: PackInfo
     x: Mapping[str, str]
@@ -109,12 +101,12 @@ def is_plain_hdf5(path: Path) -> bool:
 
 
 def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Hdf5Contents:
-    """Return what a foreign file holds under the names given, or under usual ones; its labels are read.
+    """Return what a file by others holds under the names given, or under usual ones; reads its labels.
 
     Raises:
         BadSource: if there is no such data set, or one that cannot be used.
         NotSealed: if it was a pack, and has no seal any more.
-        InvalidOption: if names are not names.
+        InvalidOption: if names are no names of data sets.
     """
     act = f"open {str(path)!r}"
     stamp = file_stamp(path)
@@ -139,7 +131,7 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
                 raise BadSource(cannot(act, found, "as many labels as samples", "Name the labels of these samples"))
         stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in told.items()}
     labels, meaning = _labels(act, stored)
-    first = next(iter(samples.values()))
+    shape = next(iter(samples.values())).shape[1:]
     layouts = [[split, x.name, x.shape, str(x.dtype), x.offset] for split, x in samples.items()]
     meta = {
         "source": str(path),
@@ -148,7 +140,7 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
         "classes": list(meaning.classes),
         "label_kind": meaning.kind,
         "splits": {split: found.shape[0] for split, found in samples.items()},
-        "sample_shape": None if is_ragged else _image_shape(first.shape[1:]) if content == "image" else first.shape[1:],
+        "sample_shape": None if is_ragged else _image_shape(shape) if content == "image" else shape,
         "channels": 3,
         "is_foreign": True,
     }
@@ -172,7 +164,7 @@ def open_hdf5_split(
     contents = inspect_hdf5(path, x, y or None, trusted)
     if contents.info.seal != seal or file_stamp(path) != stamp:
         act = f"open {str(path)!r} again"
-        raise SourceChanged(cannot(act, "another file is there now", "the one it was", "Open it anew"))
+        raise SourceChanged(cannot(act, "another file is there now", "the one it was", "Open it again"))
     found = contents.samples[split]
     content, _ = contents.info.meta["fields"][SAMPLES]
     column: Column
@@ -180,9 +172,7 @@ def open_hdf5_split(
         column = _ReadColumn(Hdf5Reader(path, stamp), found, content)
     else:
         array = np.asarray(contents.info.map(f"{SAMPLES}_{split}"))
-        column = ArrayColumn(
-            array.reshape(len(array), *_image_shape(array.shape[1:])) if content == "image" else array, content
-        )
+        column = ArrayColumn(_with_channels(array) if content == "image" else array, content)
     samples = SingleFileSamples(path, split, {SAMPLES: column})
     reopen = partial(open_hdf5_split, path, x, y, trusted, seal, split)
     return OpenSplit(contents.info, split, samples, contents.labels.get(split), reopen)
@@ -210,9 +200,7 @@ class _ReadColumn:
         return [self.value(bytes(one)) for one in block] if self.found.dtype.kind == "O" else self._values(block)
 
     def _values(self, block: npt.NDArray[Any]) -> Batch:
-        if self.content == "image":
-            block = block.reshape(len(block), *_image_shape(block.shape[1:]))
-        return convert_rows(block, self.content)
+        return convert_rows(_with_channels(block) if self.content == "image" else block, self.content)
 
 
 def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, str]:
@@ -243,7 +231,11 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
                 if pair[0] in names and (pair[1] in names or not has_labels)
             }
             if fits:
-                _check_all_labelled(act, has_labels, names, [*pairs.values()])
+                bare = [whole for whole, labels in pairs.values() if whole in names and labels not in names]
+                if has_labels and bare:
+                    found = f"{bare[0]!r} without labels, while those of other splits are there"
+                    next_step = "Name what to open, as in x={'train': 'X_train'}, y={'train': 'y_train'}"
+                    raise BadSource(cannot(act, found, "labels for all splits", next_step))
                 ordered = [split for split in SPLITS if split in fits]
                 return {s: fits[s][0] for s in ordered}, {s: fits[s][1] for s in ordered} if has_labels else {}
         for whole, of_labels in _WHOLE:
@@ -252,15 +244,6 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
     shown = ", ".join(map(repr, names[:20])) or "none"
     found = f"no data set whose name tells that it holds samples; there are {shown}"
     raise BadSource(cannot(act, found, "the names of samples and labels", "Pass x='images', y='labels', say"))
-
-
-def _check_all_labelled(act: str, has_labels: bool, names: Collection[str], pairs: Sequence[tuple[str, str]]) -> None:
-    """Raise `BadSource` for samples of a split that have no labels while those of another have some."""
-    bare = [samples for samples, labels in pairs if samples in names and labels not in names]
-    if has_labels and bare:
-        found = f"{bare[0]!r} without labels, while those of other splits are there"
-        next_step = "Name what to open, as in x={'train': 'X_train'}, y={'train': 'y_train'}"
-        raise BadSource(cannot(act, found, "labels for all splits", next_step))
 
 
 def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
@@ -284,6 +267,10 @@ def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return height, width and channels; grey images are often stored without the latter."""
     return (*shape, 1) if len(shape) == 2 else shape
+
+
+def _with_channels(images: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return images.reshape(len(images), *_image_shape(images.shape[1:]))
 
 
 def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, Tensor], LabelValues]:

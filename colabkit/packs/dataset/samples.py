@@ -183,10 +183,11 @@ class RaggedColumn:
         return [self.value(self.stored(row)) for row in rows.tolist()]
 
 
+@dataclass(eq=False)
 class SingleFileSamples:
     """The samples of one split in one file.
 
-    Args:
+    Attributes:
         path: the file, for messages.
         split: of the file.
         columns: its fields without the labels, by name, in order.
@@ -195,24 +196,18 @@ class SingleFileSamples:
         first: number, in the split of the whole pack, of this file's first sample, for messages.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        split: str,
-        columns: Mapping[str, Column],
-        checked: Sequence[str] = (),
-        crcs: npt.NDArray[np.uint32] | None = None,
-        first: int = 0,
-    ) -> None:
-        self.path = path
-        self.split = split
-        self.names = tuple(columns)
-        self.first = first
-        self._columns = columns
-        self._in_order = list(columns.values())
-        self._crcs = crcs
-        self._checked = [number for number, name in enumerate(columns) if name in checked]
-        self._is_ragged = any(isinstance(column, RaggedColumn) for column in columns.values())
+    path: Path
+    split: str
+    columns: Mapping[str, Column]
+    checked: Sequence[str] = ()
+    crcs: npt.NDArray[np.uint32] | None = None
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.columns)
+        self._in_order = list(self.columns.values())
+        self._checked = [number for number, name in enumerate(self.columns) if name in self.checked]
+        self._is_ragged = any(isinstance(column, RaggedColumn) for column in self._in_order)
 
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample, checked.
@@ -242,11 +237,11 @@ class SingleFileSamples:
 
     def column(self, name: str, rows: Indices) -> Batch:
         """Return one field of several samples."""
-        return self._columns[name].many(rows)
+        return self.columns[name].many(rows)
 
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
         """Return a field's rows as stored, `[N, ...]`, of each file; None if they have to be decoded or converted."""
-        column = self._columns[name]
+        column = self.columns[name]
         is_plain = isinstance(column, ArrayColumn) and column.array.dtype.isnative and column.array.dtype.kind != "S"
         return (column.array,) if isinstance(column, ArrayColumn) and is_plain else None
 
@@ -260,11 +255,11 @@ class SingleFileSamples:
     def _stored(self, row: int) -> list[Stored]:
         """Return the stored fields of one sample, checked against its CRC."""
         stored = [column.stored(row) for column in self._in_order]
-        if self._crcs is not None:
+        if self.crcs is not None:
             crc = 0
             for number in self._checked:
                 crc = crc32(cast("bytes", stored[number]), crc)
-            if crc != self._crcs.item(row):
+            if crc != self.crcs.item(row):
                 found, needed = "its bytes are not the sealed ones", "the sample as it was packed"
                 next_step = "Stage or pack it again; colabkit.verify() names every damaged sample"
                 raise Corrupt(cannot(self._act("read", row), found, needed, next_step))
@@ -275,12 +270,7 @@ class SingleFileSamples:
 
 
 class ShardedSamples:
-    """The samples of one split in the shards beside an index, which are opened when they are first needed.
-
-    Args:
-        info: of the index.
-        split: of the index.
-    """
+    """The samples of one split in the shards beside an index, which are opened when they are first needed."""
 
     def __init__(self, info: PackInfo, split: str) -> None:
         self.names = tuple(name for name in info.fields if name != LABELS)
