@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from colabkit.errors import ColabkitError
+from colabkit.errors import ColabkitError, NotEnoughSpace
 from colabkit.packs.format.layout import DataSet
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 
@@ -156,6 +157,39 @@ def kills(killed_at: Callable[[int, Any], bool], work: partial[object]) -> Itera
         yield number
         number += 1
     assert number > 1, "the work changed nothing"
+
+
+def failures(
+    file_hook: Callable[[Any], None],
+    act: Callable[[], object],
+    work: Callable[[], object],
+    *,
+    lasting: bool = False,
+    at_removals: bool = False,
+) -> Iterator[int]:
+    """Yield after each failure of `work` by `act` at its 1st, 2nd, … change, until it runs to its end untouched.
+
+    Removals, by which work cleans up, do not fail unless `at_removals` is true.
+    """
+    for number in itertools.count(1):
+        hook = AtChange(number, act, lasting)
+        file_hook(hook if at_removals else partial(_but_removals, hook))
+        try:
+            work()
+        except (NotEnoughSpace, KeyboardInterrupt):
+            file_hook(None)
+            assert hook.was_reached
+            yield number
+        else:
+            file_hook(None)
+            assert not hook.was_reached
+            assert number > 10
+            return
+
+
+def _but_removals(hook: AtChange, operation: str, path: Path) -> None:
+    if operation != "remove":
+        hook(operation, path)
 
 
 class StreamContract:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import tracemalloc
 from typing import Any
 
@@ -230,24 +229,6 @@ def test_an_open_hdf5_file_and_an_npz_are_mappings_of_arrays(tmp_path):
         found = opened(file, tmp_path / "q.h5")
     assert found["train"][4][1:] == (CLASSES[4], b"a")
     assert np.array_equal(found["train"][4][0].permute(1, 2, 0), IMAGES[4])
-
-
-def test_shards_hold_the_same_samples_here_and_by_an_executor(tmp_path):
-    source = {"X": IMAGES, "Y": CLASSES, "word": [f"w{n}" for n in range(30)]}
-    options = {"splits": {"train": 0.5, "test": 0.5}, "shard_bytes": 600}
-    with h5py.File(tmp_path / "theirs.h5", "w") as file:
-        file["X"] = IMAGES
-        lazy = {**source, "X": file["X"]}
-        whole = opened(source, tmp_path / "whole.h5", splits=options["splits"])
-        here = opened(lazy, tmp_path / "here.h5", **options)
-        with concurrent.futures.ProcessPoolExecutor(2) as executor:
-            there = opened(lazy, tmp_path / "there.h5", executor=executor, **options)
-    assert len(here.info.shards) == len(there.info.shards) > 3
-    for split in whole:
-        for found in (here, there):
-            for one, other in zip(samples_of(found, split), samples_of(whole, split), strict=True):
-                assert torch.equal(one[0], other[0])
-                assert one[1:] == other[1:]
 
 
 WRONG = {

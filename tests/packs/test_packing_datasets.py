@@ -224,14 +224,6 @@ def test_a_packed_data_set_is_packed_again_with_its_fields(tmp_path):
     assert [label for _, label, _, _ in opened(view, tmp_path / "s.h5")["train"]] == [view[0][1], view[1][1]]
 
 
-def test_shards_of_a_data_set_hold_all_samples_in_order(tmp_path):
-    dataset = Samples([(TENSORS[n], n % 3, f"w{n}") for n in range(12)])
-    found = opened({"train": dataset, "test": dataset}, tmp_path / "p.h5", shard_bytes=500)
-    assert len(found.info.shards) > 3
-    for split in ("train", "test"):
-        assert all(same(found[split][n], dataset[n]) for n in range(12))
-
-
 BOOM = ValueError("of your own\nin two lines")
 GOOD = [(torch.zeros(2), n) for n in range(9)]
 WRONG = {

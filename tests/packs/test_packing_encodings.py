@@ -122,13 +122,10 @@ def test_the_same_bytes_come_of_every_way_to_make_them(tmp_path, tree, monkeypat
     assert made_by == {"inline": "one thread", "threads": "3 threads", "processes": "2 processes"}
 
 
-def test_auto_is_raw_for_images_of_one_size(tmp_path, tree):
+def test_auto_is_raw_for_images_of_one_size(tmp_path, tree, mixed):
     report = pack(tree, tmp_path / "p.h5", progress=False)
     assert (report.encoding, report.sample_shape, report.note) == ("raw", (24, 32, 3), "")
-
-
-def test_auto_with_a_size_is_raw_of_that_size(tmp_path, mixed):
-    report = pack(mixed, tmp_path / "p.h5", size=10, progress=False)
+    report = pack(mixed, tmp_path / "sized.h5", size=10, progress=False)
     assert (report.encoding, report.sample_shape) == ("raw", (10, 10, 3))
 
 

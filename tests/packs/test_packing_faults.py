@@ -1,15 +1,16 @@
-"""Packs of files whose lengths are learnt late, or that have gaps: killed or short of room, nothing half-done stays."""
+"""Packs that are interrupted or short of room, also those with lengths known late or gaps: nothing half-done stays."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import AtChange, fill_disk
-from packed_files import WORKS, files_of, packed, photos, photos_for
+from contract import AtChange, failures, fill_disk
+from packed_files import WORKS, files_of, names_in, packed, photos, photos_for
+from strikes import interrupt
 from trees import leftovers
 
 from colabkit.errors import BadImage, NotEnoughSpace
@@ -26,32 +27,15 @@ def tree(tmp_path: Path, options: dict[str, Any]) -> Path:
     return photos_for(options, tmp_path / "tree")
 
 
-def but_removals(hook: AtChange) -> Callable[[str, Path], None]:
-    """Return a hook that passes over removals, by which all is cleaned up."""
-    return lambda operation, path: None if operation == "remove" else hook(operation, path)
-
-
 @every
 @pytest.mark.parametrize(("lasting", "threads"), [(False, 1), (True, 3)])
 def test_a_disk_that_fills_up_at_any_operation_leaves_nothing(tmp_path, tree, file_hook, options, lasting, threads):
     out = tmp_path / "made" / "p.h5"
-    number = 0
-    while True:
-        number += 1
+    work = partial(pack, tree, out, threads=threads, progress=False, **options)
+    for _ in failures(file_hook, fill_disk, work, lasting=lasting):
+        assert not out.exists()
+        assert leftovers(tmp_path) == []
         shutil.rmtree(out.parent, ignore_errors=True)
-        hook = AtChange(number, fill_disk, lasting)
-        file_hook(but_removals(hook))
-        try:
-            pack(tree, out, threads=threads, progress=False, **options)
-        except NotEnoughSpace:
-            assert hook.was_reached
-            assert not out.exists()
-            assert leftovers(tmp_path) == []
-        else:
-            assert not hook.was_reached
-            break
-    assert number > 10
-    file_hook(None)
     assert verify(out, progress=False).is_good
 
 
@@ -60,37 +44,18 @@ def test_a_disk_that_fills_up_at_any_operation_leaves_nothing(tmp_path, tree, fi
 def test_a_disk_that_fills_up_while_overwriting_keeps_the_old_pack(tmp_path, tree, file_hook, options, lasting):
     out = packed(photos(tmp_path / "other", per_class=1), tmp_path / "p.h5")
     old = out.read_bytes()
-    number = 0
-    while True:
-        number += 1
-        file_hook(but_removals(AtChange(number, fill_disk, lasting)))
-        try:
-            pack(tree, out, threads=1, overwrite=True, progress=False, **options)
-        except NotEnoughSpace:
-            assert out.read_bytes() == old
-            assert leftovers(tmp_path) == []
-        else:
-            break
-    assert number > 10
+    work = partial(pack, tree, out, threads=1, overwrite=True, progress=False, **options)
+    for _ in failures(file_hook, fill_disk, work, lasting=lasting):
+        assert out.read_bytes() == old
+        assert leftovers(tmp_path) == []
     assert out.read_bytes() != old
 
 
 @every
 def test_ctrl_c_at_any_operation_leaves_nothing(tmp_path, tree, file_hook, options):
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    number = 0
-    while True:
-        number += 1
-        file_hook(but_removals(AtChange(number, interrupt)))
-        try:
-            pack(tree, tmp_path / "p.h5", threads=2, progress=False, **options)
-        except KeyboardInterrupt:
-            assert [path.name for path in tmp_path.iterdir()] == ["tree"], number
-        else:
-            break
-    assert number > 10
+    work = partial(pack, tree, tmp_path / "p.h5", threads=2, progress=False, **options)
+    for number in failures(file_hook, interrupt, work):
+        assert names_in(tmp_path) == ["tree"], number
 
 
 @pytest.mark.parametrize(
@@ -111,7 +76,7 @@ def test_too_little_room_for_the_copy_without_gaps_is_refused_and_nothing_is_lef
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: next(free))
     with pytest.raises(NotEnoughSpace, match=r"100 B free"):
         pack(tree, tmp_path / "p.h5", progress=False, **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+    assert names_in(tmp_path) == ["tree"]
 
 
 @every
@@ -120,4 +85,4 @@ def test_too_many_bad_files_leave_nothing(tmp_path, tree, options):
         path.write_bytes(b"")
     with pytest.raises(BadImage, match="Cannot pack"):
         pack(tree, tmp_path / "p.h5", max_bad=2, progress=False, **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+    assert names_in(tmp_path) == ["tree"]

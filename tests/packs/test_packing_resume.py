@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import AtChange, fill_disk
+from contract import failures, fill_disk
 from packed_files import ROW, assert_same, content, identity, sharded, shards_beside
 from packing_tasks import Noise
 from record_files import example, framed, image
@@ -122,22 +123,15 @@ def test_too_little_space_for_all_shards_is_refused_before_anything_is_written(t
 
 
 def test_a_disk_that_fills_up_at_any_operation_leaves_what_can_be_gone_on_with(tmp_path, small_tree, file_hook):
-    out, number = tmp_path / "made" / "p.h5", 1
+    out = tmp_path / "made" / "p.h5"
     expected = content(sharded(small_tree, tmp_path / "whole.h5", None).path)
-    while True:
-        file_hook(AtChange(number, fill_disk))
-        try:
-            sharded(small_tree, out, 3 * ROW)
-            break
-        except NotEnoughSpace:
-            file_hook(None)
-            assert not out.exists() or content(out) == expected
-            sharded(small_tree, out, 3 * ROW)
-            assert content(out) == expected
-            assert leftovers(tmp_path) == []
-            shutil.rmtree(out.parent)
-        number += 1
-    assert number > 30
+    work = partial(sharded, small_tree, out, 3 * ROW)
+    for _ in failures(file_hook, fill_disk, work, at_removals=True):
+        assert not out.exists() or content(out) == expected
+        work()
+        assert content(out) == expected
+        assert leftovers(tmp_path) == []
+        shutil.rmtree(out.parent)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -74,19 +74,22 @@ def wait_until(is_so: Callable[[], Any], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def at_chunk(monkeypatch: pytest.MonkeyPatch, start: int, act: Callable[[], None], after: bool = False) -> None:
-    """Call `act` in whatever makes the chunk that begins at a sample, before or after it is made."""
-    fill = sample_writer.FileSampleWriter.write_range
+def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) -> None:
+    """Call `act` with each range of samples in whatever makes them, `"before"` and `"after"` they are made."""
+    write = sample_writer.FileSampleWriter.write_range
 
-    def filled(self: Any, chunk: Any) -> Any:
-        if chunk.start == start and not after:
-            act()
-        done = fill(self, chunk)
-        if chunk.start == start and after:
-            act()
+    def written(self: Any, samples: Any) -> Any:
+        act(samples, "before")
+        done = write(self, samples)
+        act(samples, "after")
         return done
 
-    monkeypatch.setattr(sample_writer.FileSampleWriter, "write_range", filled)
+    monkeypatch.setattr(sample_writer.FileSampleWriter, "write_range", written)
+
+
+def at_range(monkeypatch: pytest.MonkeyPatch, start: int, act: Callable[[], None], when: str = "before") -> None:
+    """Call `act` in whatever makes the range that begins at a sample."""
+    at_each(monkeypatch, lambda samples, at: act() if (samples.start, at) == (start, when) else None)
 
 
 def once(marker: Path, act: Callable[[], None]) -> Callable[[], None]:
@@ -151,12 +154,12 @@ def test_samples_are_measured_before_processes_are_started(tmp_path, tree, monke
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("start", [0, 10, 22])
-def test_a_worker_that_is_killed_once_is_replaced(tmp_path, tree, monkeypatch, encoding, after, start):
+def test_a_worker_that_is_killed_once_is_replaced(tmp_path, tree, monkeypatch, encoding, when, start):
     whole = packed(tree, tmp_path / "whole.h5", encoding=encoding, threads=1).read_bytes()
     fork(monkeypatch)
-    at_chunk(monkeypatch, start, once(tmp_path / "killed", kill_me), after)
+    at_range(monkeypatch, start, once(tmp_path / "killed", kill_me), when)
     path = packed(tree, tmp_path / "p.h5", encoding=encoding)
     assert (tmp_path / "killed").exists()
     assert path.read_bytes() == whole
@@ -169,7 +172,7 @@ def test_a_worker_that_is_killed_once_is_replaced(tmp_path, tree, monkeypatch, e
 )
 def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypatch, encoding, act, how):
     fork(monkeypatch)
-    at_chunk(monkeypatch, 10, act)
+    at_range(monkeypatch, 10, act)
     with pytest.raises(PackingFailed, match=rf"died twice at 'bees/002.jpg' to 'bees/003.jpg' \({how}\)"):
         pack(tree, tmp_path / "p.h5", encoding=encoding, progress=False)
     assert names_in(tmp_path) == ["tree"]
@@ -178,13 +181,7 @@ def test_files_that_always_kill_their_worker_are_named(tmp_path, tree, monkeypat
 def test_every_worker_may_die_once(tmp_path, tree, monkeypatch):
     whole = packed(tree, tmp_path / "whole.h5", threads=1).read_bytes()
     fork(monkeypatch)
-    fill = sample_writer.FileSampleWriter.write_range
-
-    def filled(self: Any, chunk: Any) -> Any:
-        once(tmp_path / f"killed-{chunk.start}", kill_me)()
-        return fill(self, chunk)
-
-    monkeypatch.setattr(sample_writer.FileSampleWriter, "write_range", filled)
+    at_each(monkeypatch, lambda samples, _: once(tmp_path / f"killed-{samples.start}", kill_me)())
     assert packed(tree, tmp_path / "p.h5").read_bytes() == whole
     assert len(list(tmp_path.glob("killed-*"))) == 12
 
@@ -195,10 +192,10 @@ def test_a_worker_that_hangs_is_replaced_and_twice_is_an_error(tmp_path, tree, m
     fork(monkeypatch)
     stalls_after(monkeypatch, 0.4)
     with monkeypatch.context() as patch:
-        at_chunk(patch, 10, once(tmp_path / "hung", act))
+        at_range(patch, 10, once(tmp_path / "hung", act))
         assert packed(tree, tmp_path / "p.h5").read_bytes() == whole
         assert (tmp_path / "hung").exists()
-    at_chunk(monkeypatch, 10, act)
+    at_range(monkeypatch, 10, act)
     with pytest.raises(TimedOut, match=r"hung twice at 'bees/002.jpg' to 'bees/003.jpg', an answer in 0.4 s"):
         pack(tree, tmp_path / "hangs.h5", progress=False)
     assert not (tmp_path / "hangs.h5").exists()
@@ -247,7 +244,7 @@ def test_an_error_of_a_worker_comes_as_it_is_where_it_can(tmp_path, tree, monkey
     def fail() -> None:
         raise error
 
-    at_chunk(monkeypatch, 10, fail)
+    at_range(monkeypatch, 10, fail)
     with pytest.raises(kind, match=said) as caught:
         pack(tree, tmp_path / "p.h5", progress=False)
     cause = caught.value.__cause__ or caught.value
@@ -309,7 +306,7 @@ class Packing:
         folder = tree.parent
         with monkeypatch.context() as patch:
             fork(patch)
-            at_chunk(patch, 10, lambda: (folder / "reached").touch() or act())
+            at_range(patch, 10, lambda: (folder / "reached").touch() or act())
             self.errors = folder / "errors"
             self.pid = os.fork()
             if self.pid == 0:
@@ -372,13 +369,7 @@ def _made_by(tree: Path, out: Path) -> str:
 def test_no_task_is_larger_than_its_bound_but_for_single_files(tmp_path, tree, monkeypatch):
     sizes = [file.stat().st_size for file in files_of(tree)]
     seen: list[tuple[int, int]] = []
-    fill = sample_writer.FileSampleWriter.write_range
-
-    def filled(self: Any, chunk: Any) -> Any:
-        seen.append((chunk.start, chunk.stop))
-        return fill(self, chunk)
-
-    monkeypatch.setattr(sample_writer.FileSampleWriter, "write_range", filled)
+    at_each(monkeypatch, lambda samples, at: seen.append((samples.start, samples.stop)) if at == "before" else None)
     monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
     for bound in (1, 2 * max(sizes) + 1, 10**9):
         for encoding in ENCODINGS:
