@@ -1,213 +1,154 @@
-"""Every known failure of Drive's mount in notebooks: what colabkit says and does.
-
-`pytest tests/storage/test_drive.py -n 0 --report` prints the table.
-"""
+"""What `drive` reads from arguments, words and places, without any mount."""
 
 from __future__ import annotations
 
-import errno
-import os
-import time
-from collections.abc import Callable, Iterator
+import signal
+import threading
 from pathlib import Path
 
 import pytest
-from contract import make_pack
-from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone
-from far_side import Colab, hosted_colab
-from http_servers import served
-from trees import make_tree, needs
+from far_mounts import wait_for
+from far_side import be_at
 
 import colabkit
-from colabkit.errors import Corrupt, FileFailed, MountFailed, NotEnoughSpace
-from colabkit.foundation import file_changes
-from colabkit.foundation.environment.limits import allowed_cpus
-from colabkit.foundation.mount_table import DRIVEFS_FOLDER, DRIVEFS_LOG
-
-Report = Callable[[str, str, object], None]
-
-
-@pytest.fixture(autouse=True)
-def fuse() -> None:
-    needs("FUSE", has_fuse())
+from colabkit.errors import InvalidOption, MountFailed, NotMounted
+from colabkit.foundation import Place
+from colabkit.foundation.mount_table import Mount
+from colabkit.storage.drive import drivefs, mountpoints
+from colabkit.storage.drive.mountpoints import Daemon
+from colabkit.storage.drive.ocamlfuse import folders
+from colabkit.storage.drive.rclone import Control, control_of
 
 
-@pytest.fixture
-def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Colab]:
-    with hosted_colab(tmp_path, monkeypatch) as colab:
-        yield colab
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--features=opendir_timeout_ms:90000,read_only_mode:true",), (True, 90.0)),
+        (("--features=opendir_timeout_ms:90000,read_only_mode:false",), (False, 90.0)),
+        (("--features=max_read_qps:1000",), (False, None)),
+    ],
+)
+def test_how_another_process_mounted_it_is_read_from_the_programs_arguments(words, expected, monkeypatch):
+    monkeypatch.setattr(drivefs, "_options", {})
+    monkeypatch.setattr(drivefs, "daemons", lambda name: iter([Daemon(1, "drive", words, {})]))
+    assert drivefs.options_of(Mount("/content/drive", "fuse.drive", "drive", ("rw",))) == expected
 
 
-def log(colab: Colab, text: str) -> None:
-    """Let DriveFS have logged something."""
-    path = colab.home / DRIVEFS_LOG
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_a_passing_input_output_error_is_tried_again(colab, report_row):
-    make_tree(colab.root / "MyDrive" / "birds", 4)
-    colabkit.mount()
-    colab.served.fail(errno.EIO, one_in=5)
-    staged = colabkit.stage("drive:birds", to="disk", threads=2)
-    colab.served.fail(0)
-    assert staged.files == 12
-    assert staged.retries > 0
-    report_row("Errno 5 now and then", "reads again at the offset reached, counts it", staged)
-
-
-def test_a_lasting_input_output_error_names_the_cause(colab, report_row, monkeypatch):
-    make_tree(colab.root / "MyDrive" / "birds", 1)
-    colabkit.mount()
-    colab.served.fail(errno.EIO)
-    with pytest.raises(FileFailed, match="split folders of more than some thousand files") as caught:
-        colabkit.stage("drive:birds", to="disk")
-    colab.served.fail(0)
-    report_row("Errno 5 that stays (huge folder)", "one error with cause and cure", caught.value)
-
-
-def test_a_quota_is_named_where_reading_fails(colab, report_row):
-    make_tree(colab.root / "MyDrive" / "birds", 1)
-    colabkit.mount()
-    log(colab, "E QUOTA_EXCEEDED\n")
-    colab.served.fail(errno.EIO)
-    with pytest.raises(FileFailed, match="QUOTA_EXCEEDED") as caught:
-        colabkit.stage("drive:birds", to="disk")
-    colab.served.fail(0)
-    report_row("a Drive quota is exceeded", "reads DriveFS's log, names quota and cure", caught.value)
-
-
-def test_a_crowded_top_folder_is_named(colab, report_row):
-    colab.plan(mount="root folder")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Kaggle", "/kaggle/input"),
+        ("Colab Enterprise", "gs://"),
+        ("Colab, local runtime", "Drive for desktop"),
+        ("Jupyter", "rclone mount"),
+        ("Python", "rclone mount"),
+        ("Colab", "%mount in a cell"),
+    ],
+)
+def test_elsewhere_it_says_what_works_there(name, words, monkeypatch):
+    be_at(Place(name, "script", False), monkeypatch)
+    monkeypatch.setattr(mountpoints, "mounts", list)
     with pytest.raises(MountFailed) as caught:
         colabkit.mount()
-    assert caught.value.cause == "top folder"
-    report_row("mounting times out (crowded My Drive)", "one error with cause and cure", caught.value)
+    error = caught.value
+    assert error.cause == "place"
+    assert words in str(error)
 
 
-def test_a_dead_mount_is_repaired_and_its_paths_work_again(colab, report_row):
-    make_tree(colab.root / "MyDrive" / "birds", 2)
-    colabkit.mount()
-    colab.served.kill()
-    with pytest.raises(FileFailed, match=r"is dead, .*colabkit\.mount\(\), which repairs it"):
-        colabkit.stage("drive:birds", to="disk")
-    repaired = colabkit.mount()
-    assert colabkit.stage("drive:birds", to="disk").files == 6
-    report_row("Errno 107, the mount died", "mount() takes it away and mounts again", repaired)
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "60", True, None])
+def test_timeouts_that_cannot_be_meant_are_refused(timeout):
+    for call in (colabkit.mount, colabkit.unmount, colabkit.flush, colabkit.clear_cache):
+        with pytest.raises(InvalidOption, match="timeout="):
+            call(timeout=timeout)
 
 
-def test_a_mount_that_hangs_is_found_out_in_time(colab, report_row):
-    for number in range(40):
-        (colab.root / "MyDrive" / f"{number}.png").write_bytes(b"x")
-    colabkit.mount()
-    colab.served.hang("open", after=20)
-    began = time.monotonic()
-    probed = colabkit.read_probe("drive:", seconds=3)
-    assert time.monotonic() - began < 8
-    assert probed.stalled
-    colab.served.go_on()
-    report_row("reading hangs at file 20 of thousands", "a child reads; the deadline holds", probed)
+def test_nothing_mounted_is_said_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(mountpoints, "mounts", list)
+    for call in (colabkit.unmount, colabkit.flush, colabkit.clear_cache):
+        with pytest.raises(NotMounted, match=r"colabkit\.mount\(\)"):
+            call()
+        with pytest.raises(NotMounted, match="no mount is there"):
+            call(tmp_path)
 
 
-def test_a_mount_that_hangs_is_not_ended_silently(colab, report_row):
-    colabkit.mount()
-    colab.served.hang()
-    with pytest.raises(MountFailed) as caught:
-        colabkit.mount(timeout=1)
-    assert caught.value.cause == "hung"
-    report_row("the mount hangs altogether", "refuses to end it unasked", caught.value)
+def test_an_alarm_of_the_users_goes_on():
+    rang = threading.Event()
+    former = signal.signal(signal.SIGALRM, lambda *_: rang.set())
+    others = signal.setitimer(signal.ITIMER_REAL, 5.0)
+    try:
+        with drivefs.alarm(100.0):
+            pass
+        left = signal.getitimer(signal.ITIMER_REAL)[0]
+        assert 0 < left <= 5.0
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        wait_for(rang.is_set, "the alarm")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *others)
+        signal.signal(signal.SIGALRM, former)
 
 
-def test_writes_are_sent_and_no_more_is_claimed(colab, report_row):
-    colabkit.mount()
-    report = colabkit.flush()
-    assert "cannot be seen from here" in repr(report)
-    report_row("files written are absent from Drive", "flush() sends them, with a deadline", report)
+def test_an_error_nobody_foresaw_is_still_one_line():
+    error = drivefs.explain(RuntimeError("several\nlines\nof text"), 1.0, frozenset())
+    assert error.cause == "unknown"
+    assert "several lines of text" in str(error)
 
 
-def test_new_files_show_after_the_cache_is_cleared(tmp_path, report_row):
-    needs("rclone", has_rclone())
-    root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
-    with RcloneMount(point, root, tmp_path / "cache", rc=True):
-        assert os.listdir(point) == []
-        (root / "new.txt").write_text("new")
-        assert os.listdir(point) == []
-        report = colabkit.clear_cache(point)
-        assert os.listdir(point) == ["new.txt"]
-    report_row("new files stay invisible", "clear_cache() by the type of mount", report)
+def daemon(*arguments: str, **environ: str) -> Daemon:
+    return Daemon(1, "program", arguments, {"HOME": "/home/me", **environ})
 
 
-def test_bytes_that_are_not_the_right_ones_are_refused(tmp_path, report_row):
-    with served(b"not what was there") as server, pytest.raises(Corrupt) as caught:
-        colabkit.fetch(server.url, f"{tmp_path}/", digest=f"sha256:{'0' * 64}")
-    assert list(tmp_path.iterdir()) == []
-    report_row("large files arrive corrupt", "checks sizes always, digests when given", caught.value)
+@pytest.mark.parametrize(
+    ("arguments", "environ", "config", "cache"),
+    [
+        (("/m",), {}, "/home/me/.gdfuse/default/config", "/home/me/.gdfuse/default/cache"),
+        (("-label", "a", "/m"), {}, "/home/me/.gdfuse/a/config", "/home/me/.gdfuse/a/cache"),
+        (("-xdgbd", "/m"), {}, "/home/me/.config/gdfuse/default/config", "/home/me/.cache/gdfuse/default"),
+        (
+            ("-xdgbd", "-label", "a", "/m"),
+            {"XDG_CONFIG_HOME": "/c", "XDG_CACHE_HOME": "/k"},
+            "/c/gdfuse/a/config",
+            "/k/gdfuse/a",
+        ),
+        (("/m", "-o", "ro,gdfroot=/srv/gd"), {}, "/srv/gd/default/config", "/srv/gd/default/cache"),
+        (("-config", "/etc/gd", "/m"), {}, "/etc/gd", "/home/me/.gdfuse/default/cache"),
+    ],
+)
+def test_the_folders_of_ocamlfuse_follow_its_arguments(arguments, environ, config, cache):
+    assert folders(daemon(*arguments, **environ)) == (Path(config), Path(cache))
 
 
-def test_shortcuts_and_shared_drives_are_read(colab, report_row):
-    target = colab.root / ".shortcut-targets-by-id" / "1abc" / "birds"
-    make_tree(target, 2)
-    data = colab.root / "MyDrive" / "data"
-    data.mkdir()
-    (data / "birds").symlink_to(f"{colab.point}/.shortcut-targets-by-id/1abc/birds")
-    (target / "ants" / "loop").symlink_to(f"{colab.point}/.shortcut-targets-by-id/1abc/birds")
-    (data / "one.png").symlink_to(f"{colab.point}/.shortcut-targets-by-id/1abc/birds/ants/000.png")
-    (data / "gone.png").symlink_to(f"{colab.point}/.shortcut-targets-by-id/2def/gone.png")
-    (data / "local").symlink_to("/etc")
-    make_tree(colab.root / "Shareddrives" / "Team" / "fish", 1)
-    colabkit.mount()
-    staged = colabkit.stage("drive:data", to="disk")
-    assert staged.files == 7
-    assert (staged.path / "one.png").read_bytes() == (target / "ants" / "000.png").read_bytes()
-    assert staged.skipped == (
-        ("birds/ants/loop", "shortcut to a folder that it lies in, or nested too deep"),
-        ("gone.png", "shortcut to nothing"),
-        ("local", "link"),
-    )
-    assert colabkit.stage("drive:Shareddrives/Team/fish", to="disk").files == 3
-    report_row("shortcuts and shared drives", "follows shortcuts, not loops; drive:Shareddrives/...", staged)
-
-
-def test_a_full_cache_disk_is_told_from_a_full_drive(colab, report_row):
-    cached = colab.home / DRIVEFS_FOLDER / "123" / "content_cache"
-    cached.mkdir(parents=True)
-    (cached / "d0").write_bytes(bytes(300_000))
-    colabkit.mount()
-    with pytest.raises(NotEnoughSpace, match="whatever room Drive has"), file_changes.translated("write 'x'"):
-        raise OSError(errno.ENOSPC, "No space left on device", f"{colab.point}/MyDrive/x")
-    report = colabkit.clear_cache(dry_run=True)
-    assert report.freed_bytes >= 300_000
-    report_row("no space left, though Drive has room", "says whose disk, counts what clearing frees", report)
-
-
-def test_the_true_budget_of_shared_memory_is_shown(report_row):
-    report = colabkit.runtime()
-    shared = [disk for disk in report.tmpfs if disk.folder == "/dev/shm"]
-    assert bool(shared) is os.access("/dev/shm", os.W_OK)
-    assert all(disk.budget_bytes <= min(disk.free_bytes, report.memory.available_bytes) for disk in shared)
-    report_row(
-        "Bus error: /dev/shm is full", "shows its true budget; loads by threads", shared[0] if shared else report
+def test_a_cache_directory_of_the_configuration_comes_before_all(tmp_path):
+    config = tmp_path / "gdfuse" / "default" / "config"
+    config.parent.mkdir(parents=True)
+    config.write_text("max_cache_size_mb=512\ncache_directory=/big/disk\n")
+    assert folders(daemon("/m", XDG_CONFIG_HOME=str(tmp_path))) == (config, Path("/big/disk"))
+    config.write_text("cache_directory=\n")
+    assert folders(daemon("-xdgbd", "/m", XDG_CONFIG_HOME=str(tmp_path), XDG_CACHE_HOME="/k"))[1] == Path(
+        "/k/gdfuse/default"
     )
 
 
-def test_workers_are_counted_by_what_is_allowed(report_row):
-    def read(path: str) -> str:
-        files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "200000 100000\n"}
-        if path not in files:
-            raise FileNotFoundError(path)
-        return files[path]
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (("mount", "r:", "/m"), {}, None),
+        (("mount", "--rc", "r:", "/m"), {}, ("localhost", 5572, "")),
+        (("mount", "--rc", "--rc-addr", "127.0.0.1:99"), {}, ("127.0.0.1", 99, "")),
+        (("mount", "--rc=true", "--rc-addr=:99"), {}, ("localhost", 99, "")),
+        (("mount", "--rc=false", "r:"), {}, None),
+        (("mount",), {"RCLONE_RC": "true", "RCLONE_RC_ADDR": "h:1"}, ("h", 1, "")),
+        (("mount", "--rc", "--rc-user", "u", "--rc-pass", "p"), {}, ("localhost", 5572, "Basic dTpw")),
+        (("mount", "--rc", "--rc-addr", "unix:///tmp/x.sock"), {}, None),
+        (("mount", "--rc", "--rc-cert", "/c.pem"), {}, None),
+        (("mount", "--rc", "--rc-addr", "[::1]:99"), {}, ("::1", 99, "")),
+    ],
+)
+def test_the_remote_control_is_read_from_the_programs_arguments(arguments, environ, expected):
+    assert control_of(daemon(*arguments, **environ)) == (None if expected is None else Control(*expected))
 
-    assert allowed_cpus(read, 8) == 2
-    report_row("too many workers for 2 CPUs", "counts CPUs by affinity and quota", f"{colabkit.runtime().cpus:g} CPUs")
 
-
-def test_a_pack_opens_where_locks_do_not_work(tmp_path, report_row):
-    (tmp_path / "root").mkdir()
-    make_pack(tmp_path / "root" / "birds.h5", train=6)
-    with FuseMount(tmp_path / "point", tmp_path / "root", locks=False):
-        pack = colabkit.open_pack(tmp_path / "point" / "birds.h5")
-        assert len(pack["train"]) == 6
-        assert colabkit.verify(tmp_path / "point" / "birds.h5").is_good
-        del pack
-    report_row("h5py: unable to lock file", "opens packs without HDF5's locks", "6 samples read")
+def test_a_remote_control_that_is_not_there_is_not_used():
+    mount = Mount("/m", "fuse.rclone", "r:", ("rw",))
+    assert not Control("127.0.0.1", 1, "").answers(mount)
+    with pytest.raises(MountFailed, match="no answer"):
+        Control("127.0.0.1", 1, "").ask("vfs/list", {})

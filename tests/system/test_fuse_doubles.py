@@ -1,4 +1,4 @@
-"""The slow drive is as slow, as narrow and as faulty as it was told to be."""
+"""The mounts that other tests rely on are as slow, as narrow and as faulty as they were told to be, and then gone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,11 +18,13 @@ from pathlib import Path
 
 import pytest
 import slow_drive
-from far_mounts import DEADLINE_S, FuseMount, has_fuse, in_child, mounted_at, wait_for
+from far_mounts import DEADLINE_S, FuseMount, RcloneMount, has_fuse, has_rclone, in_child, mounted_at, wait_for
 from sampling import sampled
 from trees import needs
 
 READ = "import sys; print(open(sys.argv[1]).read())"
+LIST = "import os, sys; print(len(os.listdir(sys.argv[1])))"
+LOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); print('locked')"
 BIG_BYTES = 2_000_000
 
 Mounted = Callable[..., FuseMount]
@@ -61,9 +65,20 @@ def outcome(act: Callable[[], object]) -> object:
         return errno.errorcode[error.errno]
 
 
-@pytest.mark.parametrize("slow", ["open", "list", "read"])
-def test_opens_listings_and_reads_have_latencies_of_their_own(mounted: Mounted, slow: str) -> None:
-    folder = mounted(latency_s=0.0, **{f"{slow}_s": 0.5}).point / "birds"
+@pytest.mark.parametrize(
+    ("options", "slow"),
+    [
+        ({"open_s": 0.5}, ["open"]),
+        ({"list_s": 0.5}, ["list"]),
+        ({"latency_s": 0.5, "list_s": 0.0}, ["open", "read"]),
+        ({"read_s": 0.5}, ["read"]),
+        ({"latency_s": 0.5}, ["open", "read", "list"]),
+    ],
+)
+def test_opens_listings_and_reads_have_one_latency_or_their_own(
+    mounted: Mounted, options: dict[str, float], slow: list[str]
+) -> None:
+    folder = mounted(**options).point / "birds"
     opened: list[int] = []
     took_s = {
         "open": seconds(lambda: opened.append(os.open(folder / "00.txt", os.O_RDONLY))),
@@ -72,13 +87,7 @@ def test_opens_listings_and_reads_have_latencies_of_their_own(mounted: Mounted, 
         "stat": seconds(lambda: os.stat(folder / "01.txt")),
     }
     os.close(opened[0])
-    assert [kind for kind, taken in took_s.items() if taken >= 0.5] == [slow]
-
-
-def test_the_latency_of_all_holds_where_none_of_its_own_is_given(mounted: Mounted) -> None:
-    folder = mounted(latency_s=0.3, list_s=0.0).point / "birds"
-    assert seconds((folder / "00.txt").read_text) >= 0.6  # an open and at least a read
-    assert seconds(lambda: os.listdir(folder)) < 0.3
+    assert [kind for kind, taken in took_s.items() if taken >= 0.5] == slow
 
 
 def test_all_reads_share_one_bandwidth(mounted: Mounted, root: Path) -> None:
@@ -319,3 +328,106 @@ def test_it_runs_by_hand_until_it_is_unmounted_or_interrupted(tmp_path: Path, ro
         drive.kill()
         drive.communicate()
         slow_drive.detach(point)
+
+
+@pytest.mark.parametrize("fstype", ["fuse.drive", "fuse.google-drive-ocamlfuse"])
+def test_a_mount_has_the_type_that_was_asked_for_until_the_block_ends(tmp_path: Path, root: Path, fstype: str) -> None:
+    with FuseMount(tmp_path / "far side", root, fstype) as mount:
+        assert mounted_at(mount.point) == [fstype]
+        pid = mount.pid
+    assert mounted_at(mount.point) == []
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_writes_renames_and_removals_reach_the_root_and_every_open_reaches_the_mount(
+    mounted: Mounted, root: Path
+) -> None:
+    mount = mounted()
+    old, new = mount.point / "birds/00.txt", mount.point / "new/c.txt"
+    new.parent.mkdir()
+    new.write_text("cats")
+    os.replace(new, old)
+    (mount.point / "big.bin").unlink()
+    (mount.point / "link").symlink_to("birds/00.txt")
+    assert sorted(os.listdir(root)) == ["birds", "link", "new"]
+    assert os.listdir(mount.point / "new") == []
+    before = mount.opened
+    for text in ("ants", "antlion"):
+        (root / "birds/00.txt").write_text(text)
+        assert (mount.point / "link").read_text() == text
+    assert mount.opened == before + 2
+    assert mount.opened_paths[-2:] == ["/birds/00.txt"] * 2
+
+
+def test_a_hung_mount_answers_nothing_then_goes_on_and_goes_away_with_its_block(mounted: Mounted, root: Path) -> None:
+    mount = mounted()
+    file = mount.point / "birds/01.txt"
+    mount.hang()
+    assert in_child(READ, file, seconds=0.7) == "hung"
+    mount.go_on()
+    mount.hang("read", after=1)
+    assert in_child(LIST, mount.point) == "2"
+    assert in_child("import os, sys; print(os.read(os.open(sys.argv[1], 0), 9))", file) == "b'bird 01'"
+    assert in_child(READ, file, seconds=0.7) == "hung"
+    mount.go_on()
+    assert in_child(READ, file) == "bird 01"
+    for operation in (None, "open"):
+        with FuseMount(mount.point.with_name("hung"), root) as other:
+            other.hang(operation)
+            assert in_child(READ, other.point / "birds/01.txt", seconds=0.5) == "hung"
+        assert mounted_at(other.point) == os.listdir(other.point) == []
+
+
+def test_reads_and_listings_fail_with_the_given_errno_and_a_killed_mount_stays_dead(mounted: Mounted) -> None:
+    mount = mounted()
+    mount.fail(errno.EIO)
+    assert outcome((mount.point / "birds/01.txt").read_text) == outcome(lambda: os.listdir(mount.point)) == "EIO"
+    mount.fail(0)
+    assert (mount.point / "birds/01.txt").read_text() == "bird 01"
+    mount.kill()
+    assert "Errno 107" in in_child(LIST, mount.point)
+    assert mounted_at(mount.point) == ["fuse.drive"]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_locks_work_or_fail_as_asked(mounted: Mounted, locks: bool) -> None:
+    said = in_child(LOCK, mounted(locks=locks).point / "birds/01.txt")
+    assert said == "locked" if locks else f"Errno {errno.ENOLCK}" in said
+
+
+@pytest.mark.parametrize("mode", ["full", "writes", "off"])
+def test_rclone_serves_a_folder_and_goes_away(tmp_path: Path, root: Path, mode: str) -> None:
+    needs("rclone", has_rclone())
+    with RcloneMount(tmp_path / "far", root, tmp_path / "cache", mode) as mount:
+        assert mounted_at(mount.point) == ["fuse.rclone"]
+        assert in_child(READ, mount.point / "birds/01.txt") == "bird 01"
+        mount.kill()
+        assert "Errno 107" in in_child(LIST, mount.point)
+    assert mounted_at(mount.point) == []
+
+
+def test_rclone_answers_over_http_those_who_may_ask(tmp_path: Path, root: Path) -> None:
+    needs("rclone", has_rclone())
+    with RcloneMount(tmp_path / "open", root, tmp_path / "cache", rc=True) as mount:
+        assert ask(mount.url, "core/pid") == {"pid": mount.pid}
+    with RcloneMount(tmp_path / "closed", root, tmp_path / "cache", rc=True, user="u", password="p") as mount:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(mount.url, "core/pid")
+        assert ask(mount.url, "core/pid", "Basic dTpw") == {"pid": mount.pid}
+
+
+def ask(url: str, command: str, access: str = "") -> object:
+    def answers() -> bool:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    wait_for(answers, "rclone's answer")
+    headers = {"Authorization": access, "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/{command}", data=b"{}", headers=headers)
+    with urllib.request.urlopen(request, timeout=5) as reply:
+        return json.load(reply)

@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
-from far_mounts import FuseMount, RcloneMount, has_fuse, has_rclone, mounted_at, wait_for
-from far_side import Colab, Ocamlfuse, hosted_colab
+from far_mounts import FuseMount, RcloneMount, mounted_at, wait_for
+from far_side import Colab, Ocamlfuse
 from sampling import sampled
-from trees import needs
 
 import colabkit
 from colabkit.errors import MountFailed, NotMounted, TimedOut, UnsentWrites
-from colabkit.foundation.mount_table import DRIVEFS_FOLDER, Mount
+from colabkit.foundation.mount_table import DRIVEFS_FOLDER
 from colabkit.storage.drive import drivefs
-from colabkit.storage.drive.mountpoints import Daemon, daemons, serving
-from colabkit.storage.drive.ocamlfuse import folders
-from colabkit.storage.drive.rclone import Control, control_of
+from colabkit.storage.drive import ocamlfuse as drive
+from colabkit.storage.drive.mountpoints import daemons, serving
 
 pytestmark = pytest.mark.usefixtures("fuse")
 
-
-@pytest.fixture
-def fuse() -> None:
-    needs("FUSE", has_fuse())
+Remote = Callable[..., RcloneMount]
 
 
 @pytest.fixture
-def rclone() -> None:
-    needs("rclone", has_rclone())
+def cached(colab: Colab) -> Path:
+    """Mount Drive in Colab, with things in its cache, and return the folder of the cache."""
+    folder = colab.home / DRIVEFS_FOLDER
+    for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(100_000))
+    colabkit.mount()
+    return folder
 
 
 @pytest.fixture
-def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Colab]:
-    with hosted_colab(tmp_path, monkeypatch) as colab:
-        folder = colab.home / DRIVEFS_FOLDER
-        for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(bytes(100_000))
-        yield colab
+def remote(tmp_path: Path, rclone: None) -> Remote:
+    """Return a function that mounts `tmp_path / "root"` at `tmp_path / "point"` by rclone."""
+    (tmp_path / "root").mkdir()
+    return partial(RcloneMount, tmp_path / "point", tmp_path / "root", tmp_path / "cache")
 
 
 @pytest.fixture
@@ -53,14 +52,9 @@ def ocamlfuse(tmp_path: Path) -> Iterator[Ocamlfuse]:
         yield mounted
 
 
-# DriveFS
-
-
-def test_drivefs_is_flushed_its_cache_removed_and_mounted_again(colab):
-    colabkit.mount()
+def test_drivefs_is_flushed_its_cache_removed_and_mounted_again(colab, cached):
     report = colabkit.clear_cache()
-    folder = colab.home / DRIVEFS_FOLDER
-    assert [path.name for path in folder.iterdir()] == ["Logs"]
+    assert [path.name for path in cached.iterdir()] == ["Logs"]
     assert report.freed_bytes >= 200_000
     assert (report.loss, report.unsent, report.kind) == ("", None, "DriveFS")
     events = [event.split()[0] for event in colab.events()]
@@ -68,8 +62,7 @@ def test_drivefs_is_flushed_its_cache_removed_and_mounted_again(colab):
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
 
 
-def test_a_dry_run_of_drivefs_changes_nothing(colab):
-    colabkit.mount()
+def test_a_dry_run_of_drivefs_changes_nothing(colab, cached):
     before = sorted(colab.home.rglob("*"))
     report = colabkit.clear_cache(dry_run=True)
     assert sorted(colab.home.rglob("*")) == before
@@ -81,59 +74,40 @@ def test_a_dry_run_of_drivefs_changes_nothing(colab):
 
 
 @pytest.mark.parametrize("push", sampled(["fails", "hangs"], 1))
-def test_drivefs_keeps_its_cache_where_writes_are_not_sent_unless_told(colab, push, monkeypatch):
+def test_drivefs_keeps_its_cache_where_writes_are_not_sent_unless_told(colab, cached, push, monkeypatch):
     monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
-    colabkit.mount()
     colab.plan(push=push)
     with pytest.raises((UnsentWrites, TimedOut)):
         colabkit.clear_cache(timeout=1.5)
-    assert (colab.home / DRIVEFS_FOLDER / "123").is_dir()
+    assert (cached / "123").is_dir()
     report = colabkit.clear_cache(timeout=1.5, force=True)
     assert report.loss == "what DriveFS had not sent"
-    assert not (colab.home / DRIVEFS_FOLDER / "123").exists()
+    assert not (cached / "123").exists()
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
 
 
-def test_drivefs_is_not_cleared_where_it_could_not_be_mounted_again(colab, monkeypatch):
-    colabkit.mount()
-    errors: list[MountFailed] = []
-
-    def call() -> None:
-        with pytest.raises(MountFailed) as caught:
-            colabkit.clear_cache()
-        errors.append(caught.value)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert errors[0].cause == "thread"
-    assert (colab.home / DRIVEFS_FOLDER / "123").is_dir()
+def test_drivefs_is_not_cleared_where_it_could_not_be_mounted_again(colab, cached):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(MountFailed) as caught:
+        pool.submit(colabkit.clear_cache).result()
+    assert caught.value.cause == "thread"
+    assert (cached / "123").is_dir()
     assert colab.count("flush_and_unmount") == 0
 
 
-def test_drivefs_is_mounted_again_as_it_was(colab):
+def test_drivefs_is_mounted_again_as_it_was_or_says_what_is_done_already(colab):
     colabkit.mount(readonly=True, timeout=300)
-    colabkit.flush(timeout=20)
+    report = colabkit.flush(timeout=20)
+    assert report.remounted
+    assert "cannot be seen from here" in repr(report)
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
     colabkit.clear_cache(timeout=20)
     mounted = [event for event in colab.events() if event.startswith("mount ")]
     assert len(mounted) == 3
     assert all("timeout_ms=300000 readonly=True" in event for event in mounted)
-
-
-def test_a_failed_mounting_again_says_what_is_done_already(colab):
-    colabkit.mount()
     colab.plan(mount="fails")
     with pytest.raises(MountFailed, match=r"all writes were sent, but Drive could not be mounted again"):
         colabkit.flush()
-    assert colab.count("mount") == 3
-
-
-def test_flush_of_drivefs_says_that_it_mounted_again_and_what_cannot_be_known(colab):
-    colabkit.mount()
-    report = colabkit.flush()
-    assert report.remounted
-    assert "cannot be seen from here" in repr(report)
-    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+    assert colab.count("mount") == 5
 
 
 # google-drive-ocamlfuse
@@ -169,27 +143,19 @@ def test_a_dry_run_of_ocamlfuse_lists_bytes_and_what_is_unsent(ocamlfuse):
 
 def test_ocamlfuse_waits_for_uploads_before_it_clears(ocamlfuse, monkeypatch):
     ocamlfuse.queue("ToUpload")
-    asked = threading.Event()
-    real = colabkit.storage.drive.ocamlfuse.Ocamlfuse.unsent
+    calls: list[int] = []
+    unsent = drive.Ocamlfuse.unsent
 
-    def unsent(self):
-        asked.set()
-        return real(self)
+    def upload_after_the_first_look(self: drive.Ocamlfuse) -> int | None:
+        found = unsent(self)
+        if not calls:
+            ocamlfuse.queue()
+        calls.append(len(ocamlfuse.calls()))
+        return found
 
-    monkeypatch.setattr("colabkit.storage.drive.ocamlfuse.Ocamlfuse.unsent", unsent)
-
-    before: list[int] = []
-
-    def upload() -> None:
-        asked.wait(30)
-        before.append(len(ocamlfuse.calls()))
-        ocamlfuse.queue()
-
-    uploading = threading.Thread(target=upload)
-    uploading.start()
+    monkeypatch.setattr(drive.Ocamlfuse, "unsent", upload_after_the_first_look)
     assert colabkit.clear_cache(ocamlfuse.point).loss == ""
-    uploading.join()
-    assert before == [1]
+    assert calls[0] == 1
     assert len(ocamlfuse.calls()) == 3
 
 
@@ -204,7 +170,7 @@ def test_ocamlfuse_keeps_everything_where_uploads_are_not_done_in_time(ocamlfuse
     assert report.loss == "2 files not uploaded"
 
 
-def test_uploads_that_show_only_after_unmounting_are_kept_too(tmp_path):
+def test_uploads_that_show_only_after_unmounting_are_kept_and_counted(tmp_path):
     mounted = Ocamlfuse(tmp_path / "gd")
     mounted.environ["OCAMLFUSE_UNSENT"] = "2"
     with mounted:
@@ -214,17 +180,15 @@ def test_uploads_that_show_only_after_unmounting_are_kept_too(tmp_path):
         assert [call for call in mounted.calls() if "-cc" in call] == []
         assert mounted_at(mounted.point) == ["fuse.google-drive-ocamlfuse"]
         assert (mounted.cache / "remote_id_1").read_bytes() == b"unsent"
-
-
-def test_unmount_counts_what_shows_only_afterwards(tmp_path):
-    mounted = Ocamlfuse(tmp_path / "gd")
-    mounted.environ["OCAMLFUSE_UNSENT"] = "2"
-    with mounted:
+        mounted.queue()
         assert "2 files in its queue" in colabkit.unmount(mounted.point).sent
 
 
-def test_a_queue_that_is_not_there_is_not_taken_for_an_empty_one(ocamlfuse):
-    (ocamlfuse.cache / "cache.db").unlink()
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_damaged_or_missing_queue_is_not_taken_for_an_empty_one(ocamlfuse, is_there):
+    database = ocamlfuse.cache / "cache.db"
+    database.write_bytes(b"no database at all" * 100) if is_there else database.unlink()
+    assert colabkit.clear_cache(ocamlfuse.point, dry_run=True).unsent is None
     with pytest.raises(TimedOut, match="unknown number"):
         colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
     assert len(ocamlfuse.calls()) == 1
@@ -244,15 +208,6 @@ def test_no_secret_of_the_programs_arguments_is_shown(tmp_path, monkeypatch):
         (daemon,) = daemons("google-drive-ocamlfuse")
         assert "TOPSECRET" in daemon.arguments
         assert "TOPSECRET" not in repr(daemon)
-
-
-def test_a_damaged_queue_is_not_taken_for_an_empty_one(ocamlfuse):
-    (ocamlfuse.cache / "cache.db").write_bytes(b"no database at all" * 100)
-    report = colabkit.clear_cache(ocamlfuse.point, dry_run=True)
-    assert report.unsent is None
-    with pytest.raises(TimedOut, match="unknown number"):
-        colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
-    assert len(ocamlfuse.calls()) == 1
 
 
 def test_ocamlfuse_without_stored_consent_is_cleared_all_the_same(ocamlfuse):
@@ -296,50 +251,11 @@ def test_a_mount_whose_program_is_not_found_is_left_alone(tmp_path):
         assert mounted_at(tmp_path / "point") == ["fuse.google-drive-ocamlfuse"]
 
 
-def daemon(*arguments: str, **environ: str) -> Daemon:
-    return Daemon(1, "program", arguments, {"HOME": "/home/me", **environ})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "config", "cache"),
-    [
-        (("/m",), {}, "/home/me/.gdfuse/default/config", "/home/me/.gdfuse/default/cache"),
-        (("-label", "a", "/m"), {}, "/home/me/.gdfuse/a/config", "/home/me/.gdfuse/a/cache"),
-        (("-xdgbd", "/m"), {}, "/home/me/.config/gdfuse/default/config", "/home/me/.cache/gdfuse/default"),
-        (
-            ("-xdgbd", "-label", "a", "/m"),
-            {"XDG_CONFIG_HOME": "/c", "XDG_CACHE_HOME": "/k"},
-            "/c/gdfuse/a/config",
-            "/k/gdfuse/a",
-        ),
-        (("/m", "-o", "ro,gdfroot=/srv/gd"), {}, "/srv/gd/default/config", "/srv/gd/default/cache"),
-        (("-config", "/etc/gd", "/m"), {}, "/etc/gd", "/home/me/.gdfuse/default/cache"),
-    ],
-)
-def test_the_folders_of_ocamlfuse_follow_its_arguments(arguments, environ, config, cache):
-    assert folders(daemon(*arguments, **environ)) == (Path(config), Path(cache))
-
-
-def test_a_cache_directory_of_the_configuration_comes_before_all(tmp_path):
-    config = tmp_path / "gdfuse" / "default" / "config"
-    config.parent.mkdir(parents=True)
-    config.write_text("max_cache_size_mb=512\ncache_directory=/big/disk\n")
-    assert folders(daemon("/m", XDG_CONFIG_HOME=str(tmp_path))) == (config, Path("/big/disk"))
-    config.write_text("cache_directory=\n")
-    assert folders(daemon("-xdgbd", "/m", XDG_CONFIG_HOME=str(tmp_path), XDG_CACHE_HOME="/k"))[1] == Path(
-        "/k/gdfuse/default"
-    )
-
-
-# rclone
-
-
 @pytest.mark.parametrize("access", [{}, {"user": "me", "password": "secret"}])
-def test_rclone_forgets_by_its_remote_control(tmp_path, rclone, access):
+def test_rclone_forgets_by_its_remote_control(tmp_path, remote, access):
     root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
     (root / "old.txt").write_text("old")
-    with RcloneMount(point, root, tmp_path / "cache", rc=True, **access):
+    with remote(rc=True, **access):
         assert os.listdir(point) == ["old.txt"]
         (point / "old.txt").read_text()
         (root / "new.txt").write_text("new")
@@ -351,27 +267,17 @@ def test_rclone_forgets_by_its_remote_control(tmp_path, rclone, access):
         assert "secret" not in repr(report) + report._repr_html_()
 
 
-def test_rclone_without_a_remote_control_forgets_on_a_signal(tmp_path, rclone):
-    root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
-    with RcloneMount(point, root, tmp_path / "cache"):
+def test_rclone_without_a_remote_control_forgets_on_a_signal_that_no_other_rclone_gets(tmp_path, remote):
+    point = tmp_path / "point"
+    with remote():
         assert os.listdir(point) == []
-        (root / "new.txt").write_text("new")
-        assert os.listdir(point) == []
-        assert colabkit.clear_cache(point).unsent is None
-        wait_for(lambda: os.listdir(point) == ["new.txt"], "the new file")
-
-
-def test_another_rclone_that_names_the_folder_is_left_alone(tmp_path, rclone):
-    root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
-    with RcloneMount(point, root, tmp_path / "cache"):
         command = ["rclone", "rcd", "--rc-no-auth", "--rc-addr", "127.0.0.1:0", "--rc-files", str(point)]
         other = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             wait_for(lambda: len(list(serving("rclone", str(point)))) == 2, "the other rclone")
-            (root / "new.txt").write_text("new")
-            colabkit.clear_cache(point)
+            (tmp_path / "root" / "new.txt").write_text("new")
+            assert os.listdir(point) == []
+            assert colabkit.clear_cache(point).unsent is None
             wait_for(lambda: os.listdir(point) == ["new.txt"], "the new file")
             assert other.poll() is None
         finally:
@@ -379,21 +285,18 @@ def test_another_rclone_that_names_the_folder_is_left_alone(tmp_path, rclone):
             other.wait()
 
 
-def test_flush_of_rclone_waits_until_nothing_is_queued(tmp_path, rclone):
-    root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
-    with RcloneMount(point, root, tmp_path / "cache", rc=True, options=["--vfs-write-back", "2s"]):
-        (point / "written.txt").write_text("written")
-        report = colabkit.flush(point)
-        assert (root / "written.txt").read_text() == "written"
+def test_flush_of_rclone_waits_until_nothing_is_queued(tmp_path, remote):
+    with remote(rc=True, options=["--vfs-write-back", "2s"]):
+        (tmp_path / "point" / "written.txt").write_text("written")
+        report = colabkit.flush(tmp_path / "point")
+        assert (tmp_path / "root" / "written.txt").read_text() == "written"
         assert "nothing waits to be sent" in repr(report)
         assert not report.remounted
 
 
-def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, rclone):
-    root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
-    with RcloneMount(point, root, tmp_path / "cache", rc=True, options=["--vfs-write-back", "1h"]):
+def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, remote):
+    point = tmp_path / "point"
+    with remote(rc=True, options=["--vfs-write-back", "1h"]):
         (point / "written.txt").write_text("written")
         assert colabkit.clear_cache(point, dry_run=True).unsent == 1
         with pytest.raises(TimedOut, match="1 file not uploaded"):
@@ -401,10 +304,9 @@ def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, rclone):
         assert mounted_at(point) == ["fuse.rclone"]
 
 
-def test_rclone_that_cannot_be_asked_is_unmounted_only_when_told(tmp_path, rclone):
-    root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
-    with RcloneMount(point, root, tmp_path / "cache"):
+def test_rclone_that_cannot_be_asked_is_unmounted_only_when_told(tmp_path, remote):
+    point = tmp_path / "point"
+    with remote():
         for call in (colabkit.flush, colabkit.unmount):
             with pytest.raises(UnsentWrites, match="cannot be asked what it has not sent"):
                 call(point)
@@ -413,38 +315,10 @@ def test_rclone_that_cannot_be_asked_is_unmounted_only_when_told(tmp_path, rclon
         assert mounted_at(point) == []
 
 
-def test_a_killed_rclone_is_named_and_taken_away_when_told(tmp_path, rclone):
-    root, point = tmp_path / "root", tmp_path / "point"
-    root.mkdir()
-    with RcloneMount(point, root, tmp_path / "cache", rc=True) as mounted:
+def test_a_killed_rclone_is_named_and_taken_away_when_told(tmp_path, remote):
+    with remote(rc=True) as mounted:
         mounted.kill()
         with pytest.raises(MountFailed, match="the mount is dead"):
-            colabkit.clear_cache(point)
-        colabkit.unmount(point, force=True)
-        assert mounted_at(point) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "expected"),
-    [
-        (("mount", "r:", "/m"), {}, None),
-        (("mount", "--rc", "r:", "/m"), {}, ("localhost", 5572, "")),
-        (("mount", "--rc", "--rc-addr", "127.0.0.1:99"), {}, ("127.0.0.1", 99, "")),
-        (("mount", "--rc=true", "--rc-addr=:99"), {}, ("localhost", 99, "")),
-        (("mount", "--rc=false", "r:"), {}, None),
-        (("mount",), {"RCLONE_RC": "true", "RCLONE_RC_ADDR": "h:1"}, ("h", 1, "")),
-        (("mount", "--rc", "--rc-user", "u", "--rc-pass", "p"), {}, ("localhost", 5572, "Basic dTpw")),
-        (("mount", "--rc", "--rc-addr", "unix:///tmp/x.sock"), {}, None),
-        (("mount", "--rc", "--rc-cert", "/c.pem"), {}, None),
-        (("mount", "--rc", "--rc-addr", "[::1]:99"), {}, ("::1", 99, "")),
-    ],
-)
-def test_the_remote_control_is_read_from_the_programs_arguments(arguments, environ, expected):
-    assert control_of(daemon(*arguments, **environ)) == (None if expected is None else Control(*expected))
-
-
-def test_a_remote_control_that_is_not_there_is_not_used():
-    mount = Mount("/m", "fuse.rclone", "r:", ("rw",))
-    assert not Control("127.0.0.1", 1, "").answers(mount)
-    with pytest.raises(MountFailed, match="no answer"):
-        Control("127.0.0.1", 1, "").ask("vfs/list", {})
+            colabkit.clear_cache(tmp_path / "point")
+        colabkit.unmount(tmp_path / "point", force=True)
+        assert mounted_at(tmp_path / "point") == []
