@@ -9,7 +9,6 @@ import pickle
 import signal
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -18,12 +17,11 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pandas as pd
 import psutil
 import pytest
 from packed_files import ROW, assert_same, content, identity, kept_shards, shards_beside
 from packing_tasks import Squares, die_once, fail, hold
-from record_files import example, framed, image, lmdb_of, shards_of, tar_of
+from picture_sets import archive_of, class_folders, database, path_table, tf_records, web_shards
 from trees import leftovers
 
 from colabkit.errors import BadImage, InvalidOption, PackingFailed
@@ -67,57 +65,8 @@ def test_any_executor_gives_the_same_pack(tmp_path, image_tree, make, options):
     assert leftovers(tmp_path) == []
 
 
-def images(count: int = 12) -> dict[str, bytes]:
-    return {f"{'ab'[number % 2]}/{number:02d}.png": image(number) for number in range(count)}
-
-
-def lmdb_source(folder: Path) -> Path:
-    return lmdb_of(folder / "base", {name.encode(): data for name, data in images().items()})
-
-
-def webdataset_source(folder: Path) -> str:
-    (folder / "wds").mkdir()
-    samples = [{"__key__": f"{n:04d}", "png": image(n), "cls": n % 3} for n in range(12)]
-    shards_of(str(folder / "wds" / "s-%04d.tar"), samples, 5)
-    return f"{folder / 'wds'}/s-{{0000..0002}}.tar"
-
-
-def tfrecord_source(folder: Path) -> Path:
-    records = [example(image__encoded=[image(n)], image__class__label=[n % 3]) for n in range(12)]
-    (folder / "a.tfrecord").write_bytes(framed(*records))
-    return folder / "a.tfrecord"
-
-
-def tree_source(folder: Path) -> Path:
-    for name, data in images().items():
-        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "tree" / name).write_bytes(data)
-    return folder / "tree"
-
-
-def zip_source(folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
-        for name, data in images().items():
-            archive.writestr(name, data)
-    return folder / "a.zip"
-
-
-def tgz_source(folder: Path) -> Path:
-    import tarfile
-
-    with tarfile.open(folder / "a.tgz", "w:gz") as archive:
-        archive.add(tree_source(folder), "tree")
-    return folder / "a.tgz"
-
-
-def table_of(folder: Path, root: str = "") -> pd.DataFrame:
-    paths = sorted(tree_source(folder).glob("*/*.png"))
-    names = [f"{root}{path.relative_to(folder)}" for path in paths]
-    return pd.DataFrame({"path": names, "label": [path.parent.name for path in paths]})
-
-
 def csv_source(folder: Path) -> Path:
-    table_of(folder).to_csv(folder / "t.csv")
+    path_table(folder).to_csv(folder / "t.csv")
     return folder / "t.csv"
 
 
@@ -131,22 +80,26 @@ def hdf5_source(folder: Path) -> dict[str, Any]:
     return {"X": file.create_dataset("x", data=np.random.default_rng(1).normal(size=(40, 6, 5)))}
 
 
+def tree_of(folder: Path) -> Path:
+    return class_folders(folder / "tree")
+
+
 SOURCES: dict[str, Callable[[Path], Any]] = {
-    "folder": tree_source,
-    "relative": lambda folder: os.path.relpath(tree_source(folder)),
-    "drive": lambda folder: tree_source(folder) and "drive:tree",
-    "zip": zip_source,
-    "relative zip": lambda folder: os.path.relpath(zip_source(folder)),
-    "tar": lambda folder: tar_of(folder / "a.tar", *[(f"t/{name}", data) for name, data in images().items()]),
-    "tgz": tgz_source,
-    "DataFrame": lambda folder: table_of(folder, f"{os.path.relpath(folder)}/"),
-    "list": lambda folder: table_of(folder, f"{folder}/")["path"].tolist(),
+    "folder": tree_of,
+    "relative": lambda folder: os.path.relpath(tree_of(folder)),
+    "drive": lambda folder: tree_of(folder) and "drive:tree",
+    "zip": lambda folder: archive_of(tree_of(folder), folder / "a.zip"),
+    "relative zip": lambda folder: os.path.relpath(archive_of(tree_of(folder), folder / "a.zip")),
+    "tar": lambda folder: archive_of(tree_of(folder), folder / "a.tar"),
+    "tgz": lambda folder: archive_of(tree_of(folder), folder / "a.tgz"),
+    "DataFrame": lambda folder: path_table(folder, f"{os.path.relpath(folder)}/"),
+    "list": lambda folder: path_table(folder, f"{folder}/")["path"].tolist(),
     "csv": csv_source,
-    "source": lambda folder: FolderSource(Path(os.path.relpath(tree_source(folder)))),
-    "slow": lambda folder: SlowSource(FolderSource(tree_source(folder)), 0.001),
-    "LMDB": lmdb_source,
-    "WebDataset": lambda folder: os.path.relpath(webdataset_source(folder)),
-    "TFRecord": lambda folder: os.path.relpath(tfrecord_source(folder)),
+    "source": lambda folder: FolderSource(Path(os.path.relpath(tree_of(folder)))),
+    "slow": lambda folder: SlowSource(FolderSource(tree_of(folder)), 0.001),
+    "LMDB": lambda folder: database(folder / "base"),
+    "WebDataset": lambda folder: f"{os.path.relpath(web_shards(folder / 'wds'))}/train-{{000000..000002}}.tar",
+    "TFRecord": lambda folder: os.path.relpath(tf_records(folder / "records")),
     "samples": lambda folder: "samples:digits",
     "arrays": lambda folder: {"X": np.arange(400).reshape(40, 10), "Y": np.arange(40.0)},
     "text": lambda folder: {"X": [f"text {number}" * number for number in range(40)]},
@@ -162,8 +115,7 @@ def test_a_worker_that_works_elsewhere_reads_every_kind_of_source(tmp_path, spaw
     source = SOURCES[kind](tmp_path)
     options = {"encoding": "jpeg", "size": 6} if kind in ("WebDataset", "TFRecord", "LMDB", "folder", "drive") else {}
     whole = packed(source, tmp_path / "whole.h5", None, shard_bytes=None, **options)
-    sizes = {"samples": 20_000, "text": 3000, "folder": 800, "drive": 800}
-    size = sizes.get(kind, (whole.pack_bytes - 12_000) // 4 if whole.pack_bytes > 20_000 else 400)
+    size = max(400, (whole.pack_bytes - 12_000) // 4)
     report = packed(source, Path(os.path.relpath(tmp_path / "p.h5")), spawned, shard_bytes=size, **options)
     assert report.shards > 1
     assert_same(report.path, whole.path)

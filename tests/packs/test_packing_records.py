@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,14 @@ import pytest
 import torch
 from far_mounts import FuseMount, has_fuse
 from packed_files import opened
-from pictures import saved
-from record_files import example, framed, lmdb_of, shards_of, tar_of
+from picture_sets import NAMES, PIXELS, archive_of, database, png, tf_records, web_shards
+from record_files import tar_of
 from trees import make_tree, needs
 
 from colabkit.errors import BadSource, InvalidOption
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.packing.api import pack
 from colabkit.storage.staging import places
-
-PIXELS = np.random.default_rng(2).integers(0, 256, (24, 7, 5, 3), dtype=np.uint8)
-NAMES = ("ant", "bee", "cat")
 
 
 @pytest.fixture(autouse=True)
@@ -35,50 +30,11 @@ def _near(near_storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "TMPFS", near_storage)
 
 
-def png(number: int) -> bytes:
-    return saved(PIXELS[number], "PNG")
-
-
 def numbers_of(found: Pack, split: str) -> list[int]:
     """Return which of the pictures the samples of a split are, in order."""
     number = {pixels.tobytes(): number for number, pixels in enumerate(PIXELS)}
     images = (np.asarray(found[split]._opened.samples.one(row)[0]) for row in range(len(found[split])))
     return [number[np.ascontiguousarray(image.transpose(1, 2, 0)).tobytes()] for image in images]
-
-
-def web_shards(place: Path) -> Path:
-    """Write 24 samples in four shards, those of the last named as a test."""
-    place.mkdir()
-    rows = [
-        {"__key__": f"{n:06d}", "png": png(n), "cls": n % 3, "txt": f"word {n}", "json": {"age": n / 2}}
-        for n in range(24)
-    ]
-    shards_of(str(place / "train-%06d.tar"), rows[:18], 6)
-    shards_of(str(place / "test-%06d.tar"), rows[18:], 6)
-    return place
-
-
-def tf_records(place: Path) -> Path:
-    """Write 24 samples in two files, the second named as a test."""
-    place.mkdir()
-    for split, numbers in (("train", range(18)), ("test", range(18, 24))):
-        records = (
-            example(
-                image__encoded=[png(n)], image__class__label=[n % 3], name=[b"word %d" % n], age=[n / 2], box=[n, n + 1]
-            )
-            for n in numbers
-        )
-        (place / f"{split}.tfrecord").write_bytes(framed(*records))
-    return place
-
-
-def database(place: Path) -> Path:
-    """Write 24 samples as an LMDB in the layout of scene text."""
-    values = {}
-    for n in range(24):
-        values[b"image-%09d" % n] = png(n)
-        values[b"label-%09d" % n] = NAMES[n % 3].encode()
-    return lmdb_of(place, {**values, b"num-samples": b"24"})
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {"webdataset": web_shards, "tfrecord": tf_records, "lmdb": database}
@@ -164,20 +120,6 @@ def test_a_pattern_of_far_shards_is_staged_and_packed(tmp_path):
         assert numbers_of(found, "train") == list(range(18))
         found = opened(mount.point / "train-000002.tar", tmp_path / "q.h5")
         assert numbers_of(found, "train") == list(range(12, 18))
-
-
-def archive_of(tree: Path, path: Path) -> Path:
-    """Write a tree as the archive that the name says, in no order."""
-    files = sorted(tree.rglob("*.png"), key=lambda file: file.name)
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            for file in files:
-                archive.write(file, file.relative_to(tree))
-    else:
-        with tarfile.open(path, f"w:{'gz' if path.suffix == '.gz' else ''}") as tar:
-            for file in files:
-                tar.add(file, file.relative_to(tree))
-    return path
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
