@@ -1,8 +1,9 @@
-"""`fetch()` run again: after a kill, after Ctrl-C, beside another, over what is there; and what it may say."""
+"""`fetch()` run again after a kill, Ctrl-C or a failure, beside another, over something else; and its messages."""
 
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import random
 import signal
@@ -11,22 +12,23 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import http_servers as servers
 import pytest
 import trustme
 from http_servers import cut_after, served, until
-from test_fetching import CONTENT, get, no_threads_stay, short_pauses
-from test_files_partials import killed_at
 from trees import leftovers
+from web_fetches import CONTENT, get
 
 from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, NotMounted, TargetExists
 from colabkit.foundation import mount_table as mounts
 from colabkit.storage.fetching.api import fetch
 
-__all__ = ["no_threads_stay", "short_pauses"]  # fixtures
+pytestmark = pytest.mark.usefixtures("plain_network")
 
+CLAIM = "it resumes where it stopped"
 OTHER = random.Random(2).randbytes(300_001)
 
 
@@ -98,7 +100,7 @@ def test_what_is_whole_but_was_not_published_is_compared_with_the_server(tmp_pat
         assert server.ranges()[-1] == f"bytes={len(CONTENT)}-"
 
 
-def test_a_kill_at_any_change_of_files_leaves_old_or_new_and_the_next_call_finishes(tmp_path):
+def test_a_kill_at_any_change_of_files_leaves_old_or_new_and_the_next_call_finishes(tmp_path, killed_at):
     final = tmp_path / "to" / "file.bin"
     final.parent.mkdir()
     with served(CONTENT) as server:
@@ -106,7 +108,7 @@ def test_a_kill_at_any_change_of_files_leaves_old_or_new_and_the_next_call_finis
         while True:
             number += 1
             final.write_bytes(OTHER)
-            is_killed = killed_at(number, lambda: get(server, final.parent, overwrite=True) and None)
+            is_killed = killed_at(number, partial(fetch, server.url, final.parent, overwrite=True, progress=False))
             assert final.read_bytes() in (OTHER, CONTENT)
             if not is_killed:
                 break
@@ -347,3 +349,81 @@ def test_what_is_no_address_may_hold_secrets_too(source, tmp_path):
 def test_a_time_out_has_to_be_seconds(timeout, tmp_path):
     with pytest.raises(InvalidOption, match="timeout="):
         fetch("https://example.org/x", tmp_path, timeout=timeout)
+
+
+@pytest.mark.parametrize("to", ["new/", "new/deep/", "new/deep/file.zip"])
+def test_a_fetch_that_failed_takes_the_folders_away_that_it_made(tmp_path, to):
+    with served(CONTENT, servers.status(404)) as server, pytest.raises(FetchFailed):
+        fetch(server.url, f"{tmp_path}/{to}", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_were_there_or_hold_something_stay(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with served(CONTENT, servers.status(404)) as server, pytest.raises(FetchFailed):
+        get(server, tmp_path / "mine" / "new" / "file.bin")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with served(CONTENT, cut_after(300_000), cut_after(0)) as server, pytest.raises(FetchFailed):
+        get(server, tmp_path / "new" / "file.bin")
+    (data,) = (tmp_path / "new").glob(".colabkit-*-kept.partial/data")
+    assert data.read_bytes() == CONTENT[:300_000]
+
+
+def failure(url: str, to: Path) -> str:
+    with pytest.raises(ColabkitError) as caught:
+        fetch(url, to, timeout=0.3, progress=False)
+    return str(caught.value)
+
+
+def test_going_on_is_promised_where_the_next_call_does_and_nowhere_else(tmp_path):
+    with served(CONTENT, servers.slammed) as server:
+        assert CLAIM not in failure(server.url, tmp_path), "nothing had come"
+        server.plans = [servers.silent]
+        assert CLAIM not in failure(server.url, tmp_path), "nothing had come"
+        server.plans = [cut_after(300_000), servers.slammed]
+        assert CLAIM in failure(server.url, tmp_path)
+        server.plans = [servers.status(503)]
+        assert CLAIM in failure(server.url, tmp_path), "what came was kept by the call before"
+        server.plans = [servers.serve]
+        assert get(server, tmp_path).resumed_bytes == 300_000
+        server.headers, server.plans = {}, [cut_after(300_000)]
+        assert CLAIM not in failure(server.url, tmp_path / "other"), "nobody knows of what version it is"
+
+
+def test_going_on_is_not_promised_where_nothing_can_be_kept(tmp_path, monkeypatch):
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with served(CONTENT, cut_after(300_000), servers.slammed) as server:
+        assert CLAIM not in failure(server.url, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kept_bytes", [300_000, len(CONTENT)], ids=["a part", "all"])
+def test_a_replacement_that_was_stopped_is_forgotten_where_the_old_is_found_unchanged(tmp_path, kept_bytes):
+    with served(CONTENT) as server:
+        path = get(server, tmp_path).path
+        server.plans = [cut_after(300_000), cut_after(0)]
+        with pytest.raises(FetchFailed):
+            get(server, tmp_path, overwrite=True)
+        (data,) = tmp_path.glob(".colabkit-*/data")
+        data.write_bytes(CONTENT[:kept_bytes])
+        server.plans = [servers.serve]
+        again = get(server, tmp_path)
+    assert (again.path, again.reused, again.fetched_bytes) == (path, True, 0)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_target_that_is_taken_meanwhile_is_told_before_the_rest_comes(tmp_path):
+    with served(CONTENT, cut_after(300_000), cut_after(0)) as server:
+        with pytest.raises(FetchFailed):
+            get(server, tmp_path)
+        (tmp_path / "file.bin").write_text("mine")
+        server.plans = [servers.serve]
+        with pytest.raises(TargetExists, match="already exists"):
+            get(server, tmp_path)
+        (data,) = tmp_path.glob(".colabkit-*/data")
+        assert data.stat().st_size == 300_000
+        assert get(server, tmp_path, overwrite=True).resumed_bytes == 300_000
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -11,7 +10,7 @@ from email.message import Message
 
 import http_servers as servers
 import pytest
-from http_servers import served, until
+from http_servers import served
 
 from colabkit.errors import FetchFailed, TimedOut
 from colabkit.storage.addresses import address_of, safe_name
@@ -20,13 +19,8 @@ from colabkit.storage.fetching.api import fetch
 
 
 @pytest.fixture(autouse=True)
-def plain_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
+def one_try(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "TRIES", 1)
-    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    yield
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
 
 
 @pytest.fixture

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import http_servers as servers
 import pytest
-from fake_drive import authority, children, drive, drive_id, gdown, running
+from fake_drive import children, drive_id, running
 from http_servers import cut_after, until
 from trees import leftovers
 
 from colabkit.errors import FetchFailed, TimedOut
 from colabkit.storage.fetching import transfer
 from colabkit.storage.fetching.api import FetchReport, fetch
-
-__all__ = ["authority", "drive", "gdown"]  # fixtures
 
 CONTENT = random.Random(1).randbytes(2_000_001)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

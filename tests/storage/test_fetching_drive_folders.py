@@ -7,15 +7,14 @@ from pathlib import Path
 
 import http_servers as servers
 import pytest
-from fake_drive import DriveFolder, FakeDrive, authority, drive, drive_id, gdown, only_new, only_old
+from fake_drive import DriveFolder, FakeDrive, drive_id, only_new, only_old
 from http_servers import cut_after
 from trees import leftovers
+from web_fetches import files_of
 
 from colabkit.errors import FetchFailed, InvalidOption, TargetExists, TimedOut
 from colabkit.storage.fetching import transfer
 from colabkit.storage.fetching.api import FetchReport, fetch
-
-__all__ = ["authority", "drive", "gdown"]  # fixtures
 
 CONTENT = random.Random(1).randbytes(1_500_001)
 TREE = {"one.bin": CONTENT, "inner/two.txt": b"2", "inner/three.txt": b"3"}
@@ -34,10 +33,6 @@ def plant(drive: FakeDrive) -> None:
 
 def get(to: Path | str, **options: object) -> FetchReport:
     return fetch(f"https://drive.google.com/drive/folders/{drive_id('birds')}", to, progress=False, **options)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_folder_comes_whole_under_its_own_name(drive, tmp_path):

@@ -8,15 +8,13 @@ import random
 from pathlib import Path
 
 import pytest
-from fake_drive import authority, drive, drive_id, gdown, only_new
+from fake_drive import drive_id, only_new
 from trees import leftovers
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, NotEnoughSpace, TargetExists
 from colabkit.storage.addresses import address_of
 from colabkit.storage.fetching import transfer
 from colabkit.storage.fetching.api import FetchReport, fetch
-
-__all__ = ["authority", "drive", "gdown"]  # fixtures
 
 CONTENT = random.Random(1).randbytes(200_001)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

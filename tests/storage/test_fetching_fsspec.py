@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +18,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from http_servers import until
 from trees import leftovers
+from web_fetches import files_of
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
-from colabkit.storage.fetching import transfer
 from colabkit.storage.fetching.api import FetchReport, fetch
-from colabkit.storage.sources import reads
 from colabkit.storage.sources.engine import BLOCK_BYTES
 
 CONTENT = random.Random(1).randbytes(9_000_001)  # three blocks
@@ -47,15 +46,12 @@ class Faulty(MemoryFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+def far(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> Faulty:
     """Return the faulty file system, empty and without faults."""
-    monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
-    monkeypatch.setattr(reads, "_BACK_OFF_S", 0.001)
     monkeypatch.setattr(Faulty, "fault", staticmethod(lambda path, offset: None), raising=False)
     fsspec.register_implementation("faulty", Faulty, clobber=True)
     Faulty.store.clear()
-    yield Faulty(skip_instance_cache=True)
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
+    return Faulty(skip_instance_cache=True)
 
 
 def faults(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str, int], None]) -> None:
@@ -93,10 +89,6 @@ def get(url: str, to: Path, **options: Any) -> FetchReport:
 def plant(far: Faulty) -> None:
     for path, content in TREE.items():
         far.pipe(f"/tree/{path}", content)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_file_of_real_fsspec_comes_whole(tmp_path):

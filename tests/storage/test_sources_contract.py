@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from source_contract import FILES, UNDECODABLE, check_source, check_untouched, write_tree
-from test_sources_tar import tar_of
+from tar_files import tar_of
 
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.folder import FileSource, FolderSource

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from source_contract import FILES
-from test_sources_tar import packed, tar_bytes
+from tar_files import packed, tar_bytes
 
 from colabkit.errors import BadArchive, ColabkitError
 from colabkit.storage.sources import items

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from test_sources_tar import tar_bytes
+from tar_files import tar_bytes
 
 from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted, SourceMissing, TimedOut
 from colabkit.packs import label_samples

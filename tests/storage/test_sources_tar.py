@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
-import io
-import lzma
 import os
 import tarfile
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
-import zstandard
 from sampling import sampled
 from source_contract import FILES
+from tar_files import packed, tar_bytes, tar_of
 
 from colabkit.errors import BadArchive, FileFailed, MissingPackage, SourceChanged
 from colabkit.storage.sources import tar_archive, tar_stream
@@ -24,35 +19,6 @@ from colabkit.storage.sources.registry import open_source
 from colabkit.storage.sources.tar_archive import TarSource
 
 COMPRESSED = [".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst"]
-
-
-def packed(data: bytes, ending: str) -> bytes:
-    """Return data compressed as a file of this ending is."""
-    if ending in (".tar.gz", ".tgz"):
-        return gzip.compress(data, mtime=0)
-    if ending in (".tar.bz2", ".tbz2"):
-        return bz2.compress(data)
-    if ending in (".tar.xz", ".txz"):
-        return lzma.compress(data)
-    return zstandard.ZstdCompressor(write_checksum=True).compress(data) if ending in (".tar.zst", ".tzst") else data
-
-
-def tar_bytes(files: Mapping[str, bytes], layout: int = tarfile.PAX_FORMAT) -> bytes:
-    """Return a plain tar of files, each a second older than the next."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=layout) as archive:
-        for number, (path, data) in enumerate(files.items()):
-            member = tarfile.TarInfo(path)
-            member.size, member.mtime = len(data), 1_600_000_000 + number
-            archive.addfile(member, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def tar_of(path: Path, files: Mapping[str, bytes], layout: int = tarfile.PAX_FORMAT) -> Path:
-    """Write a tar, compressed as its ending says."""
-    ending = path.name[path.name.index(".") :]
-    path.write_bytes(packed(tar_bytes(files, layout), ending))
-    return path
 
 
 def contents(source: TarSource) -> dict[str, bytes]:

@@ -5,43 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import http_servers as servers
 import pytest
-from http_servers import Plan, WebServer, cut_after, served, until
+from http_servers import Plan, cut_after, served
 from sampling import sampled
 from trees import leftovers
+from web_fetches import CONTENT, get
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, NotEnoughSpace, TimedOut
 from colabkit.foundation import file_changes
 from colabkit.foundation.progress import ProgressBar
 from colabkit.storage.fetching import transfer
-from colabkit.storage.fetching.api import FetchReport, fetch
+from colabkit.storage.fetching.api import fetch
 
-CONTENT = random.Random(1).randbytes(700_001)
+pytestmark = pytest.mark.usefixtures("plain_network")
+
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_BACK_OFF_S", 0.001)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def no_threads_stay() -> Iterator[None]:
-    yield
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
-
-
-def get(server: WebServer, to: Path, **options: object) -> FetchReport:
-    return fetch(server.url, to, progress=False, **options)
 
 
 def test_a_file_comes_whole_under_its_own_name(tmp_path):
