@@ -67,14 +67,11 @@ def cut(
     """Fill `out` with a box of an image, resized if it has another size, mirrored if so asked.
 
     Resizing is bilinear with antialiasing, byte for byte as `torch.nn.functional.interpolate(antialias=True)`. Any
-    number of threads may call this at once.
+    number of threads may call this at once. The box may reach beyond the image, where it gets the value `fill`.
 
     Args:
         pixels: `uint8 [H, W, C]`, the pixels of a row side by side; may be read-only.
-        top: first row of the box, which may reach beyond the image.
-        left: first column of the box.
-        height: rows of the box.
-        width: columns of the box.
+        top, left, height, width: the box, in pixels.
         mirrored: whether left and right change places.
         out: `uint8 [h, w, C]`, C-contiguous.
         fill: value of what lies beyond the image.
@@ -101,13 +98,9 @@ def cut(
 
 
 def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) -> Pixels:
-    """Return boxes of one size, `uint8 [B, h, w, C]`, of a batch `uint8 [B, H, W, C]`.
+    """Return boxes of one size, `uint8 [B, h, w, C]`, of a C-contiguous batch `uint8 [B, H, W, C]`.
 
-    Args:
-        pixels: the images, C-contiguous.
-        boxes: of the samples; each has the size of the result and may reach beyond its image.
-        size: height and width of the result.
-        fill: value of what lies beyond an image.
+    Each box has the size of the result and may reach beyond its image, where it gets the value `fill`.
     """
     count, rows, columns, channels = pixels.shape
     height, width = size
@@ -154,14 +147,7 @@ def _whole_pixels(pixels: Pixels) -> npt.NDArray[np.void]:
 
 
 def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float) -> Tensor:
-    """Return boxes of one size, `[B, C, h, w]` in channels-last memory.
-
-    Args:
-        images: `[B, C, H, W]`.
-        boxes: of the samples; each has the size of the result and may reach beyond its image.
-        size: height and width of the result.
-        fill: value of what lies beyond the image.
-    """
+    """Return boxes of images `[B, C, H, W]` as `crop_rows` does, `[B, C, h, w]` in channels-last memory."""
     top, left, _, _, mirrored = _on_device(boxes, images.device)
     height, width = images.shape[2:]
     rows = top + torch.arange(size[0], device=images.device)
@@ -182,12 +168,7 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
 
     Bilinear with antialiasing as `torch.nn.functional.interpolate` does it, as two products with dense matrices of
     weights, one for each direction: no loop over samples. Computed in float16 on CUDA, where this changes a byte by at
-    most 1, in float64 for images of float64, in float32 otherwise.
-
-    Args:
-        images: `[B, C, H, W]`.
-        boxes: of the samples, inside the images.
-        size: height and width of the result.
+    most 1, in float64 for images of float64, in float32 otherwise. The boxes lie inside the images `[B, C, H, W]`.
     """
     count, channels, height, width = images.shape
     top, left, rows, columns, mirrored = _on_device(boxes, images.device)
@@ -208,13 +189,7 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
 def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what each input adds to each output along one direction, `[B, outputs, inputs]`.
 
-    Args:
-        start: first input of the box, `int64 [B, 1]`.
-        length: inputs of the box, `int64 [B, 1]`.
-        inputs: of the whole image.
-        outputs: of the result.
-        mirrored: 1 where the outputs go the other way, `int64 [B, 1]`.
-        dtype: of the result.
+    The box has `length` inputs from `start` on; `mirrored` is 1 where outputs go the other way: `int64 [B, 1]` each.
     """
     scale = (length.double() / outputs)[:, :, None]
     place = torch.arange(outputs, device=start.device)

@@ -34,22 +34,13 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Hdf5Dataset:
-    """A data set of somebody else's file.
-
-    Attributes:
-        name: its path in the file.
-        shape: samples first.
-        dtype: of its elements; `object` for elements of varying length.
-        offset: of its bytes in the file, in plain order; None if it has to be read through HDF5.
-        chunk_rows: samples that are stored together.
-        varies: whether its elements are bytes of varying length.
-    """
+    """A data set of a file by others; `name` is its path, `varies` tells elements that are bytes of varying length."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    offset: int | None
-    chunk_rows: int
+    offset: int | None  # of its bytes in plain order; None if it has to be read through HDF5
+    chunk_rows: int  # samples that are stored together
     varies: bool
 
 
@@ -175,12 +166,8 @@ _readers: weakref.WeakSet[Hdf5Reader] = weakref.WeakSet()
 class Hdf5Reader:
     """Reads rows of a file's data sets through HDF5, from any thread, also after a fork.
 
-    The file is opened when it is needed, and closed before this process forks: HDF5 would share its state with the
-    child.
-
-    Args:
-        path: the file.
-        stamp: size, time and number of the file that was examined; another one is not read.
+    The file is opened when it is needed, unless its `file_stamp` is another one by then, and closed before this
+    process forks: HDF5 would share its state with the child.
     """
 
     def __init__(self, path: Path, stamp: tuple[int, ...]) -> None:

@@ -142,21 +142,13 @@ class ArrayColumn:
 
 @dataclass(frozen=True, slots=True)
 class RaggedColumn:
-    """A field whose samples lie one after the other in one flat array: images as files, text, bytes.
-
-    Attributes:
-        flat: `uint8 [bytes]`.
-        index: `int64 [N, 2]`, offset and length of each.
-        content: `image`, `text`, `bytes` or `array`.
-        channels: of decoded images.
-        blank: height and width of an image without bytes, which was bad when it was packed.
-    """
+    """A field whose samples lie one after the other in one flat array: images as files, text, bytes."""
 
     flat: npt.NDArray[np.uint8]
-    index: Indices
+    index: Indices  # [N, 2], offset and length of each
     content: str
-    channels: int = 3
-    blank: tuple[int, int] = (1, 1)
+    channels: int = 3  # of decoded images
+    blank: tuple[int, int] = (1, 1)  # height and width of an image without bytes, which was bad when it was packed
 
     def stored(self, row: int) -> Stored:
         """Return a copy of a sample."""
@@ -185,23 +177,14 @@ class RaggedColumn:
 
 @dataclass(eq=False)
 class SingleFileSamples:
-    """The samples of one split in one file.
-
-    Attributes:
-        path: the file, for messages.
-        split: of the file.
-        columns: its fields without the labels, by name, in order.
-        checked: names of the fields whose bytes a CRC covers.
-        crcs: CRC32 of each sample, `uint32 [N]`; None if there are none.
-        first: number, in the split of the whole pack, of this file's first sample, for messages.
-    """
+    """The samples of one split in one file; `path`, `split` and `first` name them in messages."""
 
     path: Path
     split: str
-    columns: Mapping[str, Column]
-    checked: Sequence[str] = ()
-    crcs: npt.NDArray[np.uint32] | None = None
-    first: int = 0
+    columns: Mapping[str, Column]  # its fields without the labels, in order
+    checked: Sequence[str] = ()  # names of the fields whose bytes a CRC covers
+    crcs: npt.NDArray[np.uint32] | None = None  # [N]
+    first: int = 0  # number of its first sample in the split of the whole pack
 
     def __post_init__(self) -> None:
         self.names = tuple(self.columns)
@@ -345,21 +328,13 @@ class ShardedSamples:
 
 @dataclass(frozen=True)
 class OpenSplit:
-    """One split, ready to be read.
-
-    Attributes:
-        info: of its pack.
-        split: its name.
-        samples: all fields but the labels.
-        labels: `[N]` or `[N, K]`; None if there are none.
-        reopen: opens it in another process.
-    """
+    """One split, ready to be read."""
 
     info: PackInfo
     split: str
-    samples: SingleFileSamples | ShardedSamples
-    labels: Tensor | None
-    reopen: partial[OpenSplit]
+    samples: SingleFileSamples | ShardedSamples  # all fields but the labels
+    labels: Tensor | None  # [N] or [N, K]
+    reopen: partial[OpenSplit]  # opens it in another process
 
 
 def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:

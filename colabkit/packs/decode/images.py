@@ -89,16 +89,7 @@ def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pix
 
 
 def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pixels:
-    """Return an image of Pillow as `decode_image` returns its file.
-
-    Args:
-        image: a `PIL.Image.Image`, of any mode.
-        channels: 3 for RGB, 1 for luminance.
-        size: height and width to scale and cut to; None keeps the image's own.
-
-    Raises:
-        BadImage: as `decode_image`, of an image whose file is read only now.
-    """
+    """Return a `PIL.Image.Image` of any mode as `decode_image` returns its file, perhaps read only now."""
     pixels, orientation = convert_pillow(image, channels)
     if size is not None:
         pixels = fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), orientation, size)
@@ -108,12 +99,9 @@ def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pi
 def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], None]:
     """Return a function that fills a row of a batch with an image; a JPEG that needs no change is decoded in place.
 
-    It takes the bytes of an image file and an array `uint8 [H, W, C]`, which it does not check: that counts for tiny
-    files. It raises `BadImage` as `decode_image` does, and `OtherSize`; the row then holds anything.
-
-    Args:
-        shape: of the rows, `[H, W, C]`, with C = 3 (RGB) or 1 (luminance).
-        fit: scale and cut images to the size of the row; without it, they need to have this size.
+    It takes the bytes of an image file and an array `uint8` of `shape`, `[H, W, C]` with C = 3 (RGB) or 1 (luminance),
+    which it does not check: that counts for tiny files. It raises `BadImage` as `decode_image` does, and without `fit`
+    `OtherSize` for images of another size; the row then holds anything.
     """
     height, width, channels = shape
     size = height, width
@@ -229,7 +217,7 @@ def decode_region(data: Data, channels: int, region: Region, wanted: Size, whole
     Args:
         data: the bytes of an image file.
         channels: 3 for RGB, 1 for luminance.
-        region: the box, inside the image.
+        region: the box, inside the image of the upright size `whole`.
         wanted: height and width that the box will be resized to.
         whole: height and width of the image, upright.
     """

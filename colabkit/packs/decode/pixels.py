@@ -65,13 +65,7 @@ def divide_size(size: Size, factor: int) -> Size:
 
 
 def choose_factor(stored: Size, orientation: int, wanted: Size | None) -> int:
-    """Return what the sides of a JPEG may be divided by while it is decoded.
-
-    Args:
-        stored: height and width as stored.
-        orientation: from 1 to 8.
-        wanted: height and width of the upright result; None for the image's own.
-    """
+    """Return what the sides of a stored JPEG may be divided by while decoding, for an upright result `wanted`."""
     if wanted is None:
         return 1
     height, width = (KEPT * side for side in turn_size(wanted, orientation))
@@ -79,13 +73,10 @@ def choose_factor(stored: Size, orientation: int, wanted: Size | None) -> int:
 
 
 def fit_pixels(pixels: Pixels, stored: Size, orientation: int, wanted: Size) -> Pixels:
-    """Return pixels scaled to cover a size and cut around the centre: bilinear with antialiasing.
+    """Return pixels scaled to cover an upright size and cut around the centre: bilinear with antialiasing, not turned.
 
-    Args:
-        pixels: `[H, W, C]`, not yet turned, perhaps scaled while they were decoded.
-        stored: height and width before that; an odd side is not halved exactly.
-        orientation: from 1 to 8.
-        wanted: height and width of the upright result. This result is not turned yet.
+    They may have been scaled while they were decoded; `stored` is their height and width before that, since an odd
+    side is not halved exactly.
     """
     height, width = turn_size(wanted, orientation)
     if pixels.shape[:2] == (height, width) == stored:
@@ -125,10 +116,7 @@ def turn_pixels(pixels: Pixels, orientation: int) -> Pixels:
 def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[Pixels, Size, int]:
     """Return the image, not yet turned, with its stored height and width and its orientation.
 
-    Args:
-        data: the bytes of an image file.
-        channels: 3 for RGB, 1 for luminance.
-        wanted: height and width that the pixels will be brought to, so that a JPEG may be scaled while it is decoded.
+    A JPEG may be scaled while it is decoded, if it will be brought to the size `wanted`.
     """
     with _open(data) as image:
         stored = _load(image, channels, lambda size: choose_factor(size, _orientation(image), wanted))

@@ -38,12 +38,7 @@ _DIGITS = 20  # of an offset, a size or a CRC
 def create_pack(
     path: Path, data_sets: Iterable[DataSet], meta: Mapping[str, Any]
 ) -> tuple[dict[str, DataSet], dict[str, int]]:
-    """Create an unsealed pack with all its space reserved.
-
-    Args:
-        path: a file that does not exist.
-        data_sets: what it will hold.
-        meta: what it says of itself. An attribute holds 64 KiB, so long values become a data set of their own.
+    """Create an unsealed pack with all its space reserved; long values of `meta` become a data set.
 
     Returns:
         The data sets with their offsets, by name, and the CRC32s of the tables that are written already.
@@ -86,13 +81,7 @@ def create_pack(
 
 
 def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str, int]) -> str:
-    """Write the seal, wait until the file is on the medium, and return the seal. The file keeps its length.
-
-    Args:
-        path: the pack, complete but for its seal.
-        data_sets: of the pack.
-        table_crcs: CRC32 of each table's bytes.
-    """
+    """Write the seal, wait until the file is on the medium, and return the seal; the file keeps its length."""
     spans = sorted((one.offset, one.size_bytes) for one in data_sets if one.size_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -120,7 +109,7 @@ def _check_room(data_sets: list[DataSet]) -> None:
 
 
 def read_pack(path: Path) -> PackInfo:
-    """Return what a pack says of itself, after checking its seal, size and layout.
+    """Return the description of a pack, after checking its seal, size and layout.
 
     Raises:
         SourceMissing: if there is no such file.

@@ -114,13 +114,9 @@ def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]
     - Floats are targets of a regression, also where all or some are whole. Lists of floats of one length are several
       targets.
     - Lists and sets of text or whole numbers are the labels that a sample has, among all that occur, sorted. But lists
-      of one length that hold only 0 and 1, or bools, say for each label whether the sample has it.
+      of one length that hold only 0 and 1, or bools, tell for each label whether the sample has it.
 
-    Args:
-        act: verb and object for messages.
-        what: the cells, for messages.
-        cells: one a sample; numbers and arrays of NumPy and torch count as plain ones.
-        items: the samples, for messages.
+    Numbers and arrays of NumPy and torch count as plain ones. `act`, `what` and `items` are for messages.
 
     Raises:
         BadSource: if a cell is empty or NaN, or the cells are of several kinds or of another.
@@ -151,11 +147,7 @@ def infer_columns(
 ) -> LabelValues:
     """Return what several columns mean: labels if all hold 0 and 1 or bools, targets if there are floats.
 
-    Args:
-        act: verb and object for messages.
-        names: of the columns, which become those of the labels or targets.
-        columns: the cells of each.
-        items: the samples, for messages.
+    Labels or targets get the names of the columns.
 
     Raises:
         BadSource: if a cell is empty or no number, or the columns hold other whole numbers only.

@@ -208,12 +208,7 @@ def _split_places(act: str, what: str, cells: Sequence[Any], items: Sequence[Ite
 
 
 class _FolderTree:
-    """Splits and classes of the folders that hold samples.
-
-    Args:
-        items: of the listing.
-        folders: the rows of the samples in each folder, by its path.
-    """
+    """Splits and classes of the folders that hold samples; `folders` has the rows of each, by its path."""
 
     def __init__(self, items: Sequence[Item], folders: Mapping[str, Sequence[int]]) -> None:
         self._items = items

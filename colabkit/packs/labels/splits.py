@@ -43,11 +43,7 @@ def split_named(name: object) -> str | None:
 
 
 def shares_of(act: str, splits: object) -> dict[str, float]:
-    """Return shares of the splits, in the order train, dev, test.
-
-    Args:
-        act: verb and object for messages.
-        splits: what was given as shares, by any name that means a split.
+    """Return shares, given by any name that means a split, in the order train, dev, test.
 
     Raises:
         InvalidOption: if they are no shares, name no split or one twice, or do not add up to 1.
@@ -68,19 +64,14 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
 
 
 def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Indices]:
-    """Return the numbers of the samples in each part, `int64` and sorted: every number from 0 to `n` is in one part.
+    """Return the numbers of the samples in each split, `int64` and sorted: each number below `n` is in one split.
 
-    Each stratum is shuffled by itself and cut at its rounded shares, so that every part has the stratum's share to
-    within one sample, and a stratum more leaves the others as they are.
-
-    Args:
-        strata: `[n]`, such as classes, whose shares each part keeps; None deals all samples as one stratum.
-        n: how many samples.
-        shares: what part of the samples each part gets; any names.
-        seed: the same seed gives the same parts.
+    Each stratum is shuffled by itself and cut at its rounded shares, so that every split has the stratum's share to
+    within one sample, and a stratum more leaves the others unchanged. Strata are `[n]`, such as classes; None makes all
+    samples one stratum. Shares may have any names. The same seed gives the same splits.
 
     Raises:
-        InvalidOption: if the shares do not add up to 1, there are not `n` strata, or a part would stay empty.
+        InvalidOption: if the shares do not add up to 1, there are not `n` strata, or a split would stay empty.
     """
     act = f"split into {dict(shares)!r:.200}"
     check_whole_number(act, "seed", seed, 0)
@@ -103,15 +94,10 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
 
 
 def strata_of(kind: LabelKind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Indices | None:
-    """Return the strata by which labels are dealt, `int64 [n]`; None where all samples are dealt as one.
+    """Return the strata by which samples with these labels are split, `int64 [n]`; None for no strata.
 
-    Classes are strata as they are. Of several labels each combination is one; those too rare for the smallest share to
-    get a sample are one together. Of numbers, strata are up to ten bins with equal counts. Several numbers have none.
-
-    Args:
-        kind: what the labels are.
-        values: `[n]` or `[n, K]`.
-        shares: what part of the samples each part gets.
+    Classes are strata. Of several labels each combination is one; those too rare for the smallest share to get a
+    sample are one together. Of numbers, strata are up to ten bins with equal counts. Several numbers have none.
     """
     if values is None or kind == "none" or (kind == "regression" and values.ndim > 1):
         return None
