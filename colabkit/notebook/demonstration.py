@@ -16,20 +16,21 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from colabkit.foundation import (
     BadImage,
     BadSource,
-    InvalidOption,
     Report,
     TargetExists,
     cannot,
+    check_number,
     check_whole_number,
     file_changes,
     format_count,
@@ -176,10 +177,9 @@ def demo(
     """
     act = "run the demo"
     check_whole_number(act, "epochs", epochs, 1)
-    height_and_width(act, size)
-    if latency < 0:
-        raise InvalidOption(cannot(act, f"latency={latency}", "0 seconds or more", "Use latency=0.02, say"))
-    say = print if progress else _silent
+    sides = None if size is None else height_and_width(act, size)
+    check_number(act, "latency", latency, 0, example=0.02)
+    say: Callable[[str], object] = print if progress else str
     source = open_source("samples:digits" if data is None else data)
     with _workplace(keep) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -193,7 +193,7 @@ def demo(
         if "train" not in labelled.splits:
             found = f"only the splits {', '.join(labelled.splits)}"
             raise BadSource(cannot(f"train on {source.name!r}", found, "a folder 'train'", "Rename one of the folders"))
-        shape = _shape(drive.source, labelled, size)
+        shape = sides or _shape(drive.source, labelled)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         batch_size = 32 if sum(map(len, labelled.splits.values())) < 10_000 else 128
 
@@ -229,14 +229,10 @@ def demo(
         packed_wait_share=report.wait_share,
         part_s={"stage": staged.seconds, "pack": packed.seconds, "train": train_s, **report.parts},
         epochs=epochs,
-        accuracy=report.epochs[-1].validation[f"{test.split_name} accuracy"],
+        accuracy=report.epochs[-1].validation["accuracy"],
         accuracy_on=test.split_name,
         kept=None if keep is None else folder,
     )
-
-
-def _silent(text: str) -> None:
-    """Say nothing."""
 
 
 @contextmanager
@@ -261,10 +257,8 @@ def _as_files(source: Source, folder: Path, progress: bool) -> Source:
     return source
 
 
-def _shape(source: Source, labelled: Labelling, size: Size | None) -> tuple[int, int]:
-    """Return the height and width to pack: as asked, else the images' own where they are small and equal."""
-    if size is not None:
-        return (size, size) if isinstance(size, int) else size
+def _shape(source: Source, labelled: Labelling) -> tuple[int, int]:
+    """Return the images' own height and width where they are small and equal, else those to resize them to."""
     some = labelled.items[:: max(1, len(labelled.items) // _PEEKED)]
     peeked = {_image_shape(source, item) for item in some}
     if len(peeked) == 1 and max(own := peeked.pop()) <= _LARGEST_KEPT:
@@ -362,31 +356,13 @@ def _train_packed(
     checkpoints: Path,
     progress: bool,
 ) -> TrainReport:
-    loader = Loader(
-        training, batch_size, shuffle=True, drop_last=len(training) >= batch_size, device=device, transform=Normalize()
-    )
+    options: dict[str, Any] = {"device": device, "transform": Normalize()}
+    drop_last = len(training) >= batch_size
+    loader = Loader(training, batch_size, shuffle=True, drop_last=drop_last, **options)
     model = small_network(len(training.classes), training.rows.shape[1:]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    steps = epochs * len(loader)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
-    panel = dashboard() if progress else nullcontext()
-    with panel:
-        return train(
-            supervised_step(model, optimizer, scheduler=scheduler),
-            loader,
-            epochs=epochs,
-            state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
-            save_to=checkpoints,
-            resume=False,
-            validate=_accuracy_on(model, Loader(test, 256, device=device, transform=Normalize())),
-        )
-
-
-def _accuracy_on(model: nn.Module, loader: Loader) -> Callable[[], dict[str, float]]:
-    def accuracy() -> dict[str, float]:
-        model.eval()
-        with torch.inference_mode():
-            right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
-        return {f"{loader.dataset.split_name} accuracy": right / len(loader.dataset)}
-
-    return accuracy
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=epochs * len(loader))
+    step = supervised_step(model, optimizer, scheduler=scheduler)
+    with dashboard() if progress else nullcontext():
+        validate = Loader(test, 256, **options)
+        return train(step, loader, epochs=epochs, save_to=checkpoints, resume=False, validate=validate)

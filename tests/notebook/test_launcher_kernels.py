@@ -1,4 +1,4 @@
-"""The launcher in real kernels, clicked as a front end clicks: with the newest packages, and with Colab's."""
+"""The launcher in real kernels, clicked as a front end clicks: Colab's, and with `--full` the newest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
-from kernels import KINDS, kernel_of
+from kernels import kernel_of
 from trees import make_tree
 
 OPEN = """
@@ -117,7 +117,7 @@ class Kernel:
         raise TimeoutError("the kernel was not interrupted")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("newest", marks=pytest.mark.full), "colab"])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """Return a kernel in which the launcher is open."""
     folder = tmp_path_factory.mktemp("kernel")

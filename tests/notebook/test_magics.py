@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
+from magic_shells import loaded_shell, shown_by
 
 import colabkit
 from colabkit.errors import BadSource, InvalidOption, SourceMissing
@@ -18,47 +17,13 @@ from colabkit.notebook.lines import split_line
 from colabkit.notebook.verbs import VERBS
 
 MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "dashboard", "colabkit"]
-CELLS = ["train", "dashboard"]
 
 
 @pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    shell = InteractiveShell.instance()
-    shell.extension_manager.load_extension("colabkit")
-    yield shell
-    shell.extension_manager.unload_extension("colabkit")
-    InteractiveShell.clear_instance()
-
-
-def test_loading_prints_nothing_and_makes_the_magics_known(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert set(MAGICS) <= set(shell.magics_manager.magics["line"])
-    assert set(CELLS) <= set(shell.magics_manager.magics["cell"])
-    assert capsys.readouterr().out == ""
-
-
-def test_loading_twice_and_unloading_leaves_nothing(shell: InteractiveShell) -> None:
-    colabkit.load_ipython_extension(shell)
-    assert meters.is_heard()
-    colabkit.unload_ipython_extension(shell)
-    assert not set(MAGICS) & set(shell.magics_manager.magics["line"])
-    assert not set(CELLS) & set(shell.magics_manager.magics["cell"])
+def shell(tmp_path: Path) -> Iterator[InteractiveShell]:  # whose folder has to outlive it
+    with loaded_shell() as shell:
+        yield shell
     assert not meters.is_heard()
-    colabkit.load_ipython_extension(shell)
-
-
-def test_a_taken_name_is_left_to_its_owner(capsys: pytest.CaptureFixture[str]) -> None:
-    shell = InteractiveShell.instance()
-    try:
-        shell.magics_manager.register_function(lambda line: "theirs", "line", "stage")
-        colabkit.load_ipython_extension(shell)
-        assert shell.run_line_magic("stage", "") == "theirs"
-        assert "%stage" in capsys.readouterr().out
-        colabkit.unload_ipython_extension(shell)
-        assert shell.run_line_magic("stage", "") == "theirs"
-    finally:
-        InteractiveShell.clear_instance()
 
 
 def test_the_magics_go_the_whole_way_and_return_reports(shell: InteractiveShell, tmp_path: Path) -> None:
@@ -150,22 +115,19 @@ def test_a_saved_report_may_be_called_like_an_expression(
         shell.run_line_magic("doctor", "run(1).json")
 
 
-def test_an_error_is_one_line_without_a_traceback(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
-    result = shell.run_cell("%stage /no/such/place")
-    assert isinstance(result.error_in_exec, SourceMissing)
-    shown = capsys.readouterr()
-    assert len((shown.out + shown.err).strip().splitlines()) == 1
-    assert "Cannot read '/no/such/place': no such file or folder" in shown.out + shown.err
-
-
-def test_a_wrong_option_is_one_line_and_leaves_the_kernel_alone(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("line", "error", "said"),
+    [
+        ("/no/such/place", SourceMissing, "Cannot read '/no/such/place': no such file or folder"),
+        ("a --treads 4", InvalidOption, "Cannot run %stage: there is no option --treads (did you mean --threads?)"),
+    ],
+)
+def test_an_error_is_one_line_without_a_traceback(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], line: str, error: type, said: str
 ) -> None:
-    result = shell.run_cell("%stage somewhere --treads 4")
-    assert isinstance(result.error_in_exec, InvalidOption)
-    shown = capsys.readouterr().out.strip()
-    assert shown.startswith("InvalidOption: Cannot run %stage: there is no option --treads (did you mean --threads?)")
-    assert len(shown.splitlines()) == 1
+    assert isinstance(shell.run_cell(f"%stage {line}").error_in_exec, error)
+    (shown,) = shown_by(capsys)
+    assert shown.startswith(f"{error.__name__}: {said}")
 
 
 def test_variables_stand_for_values_that_are_not_parsed_again() -> None:
@@ -179,21 +141,3 @@ def test_variables_stand_for_values_that_are_not_parsed_again() -> None:
 def test_an_open_quote_is_named() -> None:
     with pytest.raises(InvalidOption, match="no closing quotation"):
         split_line("stage 'half", {})
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
-@given(st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1), st.booleans())
-def test_any_quoted_word_survives_unchanged(word: str, is_double: bool) -> None:
-    if is_double:
-        quoted = '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    else:
-        quoted = "'" + word.replace("'", "'\"'\"'") + "'"
-    assert split_line(f"before {quoted} after", {"x": 1}) == ["before", word, "after"]
-
-
-def test_nothing_in_a_line_reaches_a_shell(shell: InteractiveShell, tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    for text in (f"$(touch {canary})", f"`touch {canary}`", f"; touch {canary}", f"{{open('{canary}','w')}}"):
-        with pytest.raises((SourceMissing, InvalidOption)):
-            shell.run_line_magic("stage", text)
-    assert not canary.exists()

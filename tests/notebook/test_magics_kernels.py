@@ -1,8 +1,10 @@
-"""Cells that train in real kernels: what a front end and whoever runs notebooks see of them."""
+"""Magics in real kernels, the newest and Colab's: loaded quietly and taken away again, and what a front end sees."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import nbformat
 import pytest
@@ -10,6 +12,67 @@ from kernels import KINDS, kernel_of
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+HEAVY = ("torch", "h5py", "numpy", "ipywidgets", "google.colab", "gdown", "fsspec", "pynvml", "tqdm")
+LOADING = f"""
+import contextlib, io, json, sys
+from IPython.core.completer import provisionalcompleter
+
+shell = get_ipython()
+found = {{}}
+
+def state():
+    completers = shell.strdispatchers["complete_command"]
+    kinds = shell.magics_manager.magics
+    return [
+        {{kind: sorted(kinds[kind]) for kind in ("line", "cell")}},
+        {{event: len(callbacks) for event, callbacks in shell.events.callbacks.items()}},
+        [sorted(completers.strs), sorted(pattern.pattern for pattern in completers.regexs)],
+    ]
+
+@contextlib.contextmanager
+def noted(name):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        yield
+    found[name] = shown.getvalue()
+
+before, already = state(), set(sys.modules)
+with noted("load"):
+    shell.run_line_magic("load_ext", "colabkit")
+found["heavy"] = [name for name in {HEAVY!r} if name in sys.modules and name not in already]
+loaded = state()
+found["lines"], found["cells"] = (sorted(set(loaded[0][kind]) - set(before[0][kind])) for kind in ("line", "cell"))
+import colabkit
+with noted("again"):
+    colabkit.load_ipython_extension(shell)
+found["same"] = state() == loaded
+with noted("help"):
+    shell.run_line_magic("train", "--help")
+found["cell help"] = shell.object_inspect("%%train")["docstring"]
+shell.run_line_magic("unload_ext", "colabkit")
+found["clean"] = state() == before
+theirs = lambda line, cell=None: "theirs"
+shell.magics_manager.register_function(theirs, "line", "stage")
+shell.magics_manager.register_function(theirs, "cell", "train")
+with noted("taken"):
+    colabkit.load_ipython_extension(shell)
+found["left"] = [shell.run_line_magic("stage", ""), shell.run_cell_magic("train", "", "body")]
+found["beside"] = "usage: %train" in shell.find_line_magic("train").__doc__
+colabkit.unload_ipython_extension(shell)
+found["theirs"] = [shell.run_line_magic("stage", ""), shell.run_cell_magic("train", "", "body")]
+del shell.magics_manager.magics["line"]["stage"], shell.magics_manager.magics["cell"]["train"]
+
+shell.run_line_magic("load_ext", "colabkit")
+found["completed"] = []
+for line in ("%stage a --to tm", "%%train data --batch", "%colabkit st", "x = %pack a b --encoding j"):
+    for jedi in (False, True):
+        shell.Completer.use_jedi = jedi
+        with provisionalcompleter():
+            matches = [*shell.Completer.completions(line, len(line))]
+        found["completed"].append([line[: match.start] + match.text for match in matches])
+shell.run_line_magic("unload_ext", "colabkit")
+print(json.dumps(found))
+"""
 SETUP = """
 %load_ext colabkit
 import signal
@@ -24,8 +87,10 @@ loss = torch.nn.functional.cross_entropy(model(x), y)
 optimizer.zero_grad()
 loss.backward()
 optimizer.step()
+last = !echo $step
 """
 CELLS = {
+    "loading": LOADING,
     "setup": SETUP,
     "train": "%%train data --batch-size 16 --epochs 2 --on cpu" + BODY,
     "error": "%%train data --batch-size 16 --on cpu\nscale = 2\nmodel(x[:, :3])",
@@ -60,6 +125,14 @@ def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return dict(zip(CELLS, [cell.outputs for cell in client.nb.cells], strict=True))
 
 
+@pytest.fixture
+def loading(outputs: dict[str, list[NotebookNode]]) -> dict[str, Any]:
+    """Return what happened while colabkit was loaded and unloaded."""
+    (printed,) = outputs["loading"]
+    assert printed.output_type == "stream", printed
+    return json.loads(printed.text)
+
+
 def panels(found: list[NotebookNode]) -> list[str]:
     return [
         output.data["text/plain"] for output in found if "Training panel" in output.get("data", {}).get("text/html", "")
@@ -78,6 +151,34 @@ def trace_of(found: list[NotebookNode]) -> str:
 def result_of(found: list[NotebookNode]) -> str:
     (result,) = [output.data["text/plain"] for output in found if output.output_type == "execute_result"]
     return result
+
+
+def test_loading_prints_nothing_imports_nothing_heavy_and_is_undone(loading: dict[str, Any]) -> None:
+    assert loading["load"] == loading["again"] == ""
+    assert loading["heavy"] == []
+    assert {"stage", "train", "dashboard", "doctor", "colabkit"} <= set(loading["lines"])
+    assert loading["cells"] == ["dashboard", "train"]
+    assert loading["same"]
+    assert loading["clean"]
+
+
+def test_names_that_are_taken_stay_their_owners_line_and_cell_apart(loading: dict[str, Any]) -> None:
+    said = "colabkit leaves %stage, %%train to others; use colabkit's functions instead"
+    assert loading["taken"].splitlines() == [said]
+    assert loading["left"] == loading["theirs"] == ["theirs", "theirs"]
+    assert loading["beside"]
+
+
+def test_lines_are_completed_with_jedi_and_without(loading: dict[str, Any]) -> None:
+    expected = ("%stage a --to tmpfs", "%%train data --batch-size", "%colabkit stage", "x = %pack a b --encoding jpeg")
+    lines = [line for line in expected for _ in range(2)]
+    assert all(line in found for line, found in zip(lines, loading["completed"], strict=True))
+
+
+def test_help_is_there_for_cells(loading: dict[str, Any]) -> None:
+    for text in (loading["help"], loading["cell help"]):
+        assert "usage: %%train" in text
+        assert "--batch-size" in text
 
 
 def test_a_cell_trains_beside_one_panel_and_shows_its_report(outputs: dict[str, list[NotebookNode]]) -> None:
