@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias, cast
 
 from colabkit.foundation import InvalidOption, Sampler, cannot, meters
@@ -39,101 +39,90 @@ OnStep: TypeAlias = Callable[[meters.StepDone], None]
 _RESERVE = 2.0  # a checkpoint before a deadline may take so many times as long as the slowest so far
 
 
+@dataclass(eq=False, repr=False)
 class TrainingRun:
     """What changes while `train()` goes on."""
 
-    def __init__(
-        self,
-        step: Step,
-        loader: Loader,
-        saving: RunCheckpoints,
-        schedule: SaveSchedule,
-        judge: Validator,
-        processes: Ranks,
-        stops: StopRequests,
-        on_step: OnStep | None,
-        watched: Sampler,
-        must_be_finite: bool,
-    ) -> None:
-        self._step = step
-        self._loader = loader
-        self._saving = saving
-        self._schedule = schedule
-        self._judge = judge
-        self._processes = processes
-        self._stops = stops
-        self._on_step = on_step
-        self._watched = watched
-        self._must_be_finite = must_be_finite
+    step: Step
+    loader: Loader
+    saving: RunCheckpoints
+    schedule: SaveSchedule
+    judge: Validator
+    processes: Ranks
+    stops: StopRequests
+    on_step: OnStep | None
+    watched: Sampler
+    must_be_finite: bool
+
+    def __post_init__(self) -> None:
         self._epochs: list[EpochRecord] = []
         self._validations: list[Validation] = []
         self._curve = ValueCurve()
-        self._recorder = ValueRecorder(self._curve, SampleMeans(), self._must_be_finite)
+        self._recorder = ValueRecorder(self._curve, SampleMeans(), self.must_be_finite)
         self._begun: EpochProgress | None = None
         self._steps = 0
         self._step_s = self._validate_s = 0.0
         self._is_saved = False
         self._spend: Callable[[], None] = lambda: None
-        self._trained = loader.received
-        self._is_usual = isinstance(step, SupervisedStep)  # whose values need no check
+        self._trained = self.loader.received
+        self._is_usual = isinstance(self.step, SupervisedStep)  # whose values need no check
 
     def resume(self, resume: bool) -> None:
         """Go on from the newest checkpoint, or write the first."""
-        saved = self._saving.resume(resume)
+        saved = self.saving.resume(resume)
         if saved is None:
             # A Loader that was looked into before stands in the middle of an epoch that it will not go on with.
-            self._loader.set_epoch(self._loader.next_epoch)
-            self._trained = self._loader.received
+            self.loader.set_epoch(self.loader.next_epoch)
+            self._trained = self.loader.received
             self._save(wait=True)  # shows that saving works before hours are spent, and where to begin again
             return
-        self._trained = self._loader.received
+        self._trained = self.loader.received
         self._steps = saved["steps"]
         self._is_saved = True
-        self._schedule.saved(self._steps)
+        self.schedule.saved(self._steps)
         self._epochs = [EpochRecord(**record) for record in saved["epochs"]]
         self._validations = [Validation(**validation) for validation in saved["validations"]]
         self._curve = ValueCurve.of(saved["curve"])
-        if tuple(saved["judge"]) == self._judge.rule:
-            self._judge.best, self._judge.score = saved["best"], saved.get("score")
+        if tuple(saved["judge"]) == self.judge.rule:
+            self.judge.best, self.judge.score = saved["best"], saved.get("score")
         elif saved["best"] is not None:
-            self._saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self._judge.rule)}",)
+            self.saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self.judge.rule)}",)
         self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
-        first = self._processes.is_first
+        first = self.processes.is_first
         if self._begun is not None and not first:  # sums of all processes are with the first
             self._begun.samples = 0
-        self._recorder = ValueRecorder(
-            self._curve, SampleMeans(saved["means"] if first else None), self._must_be_finite
-        )
+        self._recorder = ValueRecorder(self._curve, SampleMeans(saved["means"] if first else None), self.must_be_finite)
 
     def through(self, epochs: int, started: float) -> TrainReport:
         """Train what is left of so many epochs and return the report."""
-        before, trained_before, steps_before = self._loader.meters.snapshot(), len(self._epochs), self._steps
+        before, trained_before, steps_before = self.loader.meters.snapshot(), len(self._epochs), self._steps
         seconds_before = self._seconds
         error: BaseException | None = None
         is_left = len(self._epochs) < epochs
         try:
             if is_left:
-                meters.publish(meters.RunStarted(self._loader.meters, epochs, len(self._loader), self._precision))
+                meters.publish(meters.RunStarted(self.loader.meters, epochs, len(self.loader), self._precision))
             while len(self._epochs) < epochs and self._epoch():
                 pass
-            self._stops.note(max(self._processes.from_all(self._stops.strength)))
+            self.stops.note(max(self.processes.from_all(self.stops.strength)))
             if not self._is_saved:
                 self._save(wait=True)
-            self._stops.let_go(signal.SIGINT)
-            self._saving.finish()
+            self.stops.let_go(signal.SIGINT)
+            self.saving.finish()
         except BaseException as raised:
             error = raised
             if isinstance(raised, Exception):
                 with suppress(Exception):  # what has been handed over comes to its place all the same
-                    self._saving.finish()
+                    self.saving.finish()
             raise
         finally:
             if is_left:
-                name = type(error).__name__ if error else self._stops.reason
+                name = type(error).__name__ if error else self.stops.reason
                 meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
-        done = self._loader.meters.snapshot() - before
+        done = self.loader.meters.snapshot() - before
         seconds = self._seconds - seconds_before
-        samples = sum(self._processes.from_all(done.samples)) if self._steps > steps_before else 0
+        samples = sum(self.processes.from_all(done.samples)) if self._steps > steps_before else 0
+        kept = self.saving.checkpoints
         return TrainReport(
             epochs=tuple(self._epochs),
             trained=len(self._epochs) - trained_before,
@@ -144,24 +133,24 @@ class TrainingRun:
             parts={part.name: part.busy_s for part in done.parts},
             curve=self._curve.points(),
             validations=tuple(self._validations),
-            stopped=self._stops.reason,
-            checkpoint=self._saving.latest,
-            best=self._saving.best,
-            best_value=self._judge.best,
-            resumed_from=self._saving.resumed_from,
-            passed_over=self._saving.passed_over,
-            not_kept=self._saving.not_kept,
-            failed_saves=self._saving.failures,
+            stopped=self.stops.reason,
+            checkpoint=kept.latest if kept else None,
+            best=kept.best if kept else None,
+            best_value=self.judge.best,
+            resumed_from=self.saving.resumed_from,
+            passed_over=self.saving.passed_over,
+            not_kept=self.saving.not_kept,
+            failed_saves=kept.failures if kept else (),
             spent=done,
-            facts=self._loader.meters.facts,
-            hosts=tuple(host for host in self._watched.curve() if host.at_s >= started),
+            facts=self.loader.meters.facts,
+            hosts=tuple(host for host in self.watched.curve() if host.at_s >= started),
             precision=self._precision,
         )
 
     @property
     def _precision(self) -> str | None:
         """What the step computes in, as far as it tells."""
-        return (self._step.amp or "fp32") if isinstance(self._step, SupervisedStep) else None  # type: ignore[return-value]
+        return (self.step.amp or "fp32") if isinstance(self.step, SupervisedStep) else None  # type: ignore[return-value]
 
     @property
     def _seconds(self) -> float:
@@ -172,23 +161,23 @@ class TrainingRun:
         """Train an epoch, or what is left of it; return whether to go on."""
         if self._begun is None:
             self._begun = EpochProgress(len(self._epochs), self._trained[0])
-            self._recorder = ValueRecorder(self._curve, SampleMeans(), self._must_be_finite)
+            self._recorder = ValueRecorder(self._curve, SampleMeans(), self.must_be_finite)
         try:
             if self._trained[0] == self._begun.loader_epoch and not self._batches(self._begun):
                 return False
             if not self._is_whole:
-                cast(Any, self._step).flush()
-            is_by_epoch = self._judge.validates and self._judge.is_by_epoch
+                cast(Any, self.step).flush()
+            is_by_epoch = self.judge.validates and self.judge.is_by_epoch
             if is_by_epoch or self._begun.is_validation_due:
                 self._validate(self._begun)
         except StopNow:
             return False
         self._end(self._begun)
-        return not self._stops.look() or self._processes.count > 1
+        return not self.stops.look() or self.processes.count > 1
 
     def _batches(self, begun: EpochProgress) -> bool:
         """Take the batches of an epoch; return false if something ended them before."""
-        counts = self._loader.meters
+        counts = self.loader.meters
         former, before = counts.snapshot(), copy(begun)
         started, apart_s = time.perf_counter(), 0.0
 
@@ -216,94 +205,94 @@ class TrainingRun:
         try:
             if begun.is_validation_due and self._is_whole:
                 validate()
-            with closing(cast(Any, iter(self._loader))) as batches:
+            with closing(cast(Any, iter(self.loader))) as batches:
                 while (batch := self._next_of(batches)) is not None:
                     began = time.perf_counter()
-                    found = self._step(batch)
+                    found = self.step(batch)
                     counts.clock.worked(time.perf_counter() - began)  # type: ignore[union-attr]
                     values = cast(Values, found) if self._is_usual else values_of(found)
-                    self._after_step(begun, values, samples_in(batch, self._loader.batch_size))
+                    self._after_step(begun, values, samples_in(batch, self.loader.batch_size))
                     del batch, found
                     self._step_s = time.perf_counter() - began
-                    begun.is_validation_due |= self._judge.is_due(self._steps)
+                    begun.is_validation_due |= self.judge.is_due(self._steps)
                     if begun.is_validation_due and self._is_whole:
                         validate()
                     if not self._goes_on(begun, count):
                         return False
-            self._trained = self._loader.received  # bad samples may have followed the last batch
+            self._trained = self.loader.received  # bad samples may have followed the last batch
         finally:
             count()
         return True
 
     def _next_of(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, None after the last; while it is waited for, Ctrl-C and a deadline end the epoch."""
-        self._stops.begin_wait(self._is_whole)
+        self.stops.begin_wait(self._is_whole)
         try:
             return next(batches, None)
         finally:
-            self._stops.end_wait()
+            self.stops.end_wait()
 
     def _after_step(self, begun: EpochProgress, values: Values, samples: int) -> None:
         self._steps += 1
         self._is_saved = False
-        self._judge.moved()
+        self.judge.moved()
         begun.steps += 1
         begun.samples += samples
-        self._trained = self._loader.received  # what is received later and not trained on does not count
+        self._trained = self.loader.received  # what is received later and not trained on does not count
         self._recorder.add(self._steps, samples, values)
-        if self._on_step is not None or meters.is_heard():
+        if self.on_step is not None or meters.is_heard():
             done = meters.StepDone(begun.epoch, self._steps, begun.steps, values)
             meters.publish(done)
-            if self._on_step is not None:
-                self._on_step(done)
+            if self.on_step is not None:
+                self.on_step(done)
 
     @property
     def _is_whole(self) -> bool:
         """Whether no gradients wait to be applied, which no checkpoint holds."""
-        return bool(getattr(self._step, "is_whole", True))
+        return bool(getattr(self.step, "is_whole", True))
 
     def _goes_on(self, begun: EpochProgress, count: Callable[[], None]) -> bool:
         """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
         if not self._is_whole:
             return True
-        due = self._saving.folder is not None and self._schedule.is_due(self._steps)
-        late = self._schedule.is_late()
-        self._stops.reserve_s = RESERVE_S + _RESERVE * (self._saving.save_s + self._step_s) + self._validate_s
-        wishes = [self._stops.look(), int(late), int((due or late) and not self._saving.is_free)]
-        strength, is_late, is_busy = self._processes.agreed(self._steps, self._step_s, wishes, at_once=due)
+        due = self.saving.folder is not None and self.schedule.is_due(self._steps)
+        late = self.schedule.is_late()
+        self.stops.reserve_s = RESERVE_S + _RESERVE * (self.saving.save_s + self._step_s) + self._validate_s
+        wishes = [self.stops.look(), int(late), int((due or late) and self.saving.is_busy)]
+        strength, is_late, is_busy = self.processes.agreed(self._steps, self._step_s, wishes, at_once=due)
         if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):
             count()
             self._save()
-        self._stops.note(strength)
+        self.stops.note(strength)
         return not strength
 
     def _validate(self, begun: EpochProgress) -> None:
         """Validate the state; after a resume this comes first if it was interrupted here."""
         begun.is_validation_due = True
-        random = random_state() if self._saving.folder is not None else None
-        received, began = self._loader.received, time.monotonic()
+        random = random_state() if self.saving.folder is not None else None
+        received, began = self.loader.received, time.monotonic()
         try:
-            with self._stops.wait():
-                found = self._judge.validate(len(self._validations))
+            with self.stops.wait():
+                found = self.judge.validate(len(self._validations))
         except (StopNow, Exception):
             self._save(wait=True, random=random)  # it has drawn from the generators, and will again
             raise
         self._validate_s = max(self._validate_s, time.monotonic() - began)
-        if self._loader.received != received:
+        if self.loader.received != received:
             found_text, needed = "a validation that took batches of the training's Loader", "another Loader for it"
             raise InvalidOption(cannot("validate", found_text, needed, "Make one of held-out samples"))
         begun.is_validation_due = False
         begun.validation = found
         self._validations.append(Validation(self._steps, found))
         meters.publish(meters.ValidationDone(self._steps, found))
-        if not self._judge.is_by_epoch:
+        if not self.judge.is_by_epoch:
             self._judged(found)
-            if self._judge.is_best and not self._is_last(begun):
+            if self.judge.is_best and not self._is_last(begun):
                 self._save()
 
     def _judged(self, values: Mapping[str, float]) -> None:
         try:
-            self._judge.judge(values)
+            self.judge.judge(values)
         except InvalidOption:
             self._save(wait=True)
             raise
@@ -316,38 +305,38 @@ class TrainingRun:
         """Close an epoch: its record, and its checkpoint."""
         self._recorder.read()  # which waits for the device: now all of the epoch's steps are over
         self._spend()
-        means = SampleMeans.of_all(self._processes.from_all(self._recorder.means.sums)).read()
-        samples = sum(self._processes.from_all(begun.samples))
+        means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums)).read()
+        samples = sum(self.processes.from_all(begun.samples))
         self._epochs.append(begun.record(samples, means))
         self._begun = None
         self._is_saved = False
-        if self._judge.is_by_epoch:
+        if self.judge.is_by_epoch:
             self._judged(begun.validation or means)
-        is_late = any(self._processes.from_all(self._schedule.is_late()))
-        if is_late or self._judge.is_best or self._schedule.is_by_epoch or self._schedule.is_due(self._steps):
+        is_late = any(self.processes.from_all(self.schedule.is_late()))
+        if is_late or self.judge.is_best or self.schedule.is_by_epoch or self.schedule.is_due(self._steps):
             self._save()
 
     def _save(self, *, random: Mapping[str, Any] | None = None, wait: bool = False) -> None:
-        if self._saving.folder is None:
+        if self.saving.folder is None:
             return
         self._recorder.read()
         begun = self._begun
-        means = SampleMeans.of_all(self._processes.from_all(self._recorder.means.sums))
+        means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums))
         begun_now = None
         if begun is not None:
-            begun_now = {**asdict(begun), "samples": sum(self._processes.from_all(begun.samples))}
+            begun_now = {**asdict(begun), "samples": sum(self.processes.from_all(begun.samples))}
         run = {
             "steps": self._steps,
             "epochs": [asdict(record) for record in self._epochs],
             "validations": [asdict(validation) for validation in self._validations],
             "curve": self._curve.state_dict(),
-            "judge": list(self._judge.rule),
-            "best": self._judge.best,
-            "score": self._judge.score,
+            "judge": list(self.judge.rule),
+            "best": self.judge.best,
+            "score": self.judge.score,
             "begun": begun_now,
             "means": means.sums if begun is not None else {},
         }
-        self._schedule.saved(self._steps)
-        self._is_saved, self._judge.is_best = True, False
-        position = {**self._loader.state_dict(), "epoch": self._trained[0], "samples": self._trained[1]}
-        self._saving.save(self._steps, position, run, score=self._judge.score, random=random, wait=wait)
+        self.schedule.saved(self._steps)
+        self._is_saved, self.judge.is_best = True, False
+        position = {**self.loader.state_dict(), "epoch": self._trained[0], "samples": self._trained[1]}
+        self.saving.save(self._steps, position, run, score=self.judge.score, random=random, wait=wait)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 
@@ -20,31 +18,33 @@ from colabkit.training.ranks import Ranks
 
 
 class RunCheckpoints:
-    """The checkpoints of a training, of which one process takes care for all.
+    """What the checkpoints of a training hold, and its resumption from one.
 
     Args:
-        save_to: folder of the checkpoints, or None to save nothing.
-        keep_last: how many of the newest stay.
-        rule: whether the lowest or the highest score is best, and of what.
-        state: what is saved by the user's wish.
+        folder: of the checkpoints, None to save nothing.
+        checkpoints: the same folder in the one process that takes care of it for all, else None.
+        state: the objects to save, by name.
         step: saved as well if it has a state.
         loader: whose position is saved.
         processes: those that train together.
-        timeout_s: seconds that the file system may leave an operation unanswered; None for the usual time.
+
+    Attributes:
+        resumed_from: the checkpoint that was loaded.
+        passed_over: names of newer checkpoints that are damaged, with the reason.
+        not_kept: what could not be restored, so that the run differs from an uninterrupted one.
     """
 
     def __init__(
         self,
-        save_to: Path | None,
-        keep_last: int,
-        rule: tuple[Literal["min", "max"], str],
+        folder: Path | None,
+        checkpoints: CheckpointFolder | None,
         state: Mapping[str, Stateful],
         step: Any,
         loader: Loader,
         processes: Ranks,
-        timeout_s: float | None = None,
     ) -> None:
-        self.folder = save_to
+        self.folder = folder
+        self.checkpoints = checkpoints
         self.resumed_from: Path | None = None
         self.passed_over: tuple[tuple[str, str], ...] = ()
         self.not_kept: tuple[str, ...] = ()
@@ -52,37 +52,16 @@ class RunCheckpoints:
         self._step = step if isinstance(step, Stateful) else None
         self._loader = loader
         self._processes = processes
-        self._checkpoints: CheckpointFolder | None = None
-        if save_to is not None and processes.is_first:
-            mode, monitor = rule
-            self._checkpoints = CheckpointFolder(
-                save_to, keep_last=keep_last, mode=mode, monitor=monitor, timeout_s=timeout_s
-            )
 
     @property
-    def is_free(self) -> bool:
-        """Whether a checkpoint would be begun at once."""
-        return self._checkpoints is not None and self._checkpoints.is_free
+    def is_busy(self) -> bool:
+        """Whether a checkpoint that begins now would wait for an earlier one."""
+        return self.checkpoints is not None and not self.checkpoints.is_free
 
     @property
     def save_s(self) -> float:
         """The longest seconds that a checkpoint took to its place so far."""
-        return 0.0 if self._checkpoints is None else self._checkpoints.save_s
-
-    @property
-    def latest(self) -> Path | None:
-        """The newest checkpoint."""
-        return None if self._checkpoints is None else self._checkpoints.latest
-
-    @property
-    def best(self) -> Path | None:
-        """The checkpoint with the best score."""
-        return None if self._checkpoints is None else self._checkpoints.best
-
-    @property
-    def failures(self) -> tuple[tuple[int, str], ...]:
-        """CheckpointFolder that could not be written or published, with the reason."""
-        return () if self._checkpoints is None else self._checkpoints.failures
+        return 0.0 if self.checkpoints is None else self.checkpoints.save_s
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
         """Bring all to where the newest good checkpoint was taken, and return what the run had saved; None at a start.
@@ -94,9 +73,9 @@ class RunCheckpoints:
         """
         found: LoadedCheckpoint | None = None
         trouble: BaseException | None = None
-        if self._checkpoints is not None:
+        if self.checkpoints is not None:
             try:
-                found = self._found(self._checkpoints, resume)
+                found = self._found(self.checkpoints, resume)
             except Exception as error:  # the other processes have to hear of it before it is raised
                 trouble = error
         found, trouble = self._processes.from_first((found, trouble))
@@ -195,32 +174,24 @@ class RunCheckpoints:
         if self.folder is None:
             return
         generators = self._processes.from_all(dict(random or random_state()))
+
+        def begin() -> None:
+            if self.checkpoints is None:
+                return
+            content = {
+                "state": {name: part.state_dict() for name, part in self._state.items()},
+                "kinds": {name: _kind_of(part) for name, part in self._state.items()},
+                "step": None if self._step is None else self._step.state_dict(),
+                "loader": dict(position),
+                "random": generators,
+                "run": dict(run),
+            }
+            self.checkpoints.save(step, content, score=score, wait=wait)
+
         if wait:
-            begin = partial(self._begin, step, position, run, generators, score, wait)
             self._processes.together("save a checkpoint", begin)
         else:
-            self._begin(step, position, run, generators, score, wait)
-
-    def _begin(
-        self,
-        step: int,
-        position: Mapping[str, Any],
-        run: Mapping[str, Any],
-        generators: list[dict[str, Any]],
-        score: float | None,
-        wait: bool,
-    ) -> None:
-        if self._checkpoints is None:
-            return
-        content = {
-            "state": {name: part.state_dict() for name, part in self._state.items()},
-            "kinds": {name: _kind_of(part) for name, part in self._state.items()},
-            "step": None if self._step is None else self._step.state_dict(),
-            "loader": dict(position),
-            "random": generators,
-            "run": dict(run),
-        }
-        self._checkpoints.save(step, content, score=score, wait=wait)
+            begin()
 
     def finish(self) -> None:
         """Wait until all checkpoints are where they should be.
@@ -228,17 +199,8 @@ class RunCheckpoints:
         Raises:
             NotEnoughSpace, FileFailed, TimedOut: if the last one could not be written.
         """
-        finish = (lambda: None) if self._checkpoints is None else self._checkpoints.finish
+        finish = (lambda: None) if self.checkpoints is None else self.checkpoints.finish
         self._processes.together("end the training", finish)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.__exit__(kind, error, trace)
 
 
 def _kind_of(part: Any) -> str:

@@ -24,6 +24,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.loading import Loader, may_be_loader
+from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import Values
@@ -181,8 +182,10 @@ def train(
     with ExitStack() as stack:
         processes = stack.enter_context(Ranks())
         judge = Validator(validation, validate_steps, monitor, mode, processes)
-        saving = RunCheckpoints(folder, keep_last, judge.rule, parts, step, loader, processes, timeout_s)
-        stack.enter_context(saving)
+        checkpoints = None
+        if folder is not None and processes.is_first:
+            checkpoints = stack.enter_context(CheckpointFolder(folder, keep_last, *judge.rule, timeout_s))
+        saving = RunCheckpoints(folder, checkpoints, parts, step, loader, processes)
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
         run = TrainingRun(
             step,

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,24 @@ def nothing(batch: object) -> None:
     """Be a step that does nothing."""
 
 
-def status_of(work: Callable[..., object], *arguments: object) -> int:
-    """Return how a process ended that called an importable function: its exit code, or its signal below 0."""
-    process = PROCESSES.Process(target=_alone, args=(work, *arguments))
-    process.start()
-    process.join(DEADLINE_S)
-    assert process.exitcode is not None, "the process did not end"
-    return process.exitcode
+def statuses_of(works: Iterable[tuple[Any, ...]]) -> list[int]:
+    """Return how processes ended that call importable functions at once: each its exit code, or its signal below 0.
+
+    Args:
+        works: a function and its arguments for each process.
+    """
+    processes = [PROCESSES.Process(target=_alone, args=work) for work in works]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(DEADLINE_S)
+        assert None not in [process.exitcode for process in processes], "the processes did not end"
+        return [process.exitcode or 0 for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _alone(work: Callable[..., object], *arguments: object) -> None:

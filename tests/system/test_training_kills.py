@@ -21,7 +21,7 @@ from trainings import (
     make_packs,
     nothing,
     same,
-    status_of,
+    statuses_of,
     train,
 )
 
@@ -47,7 +47,7 @@ def train_until_killed(data: PackedDataset, folder: Path, at_step: int) -> None:
 def test_killed_in_any_step_and_resumed_equals_uninterrupted(tmp_path, data, at_step):
     whole = SmallTraining(data)
     expected = whole.train(4)
-    assert status_of(train_until_killed, data, tmp_path, at_step) == -signal.SIGKILL
+    assert statuses_of([(train_until_killed, data, tmp_path, at_step)]) == [-signal.SIGKILL]
     resumed = SmallTraining(data)
     report = resumed.train(4, save_to=tmp_path)
     assert history(report) == history(expected)
@@ -118,11 +118,11 @@ def train_until_told_to_end(data: PackedDataset, folder: Path | None, signals: l
 def test_a_process_that_is_told_to_end_saves_before_it_does(tmp_path, data, number):
     for signals in ([number], [number, signal.SIGINT]):
         folder = tmp_path / str(len(signals))
-        assert status_of(train_until_told_to_end, data, folder, signals, False) == -number
+        assert statuses_of([(train_until_told_to_end, data, folder, signals, False)]) == [-number]
         again = train(nothing, Loader(data, 4), save_to=folder)
         assert again.resumed_from == folder / "checkpoint-00000004.pt"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_process_that_is_told_to_end_does_so_even_if_the_training_fails(data, number):
-    assert status_of(train_until_told_to_end, data, None, [number], True) == -number
+    assert statuses_of([(train_until_told_to_end, data, None, [number], True)]) == [-number]

@@ -75,7 +75,6 @@ class CheckpointFolder:
     def __init__(
         self,
         save_to: str | os.PathLike[str],
-        *,
         keep_last: int = 2,
         mode: Mode = "min",
         monitor: str = "",
