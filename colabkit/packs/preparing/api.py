@@ -147,15 +147,9 @@ class _Preparation:
     Attributes:
         name: the source's, an absolute path if it has one.
         folder: of the local packs of this source and these options.
-        save_folder: the folder that keeps packs, None where none are saved.
-        unsaved: why none are.
+        save_folder: the folder that keeps packs, None where none are saved, as `unsaved` explains.
         pack_to: packs the source to a path.
-        threads: reads in flight.
-        refresh: whether existing packs do not count.
-        progress: whether to show progress bars.
         state: of the source; None before it is read, and where there is no source.
-        unused: why a saved pack was not used.
-        near_s: seconds that finding or opening the local pack took.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What `prepare()` returns: a pack, and which way led to it."""
+"""What `prepare()` returns: a pack with its report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Way: TypeAlias = Literal["near", "saved", "packed"]
 
 @dataclass(frozen=True, repr=False)
 class PrepareReport(Report):
-    """Which way `prepare()` went, and what the three ways take.
+    """The way that `prepare()` went, and what the three ways take.
 
     Attributes:
         path: the near pack.
-        way: `"near"`: it was there; `"saved"`: the one in `save_to` was staged; `"packed"`: it was made anew.
+        way: `"near"`: it existed; `"saved"`: the one in `save_to` was staged; `"packed"`: the source was packed.
         near_s: seconds that finding and opening the near pack took.
         saved_s: seconds that staging the saved one took, here or earlier on this machine; None if that is not known.
         packed_s: seconds that packing from the source took, likewise.
@@ -48,37 +48,26 @@ class PrepareReport(Report):
         else:
             done = "Used the near pack" if self.way == "near" else "Packed from the source to"
             saved = (
-                f"saved at {str(self.saved_path)!r}" if self.saved_path else f"not saved: {self.unsaved.rstrip('.')}"
+                f"saved at {str(self.saved_path)!r}" if self.saved_path else f"not saved: {self.unsaved}".rstrip(".")
             )
             what = f"{done} {str(self.path)!r}, {size}; {saved}"
-        known = [
-            f"{name} {format_seconds(taken)}"
-            for name, taken in (
-                ("a near pack", self.near_s),
-                ("a saved pack", self.saved_s),
-                ("packing from the source", self.packed_s),
-            )
-            if taken is not None
-        ]
         notes = f". The saved pack was not used: {self.unused.rstrip('.')}" if self.unused else ""
+        names = {"near": "a near pack", "saved": "a saved pack", "packed": "packing from the source"}
+        known = [f"{names[way]} {format_seconds(taken)}" for way, taken in self._seconds.items() if taken is not None]
         return f"{what}{notes}. The ways take: {', '.join(known)}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        ways = [("near", self.near_s), ("saved", self.saved_s), ("packed", self.packed_s)]
-        return [
-            ("path", str(self.path)),
-            ("saved", str(self.saved_path or self.unsaved)),
-            *((f"way {name}", "not known" if taken is None else format_seconds(taken)) for name, taken in ways),
-        ]
+        seconds = {way: "not known" if taken is None else format_seconds(taken) for way, taken in self._seconds.items()}
+        rows = [("path", str(self.path)), ("saved", str(self.saved_path or self.unsaved))]
+        return [*rows, *((f"way {way}", text) for way, text in seconds.items())]
+
+    @property
+    def _seconds(self) -> dict[str, float | None]:
+        return {"near": self.near_s, "saved": self.saved_s, "packed": self.packed_s}
 
 
 class PreparedPack(Pack):
-    """A pack with the report of how `prepare()` came to it.
-
-    Args:
-        info: of the near pack.
-        report: which way it went.
-    """
+    """A pack with the report of the way by which `prepare()` made it."""
 
     def __init__(self, info: PackInfo, report: PrepareReport) -> None:
         super().__init__(info, partial(open_sealed, info.path.absolute(), info.seal))
