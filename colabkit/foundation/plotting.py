@@ -127,8 +127,8 @@ def svg_of(figure: Figure, title: str, description: str) -> str:
     """
     from matplotlib import rc_context
 
-    # Text stays text, in the page's size and font.
-    with rc_context({"svg.fonttype": "none"}):
+    # Text stays text, in the page's size and font, and the same figure gives the same picture.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "colabkit"}):
         drawn = encode_figure(figure, "svg", transparent=True, metadata={"Date": None}).decode()
     body = drawn[drawn.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)

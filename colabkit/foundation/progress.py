@@ -94,17 +94,10 @@ class _Told:
 class _Silence:
     """Takes all that a bar of tqdm takes."""
 
-    def update(self, count: int) -> None:
+    def update(self, *_: object, **__: object) -> None:
         """Show nothing."""
 
-    def refresh(self) -> None:
-        """Show nothing."""
-
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
+    refresh = set_postfix_str = close = update
 
 
 class ProgressBar:

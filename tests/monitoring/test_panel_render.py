@@ -11,9 +11,10 @@ from xml.etree.ElementTree import Element, fromstring
 import pytest
 from panel_states import ADVICE, DIAGNOSIS, EMPTY, FINISHED, HOST, RUNNING, STATES, render
 
+from colabkit.foundation.plotting import BLUE, GREEN, GREY, PURPLE, VERMILLION
 from colabkit.monitoring.doctor.diagnosis import Shares, Verdict
 from colabkit.monitoring.panel.content import PanelState, Phase, thinned
-from colabkit.monitoring.panel.html import BLUE, GREEN, GREY, PURPLE, VERMILLION, line_chart
+from colabkit.monitoring.panel.html import line_chart
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[31m\udcff\n"
 by_state = pytest.mark.parametrize("state", STATES.values(), ids=STATES)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from colabkit.foundation.meters.steps import Clock, StepTimes, StepTotals
 
 _EARLIER = 4  # passes that a GPU may be behind
 _RECENT_CALLS = 256
+# Names of the running totals, in several records alike.
+_PART_SUMS = ("samples", "handled_bytes", "busy_s", "wait_s", "calls", "cpu_s")
+_LOADER_SUMS = ("batches", "samples", "passes", "ready", "queued", "queue_room", "retries")
+_STEP_SUMS = ("wait_s", "copy_s", "compute_s", "other_s", "first_s", "steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +91,7 @@ class PartSnapshot:
 
     def __sub__(self, earlier: PartSnapshot) -> PartSnapshot:
         """Return what happened since `earlier`."""
-        return PartSnapshot(
-            self.name,
-            self.samples - earlier.samples,
-            self.handled_bytes - earlier.handled_bytes,
-            self.busy_s - earlier.busy_s,
-            self.wait_s - earlier.wait_s,
-            self.calls - earlier.calls,
-            self.p95_s,
-            self.cpu_s - earlier.cpu_s,
-        )
+        return replace(self, **_differences(self, earlier, _PART_SUMS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,25 +158,14 @@ class MetersSnapshot:
         """Return what happened between `earlier` and this snapshot of the same meters."""
         before = {part.name: part for part in earlier.parts}
         parts = tuple(part - before[part.name] if part.name in before else part for part in self.parts)
-        steps = self.steps - earlier.steps
-        return MetersSnapshot(
-            batches=self.batches - earlier.batches,
-            samples=self.samples - earlier.samples,
-            wait_s=self.wait_s - earlier.wait_s,
-            copy_s=self.copy_s - earlier.copy_s,
-            compute_s=self.compute_s - earlier.compute_s,
-            other_s=self.other_s - earlier.other_s,
-            first_s=self.first_s - earlier.first_s,
-            passes=self.passes - earlier.passes,
-            steps=steps,
-            ready=self.ready - earlier.ready,
-            parts=parts,
-            queued=self.queued - earlier.queued,
-            queue_room=self.queue_room - earlier.queue_room,
-            retries=self.retries - earlier.retries,
-            recent=self.recent[max(0, len(self.recent) - steps) :],
-            first_pass=None if earlier.passes or self.first_pass is None else self.first_pass - earlier,
-        )
+        sums = _differences(self, earlier, (*_LOADER_SUMS, *_STEP_SUMS))
+        recent = self.recent[max(0, len(self.recent) - sums["steps"]) :]
+        first_pass = None if earlier.passes or self.first_pass is None else self.first_pass - earlier
+        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=first_pass)
+
+
+def _differences(later: object, earlier: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(later, name) - getattr(earlier, name) for name in names}
 
 
 @dataclass(slots=True)
@@ -289,36 +273,13 @@ class LoaderMeters:
         if self.clock is not None:
             self.settle(self.clock)
         parts = tuple(
-            PartSnapshot(
-                name,
-                part.samples,
-                part.handled_bytes,
-                part.busy_s,
-                part.wait_s,
-                part.calls,
-                _p95(part.recent),
-                part.cpu_s,
-            )
+            PartSnapshot(name, p95_s=_p95(part.recent), **{total: getattr(part, total) for total in _PART_SUMS})
             for name, part in list(self._parts.items())
         )
-        return MetersSnapshot(
-            self.batches,
-            self.samples,
-            self.spent.wait_s,
-            self.spent.copy_s,
-            self.spent.compute_s,
-            self.spent.other_s,
-            self.spent.first_s,
-            self.passes,
-            self.spent.steps,
-            self.ready,
-            parts,
-            self.queued,
-            self.queue_room,
-            self.retries,
-            tuple(map(StepTimes._make, self.spent.newest.copy())),
-            self._first_pass,
-        )
+        sums: dict[str, Any] = {name: getattr(self, name) for name in _LOADER_SUMS}
+        sums |= {name: getattr(self.spent, name) for name in _STEP_SUMS}
+        recent = tuple(map(StepTimes._make, self.spent.newest.copy()))
+        return MetersSnapshot(**sums, parts=parts, recent=recent, first_pass=self._first_pass)
 
 
 def _p95(seconds: deque[float]) -> float:

@@ -19,10 +19,10 @@ from colabkit.foundation import (
     MetersSnapshot,
     Telemetry,
     cannot,
+    check_number,
+    check_type,
     format_rate,
     format_seconds,
-    is_finite_number,
-    kind_of,
     meters,
     sampled,
     seen,
@@ -64,9 +64,9 @@ def diagnose(
             never ends; if `headspace` is something else, or no step was taken with the loader.
         SourceMissing, BadSource: if a path is not that of a saved report.
     """
-    if headspace is not None and not isinstance(headspace, HeadspaceReport):
-        found, needed = f"headspace is {kind_of(headspace)}", "what headspace() returned"
-        raise InvalidOption(cannot("diagnose", found, needed, "Pass headspace=colabkit.headspace(step, loader)"))
+    next_step = "Pass headspace=colabkit.headspace(step, loader)"
+    kinds = (HeadspaceReport, type(None))
+    check_type("diagnose", "headspace", headspace, kinds, "what headspace() returned", next_step)
     subject: Any = meters.latest() if of is None else of
     if subject is None:
         found, needed = "nothing that was trained or looped over in this process", "a TrainReport, or a loader"
@@ -115,9 +115,7 @@ def _host_now() -> HostSnapshot:
 
 def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis:
     """Return how fast a loader is that is iterated by itself."""
-    if not is_finite_number(seconds):
-        given_s = f"seconds={seconds!r}"
-        raise InvalidOption(cannot("diagnose the loader", given_s, "a number of seconds", "Use seconds=5, say"))
+    check_number("diagnose the loader", "seconds", seconds, example=5)
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
     with sampled() as sampler, aside as counts:

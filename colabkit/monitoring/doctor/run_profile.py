@@ -28,6 +28,7 @@ _GREEDY = 0.15  # of the CPUs: what a loader has to take to slow a step
 _SATURATED = 0.85  # of the CPUs
 _STORAGE_BOUND = 0.6  # of its time a worker has a CPU, where one was free: the rest it waits for storage
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
+_MEAN_RATES = ("cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate")
 SNAPSHOT_S = 1.0
 """Seconds that a snapshot of the machine tells of, or a little more."""
 
@@ -116,10 +117,7 @@ class RunProfile:
     def shares(self) -> Shares:
         """Shares of the typical step."""
         total = self.step.seconds
-        if not total:
-            return Shares()
-        step = self.step
-        return Shares(step.wait_s / total, step.copy_s / total, step.compute_s / total, step.other_s / total)
+        return Shares(*(seconds / total for seconds in self.step[:4])) if total else Shares()
 
     @property
     def stolen_s(self) -> float:
@@ -290,22 +288,20 @@ def _machine_over(hosts: Sequence[HostSnapshot]) -> MachineProfile:
     last = hosts[-1]
     return MachineProfile(
         cpus=last.cpus,
-        cpu_rate=_mean(host.cpu_rate for host in hosts),
-        own_cpu_rate=_mean(host.own_cpu_rate for host in hosts),
-        children_cpu_rate=_mean(host.children_cpu_rate for host in hosts),
-        busiest_core_rate=_mean(host.busiest_core_rate for host in hosts),
-        ram_used=last.ram_used_bytes / last.ram_total_bytes if last.ram_total_bytes else None,
+        **{name: _mean(getattr(host, name) for host in hosts) for name in _MEAN_RATES},
+        ram_used=_share(last.ram_used_bytes, last.ram_total_bytes),
         ram_total_bytes=last.ram_total_bytes or None,
         ram_free_bytes=last.ram_total_bytes - last.ram_used_bytes if last.ram_total_bytes else None,
         tmpfs_bytes=last.tmpfs_bytes,
         read_bytes_per_s=_mean(host.storage_read_bytes_per_s for host in hosts),
         disk_free_bytes=last.disk_free_bytes,
-        shm_free=None
-        if last.shm_free_bytes is None or not last.shm_total_bytes
-        else last.shm_free_bytes / last.shm_total_bytes,
-        io_stall_rate=_mean(host.io_stall_rate for host in hosts),
+        shm_free=_share(last.shm_free_bytes, last.shm_total_bytes),
         gpu=_gpu_of([host.gpus for host in hosts]),
     )
+
+
+def _share(part: int | None, whole: int | None) -> float | None:
+    return None if part is None or not whole else part / whole
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -326,7 +322,7 @@ def _gpu_of(snapshots: Sequence[Sequence[GpuSnapshot]]) -> GpuProfile | None:
     return GpuProfile(
         name=gpu.name,
         utilization_rate=median(known) if known else None,
-        used=gpu.used_bytes / gpu.total_bytes if gpu.used_bytes is not None and gpu.total_bytes else None,
+        used=_share(gpu.used_bytes, gpu.total_bytes),
         torch_bytes=gpu.torch_bytes,
         other_bytes=None if gpu.used_bytes is None else max(0, gpu.used_bytes - (held or 0)),
         slowed=len(slowed) / len(own),
@@ -364,13 +360,8 @@ def typical_step(steps: Sequence[StepTimes]) -> StepTimes:
     quarter = len(blocks) // 4
     middle = [step for block in blocks[quarter : len(blocks) - quarter] for step in block]
     count = max(1, len(middle))
-    return StepTimes(
-        sum(step.wait_s for step in middle) / count,
-        sum(step.copy_s for step in middle) / count,
-        sum(step.compute_s for step in middle) / count,
-        sum(step.other_s for step in middle) / count,
-        round(sum(step.samples for step in middle) / count),
-    )
+    wait_s, copy_s, compute_s, other_s, samples = (sum(step[place] for step in middle) / count for place in range(5))
+    return StepTimes(wait_s, copy_s, compute_s, other_s, round(samples))
 
 
 def quick_compute_s(steps: Sequence[StepTimes]) -> float:

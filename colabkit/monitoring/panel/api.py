@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Self, get_args
 
-from colabkit.foundation import InvalidOption, Sampler, cannot, check_one_of, is_finite_number, meters, sampled
+from colabkit.foundation import Sampler, check_number, check_one_of, meters, sampled
 from colabkit.monitoring.doctor.verdict import Doctor
 from colabkit.monitoring.panel.html import as_html
 from colabkit.monitoring.panel.recorder import RunRecorder
@@ -50,10 +50,7 @@ def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboa
         InvalidOption: if an argument cannot be meant.
         MissingPackage: if `"widgets"` is asked for and ipywidgets is not installed.
     """
-    if not is_finite_number(refresh_s) or refresh_s < 0.5:
-        raise InvalidOption(
-            cannot("show the panel", f"refresh_s={refresh_s!r}", "a finite number of 0.5 or more", "Use refresh_s=0.5")
-        )
+    check_number("show the panel", "refresh_s", refresh_s, 0.5, example=0.5)
     check_one_of("show the panel", "screen", screen, get_args(ScreenName))
     return Dashboard(choose_screen(screen), refresh_s)
 

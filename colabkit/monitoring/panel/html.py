@@ -13,24 +13,23 @@ import itertools
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
-from colabkit.foundation import escape
+from colabkit.foundation import escape, plotting
 from colabkit.monitoring.panel import content
 from colabkit.monitoring.panel.content import PanelState, thinned
 
-BLUE, VERMILLION, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
 _PLAIN = ' "=/:;,()'  # what a data URL may hold as it is
 _STEPS = 64  # vertical resolution of a curve
 PALE = "#fff8"  # of the patterns
 _HATCH = (
     '<pattern id="h" width="6" height="6" patternUnits="userSpaceOnUse">'
-    f'<path d="M0,0H6V6H0" fill="{VERMILLION}"/><path d="M0,6L6,0M-1,1L1,-1M5,7L7,5" stroke="{PALE}"/></pattern>'
+    f'<path d="M0,0H6V6H0" fill="{plotting.VERMILLION}"/><path d="M0,6L6,0M-1,1L1,-1M5,7L7,5" stroke="{PALE}"/></pattern>'
 )
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _TRACK = "#8884"
 _FAINT = "opacity:.72"
 _CUT = "overflow:hidden;text-overflow:ellipsis"
-_COLORS = (VERMILLION, PURPLE, BLUE, GREY)
+_COLORS = (plotting.VERMILLION, plotting.PURPLE, plotting.BLUE, plotting.GREY)
 _SIGNS = ("▨", "▥", "■", "⊟")  # of the parts of a step, as they are drawn in the bar
 _LIVE_POINTS, _FINAL_POINTS = 32, 120
 _NARROW_PX = 600  # below this width texts have two lines
@@ -60,7 +59,7 @@ def _progress(state: PanelState) -> str:
     said = "n/a" if done is None else f"{100 * done:.0f}%"
     return (
         f"<div style='{_FAINT};{_CUT};white-space:nowrap'>{escape(content.position(state))}</div>"
-        f"{_bar(4, f'done: {said}', done or 0.0, GREY, ';margin:6px 0 12px')}"
+        f"{_bar(4, f'done: {said}', done or 0.0, plotting.GREY, ';margin:6px 0 12px')}"
     )
 
 
@@ -98,7 +97,7 @@ def _curve(state: PanelState, curve: content.Curve) -> str:
 
 def _gauge(gauge: content.Gauge) -> str:
     share = gauge.share or 0.0
-    color = VERMILLION if share > _ALMOST_FULL else GREY
+    color = plotting.VERMILLION if share > _ALMOST_FULL else plotting.GREY
     name, said = gauge.name, f"{gauge.name} n/a" if gauge.share is None else f"{gauge.name} {100 * share:.0f}% full"
     hatched = ""
     if gauge.apart:
@@ -151,7 +150,9 @@ def line_chart(alt: str, points: Sequence[float], low: float | None, high: float
         height: of the picture in pixels; it is as wide as its place.
     """
     if len(points) < 2:
-        dashes = f'<path d="M0,1H2" stroke="{GREY}" stroke-dasharray="2 6" vector-effect="non-scaling-stroke"/>'
+        dashes = (
+            f'<path d="M0,1H2" stroke="{plotting.GREY}" stroke-dasharray="2 6" vector-effect="non-scaling-stroke"/>'
+        )
         return _image(alt, "0 0 2 2", dashes, height)
     bottom = min(points) if low is None else low
     room = ((max(points) if high is None else high) - bottom) or 1.0
@@ -159,23 +160,23 @@ def line_chart(alt: str, points: Sequence[float], low: float | None, high: float
     steps = " ".join(f"1 {after - before}" for before, after in itertools.pairwise(tops)).replace(" -", "-")
     # The area's other edges lie outside of the picture, so that no line is drawn but the curve.
     path = f"M-9,99V{tops[0]}H0l{steps}h9V99"
-    line = f'fill="{GREEN}26" stroke="{GREEN}" stroke-width="1.5" vector-effect="non-scaling-stroke"'
+    line = f'fill="{plotting.GREEN}26" stroke="{plotting.GREEN}" stroke-width="1.5" vector-effect="non-scaling-stroke"'
     return _image(alt, f"0 -3 {len(points) - 1} {_STEPS + 6}", f'<path d="{path}" {line}/>', height)
 
 
 def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> str:
     """Return a bar of shares in [0, 1] side by side, each with its colour and a pattern of its own."""
-    drawn, left = f'{_HATCH}<rect width="100%" height="100%" fill="{GREY}30"/>', 0.0
+    drawn, left = f'{_HATCH}<rect width="100%" height="100%" fill="{plotting.GREY}30"/>', 0.0
     for share, color in parts:
         x, width, left = f"{100 * left:.1f}%", f"{100 * share:.1f}%", left + share
         if share <= 0:
             continue
-        fill = "url(#h)" if color == VERMILLION else color
+        fill = "url(#h)" if color == plotting.VERMILLION else color
         drawn += f'<rect x="{x}" width="{width}" height="100%" fill="{fill}"/>'
-        if color == PURPLE:
+        if color == plotting.PURPLE:
             line = f'stroke="{PALE}" stroke-width="100%" stroke-dasharray="1 3"'
             drawn += f'<line x1="{x}" y1="50%" x2="{100 * left:.1f}%" y2="50%" {line}/>'
-        elif color == GREY:
+        elif color == plotting.GREY:
             drawn += f'<rect x="{x}" y="40%" width="{width}" height="20%" fill="{PALE}"/>'
     return _image(alt, None, drawn, height, ";border-radius:3px")
 

@@ -14,6 +14,7 @@ from colabkit.foundation import (
     format_rate,
     format_seconds,
     format_share,
+    plotting,
 )
 
 ROOT, POINTED = "colabkit-launcher", "colabkit-pointed"
@@ -21,7 +22,7 @@ _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-for
 LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _SURFACE = "var(--jp-layout-color2,var(--colab-secondary-surface-color,var(--vscode-textCodeBlock-background,#8882)))"
 _FONT = "font:13px/20px system-ui,sans-serif"
-ACCENT, _ALARM = "#0072B2", "#D55E00"
+ACCENT, _ALARM = plotting.BLUE, plotting.VERMILLION
 _FAINT = "opacity:.72"
 _NARROW_PX = 460  # below this width labels stand above their fields
 
