@@ -201,6 +201,7 @@ def test_levels_that_were_not_measured_show_as_such_and_empty_panels_do_not_show
 def test_without_matplotlib_the_bars_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
     report = made()
     assert "<svg" in report._repr_html_()
+    assert report._repr_html_() == report._repr_html_()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     page = report._repr_html_()
     assert "<svg" not in page

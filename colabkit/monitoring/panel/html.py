@@ -22,7 +22,8 @@ _STEPS = 64  # vertical resolution of a curve
 PALE = "#fff8"  # of the patterns
 _HATCH = (
     '<pattern id="h" width="6" height="6" patternUnits="userSpaceOnUse">'
-    f'<path d="M0,0H6V6H0" fill="{plotting.VERMILLION}"/><path d="M0,6L6,0M-1,1L1,-1M5,7L7,5" stroke="{PALE}"/></pattern>'
+    f'<path d="M0,0H6V6H0" fill="{plotting.VERMILLION}"/>'
+    f'<path d="M0,6L6,0M-1,1L1,-1M5,7L7,5" stroke="{PALE}"/></pattern>'
 )
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
