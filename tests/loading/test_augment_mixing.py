@@ -1,4 +1,4 @@
-"""Squares left blank, and images mixed with their neighbours: right pixels, right labels, right shares."""
+"""Normalized images, squares left blank, images mixed with their neighbours: right pixels, labels and shares."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 import torch
 from distributions import assert_same_distribution
+from image_batches import draws, images
 from sampling import sampled
+from torchvision.transforms import v2
 
-from colabkit.augment import Cutout, Draws, MixUp
+from colabkit.augment import Cutout, MixUp, Normalize
 from colabkit.errors import InvalidOption
 
-
-def images(count: int = 8) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(count)
-    batch = torch.randint(1, 256, (count, 3, 12, 10), dtype=torch.uint8, generator=generator)
-    return batch.contiguous(memory_format=torch.channels_last)
-
-
-def draws(count: int = 8, seed: int = 5) -> Draws:
-    return Draws(seed, 1, np.arange(count))
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+BATCH = images(8, 3, 12, 10, least=1)
 
 
 def shares(alpha: float, count: int, seed: int = 5) -> np.ndarray:
@@ -33,15 +29,9 @@ def shares(alpha: float, count: int, seed: int = 5) -> np.ndarray:
 
 @pytest.mark.parametrize("fill", [0, 200])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-def test_pixels_beside_the_square_stay(fill, dtype, memory_format):
-    batch = images().to(dtype).contiguous(memory_format=memory_format)
-    kept, labels = batch.clone(), object()
-    got, same = Cutout((5, 4), fill=fill).apply(batch, labels, draws())
-    assert same is labels
-    assert torch.equal(batch, kept)
-    assert got.dtype == dtype
-    assert got.is_contiguous(memory_format=memory_format)
+def test_pixels_beside_the_square_stay(fill, dtype):
+    batch = BATCH.to(dtype)
+    got, _ = Cutout((5, 4), fill=fill).apply(batch, None, draws(8))
     changed = (got != batch).any(1)
     assert changed.any((1, 2)).all()
     assert (got.permute(0, 2, 3, 1)[changed] == fill).all()
@@ -53,11 +43,6 @@ def test_only_a_share_of_the_images_gets_a_square():
     for p in (0.0, 0.3, 1.0):
         blank = (Cutout(4, p=p).apply(batch, None, draws(4000))[0] == 0).any((1, 2, 3))
         assert abs(blank.double().mean() - p) <= 5 * math.sqrt(p * (1 - p) / 4000)
-
-
-def test_a_square_does_not_depend_on_the_neighbours():
-    whole = Cutout(5).apply(images(), None, draws())[0]
-    assert torch.equal(Cutout(5).apply(images()[3:5], None, draws().part(3, 5))[0], whole[3:5])
 
 
 @pytest.mark.parametrize("alpha", sampled([0.01, 0.1, 0.2, 0.5, 1.0, 2.0, 30.0], 3))
@@ -84,9 +69,9 @@ def test_each_sample_has_a_share_of_its_own_whatever_the_batch():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.uint8, 0.5), (torch.float32, 1e-4), (torch.bfloat16, 2.0)])
 def test_images_and_labels_are_mixed_by_the_same_shares(dtype, tolerance):
-    batch, labels = images().to(dtype), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    batch, labels = BATCH.to(dtype), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
     kept = batch.clone()
-    got, mixed = MixUp(3, alpha=1.0).apply(batch, labels, draws())
+    got, mixed = MixUp(3, alpha=1.0).apply(batch, labels, draws(8))
     assert torch.equal(batch, kept)
     assert (got.dtype, mixed.dtype, mixed.shape) == (dtype, torch.float32, (8, 3))
     assert got.is_contiguous(memory_format=torch.channels_last)
@@ -99,15 +84,15 @@ def test_images_and_labels_are_mixed_by_the_same_shares(dtype, tolerance):
 
 
 def test_equal_neighbours_keep_their_image_and_their_label():
-    batch = images(1).expand(6, -1, -1, -1)
+    batch = images(1, 3, 12, 10, least=1).expand(6, -1, -1, -1)
     got, mixed = MixUp(4)(batch, torch.full((6,), 3))
     assert torch.equal(got, batch)
     assert torch.allclose(mixed, torch.eye(4)[3].expand(6, 4))
 
 
 def test_labels_that_are_shares_already_are_mixed_again():
-    once = MixUp(3, 1.0)(images(), torch.arange(8) % 3, draws=draws())
-    twice = MixUp(3, 1.0)(*once, draws=draws().of(1))
+    once = MixUp(3, 1.0)(BATCH, torch.arange(8) % 3, draws=draws(8))
+    twice = MixUp(3, 1.0)(*once, draws=draws(8).of(1))
     assert torch.allclose(twice[1].sum(1), torch.ones(8))
     assert not torch.equal(twice[1], once[1])
 
@@ -133,21 +118,69 @@ def test_mixing_needs_the_whole_batch_and_changes_labels():
 )
 def test_labels_that_do_not_fit_are_refused(labels, found):
     with pytest.raises(InvalidOption, match=rf"Cannot mix images: {found}, class numbers \[8\] below 3 or shares"):
-        MixUp(3)(images(), labels)
+        MixUp(3)(BATCH, labels)
 
 
-@pytest.mark.parametrize("transform", [Cutout(3), MixUp(3)], ids=["Cutout", "MixUp"])
-def test_what_is_no_batch_of_images_is_refused(transform):
-    with pytest.raises(InvalidOption, match="a uint8 or floating tensor"):
-        transform(torch.zeros(8, 3, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
+def every_byte(channels: int = 3) -> torch.Tensor:
+    """Return every value of a byte in every channel, in channels-last memory as the loader gives it."""
+    values = torch.arange(256, dtype=torch.uint8).repeat(channels).view(1, channels, 16, 16)
+    return torch.cat([values, 255 - values]).contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("transform", [Cutout(5), MixUp(3)], ids=["Cutout", "MixUp"])
-def test_a_gpu_gives_what_the_cpu_gives(transform):
-    labels = torch.arange(8) % 3
-    got = transform(images().cuda(), labels.cuda(), draws=draws())
-    for result, expected in zip(got, transform(images(), labels, draws=draws()), strict=True):
-        assert result.device.type == "cuda"
-        assert (result.cpu().double() - expected.double()).abs().max() <= 1
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)],
+)
+def test_every_byte_value_is_normalised(dtype, tolerance):
+    batch = every_byte()
+    got = Normalize(MEAN, STD, dtype)(batch)
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (MEAN, STD))
+    assert got.dtype == dtype
+    assert got.shape == batch.shape
+    assert torch.allclose(got.double(), (batch.double() / 255 - mean) / std, atol=min(tolerance, 2e-6), rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.uint8, torch.float32, torch.float16])
+def test_a_narrow_result_is_that_of_float32_rounded_once(dtype, given):
+    batch = every_byte() if given == torch.uint8 else (every_byte().double() / 255).to(given)
+    assert torch.equal(Normalize(MEAN, STD, dtype)(batch), Normalize(MEAN, STD)(batch).to(dtype))
+
+
+@pytest.mark.parametrize(("channels", "values"), [(3, 2), (1, 3), (4, 3)])
+def test_images_of_another_number_of_channels_are_refused(channels, values):
+    with pytest.raises(InvalidOption, match=rf"Cannot normalize: images of {channels} channels, .* means, {values}\."):
+        Normalize([0.5] * values, [0.5] * values)(every_byte(channels))
+
+
+def test_the_default_brings_bytes_to_minus_one_to_one():
+    got = Normalize()(every_byte())
+    assert (got.dtype, got.min().item(), got.max().item()) == (torch.float32, -1.0, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-6), (torch.float16, 4e-3)])
+def test_floating_images_are_taken_as_they_are_as_by_torchvision(dtype, tolerance):
+    batch = (every_byte().double() / 255).to(dtype)
+    normalize = Normalize(MEAN, STD)
+    expected = v2.Normalize(MEAN, STD)(batch.double())
+    for _ in range(2):
+        assert torch.allclose(normalize(batch).double(), expected, atol=tolerance, rtol=tolerance)
+        bytes_too = normalize(every_byte())  # both kinds through one transform
+        assert torch.allclose(bytes_too.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_one_value_serves_any_number_of_channels():
+    for channels in (1, 3, 4):
+        got = Normalize([0.25], [2.0])(every_byte(channels))
+        assert torch.allclose(got, (every_byte(channels).float() / 255 - 0.25) / 2, atol=1e-6)
+
+
+def test_values_that_cannot_be_meant_are_refused():
+    finite = [((0.5,), (0.0,)), ((0.5,), (-1.0,)), ((0.5,), (math.nan,)), ((math.inf,), (0.5,)), ((0.5,), (None,))]
+    others = [(("a",), (0.5,)), ((True,), (0.5,)), ("ab", "cd"), (0.5, 0.5), ((0.5,), (0.5, 0.5)), ((), ())]
+    for mean, std in [*finite, *others]:
+        with pytest.raises(InvalidOption, match=r"Cannot normalize: (mean|std)"):
+            Normalize(mean, std)
+    for dtype in (torch.uint8, torch.int64, "float32", None, float):
+        with pytest.raises(InvalidOption, match="floating dtype"):
+            Normalize(dtype=dtype)
