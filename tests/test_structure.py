@@ -176,3 +176,23 @@ def test_no_public_function_has_the_name_of_a_module() -> None:
 def test_files_stay_short() -> None:
     lengths = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length > 450} == {}
+
+
+def test_no_test_module_imports_another() -> None:
+    """What tests share lives in `tests/doubles` or in a `conftest.py`."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    names = [file.stem for file in files if file.stem.startswith("test_")]
+    assert sorted(set(names)) == sorted(names), "two test files share a name"
+    wrong = []
+    for file in files:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ImportFrom):
+                targets = [node.module or "."]
+            elif isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                continue
+            wrong += [
+                f"{file}: {name}" for name in targets if name.partition(".")[0] in {*names, "", "tests", "conftest"}
+            ]
+    assert wrong == []
