@@ -72,7 +72,9 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
 
 
 def bytes_in(batch: Any) -> int:
-    """Return the bytes of all tensors and arrays of a batch."""
+    """Return the bytes of all tensors and arrays of a batch; sparse tensors count as if they were dense."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
     if isinstance(batch, Mapping):
         return sum(map(bytes_in, batch.values()))
     if isinstance(batch, tuple | list):

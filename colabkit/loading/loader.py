@@ -22,7 +22,7 @@ from colabkit.foundation import (
     shown,
 )
 from colabkit.loading.augment.transform import Draws, Transform
-from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, bytes_of, fields_of, map_tensors
+from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, fields_of, map_tensors
 from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_of, unwrap_subset
 from colabkit.loading.engine.device import set_mark
 from colabkit.loading.engine.image_decoders import OnBad
@@ -49,7 +49,7 @@ from colabkit.loading.engine.user_code import (
     seed_by_draws,
     yields_batches,
 )
-from colabkit.loading.inspection import name_of
+from colabkit.loading.inspection import bytes_in, name_of
 from colabkit.loading.sampler.orders import Order
 
 _SETTLED_EVERY = 64  # batches: a GPU's clock keeps the marks of a few times as many
@@ -371,7 +371,7 @@ class Loader:
         transform = self._pipeline.stages.at_last
         assert transform is not None
         labels = None if place is None else values[place]
-        began, size = time.perf_counter(), bytes_of(values[0])
+        began, size = time.perf_counter(), bytes_in(values[0])
         if isinstance(transform, Transform):
             values[0], labels = transform.apply(values[0], labels, draws)
         else:

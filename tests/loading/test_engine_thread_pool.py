@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from loader_batches import loader_threads
-from sampling import sampled
 
 from colabkit.loading.engine import thread_pool
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan
@@ -425,24 +422,3 @@ def test_an_interrupt_of_the_caller_that_builds_is_raised_at_once(start):
     running = start(plans(2), FakeBuilder(raises_at("fill", PIECE, KeyboardInterrupt())), threads=0)
     with pytest.raises(KeyboardInterrupt):
         running.take(DEADLINE_S)
-
-
-LEFT_OPEN = """
-import torch
-from colabkit import Loader
-from colabkit.augment import RandomResizedCrop
-
-images = torch.zeros(4096, 3, 64, 64, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-coming = iter(Loader(images, 32, num_workers=2, transform=RandomResizedCrop(48)))
-print(tuple(next(coming).shape))
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("ending", "status"), sampled([("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)], 1))
-def test_a_script_may_end_in_the_middle_of_an_iteration(ending: str, status: int) -> None:
-    command = [sys.executable, "-c", LEFT_OPEN + ending]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert (done.returncode, done.stdout) == (status, "(32, 3, 48, 48)\n"), done.stderr
-        assert "terminate called" not in done.stderr

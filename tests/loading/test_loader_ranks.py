@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from contract import make_pack, seal_fields
+from contract import make_pack
+from rank_steps import State, in_order, state_of, steps
 from sampling import sampled
 from torch.utils.data import BatchSampler, DistributedSampler, StackDataset
 
 from colabkit.augment import Compose, Cutout, MixUp, PerSample, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import InvalidOption
-from colabkit.foundation import epoch_order, processes
+from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
 from colabkit.loading.sampler.orders import BlockShuffled
 from colabkit.loading.sampler.resampling import Balanced, Weighted
 from colabkit.packs import open_pack
 
 WORLDS = (1, 2, 3, 4, 5)
-TORCHRUN_S = 100.0
-
-State = dict[str, Any]
-Steps = list[list[list[int]]]  # of each step, of each rank, the samples
 
 
 def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, **options: Any) -> list[Loader]:
@@ -39,23 +33,6 @@ def ranks(n: int, batch_size: int, world_size: int, state: State | None = None, 
     for loader in loaders if state else ():
         loader.load_state_dict(json.loads(json.dumps(state)))
     return loaders
-
-
-def steps(loaders: list[Loader], most: int | None = None) -> Steps:
-    """Return what the ranks get in each step of the next epoch; they must all end at the same step."""
-    taken = [[batch.tolist() for batch in itertools.islice(loader, most)] for loader in loaders]
-    return [list(step) for step in zip(*taken, strict=True)]
-
-
-def in_order(taken: Steps) -> list[int]:
-    return [sample for step in taken for batch in step for sample in batch]
-
-
-def state_of(loaders: list[Loader]) -> State:
-    """Return the state of a training, which is the same on all ranks."""
-    states = [loader.state_dict() for loader in loaders]
-    assert all(state == states[0] for state in states)
-    return states[0]
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "block"])
@@ -309,39 +286,6 @@ def test_ranks_under_a_sampler_of_the_users_own_draw_random_numbers_of_their_own
     of_ranks = [made(rank, 2) for rank in range(2)]
     assert not set(of_ranks[0]) & set(of_ranks[1])
     assert [made(rank, 2, after=2) for rank in range(2)] == of_ranks
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the loopback interface is called lo on Linux")
-def test_two_processes_of_torchrun_go_on_from_the_state_of_three_and_one_from_theirs(tmp_path):
-    n = 44
-    numbers = {"X": {"train": np.arange(n)}, "Y": {"train": np.arange(n) % 3}}
-    pack = seal_fields(tmp_path / "numbers.h5", numbers, {"X": "array"}, "class")
-    data = open_pack(pack)["train"]
-    orders = [epoch_order(n, 4, number, 0, n).tolist() for number in range(2)]
-    options = {"shuffle": True, "seed": 4, "fields": ["X"]}
-    three = [Loader(data, 4, rank=rank, world_size=3, **options) for rank in range(3)]
-    assert in_order(steps(three, 2)) == orders[0][:24]
-    state = tmp_path / "state.json"
-    state.write_text(json.dumps(state_of(three)))
-
-    script = str(Path(__file__).parents[1] / "doubles" / "loader_rank.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*launch, str(pack), str(state), str(tmp_path), "3", "4"]
-    done = processes.run(command, "run two processes", TORCHRUN_S, environ=environ)
-    assert done.status == 0, done.output
-
-    records = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for record in records:
-        assert (record["world_size"], record["batches_alone"], record["batches"]) == (2, 15, 8)
-        assert record["state"] == records[0]["state"]
-    first, second = ([*zip(*taken, strict=True)] for taken in zip(*(r["epochs"] for r in records), strict=True))
-    assert (len(first), len(second)) == (4, 4)
-    assert in_order(first) == orders[0][24:]
-    assert in_order(second) == orders[1][:24]
-    alone = Loader(data, 5, **options)
-    alone.load_state_dict(records[0]["state"])
-    assert in_order(steps([alone])) == orders[1][24:]
 
 
 def test_ranks_of_a_pack_of_images_get_its_rows(tmp_path):

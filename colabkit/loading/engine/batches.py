@@ -377,8 +377,3 @@ def tensors_in(batch: Any) -> list[Tensor]:
         return [batch]
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
     return [tensor for value in values for tensor in tensors_in(value)]
-
-
-def bytes_of(batch: Any) -> int:
-    """Return the size of all tensors of a batch; sparse ones count as if they were dense."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))

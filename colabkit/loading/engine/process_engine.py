@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from colabkit.foundation import ColabkitError, LoaderFailed, cannot, meters
 from colabkit.loading.augment.transform import Draws
-from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, bytes_of, fields_of, map_tensors
+from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, fields_of, map_tensors
 from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.gather import PinnedSlots, warn_unpinned
 from colabkit.loading.engine.options import LoaderOptions
@@ -35,7 +35,7 @@ from colabkit.loading.engine.user_code import (
     seed_generators,
     seeds_of,
 )
-from colabkit.loading.inspection import name_of
+from colabkit.loading.inspection import bytes_in, name_of
 
 _TICK_S = 0.25  # how often listeners hear of a waiting user
 _SENT_AHEAD = 2
@@ -227,7 +227,7 @@ class ProcessEngine:
                     raise made.error
                 if made.error is not None:
                     raise loader_failed(made.error.text, made.error.next_step) from made.error.cause()
-                size = bytes_of(made.batch)
+                size = bytes_in(made.batch)
                 self._counts.add("samples", made.samples, size, made.busy_s, made.wait_s, cpu_s=made.cpu_s)
                 if self._most_ahead:
                     # It was ready at each request for it, or for a batch before it, since it was made.

@@ -1,0 +1,28 @@
+"""What the ranks of one training get from their loaders, step by step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from colabkit.loading import Loader
+
+State = dict[str, Any]
+Steps = list[list[list[int]]]  # of each step, of each rank, the samples
+
+
+def steps(loaders: list[Loader], most: int | None = None) -> Steps:
+    """Return what the ranks get in each step of the next epoch; they must all end at the same step."""
+    taken = [[batch.tolist() for batch in itertools.islice(loader, most)] for loader in loaders]
+    return [list(step) for step in zip(*taken, strict=True)]
+
+
+def in_order(taken: Steps) -> list[int]:
+    return [sample for step in taken for batch in step for sample in batch]
+
+
+def state_of(loaders: list[Loader]) -> State:
+    """Return the state of a training, which is the same on all ranks."""
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return states[0]
