@@ -42,7 +42,7 @@ from colabkit.packs.packing.memory_plan import is_arrays, is_dataset, plan_array
 from colabkit.packs.packing.options import Fields, PackOptions, Size
 from colabkit.packs.packing.pack_plan import Encoding, OnBad, PackPlan, UnequalSample
 from colabkit.packs.packing.pack_writer import WrittenPack
-from colabkit.packs.packing.shards import SHARD_BYTES, reclaim, write_shards, write_single
+from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, reclaim, write_plan
 from colabkit.packs.packing.verification import shards_of
 from colabkit.storage import (
     DATA_FILE,
@@ -233,9 +233,8 @@ def pack(
         if final.is_dir():
             needed = "the path of a file, as in 'birds.h5'"
             raise TargetExists(cannot(act, f"{str(final)!r} is a folder", needed, "Name a file in it"))
-    call = _PackCall(
-        options, final, threads, shard_bytes, executor, started, resume=resume, overwrite=overwrite, progress=progress
-    )
+    write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite)
+    call = _PackCall(options, write_options, started, progress)
     with file_changes.translated(act):
         if is_arrays(source):
             return call.run(plan_arrays(source, options))
@@ -288,16 +287,11 @@ def _near_records(far: RangeSource, *, overwrite: bool, progress: bool) -> Sourc
 
 @dataclass(frozen=True)
 class _PackCall:
-    """One call of `pack()`; arguments as there."""
+    """One call of `pack()`."""
 
     options: PackOptions
-    final: Path
-    threads: Threads
-    shard_bytes: int | None
-    executor: Any
+    write_options: WriteOptions
     started: float
-    resume: bool
-    overwrite: bool
     progress: bool
 
     def reused(self, key: str | None) -> PackReport | None:
@@ -306,10 +300,10 @@ class _PackCall:
         Raises:
             TargetExists: if something else is there, unless it may be replaced.
         """
-        final = self.final
+        final = self.write_options.final
         if not os.path.lexists(final):
             return None
-        if self.overwrite:
+        if self.write_options.overwrite:
             if not is_pack(final):
                 found, next_step = f"{str(final)!r} is no pack", "Remove it or choose another path"
                 raise TargetExists(cannot(self.options.act, found, "a pack, which alone is overwritten", next_step))
@@ -328,7 +322,7 @@ class _PackCall:
         return _report(info, time.monotonic() - self.started, None)
 
     def _taken(self, how: str) -> TargetExists:
-        found, next_step = f"{str(self.final)!r} {how}", "Choose another path or overwrite=True"
+        found, next_step = f"{str(self.write_options.final)!r} {how}", "Choose another path or overwrite=True"
         return TargetExists(cannot(self.options.act, found, "a free path", next_step))
 
     def run(self, plan: PackPlan) -> PackReport:
@@ -337,24 +331,12 @@ class _PackCall:
             return reused
         try:
             with ProgressBar("pack", plan.samples, " samples", self.progress) as bar:
-                if self.shard_bytes is None:
-                    written = write_single(plan, self.final, self.threads, bar, replace=self.overwrite)
-                else:
-                    written = write_shards(
-                        plan,
-                        self.final,
-                        self.threads,
-                        bar,
-                        shard_bytes=self.shard_bytes,
-                        executor=self.executor,
-                        resume=self.resume,
-                        replace=self.overwrite,
-                    )
+                written = write_plan(plan, self.write_options, bar)
         except TargetExists:
             if (reused := self.reused(plan.about["plan"])) is None:  # another process was faster
                 raise
             return reused
-        return _report(read_pack(self.final), time.monotonic() - self.started, written)
+        return _report(read_pack(self.write_options.final), time.monotonic() - self.started, written)
 
 
 def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> PackReport:

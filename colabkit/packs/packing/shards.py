@@ -48,36 +48,35 @@ _PROBED = 16
 _LIFE_S = 1.0
 
 
-def write_shards(
-    plan: PackPlan,
-    final: Path,
-    threads: Threads,
-    bar: ProgressBar,
-    *,
-    shard_bytes: int,
-    executor: concurrent.futures.Executor | None,
-    resume: bool,
-    replace: bool,
-) -> WrittenPack:
-    """Write a plan to shards beside `final`, and there the index that names them.
+@dataclass(frozen=True)
+class WriteOptions:
+    """Where and how a pack is written; arguments as of `pack()`, `final` as its `out`."""
 
-    Args:
-        plan: of the pack.
-        final: the path of the index.
-        threads: files read at once, or `"auto"`.
-        bar: advances by each sample.
-        shard_bytes: about how large each is.
-        executor: runs one task a shard; None writes them one after the other.
-        resume: whether whole shards of an interrupted call are used.
-        replace: whether what is at `final` is replaced.
+    final: Path
+    threads: Threads
+    shard_bytes: int | None
+    executor: concurrent.futures.Executor | None
+    resume: bool
+    overwrite: bool
+
+
+def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
+    """Write a plan to one file, or to shards and an index that names them.
 
     Raises:
-        TargetExists: if something is at `final` and `replace` is false, or something else at the name of a shard.
+        TargetExists: if something is at the path and is not to be overwritten, or something else at that of a shard.
         NotEnoughSpace: before anything is read, if the pack cannot fit.
         BadImage, BadSource: if too many samples are bad, or all.
         PackingFailed: if the executor fails.
     """
-    final = final.absolute()
+    if options.shard_bytes is None:
+        return _write_single(plan, options, bar)
+    return _write_shards(plan, options, options.shard_bytes, bar)
+
+
+def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: ProgressBar) -> WrittenPack:
+    """Write a plan to shards of about `shard_bytes`, and their index."""
+    final, executor, replace = options.final.absolute(), options.executor, options.overwrite
     sizes = _sample_bytes(plan)
     ranges = _ranges(sizes, shard_bytes)
     names = [f"{final.stem}-{number:05d}{final.suffix}" for number in range(len(ranges))]
@@ -85,7 +84,7 @@ def write_shards(
         if not replace:
             check_free(plan, final)
         work = _digest(plan, ranges)
-        is_same = resume and kept.record.get("work") == work and plan.about["plan"] is not None
+        is_same = options.resume and kept.record.get("work") == work and plan.about["plan"] is not None
         kept.note(path=os.fspath(final), work=work)
         if not is_same:
             file_changes.remove(kept.data)
@@ -98,9 +97,9 @@ def write_shards(
         missing_bytes = sum(sizes[slice(*ranges[number])].sum() for number in shards.missing)
         file_changes.check_space(plan.act, int(missing_bytes), final)
         if executor is None:
-            shards.write(threads)
+            shards.write(options.threads)
         else:
-            shards.run(threads, executor)
+            shards.run(options.threads, executor)
         ordered = [shards.written[number] for number in range(len(names))]
         if sum(len(one.bad) for one in ordered) == plan.samples:
             raise no_good_sample(plan)
@@ -112,9 +111,9 @@ def write_shards(
     return WrittenPack(seal, counts, bad, sum(one.retries for one in ordered), shards.made_by or "an earlier call")
 
 
-def write_single(plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool) -> WrittenPack:
-    """Write a plan to one file, as `write_pack()`; the shards of a pack that it replaces are removed behind it."""
-    final = final.absolute()
+def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
+    """Write a plan to one file; the shards of a pack that it replaces are removed behind it."""
+    final, threads, replace = options.final.absolute(), options.threads, options.overwrite
     reclaim(final)
     old = _names_in(final) if replace else []
     if not old:
