@@ -65,6 +65,7 @@ setup(
             "types-tqdm==4.70.0.20261106",
             "webdataset>=0.2.86",
             "zstandard>=0.22",
+            'backports.zstd>=1.0; python_version < "3.14"',
         ],
         # Pinned: a new version of a linter reports new problems.
         "dev": [

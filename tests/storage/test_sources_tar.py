@@ -173,7 +173,7 @@ def test_without_the_package_for_zstd_the_line_that_installs_it_is_named(tmp_pat
         return real(name)
 
     monkeypatch.setattr(tar_stream.importlib, "import_module", missing)
-    with pytest.raises(MissingPackage, match="pip install zstandard"):
+    with pytest.raises(MissingPackage, match=r"pip install backports\.zstd"):
         open_source(archive).list()
     assert not isinstance(open_source(nameless), TarSource), "what it is cannot be told"
 

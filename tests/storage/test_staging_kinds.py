@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
 import tarfile
 import threading
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_zstd_archives_are_staged_where_the_package_is(image_tree, tmp_path):
 def test_zstd_archives_need_a_package(image_tree, tmp_path, monkeypatch):
     archive = tmp_path / "tree.tar.zst"
     archive.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    for module in ("backports.zstd", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackage, match="pip install"):
         copy(archive)
 

@@ -13,17 +13,15 @@ import importlib
 import io
 import lzma
 import re
+import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 from colabkit.foundation import BadArchive, ColabkitError, import_optional
 from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Member, broken_archive, inflates_too_far, inflation_limit
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 _MAGIC: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of zstd without data, which pzstd puts first
@@ -31,7 +29,6 @@ _USTAR_AT = 257
 _HEAD_BYTES = 512
 _STEP_BYTES = 1 << 20
 _BUFFER_BYTES = 64 << 10
-_ZSTD_STEP_BYTES = 2 << 10  # a block of 4 bytes inflates to as many as 128 KiB, and nothing limits what comes out
 
 
 class TarStream:
@@ -155,46 +152,9 @@ def _inflated(name: str, file: BinaryIO, method: str) -> Any:
         return bz2.BZ2File(file)
     if method == "xz":
         return lzma.LZMAFile(file)
-    try:
-        return importlib.import_module("compression.zstd").ZstdFile(file)  # of Python 3.14 and later
-    except ImportError:
-        pass
-    zstandard = import_optional("zstandard", f"read {name!r}", "to inflate zstd")
-    return io.BufferedReader(_Zstd(file, lambda: zstandard.ZstdDecompressor().decompressobj()), _STEP_BYTES)
-
-
-class _Zstd(io.RawIOBase):
-    """Frames of zstd, inflated in small steps: the package's own stream takes a cut frame for a whole one."""
-
-    def __init__(self, file: BinaryIO, new_inflater: Callable[[], Any]) -> None:
-        self._file = file
-        self._new = new_inflater
-        self._inflater = new_inflater()
-        self._is_begun = False  # whether the frame has bytes
-        self._packed = b""
-        self._inflated = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Buffer) -> int:
-        view = memoryview(buffer).cast("B")
-        while not self._inflated:
-            self._packed = self._packed or self._file.read(_BUFFER_BYTES)
-            if not self._packed:
-                if self._is_begun:
-                    raise EOFError("it is cut short")
-                return 0
-            step, self._packed = self._packed[:_ZSTD_STEP_BYTES], self._packed[_ZSTD_STEP_BYTES:]
-            self._is_begun = True
-            self._inflated = memoryview(self._inflater.decompress(step))
-            if self._inflater.eof:
-                self._packed = self._inflater.unused_data + self._packed
-                self._inflater, self._is_begun = self._new(), False
-        size = min(len(view), len(self._inflated))
-        view[:size] = self._inflated[:size]
-        self._inflated = self._inflated[size:]
-        return size
+    if sys.version_info >= (3, 14):
+        return importlib.import_module("compression.zstd").ZstdFile(file)
+    return import_optional("backports.zstd", f"read {name!r}", "to inflate zstd", "backports.zstd").ZstdFile(file)
 
 
 _BLOCK_BYTES = 512
