@@ -1,10 +1,10 @@
 """Training: the loop around a loader that survives a disconnect.
 
-- `api`, `run`, `report`: `train()`, one run, and the report it returns.
-- `steps`: `supervised_step()`, the usual step of a model.
-- `ceiling`: `headspace()`, what a step could reach without waiting for data.
-- `folds`, `launch`: `k_fold()` and `notebook_launch()`.
-- `checkpoints`: snapshots written in the background, sealed, published and loaded again.
+- `trainer`, `run`, `report`: `train()`, one run of it, and the report that it returns.
+- `schedule`, `records`: what comes between two steps, and the numbers that are kept of them.
+- `checkpoints`, `run_checkpoints`: snapshots written in the background, sealed, published, loaded; what a run saves.
+- `steps`, `models`: `supervised_step()`, the usual step, and what it does to a model.
+- `ceiling`, `folds`, `ranks`: `headspace()`, `k_fold()` and `notebook_launch()`.
 """
 
 import lazy_loader

@@ -13,8 +13,8 @@ import torch
 from far_mounts import wait_for
 from trees import leftovers
 
+from colabkit.training.checkpoints import files
 from colabkit.training.checkpoints import folder as checkpoint_folder
-from colabkit.training.checkpoints import remote
 from colabkit.training.checkpoints.files import THREAD_NAME
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
@@ -60,7 +60,7 @@ def near_of(near_storage: Path) -> Path:
 
 def pretend_far(patch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Let a folder of this disk count as one behind a mount."""
-    for module in (checkpoint_folder, remote):
+    for module in (checkpoint_folder, files):
         patch.setattr(module, "can_hang", lambda path, table: path.startswith(str(folder)))
     return folder
 

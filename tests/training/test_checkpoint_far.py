@@ -17,7 +17,7 @@ from sampling import sampled
 from trees import needs
 
 from colabkit.errors import Corrupt, FileFailed, NotMounted, TimedOut
-from colabkit.training.checkpoints import files, remote
+from colabkit.training.checkpoints import files
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
 
@@ -79,7 +79,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
     tmp_path, near_storage, drive, monkeypatch, caplog, file_hook
 ):
     mount = drive()
-    monkeypatch.setattr(remote, "STALLED_S", 0.5)
+    monkeypatch.setattr(files, "STALLED_S", 0.5)
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
     with CheckpointFolder(folder) as kept, caplog.at_level(logging.WARNING, logger="colabkit"):
@@ -97,7 +97,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
         assert len(caplog.records) == 1
         mount.go_on()
         wait_for(lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"], "the end of what hung")
-        monkeypatch.setattr(remote, "STALLED_S", 60.0)
+        monkeypatch.setattr(files, "STALLED_S", 60.0)
         kept.save(40, content(40), score=0.3)
         kept.finish()
         assert len(kept.failures) == 3
@@ -108,7 +108,7 @@ def test_a_drive_that_hangs_fails_no_training_and_gets_the_next_one(
 
 def test_a_drive_that_hangs_for_long_holds_few_threads(tmp_path, drive, monkeypatch):
     mount = drive()
-    monkeypatch.setattr(remote, "STALLED_S", 0.1)
+    monkeypatch.setattr(files, "STALLED_S", 0.1)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
     with CheckpointFolder(tmp_path / "drive" / "run") as kept:
         mount.hang()
@@ -159,7 +159,7 @@ def test_a_drive_that_hangs_at_resume_is_one_error_in_time(tmp_path, near_storag
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
     elsewhere(monkeypatch, tmp_path / "other")
-    monkeypatch.setattr(remote, "STALLED_S", 0.5)
+    monkeypatch.setattr(files, "STALLED_S", 0.5)
     mount.hang(operation)
     with pytest.raises(TimedOut, match=r"Cannot resume from .+ has answered nothing"):
         CheckpointFolder(folder).newest()

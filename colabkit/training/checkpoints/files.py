@@ -1,4 +1,4 @@
-"""The file of a checkpoint: written with its digest while training goes on, and read again."""
+"""The file of a checkpoint: written with its digest while training goes on, copied to and from a mount, and loaded."""
 
 from __future__ import annotations
 
@@ -9,23 +9,39 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, TYPE_CHECKING, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from colabkit.foundation import file_changes
-from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpoint, is_marked, marker
+from colabkit.foundation import Corrupt, NotMounted, can_hang, cannot, file_changes, mounts
+from colabkit.storage import MOVED_BLOCK_BYTES, Moved, SlowMount, check_written, write_blocks
+from colabkit.training.checkpoints.seals import (
+    DamagedCheckpoint,
+    SealedCheckpoint,
+    is_marked,
+    marker,
+    prune,
+    put,
+    readable,
+    sealed_in,
+)
 from colabkit.training.checkpoints.snapshots import ContentCopy, unsafe
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+T = TypeVar("T")
+
 THREAD_NAME = "colabkit-checkpoint"
+
+STALLED_S = 120.0
+"""Seconds in which a mount or a disk has to answer, or to take or give something."""
+
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
 _NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine would hardly ever write
@@ -84,12 +100,6 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
     Digest and writes are made in large blocks, without the interpreter's lock, in a thread that gives way to all
     others. The file is then loaded once, mapped, so that what cannot be loaded is found now, not when it is needed.
 
-    Args:
-        content: copied before.
-        path: of the file.
-        act: verb and object for messages.
-        job: learns when the file system answers, and says whether the file is still wanted.
-
     Raises:
         InvalidOption: if `content` holds objects that only an unsafe load would bring back.
         WriteAborted: if the file is not wanted any more.
@@ -126,7 +136,7 @@ def _named(error: Exception) -> str:
 
 
 class _CheckpointSink:
-    """What `torch.save` writes to: gathers small pieces, and digests and writes large ones in a thread of its own.
+    """The file that `torch.save` writes to: gathers small pieces, digests and writes large ones in another thread.
 
     Attributes:
         size: bytes that were written.
@@ -257,3 +267,105 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
         raise DamagedCheckpoint("it is no checkpoint of colabkit")
     content: dict[str, Any] = found["content"]
     return content
+
+
+class RemoteFolder:
+    """A folder of checkpoints on a mount that may hang or die: each access runs in a thread that can be abandoned.
+
+    The mount has to answer in `timeout_s` seconds, None for `STALLED_S`.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float | None) -> None:
+        self.folder = folder
+        self._timeout_s = timeout_s
+        self._mount = SlowMount(str(folder), STALLED_S)
+
+    def ask(self, act: str, work: Callable[[Moved], T], size: int = 0, on_wait: Callable[[], None] | None = None) -> T:
+        """Return what `work` returns; see `SlowMount.call`.
+
+        Raises:
+            TimedOut: if the mount answers nothing.
+            NotMounted: if the mount is gone, and the folder would be one of this machine.
+        """
+        if not can_hang(str(self.folder), mounts()):
+            found = f"the mount that held {str(self.folder)!r} is gone"
+            raise NotMounted(cannot(act, found, "the mount", "Run colabkit.mount() if it is Drive, or mount it again"))
+        self._mount.stalled_s = self._timeout_s or STALLED_S
+        return self._mount.call(act, work, largest_bytes=size, on_wait=on_wait)
+
+    def publish(
+        self,
+        sealed: SealedCheckpoint,
+        step: int,
+        keep_last: int,
+        judge: str,
+        damaged: Collection[Path],
+        on_wait: Callable[[], None],
+    ) -> list[SealedCheckpoint]:
+        """Copy a local checkpoint here, remove old ones (see `prune`), and return those that are here, newest first.
+
+        `step` is that of the newest local one; `on_wait` is called some times a second, and may raise to leave it.
+        """
+        act = f"publish {str(sealed.path)!r} to {str(self.folder)!r}"
+
+        def fill(path: Path, moved: Moved) -> tuple[int, str]:
+            give_way()
+            try:
+                crc = write_blocks(path, _blocks(sealed), moved)
+            except DamagedCheckpoint as error:
+                needed = "the bytes that were sealed"
+                raise Corrupt(cannot(act, str(error), needed, "See to the disk it is on")) from error
+            check_written(act, sealed.path.name, path, sealed.size, crc, moved)
+            return sealed.size, sealed.digest
+
+        def work(moved: Moved) -> list[SealedCheckpoint]:
+            is_there = any(one.digest == sealed.digest and one.is_whole() for one in sealed_in(self.folder))
+            if not is_there:
+                put(self.folder, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
+            moved()
+            return prune(self.folder, step, keep_last, judge, damaged)
+
+        return self.ask(act, work, sealed.size, on_wait)
+
+    def fetch(self, sealed: SealedCheckpoint, near: Path, act: str) -> SealedCheckpoint:
+        """Copy a checkpoint from here to the folder `near`, and return the copy.
+
+        Raises:
+            DamagedCheckpoint: if it is not what was sealed.
+        """
+
+        def fill(path: Path, moved: Moved) -> tuple[int, str]:
+            write_blocks(path, _blocks(sealed), moved)
+            return sealed.size, sealed.digest
+
+        def work(moved: Moved) -> SealedCheckpoint | DamagedCheckpoint:
+            try:
+                sealed.check_size()
+                return put(near, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
+            except DamagedCheckpoint as error:
+                return error
+
+        found = self.ask(act, work, sealed.size)
+        if isinstance(found, DamagedCheckpoint):
+            raise found
+        return found
+
+
+def _blocks(sealed: SealedCheckpoint) -> Generator[bytes, None, None]:
+    """Yield the bytes of a checkpoint's file; raises `DamagedCheckpoint`, at the end, unless they are as sealed."""
+    sha256, size = hashlib.sha256(), 0
+    with readable(sealed.path):
+        file = sealed.path.open("rb", buffering=0)
+    with file:
+        while True:
+            with readable(sealed.path):
+                block = file.read(MOVED_BLOCK_BYTES)
+            if not block:
+                break
+            sha256.update(block)
+            size += len(block)
+            yield block
+    if size != sealed.size:
+        raise DamagedCheckpoint(f"{size} of {sealed.size} bytes")
+    if sha256.hexdigest() != sealed.digest:
+        raise DamagedCheckpoint("its bytes are not the sealed ones")

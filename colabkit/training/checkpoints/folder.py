@@ -26,8 +26,16 @@ from colabkit.foundation import (
     near_folder,
 )
 from colabkit.storage import SLOWEST_BYTES_S
-from colabkit.training.checkpoints.files import THREAD_NAME, LoadedCheckpoint, SaveJob, WriteAborted, load, write
-from colabkit.training.checkpoints.remote import STALLED_S, RemoteFolder
+from colabkit.training.checkpoints.files import (
+    STALLED_S,
+    THREAD_NAME,
+    LoadedCheckpoint,
+    RemoteFolder,
+    SaveJob,
+    WriteAborted,
+    load,
+    write,
+)
 from colabkit.training.checkpoints.seals import (
     DamagedCheckpoint,
     Mode,

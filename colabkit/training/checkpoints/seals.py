@@ -168,7 +168,7 @@ def put(
     Args:
         folder: made if missing.
         step: after which it was taken.
-        rated: how good it is, or None, and by what judge, whose name begins with `"min"` or `"max"`.
+        rated: its score, or None, and the judge, whose name begins with `"min"` or `"max"`.
         size: bytes that it will take, about.
         fill: writes the file at a path and returns its bytes and their SHA-256.
         act: verb and object for messages.
@@ -213,16 +213,8 @@ def prune(
 ) -> list[SealedCheckpoint]:
     """Remove a folder's old checkpoints, and return those that are left, newest first.
 
-    The newest `keep_last` and the best stay. Nothing is removed while fewer than that have the size that was sealed.
-
-    Args:
-        folder: where they are.
-        step: of the one that was put there last; those of later steps are damaged ones that were passed over, and
-            count for nothing.
-        keep_last: how many of the newest stay.
-        judge: by what the best is.
-        damaged: files that are known to be so.
-        needed: steps that stay for now.
+    The newest `keep_last`, the best by `judge` and those of the steps `needed` stay. Nothing is removed while fewer
+    than `keep_last` have the sealed size. Checkpoints after `step` do not count: they are damaged, and were skipped.
     """
     found = sealed_in(folder)
     whole = [one for one in found if one.step <= step and one.path not in damaged and one.is_whole()]
