@@ -12,6 +12,8 @@ from torch import Tensor
 
 from colabkit.foundation import InvalidOption, MetersSnapshot, TrainingDiverged, cannot, kind_of, meters
 
+_SPENT = ("wait_s", "copy_s", "compute_s", "other_s")
+
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
@@ -57,19 +59,10 @@ class Validation:
 
 @dataclass
 class EpochProgress:
-    """The epoch that is under way.
+    """The epoch that is under way: as in its record, so far, with the samples of this process.
 
     Attributes:
-        epoch: its number in the training.
         loader_epoch: its number in the loader, which may have been used before.
-        steps: steps in it so far.
-        samples: of this process in it so far.
-        seconds: spent in it, validation apart.
-        wait_s: of the time of its whole steps, waiting for data.
-        copy_s: waiting for copies to the device, which nothing hid.
-        compute_s: the steps themselves.
-        other_s: other work of the host.
-        validation: what was returned last in it.
         is_validation_due: whether a validation comes before its next step.
     """
 
@@ -87,30 +80,13 @@ class EpochProgress:
 
     def spend(self, before: EpochProgress, spent: MetersSnapshot) -> None:
         """Take in where the time went since `before`, by the loader's meters."""
-        self.wait_s = before.wait_s + spent.wait_s
-        self.copy_s = before.copy_s + spent.copy_s
-        self.compute_s = before.compute_s + spent.compute_s
-        self.other_s = before.other_s + spent.other_s
+        for name in _SPENT:
+            setattr(self, name, getattr(before, name) + getattr(spent, name))
 
-    def record(self, samples: int, means: Mapping[str, float]) -> EpochRecord:
-        """Return the epoch's record.
-
-        Args:
-            samples: of all processes.
-            means: over samples of what the step returned.
-        """
-        return EpochRecord(
-            self.epoch,
-            self.steps,
-            samples,
-            self.seconds,
-            self.wait_s,
-            means,
-            self.validation,
-            self.copy_s,
-            self.compute_s,
-            self.other_s,
-        )
+    def record(self, samples: int, values: Mapping[str, float]) -> EpochRecord:
+        """Return the epoch's record, with the samples of all processes and the means over them."""
+        kept = {name: getattr(self, name) for name in ("epoch", "steps", "seconds", "validation", *_SPENT)}
+        return EpochRecord(samples=samples, values=values, **kept)
 
 
 Values: TypeAlias = Mapping[str, object]
@@ -167,7 +143,7 @@ def is_number(value: object) -> bool:
 
 
 class SampleMeans:
-    """SampleMeans over samples, summed one by one, so that a sum taken up again comes to the same bits."""
+    """Means over samples, summed one by one, so that a sum taken up again comes to the same bits."""
 
     def __init__(self, sums: Mapping[str, tuple[float, int]] | None = None) -> None:
         self.sums: dict[str, tuple[float, int]] = {
@@ -195,7 +171,7 @@ class SampleMeans:
 
 
 class ValueCurve:
-    """SampleMeans of every value over bins of steps; bins grow so that a run of any length has at most 1,000 of them.
+    """Means of every value over bins of steps; bins grow so that a run of any length has at most 1,000 of them.
 
     Attributes:
         width: steps of a bin.

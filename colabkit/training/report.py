@@ -179,12 +179,17 @@ class TrainReport(Report):
         if self.stopped:
             saved = f"; checkpoint {str(self.checkpoint)!r}" if self.checkpoint else ", without a checkpoint"
             lines.append(f"Stopped by {self.stopped} after step {self.steps}{saved}")
-        if self.resumed_from:
-            lines.append(f"Resumed from {str(self.resumed_from)!r}")
-        lines += [f"Passed over {name!r}: {reason}" for name, reason in self.passed_over]
-        lines += [f"Not kept: {what}" for what in self.not_kept]
-        lines += [f"Not saved at step {step}: {reason}" for step, reason in self.failed_saves]
+        for label, text in self._incidents():
+            lines.append(f"{label.capitalize()}{':' if label == 'not kept' else ''} {text}")
         return "\n".join(lines)
+
+    def _incidents(self) -> list[tuple[str, str]]:
+        """Return what went differently than in an undisturbed run, each with its label."""
+        found = [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
+        found += [("passed over", f"{name!r}: {reason}") for name, reason in self.passed_over]
+        found += [("not kept", what) for what in self.not_kept]
+        found += [("not saved", f"at step {step}: {reason}") for step, reason in self.failed_saves]
+        return found
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
@@ -200,10 +205,7 @@ class TrainReport(Report):
                 )
             )
         told = [("stopped", f"by {self.stopped} after step {self.steps}")] if self.stopped else []
-        told += [("resumed from", str(self.resumed_from))] if self.resumed_from else []
-        told += [("passed over", f"{name}: {reason}") for name, reason in self.passed_over]
-        told += [("not kept", what) for what in self.not_kept]
-        told += [("not saved", f"at step {step}: {reason}") for step, reason in self.failed_saves]
+        told += self._incidents()
         told += [("checkpoint", str(self.checkpoint))] if self.checkpoint else []
         rows += [(name, "", "", "", text) for name, text in told]
         if self.best and self.best_value is not None:

@@ -83,7 +83,7 @@ class _StorageRange:
 
 
 class ContentCopier:
-    """ContentCopier content into memory of its own, the same each time: new pages would cost more than the copy.
+    """Copies content into memory of its own, the same each time: new pages would cost more than the copy.
 
     Storages that tensors share are copied once, and strides stay, so tied weights stay tied. Tensors that are not
     plain ones of the CPU or a CUDA device, and objects that can change, go through `torch.save` and `torch.load` in
@@ -140,11 +140,11 @@ class ContentCopier:
             self._kept = {}
             return False
         for extent in wanting:
-            extent.copy = self._made(*extent.kind)
+            extent.copy = self._new_buffer(*extent.kind)
             self._kept.setdefault(extent.kind, []).append(extent.copy)
         return True
 
-    def _made(self, size: int, is_for_gpu: bool) -> Tensor:
+    def _new_buffer(self, size: int, is_for_gpu: bool) -> Tensor:
         if is_for_gpu and self._pins:
             try:
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
