@@ -86,10 +86,14 @@ def test_single_steps_of_any_size_make_a_mean_batch() -> None:
     assert made(steps=steps).samples_per_s == pytest.approx(480)
 
 
-def test_of_no_steps_nothing_is_typical() -> None:
+def test_of_no_steps_nothing_is_typical_and_late_is_what_waits_for_more_than_three_usual_steps() -> None:
     assert typical_step([]).seconds == 0
     assert late_share([]) == 0
     assert made(steps=[]).samples_per_s == 0
+    steps = steps_of(count=200)
+    for wait_s, late in ((0.0, 0), (0.29, 0), (20.0, 0.5)):
+        steps[100] = steps[100]._replace(wait_s=wait_s)
+        assert late_share(steps) == pytest.approx(late)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +115,6 @@ def test_passes_of_one_step_are_judged_by_these() -> None:
     steps = [StepTimes(0.05, 0.0, 0.1, 0.0, 64, is_first=True) for _ in range(100)]
     assert made(steps=steps).shares.wait == pytest.approx(1 / 3)
     assert judge(made(steps=steps)).verdict == "data"
-
-
-def test_late_is_what_waits_for_more_than_three_usual_steps() -> None:
-    steps = steps_of(count=200)
-    assert late_share(steps) == 0
-    steps[100] = steps[100]._replace(wait_s=0.29)
-    assert late_share(steps) == 0
-    steps[100] = steps[100]._replace(wait_s=20.0)
-    assert late_share(steps) == pytest.approx(0.5)
 
 
 def test_a_run_whose_beginning_is_out_of_sight_has_no_first_steps_to_leave_out() -> None:
@@ -219,17 +214,17 @@ def looks(doctor: Doctor, *shares: float) -> list[str]:
     return [doctor.look(spent_of(shared(share)), GATHERED, [QUIET]).verdict for share in shares]
 
 
-def test_the_first_verdict_stands_at_once_and_another_when_it_was_clear_twice() -> None:
-    assert looks(Doctor(), 0.5, 0.01, 0.01, 0.5, 0.5) == ["data", "data", "compute", "compute", "data"]
-
-
-def test_a_verdict_does_not_flicker_around_its_threshold() -> None:
-    assert set(looks(Doctor(), 0.21, *[0.19, 0.21, 0.175, 0.175] * 5)) == {"data"}
-    assert set(looks(Doctor(), 0.01, *[0.21, 0.19] * 5)) == {"compute"}
-
-
-def test_data_is_let_off_below_three_points_under_its_threshold() -> None:
-    assert looks(Doctor(), 0.21, 0.16, 0.16)[-1] == "compute"
+@pytest.mark.parametrize(
+    ("shares", "verdicts"),
+    [
+        ((0.5, 0.01, 0.01, 0.5, 0.5), ["data", "data", "compute", "compute", "data"]),  # another when clear twice
+        ((0.21, *[0.19, 0.21, 0.175, 0.175] * 5), ["data"] * 21),  # no flicker around the threshold
+        ((0.01, *[0.21, 0.19] * 5), ["compute"] * 11),
+        ((0.21, 0.16, 0.16), ["data", "data", "compute"]),  # three points under it
+    ],
+)
+def test_the_first_verdict_stands_at_once_and_does_not_flicker(shares: tuple[float, ...], verdicts: list[str]) -> None:
+    assert looks(Doctor(), *shares) == verdicts
 
 
 def test_the_last_look_says_what_the_run_comes_to_at_once() -> None:
@@ -279,23 +274,18 @@ def named(found: Diagnosis) -> list[str]:
     return [advice.rule for advice in found.advice]
 
 
-def test_the_best_three_are_given_the_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_three_are_given_the_best_first_if_they_gain_three_hundredths(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = [told(f"rule {gain}", 640.0 * gain) for gain in (2, 5, 3, 4)]
     rules_that_give(monkeypatch, told("about nothing"), *gains)
     assert named(judge(made())) == ["rule 5", "rule 4", "rule 3"]
-
-
-def test_what_may_end_the_run_comes_before_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules_that_give(monkeypatch, told("a", 9e9), told("slowed_gpu"), told("full_ram"), told("lost_gpu"))
-    assert named(judge(made())) == ["full_ram", "lost_gpu", "a"]
-
-
-def test_a_gain_of_less_than_three_hundredths_is_not_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     rules_that_give(monkeypatch, told("little", 640 * 1.02), told("more", 640 * 1.04))
     assert named(judge(made())) == ["more"]
+    rules_that_give(monkeypatch, told("a", 9e9), told("slowed_gpu"), told("full_ram"), told("lost_gpu"))
+    assert named(judge(made())) == ["full_ram", "lost_gpu", "a"], "first what may end the run"
 
 
 def test_advice_that_another_one_contradicts_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name for rule in RULES for name in rule.silences} <= {rule.name for rule in RULES}
     for rule in RULES:
         for other in rule.silences:
             rules_that_give(monkeypatch, told(other, 9e9), told(rule.name))
@@ -308,10 +298,6 @@ def test_what_two_rules_would_do_alike_is_said_once_by_the_better(monkeypatch: p
     one, other = (replace(told(name, speed), call="colabkit.stage('x')") for name, speed in (("a", 1e3), ("b", 2e3)))
     rules_that_give(monkeypatch, one, other, told("c"), told("d"))
     assert named(judge(made())) == ["b", "c", "d"]
-
-
-def test_a_rule_silences_rules_alone() -> None:
-    assert {name for rule in RULES for name in rule.silences} <= {rule.name for rule in RULES}
 
 
 def test_more_workers_are_not_advised_where_memory_is_short() -> None:
@@ -350,21 +336,17 @@ def test_seconds_saved_are_those_of_an_epoch(monkeypatch: pytest.MonkeyPatch) ->
     assert advice.saved_s is None
 
 
-def test_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None:
-    found = judge(made(wait=0.001))
-    assert repr(found).splitlines() == [
+def test_only_a_run_that_only_computes_is_told_that_there_is_nothing_to_fix() -> None:
+    assert repr(judge(made(wait=0.001))).splitlines() == [
         "Data keeps up: the step itself takes 99% of the time; 634 images/s in a typical step",
         "Nothing to fix in how data is loaded",
     ]
-
-
-def test_where_data_slows_training_and_nothing_is_known_that_helps_it_is_not_said_that_all_is_well() -> None:
+    assert judge(made(wait=0.001)).needs_nothing
+    assert not judge(made(other=0.1)).needs_nothing
     for wait in (0.1, 0.01):
         found = replace(judge(made(wait=wait)), advice=())
         assert repr(found).splitlines()[1:] == ["No advice"]
         assert not found.needs_nothing
-    assert judge(made(wait=0.001)).needs_nothing
-    assert not judge(made(other=0.1)).needs_nothing
 
 
 def test_text_has_verdict_speed_ceiling_and_numbered_advice(monkeypatch: pytest.MonkeyPatch) -> None:

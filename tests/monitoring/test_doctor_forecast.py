@@ -199,19 +199,15 @@ def test_what_the_loader_takes_of_a_full_cpu_is_given_back_to_the_step() -> None
     assert forecast_run(crowded).without_loader() > 1.5 * forecast_run(idle).without_loader()
 
 
-def test_a_step_on_a_gpu_is_not_made_shorter_by_idle_cpus() -> None:
+def test_a_step_on_a_gpu_is_not_made_shorter_by_idle_cpus_nor_one_of_an_unseen_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     on_gpu = made(wait=0.1, facts=replace(DECODED, device="cuda:0"), parts=(part("decode", 0.01, 0.01),), host=FULL)
     assert forecast_run(on_gpu).step_s == pytest.approx(0.1)
-
-
-def test_where_nothing_is_seen_of_the_machine_its_cpus_are_still_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_profile, "usable_cpus", lambda: 6.0)
-    assert forecast_run(made(wait=0.1, host=None)).cpus == 6.0
-
-
-def test_where_nothing_is_seen_of_the_machine_a_step_still_has_a_speed() -> None:
-    forecast = forecast_run(made(wait=0.1, facts=None, host=None))
-    assert forecast.without_loader() == pytest.approx(640)
+    unseen = forecast_run(made(wait=0.1, facts=None, host=None))
+    assert unseen.cpus == 6.0
+    assert unseen.without_loader() == pytest.approx(640)
     assert forecast_run(made(steps=[], facts=None, host=None)).without_loader() == 0
 
 

@@ -20,7 +20,7 @@ import colabkit
 from colabkit.foundation import errors, meters
 from colabkit.loading.inspection import samples_in
 from colabkit.monitoring.doctor import api
-from colabkit.monitoring.doctor.api import WatchedLoader, watch
+from colabkit.monitoring.doctor.api import watch
 
 DATA = TensorDataset(torch.arange(10), torch.arange(10) % 3)
 Pair = namedtuple("Pair", "images labels")  # noqa: PYI024  # as torch's collate makes them
@@ -84,15 +84,11 @@ def test_what_has_no_length_has_none_and_is_iterated_all_the_same() -> None:
     assert list(itertools.islice(watch(itertools.count()), 3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "rubbish", [None, 5, "photos", b"photos", {"train": [1]}, DATA, [1, 2], [DataLoader(DATA)], [DATA]]
-)
-def test_what_gives_no_batches_is_refused_in_one_line(rubbish: object) -> None:
-    with pytest.raises(errors.InvalidOption, match=r"^Cannot watch: '\w+' is no loader, something that gives batches"):
-        watch(rubbish)  # type: ignore[arg-type]
-
-
-def test_a_loader_that_is_watched_is_not_watched_twice() -> None:
+def test_what_gives_no_batches_is_refused_in_one_line_and_a_watched_loader_is_not_watched_twice() -> None:
+    for rubbish in (None, 5, "photos", b"photos", {"train": [1]}, DATA, [1, 2], [DataLoader(DATA)], [DATA]):
+        said = r"^Cannot watch: '\w+' is no loader, something that gives batches"
+        with pytest.raises(errors.InvalidOption, match=said):
+            watch(rubbish)  # type: ignore[arg-type]
     watched = watch(Named([1]))
     assert watch(watched) is watched
     assert colabkit.watch is watch
@@ -122,46 +118,35 @@ def test_waiting_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (spent.wait_s, spent.compute_s, spent.first_s) == (5.0, 2.0, 3.0)
 
 
-def test_steps_are_counted_while_a_long_pass_goes_on() -> None:
+def test_steps_are_counted_while_a_long_pass_goes_on_and_no_step_of_a_gpu_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watched = watch(Named(list(range(100))))
     for number in watched:
         assert watched.meters.spent.steps == watched.meters.snapshot().steps == number
-
-
-def test_no_step_of_a_gpu_is_lost_in_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_clock", PromptClock)
     watched = watch(Named(list(range(1000))))
     list(watched)
     assert watched.meters.snapshot().steps == 1000
 
 
-def test_events_tell_of_passes_and_batches(heard: list[meters.Event]) -> None:
-    watched = watch(DataLoader(DATA, 4))
-    for _ in range(2):
-        for _ in watched:
-            pass
+def test_events_tell_of_passes_and_of_batches_that_are_counted_by_then(heard: list[meters.Event]) -> None:
+    watched, seen = watch(DataLoader(DATA, 4)), []
+    unsubscribe = meters.subscribe(lambda event: seen.append(event.meters.samples))
+    try:
+        for _ in range(2):
+            list(watched)
+    finally:
+        unsubscribe()
     started = meters.EpochStarted(watched.meters, 0, 3, 10)
     taken = [meters.BatchTaken(watched.meters)] * 3
     assert heard == [started, *taken, meters.EpochStarted(watched.meters, 1, 3, 10), *taken]
-
-
-def test_events_of_a_loader_without_a_length_say_so(heard: list[meters.Event]) -> None:
-    watched = watch(Named([1]))
-    list(watched)
-    assert heard[0] == meters.EpochStarted(watched.meters, 0, None, None)
-
-
-def test_a_batch_is_counted_when_it_is_told_of() -> None:
-    watched = watch(DataLoader(DATA, 4))
-    seen: list[int] = []
-    unsubscribe = meters.subscribe(
-        lambda event: seen.append(event.meters.samples) if isinstance(event, meters.BatchTaken) else None
-    )
-    try:
-        list(watched)
-    finally:
-        unsubscribe()
-    assert seen == [4, 8, 10]
+    assert seen == [0, 4, 8, 10, 10, 14, 18, 20]
+    heard.clear()
+    stranger = watch(Named([1]))
+    list(stranger)
+    assert heard[0] == meters.EpochStarted(stranger.meters, 0, None, None)
+    assert stranger.meters.facts == meters.LoaderFacts("foreign", encoding="python")
 
 
 def test_leaving_a_pass_early_keeps_what_was_counted_and_ends_the_loaders_own() -> None:
@@ -221,45 +206,45 @@ def test_a_batch_is_let_go_before_the_next_one_is_made() -> None:
         del batch
 
 
-@pytest.mark.parametrize(
-    ("batch", "samples"),
-    [
-        (torch.zeros(7, 3), 7),
-        (np.zeros((7, 3)), 7),
-        (torch.tensor(1.0), 1),
-        ([torch.zeros(7, 3), torch.zeros(7)], 7),
-        ((np.zeros((7, 3)), {"a": 1}), 7),
-        (Pair(torch.zeros(7), torch.zeros(7)), 7),
-        ({"image": torch.zeros(7, 3), "label": torch.zeros(7)}, 7),
-        ({"views": torch.zeros(14, 3), "label": torch.zeros(7)}, 7),
-        ([torch.zeros(7, 3)], 7),
-        (UserDict(image=torch.zeros(7)), 7),
-        ({"inputs": {"ids": torch.zeros(7, 3)}}, 7),
-        ([{"ids": torch.zeros(7)}, torch.zeros(7)], 7),
-        (((torch.zeros(3, 5, 5), torch.zeros(3, 9, 4)), ({"boxes": 1}, {"boxes": 2})), 2),  # as detection collates
-        ((torch.zeros(7, 3), ["a"] * 7), 7),
-        (["a", "b", "c"], 3),
-        ({"text": ["a", "b", "c"]}, 3),
-        ([], 0),
-        ({}, 0),
-        ("text", 1),
-        (5, 1),
-        (None, 1),
-        ((torch.zeros(7, 3), torch.zeros(7), torch.tensor(0.5)), 7),
-        ((torch.zeros(7, 3), torch.zeros(7), None, 0.5), 7),
-        ((torch.zeros(7, 3), (torch.zeros(7), torch.zeros(7, 2))), 7),
-        ((torch.zeros(7, 3), [torch.zeros(2, 4), torch.zeros(3, 4)]), 2),
-        ({"epoch": 1, "task": "birds", "image": torch.zeros(7, 3)}, 7),
-        ((torch.tensor(1.0), torch.tensor(2.0)), 1),
-        (torch.eye(7).to_sparse(), 7),
-        ((torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), torch.zeros(2)), 2),
-        (type("Odd", (), {"shape": "7"})(), 7),
-        (type("Odd", (), {"shape": (None, 3)})(), 1),
-        (type("Odd", (), {"shape": lambda self: (7,)})(), 1),
-    ],
+BATCHES: tuple[tuple[Any, int], ...] = (  # with their samples
+    (torch.zeros(7, 3), 7),
+    (np.zeros((7, 3)), 7),
+    (torch.tensor(1.0), 1),
+    ([torch.zeros(7, 3), torch.zeros(7)], 7),
+    ((np.zeros((7, 3)), {"a": 1}), 7),
+    (Pair(torch.zeros(7), torch.zeros(7)), 7),
+    ({"image": torch.zeros(7, 3), "label": torch.zeros(7)}, 7),
+    ({"views": torch.zeros(14, 3), "label": torch.zeros(7)}, 7),
+    ([torch.zeros(7, 3)], 7),
+    (UserDict(image=torch.zeros(7)), 7),
+    ({"inputs": {"ids": torch.zeros(7, 3)}}, 7),
+    ([{"ids": torch.zeros(7)}, torch.zeros(7)], 7),
+    (((torch.zeros(3, 5, 5), torch.zeros(3, 9, 4)), ({"boxes": 1}, {"boxes": 2})), 2),  # as detection collates
+    ((torch.zeros(7, 3), ["a"] * 7), 7),
+    (["a", "b", "c"], 3),
+    ({"text": ["a", "b", "c"]}, 3),
+    ([], 0),
+    ({}, 0),
+    ("text", 1),
+    (5, 1),
+    (None, 1),
+    ((torch.zeros(7, 3), torch.zeros(7), torch.tensor(0.5)), 7),
+    ((torch.zeros(7, 3), torch.zeros(7), None, 0.5), 7),
+    ((torch.zeros(7, 3), (torch.zeros(7), torch.zeros(7, 2))), 7),
+    ((torch.zeros(7, 3), [torch.zeros(2, 4), torch.zeros(3, 4)]), 2),
+    ({"epoch": 1, "task": "birds", "image": torch.zeros(7, 3)}, 7),
+    ((torch.tensor(1.0), torch.tensor(2.0)), 1),
+    (torch.eye(7).to_sparse(), 7),
+    ((torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), torch.zeros(2)), 2),
+    (type("Odd", (), {"shape": "7"})(), 7),
+    (type("Odd", (), {"shape": (None, 3)})(), 1),
+    (type("Odd", (), {"shape": lambda self: (7,)})(), 1),
 )
-def test_samples_are_those_of_the_last_field_of_a_batch(batch: Any, samples: int) -> None:
-    assert samples_in(batch) == samples
+
+
+def test_samples_are_those_of_the_last_field_of_a_batch() -> None:
+    for batch, samples in BATCHES:
+        assert samples_in(batch) == samples, batch
 
 
 class Graphs:
@@ -289,19 +274,22 @@ def test_whatever_batches_are_watching_them_changes_nothing(batch: Any) -> None:
         assert len(list(watch(loader))) == 3
 
 
-def test_facts_are_what_a_data_loader_tells_of_itself(tmp_path: Path) -> None:
+def test_facts_are_what_a_data_loader_tells_of_itself() -> None:
     data = TensorDataset(torch.zeros(10, 2))
-    facts = watch(DataLoader(data, 4, num_workers=2, persistent_workers=True, pin_memory=True)).meters.facts
-    assert facts is not None
-    assert (facts.kind, facts.samples, facts.batch_size, facts.workers) == ("foreign", 10, 4, 2)
-    assert (facts.keeps_workers, facts.is_pinned) == (True, True)
-    assert (facts.path, facts.is_far, facts.device) == (None, None, "cpu")
-    facts = watch(DataLoader(data, 4, num_workers=2)).meters.facts
-    assert facts is not None
-    assert (facts.keeps_workers, facts.is_pinned) == (False, False)
-    facts = watch(DataLoader(data, 4)).meters.facts
-    assert facts is not None
-    assert facts.keeps_workers is True  # it has none
+    for options, keeps_workers, is_pinned in (
+        ({"num_workers": 2, "persistent_workers": True, "pin_memory": True}, True, True),
+        ({"num_workers": 2}, False, False),
+        ({}, True, False),  # it has no workers
+    ):
+        assert watch(DataLoader(data, 4, **options)).meters.facts == meters.LoaderFacts(
+            "foreign",
+            samples=10,
+            batch_size=4,
+            workers=options.get("num_workers", 0),
+            encoding="python",
+            is_pinned=is_pinned,
+            keeps_workers=keeps_workers,
+        )
 
 
 def test_facts_of_an_image_folder_and_of_its_subsets_have_its_path(tmp_path: Path) -> None:
@@ -323,10 +311,3 @@ def test_a_loop_whose_tensors_are_on_a_gpu_is_one_on_that_gpu(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda number: allocated)
     list(watched)
     assert watched.meters.facts == meters.LoaderFacts("foreign", encoding="python", device=device)
-
-
-def test_of_a_stranger_nothing_is_known() -> None:
-    watched = watch(Named([1]))
-    list(watched)
-    assert watched.meters.facts == meters.LoaderFacts("foreign", encoding="python")
-    assert isinstance(watched, WatchedLoader)

@@ -33,19 +33,17 @@ def text_of(html: str) -> str:
 
 
 @by_state
-def test_every_frame_is_well_formed_and_holds_no_script_style_sheet_or_inline_svg(state: PanelState) -> None:
-    html, _ = render(state)
+def test_every_frame_is_small_and_well_formed_with_words_for_those_who_cannot_see_it(state: PanelState) -> None:
+    html, text = render(state)
+    assert (html, text) == render(replace(state)), "the same state gives the same picture"
+    assert len(html.encode()) <= (20_000 if state.is_over else 8_000)
+    assert len(text.splitlines()) <= 12
+    assert len(text) < 1500
+    # No script, no style sheet, no inline SVG.
     assert {part.tag for part in tree(html).iter()} <= {"div", "span", "small", "b", "br", "img"}
     known = {"style", "role", "aria-label", "aria-hidden", "alt", "src", "width", "height"}
     assert {name for part in tree(html).iter() for name in part.attrib} <= known
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\((?!#h)", unquote(html))
-
-
-@by_state
-def test_every_picture_is_a_data_url_of_well_formed_svg_with_words_for_those_who_cannot_see_it(
-    state: PanelState,
-) -> None:
-    html, _ = render(state)
     found = pictures(html)
     assert len(found) == 6
     for image in found:
@@ -55,14 +53,6 @@ def test_every_picture_is_a_data_url_of_well_formed_svg_with_words_for_those_who
         assert len(image.attrib["alt"]) > 5
     for part in tree(html).iter():
         assert part.attrib.get("role") != "img" or part.attrib["aria-label"]
-
-
-@by_state
-def test_frames_are_small(state: PanelState) -> None:
-    html, text = render(state)
-    assert len(html.encode()) <= (20_000 if state.is_over else 8_000)
-    assert len(text.splitlines()) <= 12
-    assert len(text) < 1500
 
 
 def test_frames_stay_small_whatever_names_and_sentences_are() -> None:
@@ -194,22 +184,21 @@ def test_a_call_of_two_statements_is_shown_whole_in_text() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_comes_before_all_advice(loss: float) -> None:
-    html, text = render(replace(RUNNING, values={"loss": loss}))
+def test_a_loss_that_is_no_number_is_shown_and_comes_before_all_advice(loss: float) -> None:
+    html, text = render(replace(RUNNING, values={"loss": loss, "lr": math.inf}))
     assert f"Lower the learning rate, or clip gradients: the loss is {loss}" in text
     assert ADVICE.call not in html
+    assert re.search(rf"Loss +{loss}", text)
+    assert "lr inf" in text_of(html)
 
 
-def test_what_fills_up_is_shown_with_its_limit_and_tmpfs_apart_within_the_ram() -> None:
+def test_what_fills_up_is_shown_with_its_limit_in_its_unit_and_tmpfs_apart_within_the_ram() -> None:
     html, text = render(RUNNING)
     assert "GPU memory 10.0/15.0 GiB · RAM 6.0/12.0 GiB (tmpfs 2.0 GiB)" in text
     assert "Disk 38.0/108 GiB · tmpfs 2.0/6.0 GiB · panel 0.2%" in text
     assert "aria-label='RAM 50% full, 17% by tmpfs'" in html
     assert "margin-left:33.3%;width:16.7%" in html
     assert "GPU memory no GPU" in render(STATES["no GPU"])[1]
-
-
-def test_the_used_part_is_told_in_the_unit_of_the_whole() -> None:
     _, text = render(replace(RUNNING, host=replace(HOST, ram_used_bytes=300 << 20, tmpfs_bytes=None)))
     assert "RAM 0.3/12.0 GiB ·" in text.replace("\n", " ·")
 
@@ -234,29 +223,20 @@ def test_names_are_never_html_nor_control_characters() -> None:
     assert "alert(1)" in text_of(html)
 
 
-def test_values_that_are_no_numbers_are_shown_as_they_are() -> None:
-    html, text = render(replace(RUNNING, values={"loss": float("nan"), "lr": float("inf")}))
-    assert re.search(r"Loss +nan", text)
-    assert "lr inf" in text_of(html)
-
-
 def luminance(color: str) -> float:
     parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("color", [BLUE, VERMILLION, GREEN, PURPLE, GREY])
-@pytest.mark.parametrize("background", ["#ffffff", "#131314"])
-def test_colours_are_seen_on_light_and_dark(color: str, background: str) -> None:
-    high, low = sorted([luminance(color), luminance(background)], reverse=True)
-    assert (high + 0.05) / (low + 0.05) >= 3
-
-
-def test_pictures_use_no_other_colours_than_those_that_are_seen() -> None:
+def test_colours_are_seen_on_light_and_dark_and_pictures_use_no_other() -> None:
+    palette = {BLUE, VERMILLION, GREEN, PURPLE, GREY}
+    for color in palette:
+        for background in ("#ffffff", "#131314"):
+            high, low = sorted([luminance(color), luminance(background)], reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 3
     svg = unquote(" ".join(image.attrib["src"] for image in pictures(render(RUNNING)[0])))
-    colors = {color[:7] for color in re.findall(r"#[0-9A-F]{6,8}", svg)}
-    assert colors == {BLUE, VERMILLION, GREEN, PURPLE, GREY}
+    assert {color[:7] for color in re.findall(r"#[0-9A-F]{6,8}", svg)} == palette
 
 
 def test_text_and_frame_have_the_themes_own_colours_and_digits_have_one_width() -> None:
@@ -271,7 +251,3 @@ def test_a_long_curve_is_thinned_by_means_and_keeps_its_ends() -> None:
     assert thinned((1.0, 3.0, 5.0, 7.0), 2) == (2.0, 6.0)
     assert thinned((1.0, 2.0), 5) == (1.0, 2.0)
     assert len(thinned(range(1000), 32)) == 32
-
-
-def test_the_same_state_gives_the_same_picture() -> None:
-    assert render(RUNNING) == render(replace(RUNNING))
