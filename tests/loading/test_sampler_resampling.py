@@ -1,0 +1,201 @@
+"""Orders that draw: every class once in each run, and samples as often as weights say, never at weight 0."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from distributions import assert_as_likely, assert_chi_square, assert_even
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colabkit.loading.sampler import resampling
+from colabkit.loading.sampler.resampling import Balanced, Weighted
+
+WEIGHTS = np.array([3.0, 0, 1, 0.25, 0, 8, 2, 0])
+SKEWED = np.repeat(np.arange(4), [1, 6, 50, 900])
+
+
+def draws_of(labels: np.ndarray, epochs: range, **options: int) -> np.ndarray:
+    order = Balanced(labels, **options)
+    return np.concatenate([order.indices(epoch, 0, len(order)) for epoch in epochs])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-5, 90), min_size=1, max_size=300), st.integers(1, 2000), st.integers(0, 2**40))
+def test_each_run_of_all_classes_holds_every_class_once(labels, num_samples, epoch):
+    kinds, classes = np.unique(labels, return_inverse=True)
+    drawn = classes[Balanced(labels, num_samples=num_samples).indices(epoch, 0, num_samples)]
+    for start in range(0, num_samples, kinds.size):
+        run = drawn[start : start + kinds.size]
+        assert np.unique(run).size == run.size
+
+
+def test_every_class_comes_equally_often_whatever_its_size():
+    drawn = SKEWED[draws_of(SKEWED, range(3), num_samples=1000)]
+    assert np.bincount(drawn).tolist() == [750] * 4
+
+
+@pytest.mark.parametrize("sizes", [[1, 6, 50, 900], [33, 32, 31], [1] * 80, [40, 1, 2000]])
+def test_a_sample_comes_again_only_after_all_others_of_its_class(sizes):
+    """Over epochs, too: each stretch of a class's draws that is one pass long holds each of its samples once."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    drawn = draws_of(labels, range(7), num_samples=len(sizes) * 300)
+    for number, size in enumerate(sizes):
+        of_class = drawn[labels[drawn] == number]
+        passes = of_class[: of_class.size // size * size].reshape(-1, size)
+        assert (np.sort(passes, axis=1) == np.flatnonzero(labels == number)).all()
+        assert of_class.size == 7 * 300
+        assert np.unique(of_class[: min(size, 2100)]).size == min(size, 2100)
+
+
+@pytest.mark.parametrize("count", [5, 64, 65])
+def test_every_class_is_equally_likely_at_every_place_of_a_run(count):
+    runs = 40 * count
+    drawn = Balanced(np.arange(count), num_samples=runs * count, seed=2).indices(1, 0, runs * count)
+    counts = np.zeros((count, count), np.int64)
+    np.add.at(counts, (np.tile(np.arange(count), runs), drawn), 1)
+    assert_even(counts)
+
+
+@pytest.mark.parametrize("size", [4, 32, 33, 150])
+def test_every_sample_of_a_class_is_equally_likely_at_every_place_of_a_pass(size):
+    passes = 30 * size
+    drawn = draws_of(np.zeros(size, np.int64), range(3), num_samples=passes * size).reshape(-1, size)
+    counts = np.zeros((size, size), np.int64)
+    np.add.at(counts, (np.arange(size), drawn), 1)
+    assert_even(counts)
+
+
+@pytest.mark.parametrize("size", [32, 33, 500])
+def test_neighbours_in_a_pass_are_no_neighbours_in_the_data(size):
+    """The step from one sample to the next, modulo the size of the class, takes each value but 0 equally often."""
+    drawn = draws_of(np.zeros(size, np.int64), range(1), num_samples=size * 200).reshape(-1, size)
+    counts = np.bincount((np.diff(drawn, axis=1) % size).ravel(), minlength=size)
+    assert counts[0] == 0
+    assert_even(counts[1:])
+
+
+def test_all_orders_of_four_samples_are_equally_likely():
+    drawn = draws_of(np.zeros(4, np.int64), range(1), num_samples=20_000).reshape(-1, 4)
+    ranks = np.bincount(drawn @ 4 ** np.arange(4), minlength=256)
+    assert np.count_nonzero(ranks) == math.factorial(4)
+    assert_even(ranks[ranks > 0])
+
+
+def test_classes_do_not_move_together():
+    """Two classes of one size have the same place of a pass at the same sample as often as by chance."""
+    drawn = draws_of(np.arange(80) % 2, range(1), num_samples=80 * 300)
+    places = [drawn[drawn % 2 == number] // 2 for number in (0, 1)]
+    counts = np.bincount((places[0] - places[1]) % 40, minlength=40)
+    assert_even(counts)
+
+
+def test_far_epochs_are_balanced_too():
+    for epoch in (2**62, 2**64 + 3):
+        drawn = Balanced(SKEWED, num_samples=400).indices(epoch, 0, 400)
+        assert np.bincount(SKEWED[drawn]).tolist() == [100] * 4
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2**40])
+def test_samples_come_as_often_as_their_weights_say(epoch):
+    order = Weighted(WEIGHTS, num_samples=100_000, seed=4)
+    counts = np.bincount(order.indices(epoch, 0, 100_000), minlength=8)
+    assert (counts[WEIGHTS == 0] == 0).all()
+    assert_as_likely(counts[WEIGHTS > 0], WEIGHTS[WEIGHTS > 0])
+
+
+def test_pairs_of_neighbours_come_as_often_as_the_product_of_their_weights():
+    weights = np.array([1.0, 2, 3])
+    draws = Weighted(weights, num_samples=90_001).indices(0, 0, 90_001)
+    counts = np.bincount(draws[:-1] * 3 + draws[1:], minlength=9)
+    expected = 90_000 * np.outer(weights, weights).ravel() / 36
+    # Overlapping pairs: the statistic of serial tests has 9 - 3 degrees of freedom after that of single draws.
+    singles = np.bincount(draws[:-1], minlength=3)
+    alone = 90_000 * weights / 6
+    serial = ((counts - expected) ** 2 / expected).sum() - ((singles - alone) ** 2 / alone).sum()
+    assert_chi_square(serial, 6)
+
+
+@pytest.mark.parametrize("scale", [1, 1e-300, 1e300, 5e-324])
+def test_only_the_ratios_of_weights_count(scale):
+    weights = np.array([0, 1.0, 0, 2, 0]) * scale
+    draws = Weighted(weights, num_samples=30_000).indices(0, 0, 30_000)
+    assert np.array_equal(draws, Weighted([0, 1, 0, 2, 0], num_samples=30_000).indices(0, 0, 30_000))
+
+
+def test_samples_of_weight_0_at_the_ends_are_never_drawn():
+    weights = np.zeros(1000)
+    weights[500] = 1e-9
+    assert set(Weighted(weights, num_samples=10_000).indices(0, 0, 10_000).tolist()) == {500}
+    assert Weighted(weights, replacement=False).indices(0, 0, 1).tolist() == [500]
+
+
+def test_a_draw_on_a_border_takes_the_sample_above_it(monkeypatch):
+    """Or a draw of exactly 0 would take a first sample of weight 0."""
+    monkeypatch.setattr(resampling, "uniforms", lambda words: np.array([0, 0.25, 0.5, 1 - 2.0**-53]))
+    assert Weighted([0, 1, 0, 1, 2, 0], num_samples=4).indices(0, 0, 4).tolist() == [1, 3, 4, 4]
+
+
+def test_equal_weights_draw_all_samples_equally_often():
+    draws = Weighted(np.ones(777), num_samples=100_000).indices(3, 0, 100_000)
+    assert_even(np.bincount(draws, minlength=777))
+
+
+def test_without_replacement_every_sample_above_0_comes_once():
+    order = Weighted(WEIGHTS, replacement=False)
+    assert len(order) == 5
+    for epoch in range(20):
+        assert sorted(order.indices(epoch, 0, 5).tolist()) == [0, 2, 3, 5, 6]
+
+
+def test_without_replacement_pairs_are_as_likely_as_drawing_from_what_is_left():
+    weights = np.array([1.0, 2, 3, 6])
+    counts = np.zeros((4, 4))
+    for epoch in range(12_000):
+        first, second = Weighted(weights, num_samples=2, seed=epoch % 3, replacement=False).indices(epoch, 0, 2)
+        counts[first, second] += 1
+    chances = np.outer(weights / 12, weights) / (12 - weights)[:, None]
+    others = ~np.eye(4, dtype=bool)
+    assert not counts.diagonal().any()
+    assert_as_likely(counts[others], chances[others])
+
+
+def test_weights_too_small_to_divide_by_are_still_above_0():
+    order = Weighted([5e-324, 0, 1, 0, 1e-320], replacement=False)
+    assert sorted(order.indices(0, 0, 3).tolist()) == [0, 2, 4]
+
+
+def test_the_logarithm_is_that_of_the_library_to_a_few_last_bits():
+    """It is made of operations that are exact to the last bit on every machine."""
+    words = np.random.default_rng(0).integers(0, 2**64, 20_000, np.uint64)
+    expected = -np.log((words >> np.uint64(11)) * 2.0**-53 + 2.0**-54)
+    assert np.allclose(resampling._exponential(words), expected, rtol=2e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda values: Balanced(values, seed=1),
+        lambda values: Weighted(values, seed=1),
+        lambda values: Weighted(values, seed=1, replacement=False),
+    ],
+)
+def test_lists_tensors_and_arrays_of_any_type_are_labels_and_weights(make):
+    values = [3, 1, 1, 0, 3, 3]
+    expected = make(values).indices(1, 0, 5).tolist()
+    for given_as in (np.array(values), torch.tensor(values), np.array(values, np.uint8)):
+        assert make(given_as).indices(1, 0, 5).tolist() == expected
+    if "Weighted" in repr(make(values)):
+        assert make(torch.tensor(values, dtype=torch.float32)).indices(1, 0, 5).tolist() == expected
+
+
+def test_later_changes_of_the_weights_change_nothing():
+    weights = np.array([1.0, 2, 3])
+    order = Weighted(weights, num_samples=100)
+    weights[:] = 0, 0, 1
+    assert len(set(order.indices(0, 0, 100).tolist())) == 3
+    with pytest.raises(ValueError, match="read-only"):
+        order.weights[0] = 7
