@@ -46,7 +46,7 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         batch: as a loader gives it.
         unknown: how many are in an object that does not tell.
     """
-    shape = _told(batch, "shape")
+    shape = _attribute(batch, "shape")
     if shape is not None:
         try:
             return int(shape[0]) if len(shape) else 1
@@ -60,12 +60,12 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         return 0
     fields = _fields(batch)
     first, last = fields[0], fields[-1]
-    if _told(last, "shape") is not None:
+    if _attribute(last, "shape") is not None:
         return samples_in(last)
-    is_stacked = _told(first, "shape") is not None
+    is_stacked = _attribute(first, "shape") is not None
     if isinstance(last, tuple | list):
         samples = samples_in(first)
-        if is_stacked and all(_told(one, "shape") is not None and samples_in(one) == samples for one in last):
+        if is_stacked and all(_attribute(one, "shape") is not None and samples_in(one) == samples for one in last):
             return samples  # several targets
         return len(last)  # things that differ in size, one for each sample
     return samples_in(first) if is_stacked or isinstance(first, Mapping) else len(batch)
@@ -79,17 +79,17 @@ def bytes_in(batch: Any) -> int:
         return sum(map(bytes_in, batch.values()))
     if isinstance(batch, tuple | list):
         return sum(map(bytes_in, batch))
-    size = _told(batch, "nbytes")
+    size = _attribute(batch, "nbytes")
     return size if isinstance(size, int) else 0
 
 
 def _fields(values: Iterable[Any]) -> list[Any]:
     """Return what has a place for each sample, without weights, counters and the like; all where nothing has."""
     every = [*values]
-    return [value for value in every if _told(value, "shape") or (isinstance(value, _HOLDERS) and value)] or every
+    return [value for value in every if _attribute(value, "shape") or (isinstance(value, _HOLDERS) and value)] or every
 
 
-def _told(of: Any, name: str) -> Any:
+def _attribute(of: Any, name: str) -> Any:
     """Return an attribute, None where there is none: sparse and nested tensors raise errors of their own."""
     try:
         return getattr(of, name, None)

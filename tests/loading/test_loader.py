@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from contract import StreamContract, make_pack
-from loader_batches import epoch, loader_threads
+from contract import make_pack
+from loader_batches import LoaderContract, epoch, fails_at, loader_threads
 from sampling import sampled
 from torch import Tensor
 
@@ -30,17 +29,6 @@ def rows(data: PackedDataset, order: np.ndarray | slice) -> Tensor:
     return data.rows[order].permute(0, 3, 1, 2)
 
 
-def fails_at(number: int) -> Callable[[Tensor], Tensor]:
-    calls = iter(range(10**6))
-
-    def transform(images: Tensor) -> Tensor:
-        if next(calls) == number:
-            raise ValueError("planned")
-        return images
-
-    return transform
-
-
 @pytest.mark.parametrize(
     "options",
     sampled(
@@ -56,26 +44,11 @@ def fails_at(number: int) -> Callable[[Tensor], Tensor]:
     ),
     ids=lambda options: "-".join(options) or "in_order",
 )
-class TestLoaderStream(StreamContract):
+class TestLoaderStream(LoaderContract):
     @pytest.fixture(autouse=True)
     def _stream_of(self, data, options):
         self.data, self.options = data, options
         self.dropped = 2 if "drop_last" in options else 0
-
-    def make(self, fail_at=None):
-        options = dict(self.options)
-        if fail_at is not None:
-            inner, fail = options.get("transform", lambda images: images), fails_at(fail_at)
-            options["transform"] = lambda images: fail(inner(images))
-        return Loader(self.data, 4, **options)
-
-    def samples(self, batch):
-        images, labels = batch
-        return [(image.numpy().tobytes(), int(label)) for image, label in zip(images, labels, strict=True)]
-
-    def everything(self):
-        transform = self.options.get("transform", lambda images: images)
-        return self.samples((transform(rows(self.data, slice(None))), self.data.labels))
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (3, 3, 1), (1, 1, 1), (1, 1, 2), (9, 11, 3), (32, 32, 3), (16, 20, 1)])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from contract import StreamContract, seal_fields
+from contract import seal_fields
+from loader_batches import LoaderContract
 from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
 
@@ -40,23 +42,9 @@ def joined(batches: list[Any], place: Any) -> torch.Tensor:
     return torch.cat([batch[place] for batch in batches])
 
 
-class TestLoaderStream(StreamContract):
-    def make(self, fail_at=None):
-        calls = iter(range(10**6))
-
-        def transform(rows):
-            if next(calls) == fail_at:
-                raise ValueError("planned")
-            return rows
-
-        arrays = {"x": torch.from_numpy(IMAGES), "y": LABELS}
-        return Loader(arrays, 4, shuffle=True, seed=2, transform=None if fail_at is None else transform)
-
-    def samples(self, batch):
-        return [(x.numpy().tobytes(), int(y)) for x, y in zip(batch["x"], batch["y"], strict=True)]
-
-    def everything(self):
-        return self.samples({"x": torch.from_numpy(IMAGES), "y": torch.from_numpy(LABELS)})
+class TestArrayStream(LoaderContract):
+    data: Any = MappingProxyType({"x": torch.from_numpy(IMAGES), "y": LABELS})
+    options: Any = MappingProxyType({"shuffle": True, "seed": 2})
 
 
 @pytest.mark.parametrize("dtype", ["|u1", "|b1", "<i2", "<i8", "<f2", "<f4", "<f8", "<c8"])

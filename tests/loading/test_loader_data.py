@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import StreamContract, make_pack, make_shards, seal_fields
-from loader_batches import epoch
+from contract import make_pack, make_shards, seal_fields
+from loader_batches import LoaderContract, epoch
 from packed_files import photos
 from pictures import saved
 from sampling import sampled
@@ -36,26 +36,11 @@ def sharded(folder: Path) -> PackedDataset:
 
 
 @pytest.mark.parametrize("what", sampled(["view", "sharded", "view of sharded"], 2))
-class TestLoaderStream(StreamContract):
+class TestPackStream(LoaderContract):
     @pytest.fixture(autouse=True)
     def _stream_of(self, view, sharded, what):
         self.data = {"view": view, "sharded": sharded, "view of sharded": sharded.subset(range(20, 2, -1))}[what]
-
-    def make(self, fail_at=None):
-        calls = iter(range(10**6))
-
-        def transform(images):
-            if next(calls) == fail_at:
-                raise ValueError("planned")
-            return images
-
-        return Loader(self.data, 4, shuffle=True, seed=2, transform=None if fail_at is None else transform)
-
-    def samples(self, batch):
-        return [(image.numpy().tobytes(), int(label)) for image, label in zip(*batch, strict=True)]
-
-    def everything(self):
-        return self.samples(self.data[:])
+        self.options = {"shuffle": True, "seed": 2}
 
 
 def test_views_and_shards_come_in_their_order(view, sharded):

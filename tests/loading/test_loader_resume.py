@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import StreamContract, make_pack, make_shards, seal_fields
+from contract import make_pack, make_shards, seal_fields
+from loader_batches import LoaderContract, fails_at
 from packed_files import photos
 from pictures import saved
 from sampling import sampled
@@ -385,21 +386,8 @@ def test_whole_numbers_of_numpy_make_states_that_are_plain_json(number):
             assert got + [batch.tolist() for batch in resumed] == expected
 
 
-class Failing:
-    """Lets images pass, and fails at one batch of a loader."""
-
-    def __init__(self, fail_at: int) -> None:
-        self.calls, self.fail_at = 0, fail_at
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == self.fail_at + 1:
-            raise ValueError("planned")
-        return images
-
-
 @pytest.mark.parametrize("what", sampled(["raw", "encoded", "kept", "block", "sharded", "samples", "one ahead"], 3))
-class TestAugmentedStream(StreamContract):
+class TestAugmentedStream(LoaderContract):
     """The contract, which holds most rows of the catalogue, with transforms on, on every way to batches."""
 
     @pytest.fixture(autouse=True)
@@ -424,15 +412,12 @@ class TestAugmentedStream(StreamContract):
 
     def make(self, fail_at=None):
         options = dict(self.options)
-        if fail_at is not None and "threads" in options and "transform" in options:
-            inner, fail = options["transform"].function, Failing(fail_at * BATCH)
-            options["transform"] = PerSample(lambda image: fail(inner(image)))
+        if fail_at is not None and isinstance(transform := options.get("transform"), PerSample):
+            fail = fails_at(fail_at * BATCH)
+            options["transform"] = PerSample(lambda image: fail(transform.function(image)))
         elif fail_at is not None:
-            options["transform"] = Compose([AUGMENT, Failing(fail_at)])
+            options["transform"] = Compose([AUGMENT, fails_at(fail_at)])
         return make(self.data, **options)
-
-    def samples(self, batch):
-        return samples(batch)
 
     def everything(self):
         return take(self.make())
