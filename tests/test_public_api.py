@@ -14,7 +14,6 @@ import colabkit
 
 HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab", "psutil", "tqdm", "pynvml")
 MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
-
 MADE_BY_COLABKIT = ("Pack", "PackedDataset", "PreparedPack")
 
 
@@ -38,11 +37,9 @@ def test_every_public_object_method_and_argument_is_documented() -> None:
         if inspect.isclass(thing):
             methods = {method: one for method, one in vars(thing).items() if inspect.isfunction(one)}
             wrong += [f"{name}.{method}" for method, one in methods.items() if method[0] != "_" and not one.__doc__]
-        if not name.endswith("Report") and name not in ("Pack", "PackedDataset"):  # those are made by colabkit alone
-            explained = f"\n{text}"
-            wrong += [
-                f"{name}: {one}" for one in inspect.signature(thing).parameters if f"\n    {one}: " not in explained
-            ]
+        if not name.endswith("Report") and name not in MADE_BY_COLABKIT:
+            arguments = inspect.signature(thing).parameters
+            wrong += [f"{name}: {one}" for one in arguments if f"\n    {one}: " not in f"\n{text}"]
     assert wrong == []
 
 
