@@ -39,3 +39,13 @@ def full() -> None:
 def interrupt() -> None:
     """Fail as Ctrl-C does."""
     raise KeyboardInterrupt
+
+
+def interrupt_at(name: str) -> Callable[[str, Path], None]:
+    """Return a hook that fails as Ctrl-C does where a file changes whose path ends so."""
+
+    def hook(operation: str, path: Path) -> None:
+        if str(path).endswith(name):
+            raise KeyboardInterrupt
+
+    return hook

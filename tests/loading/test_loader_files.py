@@ -15,7 +15,7 @@ import torch
 from far_mounts import FuseMount, has_fuse
 from held_reads import HeldReads
 from loader_batches import epoch, loader_threads
-from near_copies import zipped
+from local_copies import zipped
 from packed_files import files_of, photos
 from reader_threads import LONG_S, comes_true
 from torch import Tensor

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from near_copies import zipped
+from local_copies import zipped
 from packed_files import files_of, photos
 from pictures import exif, photo, saved
 from PIL import Image

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 from far_mounts import FuseMount, has_fuse, wait_for
 from http_servers import served
-from near_copies import zipped
+from local_copies import zipped
 from packed_files import flip_byte
 from preparations import forget_local, left_over, ready, samples
 from reader_threads import reader_threads

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from near_copies import MemorySource
+from local_copies import MemorySource
 from reader_threads import LONG_S, comes_true, no_reader_threads, reader_threads
 
 from colabkit.errors import FileFailed, SourceChanged

@@ -173,7 +173,7 @@ class Target:
             return needed <= file_changes.free_bytes(self.path)
         if self.mounted_at is None:
             return needed <= tmpfs_room()
-        return needed + _SLACK_BYTES <= _spare_ram() and _may_mount()
+        return needed + _SLACK_BYTES <= _spare_ram() and can_mount()
 
     def prepare(self, act: str, needed: int) -> None:
         """Make a private folder in the shared tmpfs, or mount a tmpfs that is large enough; raises `NotEnoughSpace`."""
@@ -298,7 +298,7 @@ def _is_own(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
-def _may_mount() -> bool:
+def can_mount() -> bool:
     """Return whether this process may mount file systems."""
     try:
         status = dict(line.split(":", 1) for line in read_file("/proc/self/status").splitlines())

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import io
 import os
+import tarfile
 import zipfile
 from pathlib import Path
 
 from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing
 from colabkit.storage.staging.api import stage
 from colabkit.storage.staging.reports import StageReport
+
+
+def tarred(folder: Path, archive: Path) -> Path:
+    """Write a tar archive of a folder, compressed as its name says."""
+    mode = archive.suffix.lstrip(".")
+    with tarfile.open(archive, f"w:{mode}" if mode in ("gz", "bz2", "xz") else "w") as file:
+        for path in sorted(folder.rglob("*")):
+            file.add(path, path.relative_to(folder), recursive=False)
+    return archive
 
 
 def zipped(folder: Path, archive: Path) -> Path:

@@ -1,19 +1,22 @@
-"""`stage()` when the disk fills, the process is killed or the user interrupts, at every single operation."""
+"""`stage()` when the disk fills, a process is killed or the user interrupts, at every operation, and beside others."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import zipfile
 from functools import partial
 from pathlib import Path
 
 import pytest
-from near_copies import kept_partials
+from local_copies import data_of, kept_partials
 from reader_threads import reader_threads
 from sampling import sampled
 from strikes import Strike, full, interrupt
-from trees import leftovers
+from trees import leftovers, make_tree
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
 from colabkit.storage.sources.items import STAGE_SEAL
@@ -213,3 +216,33 @@ def test_the_source_is_untouched_by_runs_that_fail(source, tmp_path, file_hook):
                 stage(far / name, tmp_path / "near", progress=False)
             file_hook(None)
     assert [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([far, *far.rglob("*")])] == before
+
+
+def test_a_killed_process_is_gone_on_with_by_the_next(source, tmp_path):
+    code = (
+        "import sys, os, signal; from colabkit import stage; from colabkit.foundation import file_changes\n"
+        "def hook(operation, path):\n"
+        "    if operation == 'create' and path.name == '3.png': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "file_changes.hook = hook; stage(sys.argv[1], sys.argv[2], threads=1, progress=False)"
+    )
+    far = source("folder")
+    died = subprocess.run([sys.executable, "-c", code, far, tmp_path / "near"], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert stage(far, tmp_path / "near", threads=1, progress=False).resumed_bytes
+    assert content(tmp_path / "near") == FILES
+
+
+@pytest.mark.full
+def test_eight_processes_that_stage_the_same_all_end_right_and_copy_once(tmp_path):
+    far = make_tree(tmp_path / "far", 100)
+    code = (
+        "import sys, colabkit; sys.stdin.readline(); r = colabkit.stage(sys.argv[1], sys.argv[2], progress=False);"
+        "print(r.reused)"
+    )
+    words = [sys.executable, "-c", code, far, tmp_path / "near"]
+    children = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    said = [child.communicate("go\n", timeout=120)[0].strip() for child in children]
+    assert [child.returncode for child in children] == [0] * 8
+    assert said.count("False") == 1
+    assert data_of(tmp_path / "near") == data_of(far)
+    assert leftovers(tmp_path) == []

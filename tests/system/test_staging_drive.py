@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,15 +12,21 @@ from typing import Any
 
 import pytest
 from far_mounts import FuseMount, has_fuse, wait_for
-from near_copies import copy, data_of, kept_partials, state_of, zipped
+from local_copies import MemorySource, copy, data_of, kept_partials, state_of, zipped
 from sampling import sampled
 from trees import leftovers, make_tree, needs
 
-from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
+from colabkit.errors import ColabkitError, FileFailed, NotEnoughSpace, SourceChanged, TimedOut
+from colabkit.foundation import file_changes
+from colabkit.foundation.environment.limits import MemoryReport
+from colabkit.foundation.mount_table import DRIVEFS_FOLDER
 from colabkit.storage.sources import concurrency, engine, reads
 from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.staging import places
 from colabkit.storage.staging.api import unstage
 from colabkit.storage.staging.partial_copy import read_journal
+
+GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -244,3 +251,70 @@ def test_a_near_copy_is_given_back_although_the_drive_hangs(root, drive, tmp_pat
         assert unstage(tmp_path / "way" / "data").freed_bytes > 0
         mount.go_on()
     assert list(near_storage.iterdir()) == []
+
+
+def test_an_archive_on_a_far_mount_needs_room_for_itself_and_its_files(image_tree, tmp_path):
+    (tmp_path / "root").mkdir()
+    archive = zipped(image_tree, tmp_path / "root" / "a.zip")
+    room = copy(archive, dry_run=True).plan.peak_bytes
+    assert 24 * 4096 <= room <= 24 * 6000, "files take whole pages"
+    with FuseMount(tmp_path / "drive", tmp_path / "root", "fuse.other") as mount:
+        plan = copy(mount.point / "a.zip", dry_run=True).plan
+    assert plan.peak_bytes == room + archive.stat().st_size
+    assert plan.cache_bytes == 0
+
+
+def test_on_drive_room_is_needed_twice_for_its_own_cache_too(image_tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    size = sum(map(len, data_of(image_tree).values()))
+    with FuseMount(tmp_path / "drive", image_tree, "fuse.drive") as mount:
+        plan = copy(mount.point, dry_run=True).plan
+        assert plan.cache_bytes == size
+        (tmp_path / "way").symlink_to(mount.point)
+        assert copy(tmp_path / "way", dry_run=True).plan.cache_bytes == size, "a link to the drive is the drive"
+        needed = plan.peak_bytes + size
+        monkeypatch.setattr(
+            file_changes, "free_bytes", lambda path: size - 1 if str(path).endswith(DRIVEFS_FOLDER) else 9 * needed
+        )
+        with pytest.raises(NotEnoughSpace, match="DriveFS caches"):
+            copy(mount.point)
+        monkeypatch.setattr(file_changes, "free_bytes", lambda path: needed - 1)
+        with pytest.raises(NotEnoughSpace):
+            copy(mount.point)
+        monkeypatch.setattr(file_changes, "free_bytes", lambda path: needed)
+        assert copy(mount.point).files == 24
+
+
+def test_a_tmpfs_is_mounted_where_ram_allows_more_than_the_one_there_and_goes_with_unstage(near_storage, monkeypatch):
+    needs("root", os.geteuid() == 0 and places.can_mount())
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(64 * GIB, 64 * GIB, "machine"))
+    free = file_changes.free_bytes
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 1000 if path == places.TMPFS else free(path))
+    source = MemorySource({"a": os.urandom(3000), "b/c": os.urandom(50_000)})
+    report = copy(source, "auto")
+    try:
+        assert report.target == "tmpfs"
+        assert "in a tmpfs of its own" in report.why
+        assert data_of(report.path) == source.files
+        assert os.path.ismount(report.path.parent)
+        assert copy(source, "auto").reused
+    finally:
+        unstage(report)
+    assert list(near_storage.iterdir()) == []
+
+
+def test_a_small_tmpfs_that_fills_is_refused_before_and_survived_meanwhile(tmp_path, monkeypatch):
+    needs("root", os.geteuid() == 0 and places.can_mount())
+    point = tmp_path / "tmpfs"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "test", str(point)], check=True)
+    try:
+        source = MemorySource({f"{number}": os.urandom(100_000) for number in range(20)})
+        with pytest.raises(NotEnoughSpace, match="needed"):
+            copy(source, point / "near")
+        monkeypatch.setattr(file_changes, "free_bytes", lambda path: GIB)
+        with pytest.raises(NotEnoughSpace, match="No space left"):
+            copy(source, point / "near")
+        assert list(point.iterdir()) == [], "the space was not given back"
+    finally:
+        subprocess.run(["umount", str(point)], check=True)

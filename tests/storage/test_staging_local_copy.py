@@ -1,0 +1,169 @@
+"""A finished local copy: its seal, its verification, its refresh, and the files that others put into it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+from local_copies import copy, data_of, zipped
+from trees import leftovers
+
+from colabkit.errors import TargetExists
+from colabkit.foundation import file_changes
+from colabkit.packs.packing.verification import verify
+from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.sources.items import STAGE_SEAL
+
+
+def damage(path: Path, at: int) -> None:
+    """Change one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_the_seal_tells_every_file_with_its_digests(image_tree):
+    path = copy(image_tree).path
+    head, *lines = (path / STAGE_SEAL).read_text().splitlines()
+    assert json.loads(head)["files"] == len(lines) == 24
+    for line in lines:
+        name, size, mtime_ns, crc = json.loads(line)
+        assert (image_tree / name).stat().st_size == size
+        assert (image_tree / name).stat().st_mtime_ns == mtime_ns
+        assert crc == zlib.crc32((image_tree / name).read_bytes())
+
+
+def test_verify_names_the_files_that_are_not_as_they_were_staged(image_tree, tmp_path):
+    path = copy(image_tree).path
+    assert verify(path, progress=False).is_good
+    damage(path / "ants" / "000.png", 5)
+    (path / "cats" / "001.png").unlink()
+    report = verify(path, progress=False)
+    assert report.damaged == ("ants/000.png", "cats/001.png")
+    assert "2 of 24 files, first 'ants/000.png'" in repr(report)
+    big = tmp_path / "big.bin"
+    big.write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
+    local = copy(big).path
+    assert verify(local, progress=False).is_good
+    damage(local, BLOCK_BYTES + 5)
+    assert verify(local, progress=False).damaged == ("big.bin",)
+
+
+def test_refresh_reads_again_what_was_damaged(image_tree):
+    (image_tree / "big.bin").write_bytes(os.urandom(2 * BLOCK_BYTES + 3))
+    path = copy(image_tree).path
+    for name, at in (("ants/000.png", 0), ("big.bin", BLOCK_BYTES + 5)):  # of the big file only one block
+        damage(path / name, at)
+        assert copy(image_tree).reused, "sizes are as they were"
+        copy(image_tree, refresh=True)
+        assert data_of(path) == data_of(image_tree)
+
+
+def test_refresh_of_an_archive_that_is_the_same_copies_nothing(image_tree, tmp_path, file_hook):
+    archive = zipped(image_tree, tmp_path / "a.zip")
+    path = copy(archive).path
+    created = []
+    file_hook(lambda operation, path: operation == "create" and created.append(path.name))
+    assert copy(archive, refresh=True).path == path
+    assert [name for name in created if name.endswith(".png")] == []
+
+
+def test_refresh_reads_only_what_changed(image_tree, near_storage):
+    report = copy(image_tree)
+    (image_tree / "ants" / "000.png").write_bytes(b"changed")
+    (image_tree / "bees" / "000.png").unlink()
+    (image_tree / "cats" / "new.png").write_bytes(b"new")
+    kept = (report.path / "cats" / "000.png").stat().st_ino
+    again = copy(image_tree, refresh=True)
+    assert not again.reused
+    assert data_of(again.path) == data_of(image_tree)
+    assert (again.path / "cats" / "000.png").stat().st_ino == kept
+    assert again.resumed_bytes == again.staged_bytes - len(b"changed" + b"new")
+    assert copy(image_tree, refresh=True).reused, "nothing has changed"
+    assert leftovers(near_storage) == []
+
+
+@pytest.mark.parametrize("taken_by", ["a file", "a folder", "a file where its folder was"])
+def test_a_refresh_loses_no_file_of_others_whose_place_is_taken(image_tree, near_storage, taken_by):
+    found = copy(image_tree).path
+    own = found / "mine" / "notes" if taken_by == "a file where its folder was" else found / "mine"
+    own.parent.mkdir(exist_ok=True)
+    own.write_bytes(b"theirs")
+    new = "mine/x.jpg" if taken_by == "a folder" else "mine"
+    (image_tree / new).parent.mkdir(exist_ok=True)
+    (image_tree / new).write_bytes(b"new")
+    place = re.escape(str(own))
+    with pytest.raises(TargetExists, match=f"of your own lies .* where the source has something else.* Move '{place}'"):
+        copy(image_tree, refresh=True)
+    assert own.read_bytes() == b"theirs"
+    own.rename(found / "elsewhere")
+    assert copy(image_tree, refresh=True).resumed_bytes > 0
+    assert (found / new).read_bytes() == b"new"
+    assert (found / "elsewhere").read_bytes() == b"theirs"
+
+
+def test_nothing_is_ever_written_through_a_link_of_others(image_tree, near_storage, tmp_path):
+    found, theirs = copy(image_tree).path, tmp_path / "theirs"
+    theirs.mkdir()
+    (found / "latest").symlink_to(theirs)
+    (found / "notes").write_bytes(b"theirs")
+    (image_tree / "notes").write_bytes(b"new")
+    with pytest.raises(TargetExists, match="'notes' of your own"):  # after the link got its second name
+        copy(image_tree, refresh=True)
+    (found / "notes").unlink()
+    (found / "latest").unlink()
+    (image_tree / "latest").mkdir()
+    (image_tree / "latest" / "x.jpg").write_bytes(b"new")
+    copy(image_tree, refresh=True)
+    assert list(theirs.iterdir()) == []
+    assert (found / "latest" / "x.jpg").read_bytes() == b"new"
+
+
+def test_a_near_copy_whose_seal_is_damaged_loses_no_file_of_others(image_tree, near_storage):
+    found = copy(image_tree).path
+    (found / "notes").write_bytes(b"theirs")
+    seal = found / STAGE_SEAL
+    seal.write_bytes(seal.read_bytes().partition(b"\n")[0] + b"\n{broken")
+    copy(image_tree, refresh=True)
+    assert (found / "notes").read_bytes() == b"theirs"
+
+
+def test_files_of_others_stay_when_an_archive_is_kept_as_it_is_after_all(image_tree, tmp_path):
+    archive, near = zipped(image_tree, tmp_path / "a.zip"), tmp_path / "near"
+    (copy(archive, to=near).path / "notes").write_bytes(b"theirs")
+    copy(archive, to=near, refresh=True, extract=False)
+    assert sorted(path.name for path in near.iterdir() if path.name != STAGE_SEAL) == ["a.zip", "notes"]
+
+
+def test_a_stricter_verification_is_not_answered_by_a_laxer_one(image_tree):
+    assert copy(image_tree).verify == "size"
+    report = copy(image_tree, verify="full")
+    assert (report.verify, report.reused) == ("full", False)
+    assert copy(image_tree, verify="full").reused
+    assert copy(image_tree).reused
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_files_and_links_that_others_put_into_a_local_copy_stay(image_tree, monkeypatch, can_link):
+    def refused(path: Path, to: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    path = copy(image_tree).path
+    (path / "ants" / "labels.cache").write_bytes(b"mine")
+    (path / "latest").symlink_to("nowhere")
+    for folder in (path, image_tree):
+        (folder / "both").write_bytes(b"same")
+    assert copy(image_tree).reused
+    (image_tree / "cats" / "new.png").write_bytes(b"new")
+    if not can_link:  # as to another file system
+        monkeypatch.setattr(file_changes, "link", refused)
+    assert not copy(image_tree, refresh=True).reused
+    assert data_of(path) == data_of(image_tree) | {"ants/labels.cache": b"mine"}
+    assert (path / "latest").readlink() == Path("nowhere")

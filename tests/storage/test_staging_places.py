@@ -1,0 +1,214 @@
+"""Where local copies go, tmpfs or disk: what is planned before anything is written, and how space is given back."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from local_copies import MemorySource, copy, data_of, state_of, zipped
+from strikes import interrupt_at
+from trees import leftovers, make_tree
+
+from colabkit.errors import (
+    BadSource,
+    ColabkitError,
+    InvalidOption,
+    NotEnoughSpace,
+    NotSealed,
+    SourceMissing,
+    TargetExists,
+)
+from colabkit.foundation import file_changes
+from colabkit.foundation.environment.limits import MemoryReport
+from colabkit.foundation.processes import ProcessResult
+from colabkit.storage.sources.items import STAGE_SEAL
+from colabkit.storage.staging import places
+from colabkit.storage.staging.api import unstage
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def tmpfs(tmp_path, monkeypatch):
+    """Return a folder in the place of tmpfs, with 10 GiB free on a machine with 12 GiB of RAM available."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(places, "TMPFS", folder)
+    monkeypatch.setattr(places, "can_mount", lambda: False)
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(13 * GIB, 12 * GIB, "machine"))
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 10 * GIB)
+    return folder
+
+
+def test_auto_takes_tmpfs_where_the_bytes_fit_and_disk_where_that_would_starve_training(
+    image_tree, tmpfs, near_storage, monkeypatch
+):
+    report = copy(image_tree, "auto")
+    assert (report.target, report.path.parent) == ("tmpfs", tmpfs / f"colabkit-{os.getuid()}")
+    assert "fit in the 9.0 GiB of tmpfs" in report.why
+    assert copy(image_tree, "auto").reused
+    assert copy(image_tree, "tmpfs").reused
+    unstage(report)
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(4 * GIB, 2 * GIB, "machine"))
+    report = copy(image_tree, "auto")
+    assert (report.target, report.path.parent) == ("disk", near_storage)
+    assert "do not fit" in report.why
+    assert copy(image_tree, "auto").reused
+
+
+@pytest.mark.parametrize(
+    ("available", "free", "room"),
+    [(12, 10, 9), (12, 1, 1), (4, 10, 2), (2, 10, 0), (1, 10, 0), (40, 100, 30)],
+)
+def test_tmpfs_leaves_two_gib_or_a_quarter_of_ram_to_training(tmpfs, monkeypatch, available, free, room):
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(64 * GIB, available * GIB, "machine"))
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: free * GIB)
+    assert places.tmpfs_room() == room * GIB
+
+
+def test_without_tmpfs_auto_is_disk_and_insisting_is_refused(image_tree, tmpfs):
+    tmpfs.rmdir()
+    with pytest.raises(NotEnoughSpace):
+        copy(image_tree, "tmpfs")
+    assert not tmpfs.exists()
+    assert copy(image_tree, "auto").target == "disk"
+
+
+def test_unstage_gives_the_space_back(image_tree, tmp_path, near_storage):
+    archive = zipped(image_tree, tmp_path / "tree.zip")
+    for report in (copy(image_tree), copy(archive)):
+        assert unstage(report).freed_bytes == report.staged_bytes
+        assert not report.path.exists()
+    unstage(copy(archive, extract=False).path)
+    unstage(str(copy(image_tree).path))
+    copy(archive)
+    copy(archive, extract=False)
+    unstage(archive)
+    assert list(near_storage.iterdir()) == []
+
+
+def test_unstage_refuses_what_stage_did_not_make(image_tree, tmp_path):
+    forged = make_tree(tmp_path / "forged", 1)
+    (forged / STAGE_SEAL).write_text('{"format": 1}')
+    before = state_of(image_tree), state_of(forged)
+    with pytest.raises(SourceMissing, match=r"it was not staged, so there is nothing to remove\. Name the path that"):
+        unstage(tmp_path / "nowhere")
+    for path in (image_tree, image_tree / "ants" / "000.png", forged, forged / "ants"):
+        with pytest.raises(NotSealed, match=r"it was not staged and is no local copy, so it was left alone\. Name the"):
+            unstage(path)
+    assert (state_of(image_tree), state_of(forged)) == before
+
+
+def test_unstage_takes_no_file_of_a_copy_for_the_copy(tmp_path):
+    report = copy(MemorySource({"readme.png": b"x", "cats/1.png": b"y"}), tmp_path / "near")
+    for inside in ("readme.png", "cats", "cats/1.png", STAGE_SEAL):
+        with pytest.raises(NotSealed):
+            unstage(report.path / inside)
+    assert copy(MemorySource({}), report.path).reused
+
+
+def test_half_a_copy_is_never_found_after_a_failing_unstage(image_tree, monkeypatch):
+    report = copy(image_tree)
+
+    def remove_half(path: Path) -> None:
+        next(Path(path).rglob("*.png")).unlink()
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_changes.shutil, "rmtree", remove_half)
+        with pytest.raises(ColabkitError):
+            unstage(report)
+    assert not report.path.exists()
+    assert data_of(copy(image_tree).path) == data_of(image_tree)
+
+
+def test_a_folder_with_a_broken_seal_is_no_local_copy(image_tree):
+    report = copy(image_tree)
+    for seal in ("", "[]", "{}", '{"format": 2}', '{"format": 1, "skipped": 3}', "\xff"):
+        (report.path / STAGE_SEAL).write_text(seal, encoding="latin-1")
+        with pytest.raises(NotSealed):
+            unstage(report)
+        with pytest.raises(TargetExists):
+            copy(image_tree)
+
+
+@pytest.fixture
+def spare(monkeypatch):
+    """Return a function that sets the RAM that is available and what is free in tmpfs, in bytes."""
+
+    def set_spare(ram: int, tmpfs: int) -> None:
+        monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(64 * GIB, ram, "machine"))
+        free = file_changes.free_bytes
+        monkeypatch.setattr(file_changes, "free_bytes", lambda path: tmpfs if path == places.TMPFS else free(path))
+
+    return set_spare
+
+
+def test_a_dry_run_writes_nothing_and_shows_the_plan(image_tree, tmp_path, near_storage, file_hook):
+    file_hook(lambda operation, path: pytest.fail(f"{operation} {path}"))
+    archive = zipped(image_tree, tmp_path / "a.zip")
+    size = sum(map(len, data_of(image_tree).values()))
+    for source, kind, read in ((image_tree, "folder", size), (archive, "archive", archive.stat().st_size)):
+        report = copy(source, dry_run=True)
+        plan = report.plan
+        assert report.is_dry
+        assert (plan.kind, plan.files, plan.read_bytes, plan.staged_bytes) == (kind, 24, read, size)
+        assert (plan.target, plan.why, plan.path.parent) == ("disk", "as asked", near_storage)
+        assert repr(report).startswith("Would stage ")
+        assert "at most meanwhile" in report._repr_html_()
+    assert copy(archive, extract=False, dry_run=True).plan.kind == "file"
+    file_hook(None)
+    assert copy(image_tree).path == copy(image_tree, dry_run=True).path
+
+
+def test_an_interrupted_run_shows_in_the_plan_and_resumes_at_its_place_whatever_has_room_now(
+    image_tree, spare, file_hook, near_storage
+):
+    spare(0, 0)
+    file_hook(interrupt_at("005.png"))
+    with pytest.raises(KeyboardInterrupt):
+        copy(image_tree, "auto")
+    file_hook(None)
+    spare(64 * GIB, 64 * GIB)
+    plan = copy(image_tree, "auto", dry_run=True).plan
+    assert plan.present_bytes > 0
+    assert plan.why == "an interrupted run began there"
+    assert "there already" in repr(plan)
+    report = copy(image_tree, "auto")
+    assert report.target == "disk"
+    assert report.resumed_bytes
+    assert leftovers(near_storage) == []
+
+
+def test_a_mount_of_tmpfs_that_is_refused_is_one_error_and_without_the_right_to_mount_disk_is_taken(
+    spare, monkeypatch, near_storage
+):
+    spare(64 * GIB, 1000)
+    monkeypatch.setattr(places, "can_mount", lambda: True)
+    monkeypatch.setattr(places, "run", lambda command, act, timeout: ProcessResult(32, "mount: denied"))
+    with pytest.raises(NotEnoughSpace, match=r"mount: denied.*to='disk'"):
+        copy(MemorySource({"a": bytes(3000)}), "tmpfs")
+    assert list(near_storage.iterdir()) == []
+    monkeypatch.setattr(places, "can_mount", lambda: False)
+    report = copy(MemorySource({"a": bytes(3000)}), "auto")
+    assert (report.target, report.path.parent) == ("disk", near_storage)
+
+
+def test_invalid_options_are_refused(image_tree):
+    for options in ({"verify": "md5"}, {"verify": None}, {"to": 3}, {"threads": 0}, {"threads": -1}):
+        with pytest.raises(InvalidOption, match="Use "):
+            copy(image_tree, **options)
+
+
+def test_names_that_the_target_takes_for_one_are_refused(tmp_path, monkeypatch):
+    create = file_changes.create
+
+    def folding(path: Path) -> int:
+        return create(path.with_name(path.name.lower()))
+
+    monkeypatch.setattr(file_changes, "create", folding)
+    with pytest.raises(BadSource, match="another file"):
+        copy(MemorySource({"A.png": b"1", "a.png": b"2"}), tmp_path / "near")
+    assert not (tmp_path / "near").exists()
