@@ -135,6 +135,7 @@ TRAINING = (
         "raise",
         words=("raise", "continue"),
     ),
+    Option("timeout", "how long the file system may leave one operation of a checkpoint unanswered, as 5min", None),
 )
 """How training goes, whatever a step is."""
 

@@ -41,7 +41,7 @@ class Rule:
 
 RULES = (
     Rule(machine_rules.full_ram, is_urgent=True, silences=("more_workers", "bursts")),
-    Rule(machine_rules.full_shm, is_urgent=True, silences=("more_workers", "bursts")),
+    Rule(machine_rules.full_shm, is_urgent=True, silences=("more_workers", "too_many_workers", "bursts")),
     Rule(machine_rules.full_disk, is_urgent=True),
     Rule(machine_rules.costly_panel),
     Rule(data_rules.far_files),
