@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of
-from colabkit.packs.format.layout import SAMPLES, Field, Indices
+from colabkit.packs.format.layout import SAMPLES, Indices
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
     Column,
@@ -101,7 +101,7 @@ class ArraySampleMaker(MemorySampleMaker):
 
     def lengths(self, numbers: Indices) -> Indices | None:
         """Return the bytes of each sample's text; None if samples are rows."""
-        if not self.fields[0].field.is_ragged:
+        if not self.fields[0].is_ragged:
             return None
         texts = self._column(self.fields[0], numbers)
         return np.fromiter(map(len, texts), np.int64, len(texts))
@@ -118,8 +118,8 @@ class ArraySampleMaker(MemorySampleMaker):
         every = np.arange(self._ends[-1] if self._chosen is None else len(self._chosen))
         columns = {}
         for made in self.fields:
-            column, content = self._column(made, every), made.field.content
-            columns[made.field.name] = [TextColumn(tuple(column), content) if made.field.is_ragged else column]  # type: ignore[arg-type]
+            column, content = self._column(made, every), made.content
+            columns[made.name] = [TextColumn(tuple(column), content) if made.is_ragged else column]  # type: ignore[arg-type]
         return ArraySampleMaker, (columns,)
 
     def _column(self, made: SampleField, numbers: Indices) -> Any:
@@ -127,13 +127,13 @@ class ArraySampleMaker(MemorySampleMaker):
         owners = np.searchsorted(self._ends, rows, "right")
         pieces: list[Any] = []
         for owner in dict.fromkeys(owners.tolist()):  # samples of one split lie in one array
-            array = self._columns[made.field.name][owner]
+            array = self._columns[made.name][owner]
             mine = rows[owners == owner] - (int(self._ends[owner - 1]) if owner else 0)
             if isinstance(array, TextColumn):
                 pieces += [array.values[row] for row in mine.tolist()]
             else:
                 pieces.append(np.ascontiguousarray(_take(array, mine), made.dtype))
-        if made.field.is_ragged:
+        if made.is_ragged:
             return pieces
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -202,8 +202,8 @@ def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
 
 def _field(name: str, array: Rows | TextColumn) -> SampleField:
     if isinstance(array, TextColumn):
-        return SampleField(Field(name, array.content, is_ragged=True))
+        return SampleField(name, array.content, is_ragged=True)
     shape = tuple(map(int, array.shape[1:]))
     is_image = name == SAMPLES and array.dtype == np.uint8 and len(shape) == 3 and shape[2] in IMAGE_CHANNELS
     dtype = np.dtype(array.dtype).newbyteorder("<").str
-    return SampleField(Field(name, "image" if is_image else "array"), shape, dtype)
+    return SampleField(name, "image" if is_image else "array", shape=shape, dtype=dtype)

@@ -15,7 +15,7 @@ from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOptio
 from colabkit.packs.decode.images import decode_pillow
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, fit_pixels
-from colabkit.packs.format.layout import LABELS, SAMPLES, Field, Indices
+from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices
 from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
 from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
 from colabkit.packs.packing.options import check_field_names
@@ -144,7 +144,7 @@ class DatasetSampleMaker(MemorySampleMaker):
             raise InvalidOption(cannot(self._act, found, needed, "Leave it out"))
         self.fields = tuple(self._field(name, value) for name, value in values.items())
         self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
-        labels = next((made for made in self.fields if made.field.name == LABELS), None)
+        labels = next((made for made in self.fields if made.name == LABELS), None)
         self.label_kind: LabelKind = "none" if labels is None else kind_of_stored(labels.dtype, 1 + len(labels.shape))
         # How many labels or targets a sample has; 0 for a class or a single target.
         self.label_count = labels.shape[0] if labels is not None and labels.shape else 0
@@ -163,7 +163,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         sample = self._sample(number)
         values = []
         for made, place in zip(self.fields, self._places.values(), strict=True):
-            name = made.field.name
+            name = made.name
             try:
                 value = _at(sample, place)
             except (KeyError, IndexError, TypeError) as error:
@@ -171,10 +171,10 @@ class DatasetSampleMaker(MemorySampleMaker):
             if name == SAMPLES and _is_image(value) != bool(self.image_shape):
                 raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first")
             stored = self._value(name, value)
-            if isinstance(stored, np.ndarray) is made.field.is_ragged:
+            if isinstance(stored, np.ndarray) is made.is_ragged:
                 raise UnlikeFirst(f"{name!r} is of another kind than in the first")
             if isinstance(stored, np.ndarray):
-                stored = made.converted(stored, UnequalPicture if made.field.content == "image" else UnlikeFirst)
+                stored = made.converted(stored, UnequalPicture if made.content == "image" else UnlikeFirst)
             values.append(stored)
         return tuple(values)
 
@@ -297,11 +297,10 @@ class DatasetSampleMaker(MemorySampleMaker):
         stored = self._value(name, value)
         is_image = name == SAMPLES and self.image_shape is not None
         if isinstance(stored, np.ndarray):
-            content = "labels" if name == LABELS else "image" if is_image else "array"
+            content: Content = "labels" if name == LABELS else "image" if is_image else "array"
             dtype = stored.dtype.newbyteorder("<").str
-            return SampleField(Field(name, content), stored.shape, dtype, name == LABELS)  # type: ignore[arg-type]
-        content = "image" if is_image else "text" if isinstance(value, str) else "bytes"
-        return SampleField(Field(name, content, is_ragged=True))  # type: ignore[arg-type]
+            return SampleField(name, content, shape=stored.shape, dtype=dtype, is_table=name == LABELS)
+        return SampleField(name, "image" if is_image else "text" if isinstance(value, str) else "bytes", is_ragged=True)
 
 
 def _length(act: str, split: str, dataset: Any) -> int:

@@ -236,7 +236,7 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
 def _made_by(act: str, name: str, first: Any) -> SampleField:
     """Return the field that a function makes, by what it returned for the first sample."""
     if isinstance(first, str | bytes):
-        return SampleField(Field(name, "text" if isinstance(first, str) else "bytes", is_ragged=True))
+        return SampleField(name, "text" if isinstance(first, str) else "bytes", is_ragged=True)
     try:
         array = np.asarray(first)
     except ValueError:  # lists of several lengths
@@ -244,7 +244,7 @@ def _made_by(act: str, name: str, first: Any) -> SampleField:
     if array.dtype.kind not in "biuf" or not is_storable(array.dtype):
         found = f"the function of the field {name!r} returned {kind_of(first)}"
         raise InvalidOption(cannot(act, found, "numbers, an array or text", "Convert it in the function"))
-    return SampleField(Field(name, "array"), array.shape, array.dtype.str)
+    return SampleField(name, "array", shape=array.shape, dtype=array.dtype.str)
 
 
 def _table_digest(table: FieldTable) -> str:

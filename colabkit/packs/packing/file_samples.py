@@ -14,7 +14,7 @@ import numpy.typing as npt
 from colabkit.foundation import BadArchive, BadImage, BadSource, cannot, kind_of
 from colabkit.packs.decode.images import check_image, decode_array, decode_image, row_decoder
 from colabkit.packs.decode.jpeg import encode_jpeg
-from colabkit.packs.format.layout import SAMPLES, Field, Indices
+from colabkit.packs.format.layout import SAMPLES, Indices
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
     Column,
@@ -138,8 +138,8 @@ class FileSampleMaker(SampleMaker):
     def fields(self) -> tuple[SampleField, ...]:  # type: ignore[override]
         """The images or arrays, and the further fields."""
         is_raw = self.encoding == "raw"
-        first = Field(SAMPLES, "image" if self.is_image else "array", not is_raw)
-        x = SampleField(first, self.shape, self.dtype) if is_raw else SampleField(first)
+        shape, dtype = (self.shape, self.dtype) if is_raw else ((), "|u1")
+        x = SampleField(SAMPLES, "image" if self.is_image else "array", not is_raw, shape, dtype)
         return (x, *(field for field, _ in self.extra))
 
     def path(self, number: int) -> str:
@@ -232,9 +232,9 @@ class FileSampleMaker(SampleMaker):
 
 def _stored_value(path: str, made: SampleField, value: Any) -> Value:
     """Return what a user's function returned as the field stores it, with no number changed."""
-    act, next_step = f"pack the field {made.field.name!r} of {path!r}", "Return values of one kind and shape"
-    if made.field.is_ragged:
-        kind = str if made.field.content == "text" else bytes
+    act, next_step = f"pack the field {made.name!r} of {path!r}", "Return values of one kind and shape"
+    if made.is_ragged:
+        kind = str if made.content == "text" else bytes
         if not isinstance(value, kind):
             raise BadSource(cannot(act, kind_of(value), f"{kind.__name__} like the first", next_step))
         return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value

@@ -81,7 +81,7 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     maker = ArraySampleMaker(columns)
     counts = {split: len(arrays[SAMPLES]) for split, arrays in splits.items()}
     x = maker.fields[0]
-    encoding = "raw" if x.field.content == "image" else "array"
+    encoding = "raw" if x.content == "image" else "array"
     about = _about("arrays", encoding, labels.kind, labels.classes, x.shape, digest_of(options.plain(), digests))
     numbers = _number_splits(act, counts, options, labels.kind, labels.values)
     return PackPlan("arrays", maker, numbers, tuple(tables), about, "raise", 0)

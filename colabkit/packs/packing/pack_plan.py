@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadImage
+from colabkit.foundation import BadImage, BadSource, cannot, format_things
 from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, Field, Indices
 
 OnBad: TypeAlias = Literal["raise", "skip", "blank"]
@@ -27,6 +27,9 @@ BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
 """Called with the place and the number of a bad sample, and its error; it raises if bad samples are an error."""
 
 
+_LISTED_BAD = 5
+
+
 class UnequalSample(BadImage):
     """A sample differs in shape or dtype from the first one."""
 
@@ -34,17 +37,15 @@ class UnequalSample(BadImage):
 
 
 @dataclass(frozen=True, slots=True)
-class SampleField:
+class SampleField(Field):
     """A field that is made together with the samples.
 
     Attributes:
-        field: name and content.
         shape: of each sample; of a ragged field ().
         dtype: of its elements.
         is_table: whether it is small, and has one CRC as tables have.
     """
 
-    field: Field
     shape: tuple[int, ...] = ()
     dtype: str = "|u1"
     is_table: bool = False
@@ -52,7 +53,7 @@ class SampleField:
     @property
     def row_bytes(self) -> int:
         """Bytes of a sample; of a ragged field 0."""
-        return 0 if self.field.is_ragged else int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return 0 if self.is_ragged else int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     def check_shape(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> None:
         """Raise the error if an array has another shape than the field."""
@@ -73,7 +74,7 @@ class SampleField:
         raise error(f"{self._named('dtype')} is {array.dtype}, not {dtype} like the first")
 
     def _named(self, what: str) -> str:
-        return f"its {what}" if self.field.name == SAMPLES else f"the {what} of {self.field.name!r}"
+        return f"its {what}" if self.name == SAMPLES else f"the {what} of {self.name!r}"
 
 
 class SampleMaker(ABC):
@@ -103,7 +104,7 @@ class SampleMaker(ABC):
 
     def blank(self, number: int) -> tuple[Value, ...]:
         """Return the fields that take the place of a bad sample."""
-        return tuple(b"" if one.field.is_ragged else np.zeros(one.shape, one.dtype) for one in self.fields)
+        return tuple(b"" if one.is_ragged else np.zeros(one.shape, one.dtype) for one in self.fields)
 
     def _join(
         self, numbers: Iterable[int], make: Callable[[int], tuple[Value, ...]], on_bad: BadHandler
@@ -147,6 +148,16 @@ class FieldTable:
         if isinstance(self.values, tuple):
             return FieldTable(self.field, tuple(self.values[number] for number in numbers.tolist()))
         return FieldTable(self.field, self.values[numbers])
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that could not be made: its place in the split, its path and the reason."""
+
+    split: str
+    index: int
+    path: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -204,7 +215,7 @@ class PackPlan:
     @cached_property
     def fields(self) -> Mapping[str, Field]:
         """All fields: samples, labels, others."""
-        fields = [*(made.field for made in self.maker.fields), *(table.field for table in self.tables)]
+        fields = [*self.maker.fields, *(table.field for table in self.tables)]
         found = {field.name: field for field in fields}
         return {name: found[name] for name in sorted(found, key=lambda name: (name != SAMPLES, name != LABELS))}
 
@@ -212,9 +223,7 @@ class PackPlan:
     def spooled(self) -> tuple[SampleField, ...]:
         """Fields whose lengths are known only once samples are made."""
         is_known = self.lengths is not None
-        return tuple(
-            one for one in self.maker.fields if one.field.is_ragged and not (is_known and one.field.name == SAMPLES)
-        )
+        return tuple(one for one in self.maker.fields if one.is_ragged and not (is_known and one.name == SAMPLES))
 
     @cached_property
     def lengths(self) -> Lengths | None:
@@ -224,8 +233,19 @@ class PackPlan:
             lengths = self.maker.lengths(numbers)
             if lengths is None:
                 return None
-            found[self.maker.fields[0].field.data_set(split)] = lengths
+            found[self.maker.fields[0].data_set(split)] = lengths
         return found
+
+    def check_bad(self, bad: Sequence[BadSample]) -> None:
+        """Raise `BadImage` if there are more bad samples than are allowed, `BadSource` if all are bad."""
+        if len(bad) > self.most_bad:
+            first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
+            found = f"{format_things(len(bad), 'bad file')} or more, first {first}"
+            next_step = "Check the source" if len(bad) == self.samples else "Check the source, or raise max_bad="
+            raise BadImage(cannot(self.act, found, f"at most {self.most_bad}", next_step))
+        if len(bad) == self.samples and not self.is_shard:
+            found = f"no good one among {format_things(self.samples, 'sample')}"
+            raise BadSource(cannot(self.act, found, "at least one", "Check the source"))
 
     def data_sets(self, kept: Mapping[str, Indices], lengths: Lengths) -> list[DataSet]:
         """Return the layout of a pack.
@@ -235,7 +255,7 @@ class PackPlan:
             lengths: of the kept samples of ragged fields that are made; an unknown one has no bytes yet.
         """
         laid = []
-        made = {one.field.name: one for one in self.maker.fields}
+        made = {one.name: one for one in self.maker.fields}
         tables = {table.field.name: table for table in self.tables}
         for split, rows in kept.items():
             for field in self.fields.values():

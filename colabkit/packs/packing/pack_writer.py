@@ -17,20 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import (
-    BadSource,
     ColabkitError,
     ProgressBar,
     TargetExists,
     cannot,
     file_changes,
-    format_things,
     partials,
 )
 from colabkit.packs.format.layout import CRC, DataSet, Indices
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
-from colabkit.packs.packing.pack_plan import Lengths, PackPlan
-from colabkit.packs.packing.sample_writer import BadSample, FileSampleWriter, SampleWriter, WrittenRange, too_many_bad
+from colabkit.packs.packing.pack_plan import BadSample, Lengths, PackPlan
+from colabkit.packs.packing.sample_writer import FileSampleWriter, SampleWriter, WrittenRange
 from colabkit.storage import Retries, Threads
 
 _READ_BYTES = 16 << 20
@@ -83,12 +81,9 @@ def write_pack(
             for written in stack.enter_context(contextlib.closing(writer.write(threads, bar))):
                 compaction.add(written)
                 syncing.written(written.samples.count * plan.row_bytes)
-                if len(compaction.bad) > plan.most_bad:
-                    raise too_many_bad(plan, compaction.bad)
+                plan.check_bad(compaction.bad)
                 bar.advance(written.samples.count)
             if compaction.is_needed:
-                if len(compaction.bad) == plan.samples and not plan.is_shard:
-                    raise no_good_sample(plan)
                 if not compaction.counts:
                     return WrittenPack("", {}, tuple(compaction.bad), retries.count, writer.made_by)
                 layout = plan.data_sets(compaction.kept, compaction.lengths)
@@ -122,12 +117,6 @@ def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
     return WrittenPack(info.seal, info.meta["splits"], bad, 0, "an earlier call")
 
 
-def no_good_sample(plan: PackPlan) -> BadSource:
-    """Return the error for a source without a good sample."""
-    found = f"no good one among {format_things(plan.samples, 'sample')}"
-    return BadSource(cannot(plan.act, found, "at least one", "Check the source"))
-
-
 class Compaction:
     """Collects CRCs, lengths and bad samples; copies the good samples to a new file, one after the other.
 
@@ -144,7 +133,7 @@ class Compaction:
         self._crcs = {split: np.zeros(count, "<u4") for split, count in plan.counts.items()}
         # Offset and length of each spooled sample, by data set.
         self._spooled = {
-            made.field.data_set(split): np.zeros((count, 2), np.int64)
+            made.data_set(split): np.zeros((count, 2), np.int64)
             for made in plan.spooled
             for split, count in plan.counts.items()
         }
@@ -156,8 +145,8 @@ class Compaction:
             file_changes.make_folder(self._folder)
             for number, made in enumerate(self._plan.spooled):
                 path = self._folder / f"spool-{number}"
-                self._spools[made.field.name] = (file_changes.create(path), path)
-                self._ends[made.field.name] = 0
+                self._spools[made.name] = (file_changes.create(path), path)
+                self._ends[made.name] = 0
         return self
 
     def __exit__(
@@ -172,11 +161,11 @@ class Compaction:
         self._crcs[split][span] = written.crcs
         self.bad += written.bad
         for made, (lengths, data) in zip(self._plan.spooled, written.spooled, strict=True):
-            name = made.field.name
+            name = made.name
             fd, path = self._spools[name]
             file_changes.write_at(fd, data, self._ends[name], path)
             starts = self._ends[name] + np.cumsum(lengths) - lengths
-            self._spooled[made.field.data_set(split)][span] = np.stack([starts, lengths], 1)
+            self._spooled[made.data_set(split)][span] = np.stack([starts, lengths], 1)
             self._ends[name] += len(data)
 
     @property
@@ -237,10 +226,10 @@ class Compaction:
         try:
             for split, kept in self.kept.items():
                 for made in self._plan.maker.fields:
-                    name = made.field.data_set(split)
+                    name = made.data_set(split)
                     to, from_fd = new[name].offset, fd
                     if name in self._spooled:
-                        starts, from_fd = self._spooled[name][kept, 0], self._spools[made.field.name][0]
+                        starts, from_fd = self._spooled[name][kept, 0], self._spools[made.name][0]
                     elif name in self._known:
                         known = self._known[name]
                         starts = old[name].offset + (np.cumsum(known) - known)[kept]
@@ -275,7 +264,7 @@ def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], com
                 crcs[name] = write_table(fd, values, placed[name], path)
             for made in plan.maker.fields:
                 if made.is_table:  # its rows are there already
-                    crcs[made.field.data_set(split)] = _stored_crc(fd, placed[made.field.data_set(split)])
+                    crcs[made.data_set(split)] = _stored_crc(fd, placed[made.data_set(split)])
     finally:
         os.close(fd)
     return crcs
@@ -301,8 +290,8 @@ def _tables(
             yield table.field.data_set(split), np.frombuffer(b"".join(values), np.uint8)
             yield table.field.index(split), _index(np.fromiter(map(len, values), np.int64, len(values)))
     for made in plan.maker.fields:
-        if made.field.is_ragged:
-            yield made.field.index(split), _index(compaction.lengths[made.field.data_set(split)])
+        if made.is_ragged:
+            yield made.index(split), _index(compaction.lengths[made.data_set(split)])
 
 
 def _index(lengths: Indices) -> Indices:

@@ -13,12 +13,13 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, format_things, usable_cpus
+from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, usable_cpus
 from colabkit.packs.format.layout import DataSet, Indices
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, SampleReading, read_sample
 from colabkit.packs.packing.forked_workers import ForkedWorkers, can_fork
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
+    BadSample,
     Column,
     MemorySampleMaker,
     PackPlan,
@@ -38,7 +39,6 @@ _MEASURED_S = 0.005
 _TINY_S = 1e-3
 # Work that is over sooner is done at once.
 _FORKING_S = 0.2
-_LISTED_BAD = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,6 @@ class SampleRange:
     def count(self) -> int:
         """How many samples there are."""
         return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class BadSample:
-    """A sample that could not be made: its place in the split, its path and the reason."""
-
-    split: str
-    index: int
-    path: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +121,8 @@ class SampleWriter:
         crcs = [0] * samples.count
         spooled = []
         for made, column in zip(self._plan.maker.fields, columns, strict=True):
-            name = made.field.data_set(samples.split)
-            if not made.field.is_ragged:
+            name = made.data_set(samples.split)
+            if not made.is_ragged:
                 rows = _row_bytes(made, column)
                 if not made.is_table:
                     crcs = list(map(crc32, rows, crcs))
@@ -285,11 +275,3 @@ def _row_bytes(made: SampleField, column: Column) -> npt.NDArray[np.uint8]:
         for at, value in enumerate(column):
             rows[at] = value
     return rows.reshape(-1).view(np.uint8).reshape(len(column), made.row_bytes)
-
-
-def too_many_bad(plan: PackPlan, bad: Sequence[BadSample]) -> BadImage:
-    """Return the error for more bad files than are allowed."""
-    first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
-    found = f"{format_things(len(bad), 'bad file')} or more, first {first}"
-    next_step = "Check the source" if len(bad) == plan.samples else "Check the source, or raise max_bad="
-    return BadImage(cannot(plan.act, found, f"at most {plan.most_bad}", next_step))

@@ -30,11 +30,9 @@ from colabkit.packs.packing.pack_writer import (
     WrittenPack,
     check_free,
     find_written,
-    no_good_sample,
     write_pack,
     write_table,
 )
-from colabkit.packs.packing.sample_writer import too_many_bad
 from colabkit.packs.packing.shard_tasks import ShardTask, run_tasks
 from colabkit.storage import Threads
 
@@ -101,8 +99,6 @@ def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: 
         else:
             shards.run(options.threads, executor)
         ordered = [shards.written[number] for number in range(len(names))]
-        if sum(len(one.bad) for one in ordered) == plan.samples:
-            raise no_good_sample(plan)
         full = [name for name, one in zip(names, ordered, strict=True) if one.counts]
         infos = _publish(plan, kept, full, replace=replace)
         seal, counts = _write_index(plan, final, infos, ordered, replace=replace)
@@ -253,9 +249,7 @@ class _ShardSet:
 
     def _check_bad(self) -> None:
         """Refuse more bad samples in all shards together than are allowed."""
-        bad = [one for number in sorted(self.written) for one in self.written[number].bad]
-        if len(bad) > self.plan.most_bad:
-            raise too_many_bad(self.plan, bad)
+        self.plan.check_bad([one for number in sorted(self.written) for one in self.written[number].bad])
 
 
 def _sample_bytes(plan: PackPlan) -> Indices:
@@ -297,7 +291,7 @@ def _ranges(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
 def _digest(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
     """Return what tells the shards of a plan from all others: content, columns, and times of the files."""
     about = {name: value for name, value in plan.about.items() if name != "options"}  # which holds timings
-    made = [[one.field.name, list(one.shape), one.dtype, one.field.is_ragged] for one in plan.maker.fields]
+    made = [[one.name, list(one.shape), one.dtype, one.is_ragged] for one in plan.maker.fields]
     digest = hashlib.sha256()
     if isinstance(plan.maker, FileSampleMaker):
         items, numbers = plan.maker.items, plan.numbers.tolist()
