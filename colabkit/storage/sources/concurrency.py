@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
@@ -27,11 +28,10 @@ class Level:
     """The number of requests in flight: it climbs while throughput climbs, and halves on errors.
 
     Calls are counted in windows, each as long as about one round of the calls in flight. From 64 on the number doubles
-    as long as the rate rises by 8%; else it returns to the best one and stays for 24 windows. Where the first calls
-    compute more than they wait, it falls by steps instead, for as long as the rate holds. An error halves it at once,
-    as a drive that refuses wants to be asked less, but only once a window: what is in flight often fails together. (The
-    scheme is that of TCP's congestion window: slow start, then multiplicative decrease; D. Chiu and R. Jain, 1989.)
-    Its methods may be called from any thread.
+    as long as the rate rises by 8%; else it returns to the best one and stays for 24 windows. If the first calls
+    compute more than they wait, it falls by steps instead, for as long as the rate holds. An error halves it, once a
+    window: what is in flight often fails together. (The scheme is that of TCP's congestion window: slow start, then
+    multiplicative decrease; D. Chiu and R. Jain, 1989.) Its methods may be called from any thread.
 
     Attributes:
         now: the level.
@@ -145,20 +145,18 @@ def still_moving() -> None:
         call.moved = time.monotonic()
 
 
+@dataclass(slots=True, eq=False)
 class _Call(Generic[T, R]):
     """One call: when it began and last moved, and how it ended."""
 
-    __slots__ = ("error", "is_given_up", "moved", "result", "size", "task", "tries", "weight")
-
-    def __init__(self, task: T, size: int, weight: float, tries: int = 1) -> None:
-        self.task = task
-        self.size = size
-        self.weight = weight
-        self.tries = tries
-        self.moved: float | None = None
-        self.result: R
-        self.error: BaseException | None = None
-        self.is_given_up = False
+    task: T
+    size: int
+    weight: float
+    tries: int = 1
+    moved: float | None = None
+    result: R = field(init=False)
+    error: BaseException | None = None
+    is_given_up: bool = False
 
 
 class Calls(Generic[T, R]):
@@ -217,9 +215,9 @@ class Calls(Generic[T, R]):
 
     def make(self, task: T, size: int = 0) -> None:
         """Make a call as soon as a thread is free; `size` is how many bytes its result has."""
-        self._make(_Call(task, size, self._weight(size)))
+        self._begin(_Call(task, size, self._weight(size)))
 
-    def _make(self, call: _Call[T, R]) -> None:
+    def _begin(self, call: _Call[T, R]) -> None:
         self._under_way.add(call)
         self._held_bytes += call.size
         with self._lock:
@@ -299,11 +297,14 @@ class Calls(Generic[T, R]):
                 if self._on_wait is not None:
                     self._on_wait()
                 continue
-            self._under_way.discard(call)
-            self._held_bytes -= call.size
+            self._drop(call)
             if call.error is not None:
                 raise call.error
             return call.result
+
+    def _drop(self, call: _Call[T, R]) -> None:
+        self._under_way.discard(call)
+        self._held_bytes -= call.size
 
     def _give_up_stalled(self, now: float) -> None:
         if self._stalled_s is None:
@@ -317,18 +318,12 @@ class Calls(Generic[T, R]):
                 self._unended_weight -= call.weight
                 self._running -= 1
             self._level.refused()
-            self._under_way.discard(call)
-            self._held_bytes -= call.size
+            self._drop(call)
             if call.tries >= self._tries:
-                raise TimedOut(
-                    cannot(
-                        "read the source",
-                        f"no byte in {self._stalled_s:g} s{', twice' if self._tries > 1 else ''}",
-                        "a source that answers",
-                        "See colabkit.runtime() and run colabkit.mount(force=True) if it is Drive, then run this again",
-                    )
-                )
-            self._make(_Call(call.task, call.size, call.weight, call.tries + 1))
+                found = f"no byte in {self._stalled_s:g} s{', twice' if self._tries > 1 else ''}"
+                next_step = "See colabkit.runtime() and run colabkit.mount(force=True) for Drive, then run it again"
+                raise TimedOut(cannot("read the source", found, "a source that answers", next_step))
+            self._begin(_Call(call.task, call.size, call.weight, call.tries + 1))
 
     def results(self, tasks: Iterable[T], size_of: Callable[[T], int]) -> Iterator[R]:
         """Make a call for every task as there is room, and yield all results as they come."""

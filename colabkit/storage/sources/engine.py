@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
@@ -49,6 +50,9 @@ class Block:
     size: int
     crc: int
     data: Buffer | None
+
+
+_SIZE: Callable[[Wanted], int] = attrgetter("size")
 
 
 def block_offsets(size: int) -> range:
@@ -118,10 +122,10 @@ class Reading:
             yield from self._passed_through(self._source, wanted)
         elif self._calls is None:
             yield from concurrently(
-                self._read, wanted, self._threads, size_of=_size, level=self._level, on_wait=self._on_wait
+                self._read, wanted, self._threads, size_of=_SIZE, level=self._level, on_wait=self._on_wait
             )
         else:
-            yield from self._calls.results(wanted, _size)
+            yield from self._calls.results(wanted, _SIZE)
 
     def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
         """Yield what is wanted whole of an archive that can only be read from its front, in one pass."""
@@ -135,18 +139,15 @@ class Reading:
             data = read_item(self._source, one.item, self._retries)
             return Block(one.item, 0, one.size, crc32(data), data)
         self._shared.add(one.file)
-        if self._place is None:
-            buffer = memoryview(bytearray(one.size))
-        else:
-            if not hasattr(self._own, "buffer"):
-                self._own.buffer = bytearray(BLOCK_BYTES)
-            buffer = memoryview(self._own.buffer)[: one.size]
+        if self._place is not None and not hasattr(self._own, "buffer"):
+            self._own.buffer = bytearray(BLOCK_BYTES)
+        buffer = memoryview(bytearray(one.size) if self._place is None else self._own.buffer)[: one.size]
         one.file.read_into(buffer, one.offset, self._retries)
         block = Block(one.item, one.offset, one.size, crc32(buffer), buffer)
-        if self._place is None:
-            return block
-        self._place(block)
-        return Block(one.item, one.offset, one.size, block.crc, None)
+        if self._place is not None:
+            self._place(block)
+            block = replace(block, data=None)
+        return block
 
     def __enter__(self) -> Self:
         self._before, self._retries.on_retry = self._retries.on_retry, self._level.refused
@@ -167,7 +168,3 @@ class Reading:
     def _close_shared(self) -> None:
         for file in list(self._shared):
             file.close()
-
-
-def _size(one: Wanted) -> int:
-    return one.size

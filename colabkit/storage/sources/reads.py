@@ -121,13 +121,7 @@ def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) 
 
 
 class SharedFile:
-    """A large item, opened once for all its blocks: the first that is read opens it, the last closes it.
-
-    Args:
-        source: where the item is.
-        item: which.
-        offsets: of the blocks that will be read.
-    """
+    """A large item, opened once for the blocks at `offsets`: the first that is read opens it, the last closes it."""
 
     def __init__(self, source: Source, item: Item, offsets: Iterable[int]) -> None:
         self._source = source
@@ -220,7 +214,7 @@ class SharedFile:
         return len(data)
 
     def _drop(self, file: BinaryIO | None) -> None:
-        """Open it anew for the next try: a mount that came back has forgotten what was open."""
+        """Open it again for the next try: a mount that came back has forgotten what was open."""
         with self._lock:
             if file is not None and file is self._file:
                 self._file = None
@@ -235,13 +229,7 @@ class SharedFile:
 
 
 def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
-    """Check, after the last byte that came, that the file still is what was listed.
-
-    Args:
-        source: its name, for messages.
-        item: as listed.
-        file: open.
-        done: bytes that came.
+    """Check, after the last of the `done` bytes that came, that an open file still is what was listed.
 
     Raises:
         SourceChanged: if its size or time is another now, or too few bytes came of what cannot be asked.
@@ -291,13 +279,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in the file's plac
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a regular file that is as it was listed.
-
-    Args:
-        path: of the file.
-        source: its source's name, for messages.
-        item: as listed.
-        flags: of `os.open`, besides reading.
+    """Open a regular file that is as it was listed; `flags` are those of `os.open`, besides reading.
 
     Raises:
         SourceChanged: if it is no regular file, or its size or time is another.
@@ -315,13 +297,7 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
 
 
 def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
-    """Return all bytes of a small local file by as few calls as can be; None if it is not what was listed.
-
-    Args:
-        path: of the file.
-        item: as listed.
-        flags: of `os.open`, besides reading.
-    """
+    """Return all bytes of a small local file by as few calls as can be; None if it is not what was listed."""
     try:
         fd = os.open(path, _FLAGS | flags)
     except OSError:

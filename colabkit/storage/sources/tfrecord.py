@@ -36,6 +36,30 @@ _BUFFER_BYTES = 1 << 20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x01": "zlib", b"\x78\x5e": "zlib", b"\x78\x9c": "zlib", b"\x78\xda": "zlib"}
 
 
+_EXAMPLE = """
+name: "colabkit_example.proto"  package: "tensorflow"  syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature"  oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".tensorflow.Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: ".tensorflow.Features.FeatureEntry" }
+  nested_type {
+    name: "FeatureEntry"  options { map_entry: true }
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.Feature" }
+  }
+}
+message_type { name: "Example" field { name: "features" number: 1 type_name: ".tensorflow.Features" } }
+"""
+
+
 def is_tfrecord_name(name: str) -> bool:
     """Return whether a file is named like TFRecord: `x.tfrecord`, `x.tfrecords`, `x.tfrec` or `x-00000-of-00010`."""
     return _NAME.search(name) is not None
@@ -205,33 +229,12 @@ def _parser(act: str) -> tuple[Any, type[Exception]]:
     Source: tensorflow/core/example/example.proto and feature.proto. The descriptor has a pool of its own: TensorFlow,
     where it is loaded, has these names in the default one.
     """
-    protos = import_optional("google.protobuf.descriptor_pb2", act, "for records", "protobuf")
-    field = protos.FieldDescriptorProto
-    file = protos.FileDescriptorProto(name="colabkit_example.proto", package="tensorflow", syntax="proto3")
 
-    def message(name: str, within: Any = None) -> Any:
-        return (file.message_type if within is None else within.nested_type).add(name=name)
+    def package(name: str) -> Any:
+        return import_optional(f"google.protobuf.{name}", act, "for records", "protobuf")
 
-    def add(to: Any, name: str, number: int, kind: int, type_name: str = "", *, many: bool = False) -> Any:
-        label = field.LABEL_REPEATED if many else field.LABEL_OPTIONAL
-        return to.field.add(name=name, number=number, type=kind, label=label, type_name=type_name or None)
-
-    feature = message("Feature")
-    feature.oneof_decl.add(name="kind")
-    lists = (("BytesList", field.TYPE_BYTES), ("FloatList", field.TYPE_FLOAT), ("Int64List", field.TYPE_INT64))
-    for number, (name, kind) in enumerate(lists, 1):
-        add(message(name), "value", 1, kind, many=True)
-        attribute = name.replace("List", "_list").lower()
-        add(feature, attribute, number, field.TYPE_MESSAGE, f".tensorflow.{name}").oneof_index = 0
-    features = message("Features")
-    entry = message("FeatureEntry", features)
-    entry.options.map_entry = True
-    add(entry, "key", 1, field.TYPE_STRING)
-    add(entry, "value", 2, field.TYPE_MESSAGE, ".tensorflow.Feature")
-    add(features, "feature", 1, field.TYPE_MESSAGE, ".tensorflow.Features.FeatureEntry", many=True)
-    add(message("Example"), "features", 1, field.TYPE_MESSAGE, ".tensorflow.Features")
-    pool = import_optional("google.protobuf.descriptor_pool", act, "for records", "protobuf").DescriptorPool()
+    file = package("text_format").Parse(_EXAMPLE, package("descriptor_pb2").FileDescriptorProto())
+    pool = package("descriptor_pool").DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    factory = import_optional("google.protobuf.message_factory", act, "for records", "protobuf")
-    example = factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
-    return example.FromString, import_optional("google.protobuf.message", act, "for records", "protobuf").DecodeError
+    example = package("message_factory").GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
+    return example.FromString, package("message").DecodeError

@@ -13,7 +13,6 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, BinaryIO, Final, NamedTuple, cast
@@ -21,6 +20,7 @@ from typing import IO, BinaryIO, Final, NamedTuple, cast
 from colabkit.foundation import BadArchive, cannot, translated
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.items import (
+    ByteSpan,
     Directory,
     Item,
     Listing,
@@ -199,47 +199,30 @@ class ZipSource(PathSource):
         return data
 
 
-class _ZipMember(io.RawIOBase):
-    """A streamed member; what its decompressor says of broken bytes becomes `BadArchive`."""
+class _ZipMember(ByteSpan):
+    """A streamed member; errors of its decompressor become `BadArchive`."""
 
     def __init__(self, source: str, file: IO[bytes], member: zipfile.ZipInfo) -> None:
+        super().__init__(member.file_size)
         self._source = source
         self._file = file
-        self._member = member
+        self._path = member.filename
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def read(self, size: int | None = -1) -> bytes:
-        size = -1 if size is None else size
-        with self._judged():
-            block = self._file.read(size)
-            if size and not block and self._file.tell() < self._member.file_size:
-                raise zipfile.BadZipFile("it has fewer bytes than declared")
-            return block
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        with self._judged():
-            return self._file.seek(offset, whence)
+    def _bytes(self, size: int) -> bytes:
+        try:
+            if self._file.tell() != self._at:
+                self._file.seek(self._at)
+            if block := self._file.read(size):
+                return block
+            raise zipfile.BadZipFile("it has fewer bytes than declared")
+        except (*_BROKEN, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the file system; bzip2 raises one without a number
+            raise broken_archive(self._source, f"{self._path!r}: {error}") from error
 
     def close(self) -> None:
         self._file.close()
         super().close()
-
-    @contextmanager
-    def _judged(self) -> Iterator[None]:
-        try:
-            yield
-        except (*_BROKEN, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the file system; bzip2 raises one without a number
-            raise broken_archive(self._source, f"{self._member.filename!r}: {error}") from error
 
 
 @lru_cache(maxsize=1024)
