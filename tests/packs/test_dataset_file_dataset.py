@@ -18,7 +18,7 @@ from local_copies import zipped
 from packed_files import files_of, photos
 from pictures import exif, photo, saved
 from PIL import Image
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from colabkit.errors import BadImage, BadSource, InvalidOption, MissingSplit, SourceChanged
 from colabkit.loading import Loader
@@ -234,15 +234,6 @@ def test_pickled_and_copied_it_is_the_same(tree, tmp_path, kind):
     for again in (pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
         assert_samples(again, files, [1, 0])
         assert (again.fingerprint, again.classes, repr(again)) == (data.fingerprint, data.classes, repr(data))
-
-
-@pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn")])
-def test_it_works_in_a_plain_data_loader(tree, workers, start):
-    data = FileDataset(tree)
-    loader = DataLoader(data, 5, num_workers=workers, multiprocessing_context=start)
-    images, labels = (torch.cat(values) for values in zip(*loader, strict=True))
-    assert torch.equal(images, torch.stack([image for image, _ in data]))
-    assert torch.equal(labels, data.labels)
 
 
 def test_a_subset_of_torch_becomes_a_view_in_the_loader(tree):

@@ -9,17 +9,18 @@ import pytest
 import torch
 from contract import make_pack, make_shards, seal_fields
 from hdf5_files import IMAGES, STORED, write_hdf5
+from packed_files import photos
 from pictures import png
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from colabkit.packs.dataset.datasets import PackedDataset
+from colabkit.packs.dataset.datasets import FileDataset, LabelledDataset
 from colabkit.packs.dataset.opened_pack import open_pack
 
 
 class Batches(Dataset):
     """Batches of four of each of several data sets, as the worker of a DataLoader fetches and collates them."""
 
-    def __init__(self, data_sets: list[PackedDataset]) -> None:
+    def __init__(self, data_sets: list[LabelledDataset]) -> None:
         self.data_sets = data_sets
 
     def __len__(self) -> int:
@@ -27,13 +28,14 @@ class Batches(Dataset):
 
     def __getitem__(self, number: int) -> list[list[torch.Tensor]]:
         data = self.data_sets[number]
+        fetch = getattr(data, "__getitems__", lambda numbers: [data[row] for row in numbers])
         starts = range(0, len(data), 4)
-        return [default_collate(data.__getitems__([*range(len(data))[start : start + 4]])) for start in starts]
+        return [default_collate(fetch([*range(len(data))[start : start + 4]])) for start in starts]
 
 
 @pytest.fixture
-def data_sets(tmp_path: Path) -> dict[str, PackedDataset]:
-    """Return a pack, shards, a view, image files and a compressed HDF5 file, each read before it is sent."""
+def data_sets(tmp_path: Path) -> dict[str, LabelledDataset]:
+    """Return a pack, shards, a view, packed and plain image files and an HDF5 file, each read before it is sent."""
     shards = ({"train": 9, "test": 2}, {"train": 4}, {"test": 3}, {"train": 8, "test": 1})
     files = {"X": {"train": [png(image) for image in IMAGES[:10]]}, "Y": {"train": np.arange(10) % 3}}
     pack = make_pack(tmp_path / "made.h5", (6, 5, 3), train=60)
@@ -42,9 +44,10 @@ def data_sets(tmp_path: Path) -> dict[str, PackedDataset]:
         "shards": open_pack(make_shards(tmp_path / "birds.h5", *shards))["train"],
         "view": open_pack(pack)["train"].subset(np.arange(60)[::7]),
         "image files": open_pack(seal_fields(tmp_path / "p.h5", files, {"X": "image"}, "class"))["train"],
+        "plain files": FileDataset(photos(tmp_path / "tree")),
         "HDF5": open_pack(write_hdf5(tmp_path / "theirs.h5", **STORED["gzip"]))["train"],
     }
-    assert [data[len(data) - 1][1] for data in found.values()] == [2, 1, 2, 0, 1]
+    assert [data[len(data) - 1][1] for data in found.values()] == [2, 1, 2, 0, 2, 1]
     return found
 
 
@@ -62,7 +65,7 @@ def test_data_sets_go_through_a_data_loader(data_sets, workers, context):
         assert_batches(kind, data, list(loader))
 
 
-def assert_batches(kind: str, data: PackedDataset, batches: list[list[torch.Tensor]]) -> None:
+def assert_batches(kind: str, data: LabelledDataset, batches: list[list[torch.Tensor]]) -> None:
     assert [len(labels) for _, labels in batches] == [min(4, len(data) - start) for start in range(0, len(data), 4)]
     for number, fields in enumerate(zip(*batches, strict=True)):
         expected = torch.stack([torch.as_tensor(data[row][number]) for row in range(len(data))])
