@@ -231,7 +231,7 @@ class Loader:
     @property
     def next_epoch(self) -> int:
         """Number of the epoch that the next iteration begins, or resumes after `load_state_dict`."""
-        return self._position.next_epoch
+        return self._position.next[0]
 
     @property
     def received(self) -> tuple[int, int]:

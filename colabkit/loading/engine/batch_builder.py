@@ -19,7 +19,7 @@ from colabkit.foundation import LoaderMeters
 from colabkit.loading.augment.compose import geometry_of, split_steps, steps_of
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform
-from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_values
+from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_batches, split_values
 from colabkit.loading.engine.columns import DatasetColumns
 from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather
 from colabkit.loading.engine.image_decoders import ImageDecoder, ImageOptions, crop_each
@@ -195,11 +195,9 @@ class BatchBuilder:
 
     def _pieces(self, plan: BatchPlan) -> Iterator[tuple[int, int]]:
         """Yield the pieces of a plan; none lies in two batches, or an error would spoil both."""
-        start = 0
-        for size in plan.sizes:
-            step = max(_LEAST_PIECE, -(-size // (_PIECES_A_THREAD * self._threads)))
-            yield from ((place, min(place + step, start + size)) for place in range(start, start + size, step))
-            start += size
+        for start, stop in plan.spans:
+            step = max(_LEAST_PIECE, -(-(stop - start) // (_PIECES_A_THREAD * self._threads)))
+            yield from ((place, min(place + step, stop)) for place in range(start, stop, step))
 
     def fill(self, group: BatchGroup, start: int, stop: int) -> None:
         """Make the samples from `start` to `stop`."""
@@ -221,25 +219,25 @@ class BatchBuilder:
         """Yield the batches that end within the first `samples` samples."""
         if group.result is not None:
             group.values[0] = group.result
-        plan, start = group.plan, 0
+        plan = group.plan
         if samples == len(plan.indices) and not group.bad and self._stages.by_batch is None:
-            yield from _split_group(group)
+            batches = split_batches(plan, group.values)
+            _release_memory(group)
+            yield from batches
             return
-        for size, end in zip(plan.sizes, plan.ends, strict=True):
-            begin, start = start, start + size
-            if start > samples:
+        for (start, stop), end in zip(plan.spans, plan.ends, strict=True):
+            if stop > samples:
                 break
-            batch = Batch(
-                [stack_samples(value[begin:start]) for value in group.values], plan.positions[begin:start], end
-            )
-            bad = [place - begin for place in group.bad if begin <= place < start]
+            values = [stack_samples(value[start:stop]) for value in group.values]
+            batch = Batch(values, plan.positions[start:stop], end)
+            bad = [place - start for place in group.bad if start <= place < stop]
             if bad:
                 _leave_out(batch, bad)
             if not len(batch.positions):
                 continue  # all of it is bad
             if self._stages.by_batch is not None:
                 draws = replace(group.draws, positions=batch.positions)
-                with self._reporting_errors(draws, np.delete(plan.indices[begin:start], bad)):
+                with self._reporting_errors(draws, np.delete(plan.indices[start:stop], bad)):
                     self._apply_by_batch(self._stages.by_batch, batch.values, draws)
             yield batch
         _release_memory(group)
@@ -266,19 +264,6 @@ class BatchBuilder:
                 else:
                     group.result = memory.view(made.dtype).view(count, *made.shape[1:])
             return group.result
-
-
-def _split_group(group: BatchGroup) -> Iterator[Batch]:
-    """Yield the batches of a group with nothing left to do."""
-    plan, sizes, start = group.plan, group.plan.sizes, 0
-    columns = [
-        torch.split_with_sizes(value, sizes) if isinstance(value, Tensor) else split_values(value, sizes)
-        for value in group.values
-    ]
-    _release_memory(group)
-    for size, end, *values in zip(sizes, plan.ends, *columns, strict=True):
-        yield Batch(values, plan.positions[start : start + size], end)
-        start += size
 
 
 def _release_memory(group: BatchGroup) -> None:

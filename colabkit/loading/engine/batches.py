@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from colabkit.foundation import Mark
@@ -58,6 +59,11 @@ class BatchPlan:
     positions: Indices
     sizes: tuple[int, ...]
     ends: tuple[int, ...]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each batch begins and ends among the samples."""
+        return [*itertools.pairwise(itertools.accumulate(self.sizes, initial=0))]
 
     def slice(self, first: int, stop: int | None = None) -> BatchPlan:
         """Return its batches from `first` to `stop`, or to its end."""
@@ -341,6 +347,18 @@ def split_values(values: list[Any], sizes: Sequence[int]) -> list[Any]:
     """Return the values of each batch, of as many samples as its size."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     return [stack_samples(values[start:stop]) for start, stop in itertools.pairwise(stops)]
+
+
+def split_batches(plan: BatchPlan, fields: Sequence[Any]) -> list[Batch]:
+    """Return the batches of a plan, of the values that its samples have in each field."""
+    columns = [
+        torch.split_with_sizes(value, plan.sizes) if isinstance(value, Tensor) else split_values(value, plan.sizes)
+        for value in fields
+    ]
+    return [
+        Batch(values, plan.positions[start:stop], end)
+        for (start, stop), end, *values in zip(plan.spans, plan.ends, *columns, strict=True)
+    ]
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:

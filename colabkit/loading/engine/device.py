@@ -14,12 +14,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from colabkit.foundation import LoaderMeters, Mark
-from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_values, tensors_in
+from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_batches, tensors_in
 from colabkit.loading.engine.columns import Column
 from colabkit.loading.engine.gather import PinnedSlots, RowGather
 
@@ -156,6 +155,7 @@ class DeviceEngine:
         self.plan_batches = plan_batches
         self._device = device
         self._counts = counts
+        self._has_only_rows = all(isinstance(column, RowGather) for column in columns.values())
         self._columns = [
             column.on(device, _STEP_BYTES) if isinstance(column, RowGather) else column for column in columns.values()
         ]
@@ -178,13 +178,14 @@ class DeviceEngine:
         for column in self._columns:
             if isinstance(column, RowGather):
                 memory = torch.empty(len(indices) * column.row_bytes, dtype=torch.uint8, device=self._device)
-                fields.append(column.gather(indices, memory).split_with_sizes(plan.sizes))
+                fields.append(column.gather(indices, memory))
             elif callable(column):
-                fields.append(
-                    [map_tensors(value, self._send) for value in split_values(column(plan.indices), plan.sizes)]
-                )
-        positions = np.split(plan.positions, np.cumsum(plan.sizes[:-1]))
-        return [Batch(values, places, end) for places, end, *values in zip(positions, plan.ends, *fields, strict=True)]
+                fields.append(column(plan.indices))
+        batches = split_batches(plan, fields)
+        if not self._has_only_rows:
+            for batch in batches:
+                batch.values = map_tensors(batch.values, self._send)
+        return batches
 
     def _send(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)  # or the host would wait for it

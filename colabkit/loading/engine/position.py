@@ -29,14 +29,16 @@ class LoaderPosition:
 
     Attributes:
         pure_order: the same, if it is one of `colabkit.sampler`; None for a custom sampler.
+        next: epoch and samples at which the next iteration begins.
+        received: epoch and samples that the user has received; the start of the next one at the end of an epoch.
     """
 
     def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
         self._set_order(order)
         self.seed = seed
         self._fingerprint = fingerprint
-        self._next = (0, 0)  # epoch and samples at which the next iteration begins
-        self._received = (0, 0)
+        self.next = (0, 0)
+        self.received = (0, 0)
 
     def _set_order(self, order: Order | Iterable[Any]) -> None:
         self.order = order
@@ -67,53 +69,40 @@ class LoaderPosition:
             return f"{what} with seed {self.order.seed}"
         return f"by {self.policy.partition(' ')[0]}"
 
-    @property
-    def next_epoch(self) -> int:
-        """The epoch that the next iteration begins or resumes."""
-        return self._next[0]
-
-    @property
-    def received(self) -> tuple[int, int]:
-        """Epoch, and samples of it that the user has received; the start of the next one at the end of an epoch."""
-        return self._received
-
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
         epoch = check_whole_number("set the epoch", "epoch", epoch, 0)
-        if epoch != self._next[0]:
-            self._next = (epoch, 0)
-        self._received = self._next
+        if epoch != self.next[0]:
+            self.next = (epoch, 0)
+        self.received = self.next
 
     def begin(self) -> tuple[int, int]:
         """Return the epoch and the samples at which an iteration begins; the next one will be the epoch after it."""
-        begun = self._next
-        self._next = (begun[0] + 1, 0)
-        self._received = begun
+        begun = self.next
+        self.next = (begun[0] + 1, 0)
+        self.received = begun
         return begun
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Begin within the block after the samples that the user received, and restore the position after it."""
-        before = self._next, self._received
-        self._next = self._received
+        before = self.next, self.received
+        self.next = self.received
         try:
             yield
         finally:
-            self._next, self._received = before
+            self.next, self.received = before
 
     def receive(self, epoch: int, samples: int, *, is_over: bool) -> None:
         """Note that the user has received so many samples of an epoch."""
-        self._received = (epoch + 1, 0) if is_over else (epoch, samples)
+        self.received = (epoch + 1, 0) if is_over else (epoch, samples)
 
     def state_dict(self, batch_size: int = 0, world_size: int = 1) -> dict[str, Any]:
-        """Return the position as plain values.
+        """Return the position as plain values; the batch size is for information only.
 
-        Args:
-            batch_size: samples of a step of one process; for information only.
-            world_size: how many processes there are; needed for custom samplers, whose samples each process counts for
-                itself.
+        The number of processes is needed for custom samplers, whose samples each process counts for itself.
         """
-        epoch, samples = self._received
+        epoch, samples = self.received
         return {
             "version": _VERSION,
             "fingerprint": self._fingerprint,
@@ -163,7 +152,7 @@ class LoaderPosition:
             raise InvalidOption(cannot(act, found, f"as many now, not {world_size}", next_step))
         self._set_order(order)
         self.seed = seed
-        self._next = self._received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
+        self.next = self.received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
         """Return the order of a state: one that needs no data, or the current one."""

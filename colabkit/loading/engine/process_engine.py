@@ -294,13 +294,10 @@ def _keys_of(
 ) -> Iterator[list[SampleKey]]:
     """Yield the keys of each batch, after adding its end in the epoch and its positions to `waiting`."""
     for plan in plans:
-        start = 0
-        for size, end in zip(plan.sizes, plan.ends, strict=True):
-            stop = start + size
+        for (start, stop), end in zip(plan.spans, plan.ends, strict=True):
             positions, indices = plan.positions[start:stop], plan.indices[start:stop].tolist()
             waiting.append((end, positions))
             yield [(seed, epoch, *key) for key in zip(positions.tolist(), indices, strict=True)]
-            start = stop
 
 
 class _ProcessPool:
