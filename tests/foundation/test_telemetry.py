@@ -18,10 +18,11 @@ from colabkit.foundation.telemetry.host import Host, Telemetry
 def test_a_snapshot_of_this_machine_is_within_what_can_be():
     telemetry = Telemetry()
     telemetry.snapshot()
-    until = time.monotonic() + 0.1
-    while time.monotonic() < until:
+    began, cpu_before = time.monotonic(), time.process_time()
+    while time.process_time() < cpu_before + 0.1:
         pass
     found = telemetry.snapshot()
+    used_rate = (time.process_time() - cpu_before) / (time.monotonic() - began)
     telemetry.close()
     for name, value in asdict(found).items():
         if name.endswith(("_rate", "_per_s")):
@@ -29,7 +30,8 @@ def test_a_snapshot_of_this_machine_is_within_what_can_be():
     assert 0 < found.cpus <= os.cpu_count()
     assert 0 < found.ram_used_bytes < found.ram_total_bytes <= psutil.virtual_memory().total
     assert 0 < found.own_ram_bytes < found.ram_total_bytes
-    assert found.own_cpu_rate > 0.3 / found.cpus  # this loop
+    # The loop alone, whatever share of the CPUs other processes leave it.
+    assert found.own_cpu_rate > 0.3 * used_rate / found.cpus
 
 
 def test_host_and_gpus_come_together():
