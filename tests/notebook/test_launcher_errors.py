@@ -8,11 +8,11 @@ from pathlib import Path
 
 import ipywidgets
 import pytest
+from launchers import click, fill, pointed
 from PIL import Image
 
 import colabkit
 from colabkit.foundation.errors import BadImage, BadSource, InvalidOption, SourceMissing, TargetExists, cannot
-from colabkit.notebook.launcher.html import POINTED
 from colabkit.notebook.launcher.panel import Launcher
 from colabkit.notebook.launcher.pipeline import Action
 from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings, reword_for_form
@@ -39,20 +39,6 @@ def photos(tmp_path: Path) -> Path:
     for number in range(10):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
     return folder
-
-
-def fill(panel: Launcher, **values: object) -> None:
-    for name, value in values.items():
-        panel.view.fields[name].value = value
-
-
-def click(panel: Launcher, action: str) -> str:
-    panel.view.buttons[action].click()
-    return panel.view.said
-
-
-def pointed(panel: Launcher) -> list[str]:
-    return [name for name, field in panel.view.fields.items() if POINTED in field._dom_classes]
 
 
 def archived(folder: Path) -> Path:

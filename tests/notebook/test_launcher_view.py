@@ -19,6 +19,7 @@ import IPython.display
 import ipywidgets
 import pytest
 from ipywidgets.widgets import widget as widget_module
+from launchers import click, fill
 
 import colabkit
 from colabkit.errors import MissingPackage, NoNotebook
@@ -26,6 +27,8 @@ from colabkit.foundation import meters
 from colabkit.foundation.progress import ProgressBar
 from colabkit.notebook.launcher import panel as launcher_module
 from colabkit.notebook.launcher.panel import Launcher
+
+STOPPED = "Stopped. A click goes on where it was."
 
 
 def widgets_there() -> int:
@@ -42,15 +45,6 @@ def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image_tree: Path) -> 
     yield panel
     panel.close()
     assert widgets_there() == before
-
-
-def fill(panel: Launcher, **values: object) -> None:
-    for name, value in values.items():
-        panel.view.fields[name].value = value
-
-
-def click(panel: Launcher, action: str) -> None:
-    panel.view.buttons[action].click()
 
 
 @pytest.mark.parametrize(
@@ -143,11 +137,9 @@ def test_an_interrupt_is_told_and_the_next_click_goes_on(panel: Launcher, monkey
     handler = signal.getsignal(signal.SIGINT)
     stage = colabkit.stage
     monkeypatch.setattr(colabkit, "stage", lambda **_: signal.raise_signal(signal.SIGINT))
-    click(panel, "stage")
-    assert panel.view.said == "Stopped. A click goes on where it was."
+    assert click(panel, "stage") == STOPPED
     monkeypatch.setattr(colabkit, "stage", stage)
-    click(panel, "stage")
-    assert panel.view.said.startswith("Done")
+    assert click(panel, "stage").startswith("Done")
     assert signal.getsignal(signal.SIGINT) == handler
 
 
@@ -160,11 +152,10 @@ def test_training_that_is_interrupted_goes_on_where_it_was(panel: Launcher) -> N
     unsubscribe = meters.subscribe(interrupt)
     click(panel, "train")
     unsubscribe()
-    assert panel.view.said == "Stopped. A click goes on where it was."
+    assert panel.view.said == STOPPED
     assert panel.results["report"].steps == 1
     assert "stopped by KeyboardInterrupt" in panel.view.shown
-    click(panel, "train")
-    assert panel.view.said.startswith("Done")
+    assert click(panel, "train").startswith("Done")
     assert panel.results["report"].steps == 3
     assert panel.results["report"].resumed_from is not None
 
@@ -219,8 +210,7 @@ def test_warnings_of_the_run_are_told_inside(
     click(panel, "stage")
     assert panel.view.said.endswith(f"slow {HOSTILE}")
     assert "<script" not in panel.view.shown
-    click(panel, "probe")
-    assert HOSTILE not in panel.view.said
+    assert HOSTILE not in click(panel, "probe")
 
 
 def test_the_code_follows_the_form(panel: Launcher) -> None:

@@ -17,7 +17,7 @@ from colabkit.errors import ColabkitError, MissingPackage
 from colabkit.notebook.command_line import main
 from colabkit.notebook.lines import split_line
 from colabkit.notebook.options import arguments_of, parser_of, words_of
-from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS, Option, Verb
+from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS
 
 ALL = [*VERBS, *CELLS, DASHBOARD]
 BY_NAME = {verb.name: verb for verb in VERBS}
@@ -46,30 +46,20 @@ def shell() -> Iterator[InteractiveShell]:
         yield shell
 
 
-def advisable() -> Iterator[tuple[Verb, Option, object]]:
-    """Give each value of each option that advice may name in Python."""
-    for verb in ALL:
-        for option in verb.options:
-            if option.flag and option.kind not in ("object", "objects"):
-                yield from ((verb, option, value) for value in GIVEN[option.kind])
+def test_a_line_takes_what_is_advised_to_it_as_the_value_that_python_is_advised() -> None:
+    options = [(verb, option) for verb in ALL for option in verb.options if option.flag]
+    for verb, option in options:
+        for value in GIVEN.get(option.kind, []):
+            line = words_of(verb, "%")(f"{option.name}={value!r}")
+            assert line.startswith(f"--{'no-' if value is False else ''}{option.name.replace('_', '-')}")
+            required = [other.name for other in verb.options if other.is_required]
+            parsed = parser_of(verb, "%it").parse_args([*required, *split_line(line, {})])
+            assert arguments_of(verb, parsed, lambda name, kind: name)[option.name] == value
+    assert {option.kind for _, option in options} - GIVEN.keys() == {"object", "objects"}
 
 
-@pytest.mark.parametrize(
-    ("verb", "option", "value"), list(advisable()), ids=lambda one: getattr(one, "name", None) or str(one)
-)
-def test_a_line_takes_what_is_advised_to_it_as_the_value_that_python_is_advised(
-    verb: Verb, option: Option, value: object
-) -> None:
-    line = words_of(verb, "%")(f"{option.name}={value!r}")
-    assert line.startswith(f"--{'no-' if value is False else ''}{option.name.replace('_', '-')}")
-    required = [other.name for other in verb.options if other.is_required]
-    parsed = parser_of(verb, "%it").parse_args([*required, *split_line(line, {})])
-    assert arguments_of(verb, parsed, lambda name, kind: name)[option.name] == value
-
-
-@pytest.mark.parametrize(
-    ("name", "told", "line"),
-    [
+def test_python_words_of_the_verbs_options_become_those_of_a_line() -> None:
+    for name, told, line in (
         ("stage", "refresh=True looks for changes", "--refresh looks for changes"),
         ("pack", "Choose another path or overwrite=True.", "Choose another path or --overwrite."),
         ("pack", "a function of the path, or labels=None.", "a function of the path, or --labels none."),
@@ -77,25 +67,20 @@ def test_a_line_takes_what_is_advised_to_it_as_the_value_that_python_is_advised(
         ("pack", "Use max_bad=0.01 or max_bad=50, say.", "Use --max-bad 0.01 or --max-bad 50, say."),
         ("pack", "or raise max_bad=.", "or raise --max-bad."),
         ("train", "Pass state={'model': model, 'optimizer': optimizer}", "Pass --state model optimizer"),
-    ],
-)
-def test_python_words_of_the_verbs_options_become_those_of_a_line(name: str, told: str, line: str) -> None:
-    assert words_of(BY_NAME[name], "%")(told) == line
+    ):
+        assert words_of(BY_NAME[name], "%")(told) == line
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
+def test_what_a_line_cannot_say_stays_python() -> None:
+    for told in (
         "keep='gpu' and num_workers=0",  # no options of the verb
         "use labels= and splits= with functions of the path",
         "executor=Client()",
         "the address https://example.org/?size=3&seed=4 and x.size=3",
         "fetch(refresh=True), size==3",
         "colabkit.pack(dataset, 'pack.h5') colabkit.Loader(data, 4) colabkit.demo(epochs=3)",
-    ],
-)
-def test_what_a_line_cannot_say_stays_python(told: str) -> None:
-    assert words_of(BY_NAME["pack"], "%")(told) == told
+    ):
+        assert words_of(BY_NAME["pack"], "%")(told) == told
 
 
 def test_calls_become_the_lines_that_make_them() -> None:

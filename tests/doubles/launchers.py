@@ -1,0 +1,23 @@
+"""The launcher without a browser: its form filled in, its buttons clicked."""
+
+from __future__ import annotations
+
+from colabkit.notebook.launcher.html import POINTED
+from colabkit.notebook.launcher.panel import Launcher
+
+
+def fill(panel: Launcher, **values: object) -> None:
+    """Set fields by the names of `Settings`."""
+    for name, value in values.items():
+        panel.view.fields[name].value = value
+
+
+def click(panel: Launcher, action: str) -> str:
+    """Click a button, and return what the panel says when its work is over."""
+    panel.view.buttons[action].click()
+    return panel.view.said
+
+
+def pointed(panel: Launcher) -> list[str]:
+    """Return the fields that are marked."""
+    return [name for name, field in panel.view.fields.items() if POINTED in field._dom_classes]
