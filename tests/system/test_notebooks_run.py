@@ -228,7 +228,7 @@ def test_a_table_of_files_is_loaded_and_packed(loop: Twice) -> None:
 def test_folds_are_compared(loop: Twice) -> None:
     for ran in loop:
         assert ran.text("folds").startswith("3 folds: ")
-        assert number(r"accuracy ([\d.]+) ±", ran.text("folds")) >= 0.8
+        assert number(r"val_accuracy ([\d.]+) ±", ran.text("folds")) >= 0.8
 
 
 @pytest.mark.full
