@@ -106,6 +106,11 @@ class HeldDisk:
             self.reached.set()
             assert self._released.wait(60)
 
+    @property
+    def is_released(self) -> bool:
+        """Whether it answers again."""
+        return self._released.is_set()
+
     def release(self) -> None:
         """Answer everything again, and return when the threads that waited have ended."""
         self._set_hook(None)

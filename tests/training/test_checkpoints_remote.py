@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_folders import assert_nothing_runs, content, found, near_of, pretend_far, save, steps_at
+from checkpoint_folders import content, found, near_of, pretend_far, save, steps_at
 from far_mounts import FuseMount, has_fuse, wait_for
 from sampling import sampled
 from trees import needs
@@ -20,12 +20,7 @@ from colabkit.errors import Corrupt, FileFailed, NotMounted, TimedOut
 from colabkit.training.checkpoints import files
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Look after each test for threads and open files that stayed."""
-    yield
-    assert_nothing_runs(tmp_path)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture

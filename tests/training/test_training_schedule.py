@@ -202,42 +202,17 @@ def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch
     assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
 
 
-@pytest.mark.parametrize(
-    "deadline",
-    [
-        "soon",
-        "5 weeks",
-        -3,
-        0,
-        "",
-        True,
-        datetime(2020, 1, 1, tzinfo=UTC),
-        datetime(1, 1, 1),  # noqa: DTZ001 - of no zone, as users write it
-        pytest.param(10**400, id="400 digits"),
-        pytest.param(10**5000, id="5000 digits"),
-    ],
-)
-def test_a_deadline_that_cannot_be_meant_is_one_line(data, deadline):
-    with pytest.raises(InvalidOption, match="deadline"):
-        train(lambda batch: None, Loader(data, 4), deadline=deadline)
+def test_a_deadline_that_cannot_be_meant_is_one_line(data):
+    dates = datetime(2020, 1, 1, tzinfo=UTC), datetime(1, 1, 1)  # noqa: DTZ001 - of no zone, as users write it
+    for deadline in ("soon", "5 weeks", "5 ms", -3, 0, "", True, *dates, 10**400, 10**5000):
+        with pytest.raises(InvalidOption, match="Cannot train: deadline="):
+            train(lambda batch: None, Loader(data, 4), deadline=deadline)
 
 
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [
-        ("5min", 300),
-        ("1h 30min", 5400),
-        ("90s", 90),
-        (12, 12),
-        (timedelta(hours=2), 7200),
-        ("1.5h", 5400),
-        ("2m", 120),
-        ("90 seconds", 90),
-        ("1 day", 86400),
-    ],
-)
-def test_durations_are_numbers_or_text_with_units(said, seconds):
-    assert check_duration("train", "save_every", said) == seconds
+def test_durations_are_numbers_or_text_with_units():
+    seconds = {"5min": 300, "1h 30min": 5400, "90s": 90, 12: 12, timedelta(hours=2): 7200, "1.5h": 5400, "2m": 120}
+    for said, expected in {**seconds, "90 seconds": 90, "1 day": 86400}.items():
+        assert check_duration("train", "save_every", said) == expected
 
 
 def test_a_moment_may_be_a_date():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from checkpoint_folders import HeldDisk, assert_nothing_runs, content, found, save, steps_at, writers
+from checkpoint_folders import HeldDisk, content, found, save, steps_at, writers
 from far_mounts import wait_for
 from trainings import train
 
@@ -19,11 +18,7 @@ from colabkit.training.checkpoints.folder import CheckpointFolder
 TIMEOUT_S = 0.5
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Look after each test for threads and open files that stayed."""
-    yield
-    assert_nothing_runs(tmp_path)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_folders import assert_nothing_runs
+from checkpoint_folders import HeldDisk
 
 from colabkit.errors import InvalidOption
 from colabkit.foundation.environment.limits import MemoryReport
 from colabkit.training.checkpoints import snapshots
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Look after each test for threads and open files that stayed."""
-    yield
-    assert_nothing_runs(tmp_path)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -36,21 +30,8 @@ def through_file(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         return dict(newest.content)
 
 
-class Held:
-    """A hook that stops the writer at its first file until it may go on."""
-
-    def __init__(self, set_hook: Callable[[Callable[[str, Path], None] | None], None]) -> None:
-        self.reached, self.may_go_on = threading.Event(), threading.Event()
-        set_hook(self)
-
-    def __call__(self, operation: str, path: Path) -> None:
-        if operation == "create":
-            self.reached.set()
-            assert self.may_go_on.wait(30)
-
-
 def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
-    held = Held(file_hook)
+    held = HeldDisk(file_hook, "create")
     weights, numbers = torch.ones(1000), {"list": [1, {"deep": 2}], "view": torch.zeros(4, 6)[:, 2:4]}
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"weights": weights, "numbers": numbers})
@@ -60,7 +41,7 @@ def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
         numbers["list"].append(4)
         numbers["view"].add_(1)
         numbers["new"] = 5
-        held.may_go_on.set()
+        held.release()
         kept.finish()
         content = kept.newest().content
     assert torch.equal(content["weights"], torch.ones(1000))
@@ -70,18 +51,18 @@ def test_changes_after_save_do_not_reach_the_file(tmp_path, file_hook):
 
 
 def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path, file_hook):
-    held = Held(file_hook)
+    held = HeldDisk(file_hook, "create")
     weights = torch.zeros(50)
     with CheckpointFolder(tmp_path) as kept:
         assert kept.is_free
         kept.save(1, {"weights": weights})
         assert held.reached.wait(30)
         assert not kept.is_free
-        releasing = threading.Timer(0.05, held.may_go_on.set)
+        releasing = threading.Timer(0.05, held.release)
         releasing.start()
         weights.fill_(2)
         kept.save(2, {"weights": weights})
-        assert held.may_go_on.is_set()  # it did not come back before
+        assert held.is_released  # it did not come back before
         releasing.join()
         kept.finish()
     for step in (1, 2):
@@ -215,13 +196,13 @@ def test_without_memory_for_a_copy_it_is_written_at_once_from_the_tensors_themse
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_tensors_of_a_gpu_come_back_and_later_changes_do_not_reach_the_file(tmp_path, file_hook):
-    held = Held(file_hook)
+    held = HeldDisk(file_hook, "create")
     weight = torch.randn(64, 3, 7, 7, device="cuda").to(memory_format=torch.channels_last)
     expected = weight.cpu()
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"weight": weight, "tied": weight[3:]})
         weight.zero_()
-        held.may_go_on.set()
+        held.release()
         kept.finish()
         content = kept.newest().content
     assert content["weight"].device.type == "cpu"

@@ -11,26 +11,21 @@ import pickle
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoint_folders import assert_nothing_runs, content, found, save, steps_at
+from checkpoint_folders import HeldDisk, content, found, save, steps_at
 from far_mounts import wait_for
-from sampling import sampled
 
 from colabkit.errors import Corrupt, FileFailed, InvalidOption
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Look after each test for threads and open files that stayed."""
-    yield
-    assert_nothing_runs(tmp_path)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def draws() -> tuple[object, ...]:
@@ -87,10 +82,14 @@ def test_a_folder_without_checkpoints_gives_none(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_all_random_generators_go_on_where_they_were(tmp_path):
+def seed_all() -> None:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
+
+
+def test_all_random_generators_go_on_where_they_were(tmp_path):
+    seed_all()
     draws()  # leaves a cached normal value in each
     with CheckpointFolder(tmp_path) as kept:
         kept.save(1, {"random": random_state()}, wait=True)
@@ -101,13 +100,9 @@ def test_all_random_generators_go_on_where_they_were(tmp_path):
 
 
 def test_saving_moves_no_random_generator(tmp_path):
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
+    seed_all()
     expected = draws()
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
+    seed_all()
     save(tmp_path, 1)
     assert draws() == expected
 
@@ -170,10 +165,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -184,89 +175,62 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
+def sealed_by(content: str | bytes | dict[str, Any]) -> Callable[[Path], None]:
+    """Return what gives a checkpoint another seal, or other values in it."""
 
+    def change(path: Path) -> None:
+        seal = path.with_suffix(".json")
+        values = json.dumps({**json.loads(seal.read_text()), **content}) if isinstance(content, dict) else content
+        seal.write_bytes(values if isinstance(values, bytes) else values.encode())
 
-def garble_seal(path: Path) -> None:
-    path.with_suffix(".json").write_bytes(b"\xff{")
-
-
-def list_seal(path: Path) -> None:
-    path.with_suffix(".json").write_text("[1, 2]")
-
-
-def number_seal(path: Path) -> None:
-    path.with_suffix(".json").write_text("5")
-
-
-def point_elsewhere(path: Path) -> None:
-    seal = path.with_suffix(".json")
-    seal.write_text(json.dumps({**json.loads(seal.read_text()), "file": "../../checkpoint-00000020.pt"}))
-
-
-def nest_seal(path: Path) -> None:
-    path.with_suffix(".json").write_text("[" * 100_000)
-
-
-def lack_seal(path: Path) -> None:
-    path.with_suffix(".json").write_text('{"bytes": 5}')
-
-
-def other_version(path: Path) -> None:
-    seal = path.with_suffix(".json")
-    seal.write_text(json.dumps({**json.loads(seal.read_text()), "format": 99}))
+    return change
 
 
 DAMAGES = [
     (truncate, r"\d+ of \d+ bytes"),
-    (empty, r"0 of \d+ bytes"),
-    (lengthen, r"\d+ of \d+ bytes"),
+    (lambda path: path.write_bytes(b""), r"0 of \d+ bytes"),
+    (lambda path: path.write_bytes(path.read_bytes() + b"\0"), r"\d+ of \d+ bytes"),
     (zero, "not the sealed ones"),
     (flip, "not the sealed ones"),
     (os.remove, "No such file"),
-    (garble_seal, "seal cannot be read"),
-    (list_seal, "seal cannot be read"),
-    (number_seal, "seal cannot be read"),
-    (lack_seal, "seal cannot be read"),
-    (point_elsewhere, "seal cannot be read"),
-    (nest_seal, "seal cannot be read"),
-    (other_version, "checkpoint format 99"),
+    (sealed_by(b"\xff{"), "seal cannot be read"),
+    (sealed_by("[1, 2]"), "seal cannot be read"),
+    (sealed_by("5"), "seal cannot be read"),
+    (sealed_by('{"bytes": 5}'), "seal cannot be read"),
+    (sealed_by("[" * 100_000), "seal cannot be read"),
+    (sealed_by({"file": "../../checkpoint-00000020.pt"}), "seal cannot be read"),
+    (sealed_by({"format": 99}), "checkpoint format 99"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
-def test_a_damaged_newest_is_passed_over_with_the_reason(tmp_path, damage: Callable[[Path], None], reason):
-    save(tmp_path, 10)
-    damage(save(tmp_path, 20))
-    assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
-    newest = CheckpointFolder(tmp_path).newest()
-    assert newest is not None
-    assert re.search(reason, newest.passed_over[0][1])
+def test_damaged_ones_are_passed_over_with_the_reason_and_all_damaged_is_corrupt(tmp_path):
+    for number, (damage, reason) in enumerate(DAMAGES):
+        folder = tmp_path / str(number)
+        first, newest = save(folder, 10), save(folder, 20)
+        damage(newest)
+        assert found(folder) == (10, ["checkpoint-00000020.pt"])
+        loaded = CheckpointFolder(folder).newest()
+        assert loaded is not None
+        assert re.search(reason, loaded.passed_over[0][1])
+        damage(first)
+        with pytest.raises(Corrupt, match=reason) as caught:
+            CheckpointFolder(folder).newest()
+        assert first.name in str(caught.value)
+        assert newest.name in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
-def test_all_damaged_is_corrupt_and_names_each(tmp_path, damage, reason):
-    for step in (20, 10):
-        damage(save(tmp_path, step))
-    with pytest.raises(Corrupt, match=reason) as caught:
-        CheckpointFolder(tmp_path).newest()
-    for name in ("checkpoint-00000010.pt", "checkpoint-00000020.pt"):
-        assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("count", sampled([1, 2, 3], 2))
 @pytest.mark.parametrize("damage", [truncate, zero, os.remove])
-def test_several_damaged_ones_are_passed_over_in_order(tmp_path, damage, count):
+def test_several_damaged_ones_are_passed_over_in_order(tmp_path, damage):
     save(tmp_path, 10, 20, 30, 40, keep_last=4)
-    steps = [40, 30, 20][:count]
-    for step in steps:
-        damage(tmp_path / f"checkpoint-{step:08d}.pt")
-    assert found(tmp_path) == (40 - 10 * count, [f"checkpoint-{step:08d}.pt" for step in steps])
+    names = []
+    for step in (40, 30, 20):
+        names.append(f"checkpoint-{step:08d}.pt")
+        damage(tmp_path / names[-1])
+        assert found(tmp_path) == (step - 10, names)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, garble_seal, os.remove])
+@pytest.mark.parametrize("damage", [truncate, flip, sealed_by(b"\xff{"), os.remove])
 def test_a_damaged_checkpoint_never_drives_out_a_good_one(tmp_path, damage):
     save(tmp_path, 10, 20, 30, 40, keep_last=4)
     for step in (30, 40):
@@ -352,25 +316,17 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, caplog, wait):
 
 
 def test_a_close_takes_back_what_is_not_sealed_and_lets_nothing_follow(tmp_path, file_hook):
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(operation: str, path: Path) -> None:
-        if operation == "sync" and path.name.endswith(".partial"):
-            reached.set()
-            assert go_on.wait(30)
-
     save(tmp_path, 10)
-    file_hook(hold)
+    disk = HeldDisk(file_hook, "sync")
     kept = CheckpointFolder(tmp_path)
     kept.save(20, content(20))
-    assert reached.wait(30)
+    assert disk.reached.wait(30)
     assert not kept.is_free
     closing = threading.Thread(target=kept.close)
     closing.start()
     wait_for(lambda: kept._is_over, "the close")
-    go_on.set()
+    disk.release()
     closing.join()
-    file_hook(None)
     assert steps_at(tmp_path) == [10]
     assert kept.failures == ()
     with pytest.raises(InvalidOption, match="closed"):
