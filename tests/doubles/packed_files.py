@@ -63,6 +63,15 @@ def packed(source: Any, out: Path, **options: Any) -> Path:
     return path
 
 
+def assert_refused(error: Any, match: str, source: Any, out: Path, **options: Any) -> None:
+    """Assert that packing raises an error of one line that matches, and leaves nothing beside the target."""
+    before = out.parent.exists() and names_in(out.parent)
+    with pytest.raises(error, match=match) as caught:
+        pack(source, out, progress=False, **options)
+    assert "\n" not in str(caught.value)
+    assert (out.parent.exists() and names_in(out.parent)) == before
+
+
 def opened(source: Any, out: Path, **options: Any) -> Pack:
     """Pack a source, check every sample against its CRC, and open the pack."""
     return open_pack(packed(source, out, **options))
