@@ -11,12 +11,12 @@ import inspect
 import json
 import os
 import time
+from collections import defaultdict
 from typing import Any
 
 from colabkit.foundation import (
     BadSource,
     FileFailed,
-    Mount,
     SourceMissing,
     TimedOut,
     cannot,
@@ -34,7 +34,7 @@ from colabkit.storage.probing.report import ProbeReport, ReadRate, advise, doubt
 
 _CHILD_END_S = 1.5  # what the child may take beyond its seconds, before it counts as hung
 
-_Records = dict[str, list[dict[str, Any]]]
+_Records = defaultdict[str, list[dict[str, Any]]]
 
 
 class _Ended(Exception):
@@ -67,28 +67,56 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
     table = mounts()  # as it is now: a mount can go away meanwhile
     with file_changes.translated(act):
         text = os.path.abspath(user_path(path, act, table))  # fails in a working folder that was removed
-    records: _Records = {}
+    records = _run_child(act, text, seconds, progress)
+    _check(act, records)
+    facts: dict[str, Any] = {}
+    for values in records["facts"]:
+        facts |= values
+    for kind, levels in (("small", child.SMALL_LEVELS), ("large", child.LARGE_LEVELS)):
+        found = {values["concurrency"]: ReadRate(**values) for values in records[kind]}
+        facts[kind] = tuple(found.get(level, ReadRate(level)) for level in levels)
+    if stalled := _last(records, "stalled"):
+        operation = {"list": "listing", "open": "opening", "read": "reading"}.get(stalled["operation"], "looking at")
+        waited = format_seconds(stalled["seconds"])
+        facts |= {"stalled": True, "stall": f"{operation} {stalled['path']!r} had not ended after {waited}"}
+    place = _last(records, "found")
+    mount = mount_holding(place.get("path", text), table)
+    if mount is not None:
+        facts |= {"fstype": mount.fstype, "mount_source": mount.source, "is_remote": mount.is_remote}
+    errors = max(records["errors"], key=lambda counts: sum(counts.values()), default={})
+    report = ProbeReport(
+        path=str(path),
+        type=place.get("type", "unknown"),
+        errors=tuple(sorted(errors.items())),
+        seconds=time.monotonic() - started,
+        **facts,
+    )
+    return dataclasses.replace(report, recommendation=advise(report), caveat=doubt(report))
+
+
+def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
+    """Probe in a child and return its records by kind."""
+    records: _Records = defaultdict(list)
 
     def keep(line: str) -> None:
         try:
             record = json.loads(line)
         except ValueError:
             return  # a warning of the interpreter
-        records.setdefault(record["kind"], []).append(record)
+        records[record["kind"]].append(record["values"])
+        records["errors"].append(record["errors"])
         if record["kind"] in ("end", "stalled"):
             raise _Ended
 
-    command = processes.python(inspect.getsource(child), text, str(seconds))
+    command = processes.python(inspect.getsource(child), path, str(seconds))
     try:
         with heartbeat("probe", seconds, progress) as tick:
             processes.run(command, act, seconds + _CHILD_END_S, on_tick=tick, on_line=keep)
     except _Ended:
         pass
     except TimedOut:
-        records.setdefault("stalled", [{"operation": "answer", "path": text, "seconds": seconds + _CHILD_END_S}])
-    _check(act, records)
-    mount = mount_holding(_last(records, "found").get("path", text), table)
-    return _report(str(path), mount, records, time.monotonic() - started)
+        records["stalled"].append({"operation": "answer", "path": path, "seconds": seconds + _CHILD_END_S})
+    return records
 
 
 def _check(act: str, records: _Records) -> None:
@@ -102,56 +130,9 @@ def _check(act: str, records: _Records) -> None:
     found = _last(records, "found")
     if found.get("type") == "special file":
         raise BadSource(cannot(act, "a device, pipe or socket", "a folder or a file", "Choose another path"))
-    if not _last(records, "stalled") and not (found and _last(records, "end")):
+    if not records["stalled"] and not (found and records["end"]):
         raise FileFailed(cannot(act, "the probe's process ended early", "its figures", "Try again"))
 
 
 def _last(records: _Records, kind: str) -> dict[str, Any]:
-    return records.get(kind, [{}])[-1]
-
-
-def _rates(records: list[dict[str, Any]], levels: tuple[int, ...]) -> tuple[ReadRate, ...]:
-    found = {record["concurrency"]: record for record in records}
-    return tuple(
-        ReadRate(level, one["reads"], one["bytes"], one["reads_per_s"], one["bytes_per_s"], one["quick"])
-        if (one := found.get(level))
-        else ReadRate(level)
-        for level in levels
-    )
-
-
-def _report(path: str, mount: Mount | None, records: _Records, seconds: float) -> ProbeReport:
-    found, listed, sized, opened, stalled = (
-        _last(records, kind) for kind in ("found", "listed", "sized", "opened", "stalled")
-    )
-    said = [record.get("errors", {}) for kind in records.values() for record in kind]
-    stall = ""
-    if stalled:
-        operation = {"list": "listing", "open": "opening", "read": "reading"}.get(stalled["operation"], "looking at")
-        stall = f"{operation} {stalled['path']!r} had not ended after {format_seconds(stalled['seconds'])}"
-    files = listed.get("files", 1 if found.get("type") == "file" else 0)
-    report = ProbeReport(
-        path=path,
-        type=found.get("type", "unknown"),
-        fstype=mount.fstype if mount else "",
-        mount_source=mount.source if mount else "",
-        is_remote=mount is not None and mount.is_remote,
-        open_s=opened.get("open_s"),
-        open_p95_s=opened.get("open_p95_s"),
-        listed_entries=listed.get("entries", 0),
-        listing_rate=listed["entries"] / listed["seconds"] if listed.get("entries") and listed["seconds"] else None,
-        is_complete=listed.get("is_complete", found.get("type") == "file"),
-        files=files,
-        sized_files=sized.get("files", 0),
-        sized_bytes=sized.get("bytes", 0),
-        small_files=sized.get("small_files", 0),
-        small_bytes=sized.get("small_bytes", 0),
-        largest_bytes=sized.get("largest_bytes", 0),
-        small=_rates(records.get("small", []), child.SMALL_LEVELS),
-        large=_rates(records.get("large", []), child.LARGE_LEVELS),
-        errors=tuple(sorted(max(said, key=lambda errors: sum(errors.values())).items())),
-        stalled=bool(stalled),
-        stall=stall,
-        seconds=seconds,
-    )
-    return dataclasses.replace(report, recommendation=advise(report), caveat=doubt(report))
+    return records[kind][-1] if records[kind] else {}

@@ -1,7 +1,7 @@
 """The part of the probe that touches the path, run as a script in a process of its own with the standard library alone.
 
-It prints what it learns at once, one JSON record a line, since it may never come to its end. Every touch of the path
-happens on a thread, so that the main thread can say which one does not end.
+It prints its figures at once, one JSON record a line, since it may never come to its end; they are named as the fields
+of the report. Every touch of the path happens on a thread, so that the main thread can say which one does not end.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Probe:
 
     def say(self, kind: str, **values: Any) -> None:
         """Print a record."""
-        sys.stdout.write(json.dumps({"kind": kind, "errors": Counter(list(self.errors)), **values}) + "\n")
+        sys.stdout.write(json.dumps({"kind": kind, "errors": Counter(list(self.errors)), "values": values}) + "\n")
         sys.stdout.flush()
 
     def _slice(self) -> float:
@@ -210,6 +210,7 @@ class Probe:
             self.say("found", path=self.path, type=kind)
         if kind == "file":
             self.files = [self.path]
+            self.say("facts", files=1, is_complete=True)
         return kind
 
     def _list(self, until: float) -> None:
@@ -246,7 +247,8 @@ class Probe:
 
         self._together(1, list_next, self.end)
         is_complete = not folders and not self.errors and not self.is_over
-        self.say("listed", entries=entries, files=files, seconds=last - start, is_complete=is_complete)
+        rate = entries / (last - start) if entries and last > start else None
+        self.say("facts", listed_entries=entries, files=files, listing_rate=rate, is_complete=is_complete)
         random.shuffle(self.files)  # a second probe reads other files, which no cache knows
 
     def _size(self, until: float) -> list[File]:
@@ -271,8 +273,8 @@ class Probe:
             self.small_bytes = LARGE_BYTES - 1
         small = [size for _, size in found if size <= self.small_bytes]
         largest = max((size for _, size in found), default=0)
-        counts = {"files": len(found), "bytes": sum(size for _, size in found)}
-        self.say("sized", **counts, small_files=len(small), small_bytes=sum(small), largest_bytes=largest)
+        counts = {"sized_files": len(found), "sized_bytes": sum(size for _, size in found)}
+        self.say("facts", **counts, small_files=len(small), small_bytes=sum(small), largest_bytes=largest)
         return found
 
     def _read_small(self, small: list[File], given: list[int]) -> None:
@@ -320,7 +322,7 @@ class Probe:
         self._together(1, open_next, until)
         if times := sorted(self.opens):
             p95 = times[min(len(times) - 1, int(0.95 * len(times)))]
-            self.say("opened", open_s=statistics.median(times), open_p95_s=p95)
+            self.say("facts", open_s=statistics.median(times), open_p95_s=p95)
 
     def _read_large(self, path: str, count: int, given: list[int]) -> None:
         """Read blocks of one file with each number of ranges at once, each block once."""
@@ -374,10 +376,9 @@ class Probe:
     def _say_rates(self, kind: str, work: Work, threads: int) -> None:
         done, start = self._together(threads, work, self._slice())
         if found := rates(done, start, threads):
-            counts = {"reads": len(done), "bytes": sum(op.bytes for op in done)}
+            counts = {"reads": len(done), "read_bytes": sum(op.bytes for op in done)}
             quick = sum(op.end - op.start < QUICK_S for op in done)
-            speed = {"reads_per_s": found[0], "bytes_per_s": found[1]}
-            self.say(kind, concurrency=threads, quick=quick, **counts, **speed)
+            self.say(kind, concurrency=threads, quick_reads=quick, reads_per_s=found[0], bytes_per_s=found[1], **counts)
 
 
 def _next(waiting: deque[T]) -> T | None:

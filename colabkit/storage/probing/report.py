@@ -122,26 +122,26 @@ class ProbeReport(Report):
 
     path: str
     type: str
-    fstype: str
-    mount_source: str
-    is_remote: bool
-    open_s: float | None
-    open_p95_s: float | None
-    listed_entries: int
-    listing_rate: float | None
-    is_complete: bool
-    files: int
-    sized_files: int
-    sized_bytes: int
-    small_files: int
-    small_bytes: int
-    largest_bytes: int
-    small: tuple[ReadRate, ...]
-    large: tuple[ReadRate, ...]
-    errors: tuple[tuple[str, int], ...]
-    stalled: bool
-    stall: str
-    seconds: float
+    fstype: str = ""
+    mount_source: str = ""
+    is_remote: bool = False
+    open_s: float | None = None
+    open_p95_s: float | None = None
+    listed_entries: int = 0
+    listing_rate: float | None = None
+    is_complete: bool = False
+    files: int = 0
+    sized_files: int = 0
+    sized_bytes: int = 0
+    small_files: int = 0
+    small_bytes: int = 0
+    largest_bytes: int = 0
+    small: tuple[ReadRate, ...] = ()
+    large: tuple[ReadRate, ...] = ()
+    errors: tuple[tuple[str, int], ...] = ()
+    stalled: bool = False
+    stall: str = ""
+    seconds: float = 0.0
     recommendation: str = ""
     caveat: str = ""
 
