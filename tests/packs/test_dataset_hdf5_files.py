@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -195,40 +196,10 @@ def test_a_pickled_one_opens_again_and_another_file_is_refused(theirs):
         before[0]
 
 
-def add_external_link(file: h5py.File, other: Path) -> None:
-    file["e"] = h5py.ExternalLink(str(other), "/")
-
-
-def add_soft_link(file: h5py.File, other: Path) -> None:
-    file["real"] = IMAGES
-    file["e"] = h5py.SoftLink("/")
-
-
 def add_virtual(file: h5py.File, other: Path) -> None:
     layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
     layout[:] = h5py.VirtualSource(str(other), "images", IMAGES.shape)
     file.create_virtual_dataset("e/images", layout)
-
-
-def add_external_storage(file: h5py.File, other: Path) -> None:
-    file.create_dataset("e/images", (10, 2, 2, 1), np.uint8, external=[(str(other), 0, 40)])
-
-
-def add_varying(file: h5py.File, other: Path) -> None:
-    images = file.create_dataset("e/images", (3,), h5py.vlen_dtype(np.uint8))
-    images[0] = np.arange(5, dtype=np.uint8)
-
-
-def add_objects(file: h5py.File, other: Path) -> None:
-    file.create_dataset("e/images", (3,), h5py.ref_dtype)
-
-
-def add_bomb(file: h5py.File, other: Path) -> None:
-    file.create_dataset("e/images", (1 << 30, 32, 32, 3), np.uint8, chunks=(1, 32, 32, 3), compression="gzip")
-
-
-def add_unfilled(file: h5py.File, other: Path) -> None:
-    file.create_dataset("e/images", (1 << 30, 1024), np.uint8)
 
 
 def add_filter(file: h5py.File, other: Path) -> None:
@@ -240,20 +211,23 @@ def add_filter(file: h5py.File, other: Path) -> None:
     h5py.h5d.create(file.create_group("e").id, b"images", h5py.h5t.NATIVE_UINT8, space, dcpl=properties)
 
 
-@pytest.mark.parametrize(
-    "add",
-    [
-        add_external_link,
-        add_soft_link,
-        add_virtual,
-        add_external_storage,
-        add_varying,
-        add_objects,
-        add_bomb,
-        add_unfilled,
-        add_filter,
-    ],
-)
+LINKS: dict[str, Callable[[h5py.File, Path], object]] = {
+    "external link": lambda file, other: file.update({"e": h5py.ExternalLink(str(other), "/")}),
+    "soft link": lambda file, other: file.update({"real/images": IMAGES, "e": h5py.SoftLink("/real")}),
+    "virtual": add_virtual,
+}
+HOSTILE: dict[str, Callable[[h5py.File, Path], object]] = {
+    **LINKS,
+    "external": lambda file, other: file.create_dataset("e/images", (40,), "|u1", external=[(str(other), 0, 40)]),
+    "varying": lambda file, other: file.create_dataset("e/images", (3,), h5py.vlen_dtype(np.uint8)),
+    "objects": lambda file, other: file.create_dataset("e/images", (3,), h5py.ref_dtype),
+    "bomb": lambda file, other: file.create_dataset("e/images", (1 << 36,), "|u1", chunks=(4096,), compression="gzip"),
+    "unfilled": lambda file, other: file.create_dataset("e/images", (1 << 30, 1024), np.uint8),
+    "filter": add_filter,
+}
+
+
+@pytest.mark.parametrize("add", HOSTILE.values(), ids=HOSTILE)
 def test_what_leads_out_of_the_file_or_bursts_memory_is_refused_unless_trusted(tmp_path, add):
     other = write_hdf5(tmp_path / "other.h5")
     (tmp_path / "hostile.h5").unlink(missing_ok=True)
@@ -270,11 +244,11 @@ def test_what_leads_out_of_the_file_or_bursts_memory_is_refused_unless_trusted(t
 
 def test_what_is_trusted_is_read(tmp_path):
     other = write_hdf5(tmp_path / "other.h5")
-    for add, x in ((add_external_link, "e/images"), (add_virtual, "e/images"), (add_soft_link, "e/real")):
-        path = tmp_path / f"{add.__name__}.h5"
+    for name, add in LINKS.items():
+        path = tmp_path / f"{name}.h5"
         with h5py.File(path, "w") as file:
             add(file, other)
-        data = open_pack(path, x=x, trusted=True)["train"]
+        data = open_pack(path, x="e/images", trusted=True)["train"]
         assert torch.equal(data[7], torch.from_numpy(IMAGES[7]).permute(2, 0, 1))
         assert torch.equal(data[3:5], torch.from_numpy(IMAGES[3:5]).permute(0, 3, 1, 2))
 
@@ -291,10 +265,10 @@ def test_trusted_image_files_of_varying_length_are_decoded(tmp_path):
     assert [label for _, label in pack["train"]] == [1, 0, 1, 2]
 
 
-@pytest.mark.parametrize("add", [add_objects, add_filter])
-def test_what_cannot_be_read_is_refused_though_trusted(tmp_path, add):
+@pytest.mark.parametrize("name", ["objects", "filter"])
+def test_what_cannot_be_read_is_refused_though_trusted(tmp_path, name):
     with h5py.File(tmp_path / "p.h5", "w") as file:
-        add(file, tmp_path)
+        HOSTILE[name](file, tmp_path)
     with pytest.raises(BadSource):
         open_pack(tmp_path / "p.h5", x="e/images", trusted=True)["train"][0]
 
