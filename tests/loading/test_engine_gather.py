@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,12 +14,17 @@ from contract import make_pack
 from sampling import sampled
 from torch import Tensor
 
+from colabkit.foundation import LoaderMeters
+from colabkit.foundation.permutation import epoch_order
 from colabkit.loading import Loader
 from colabkit.loading.engine import batch_builder, gather, thread_engine
 from colabkit.loading.engine.batch_builder import InlineGather
+from colabkit.loading.engine.batches import BatchPlan, OrderPlanner, Share
+from colabkit.loading.engine.columns import columns_of
 from colabkit.loading.engine.gather import GatherSlots, PinnedSlots, RowGather
 from colabkit.loading.engine.process_engine import WorkerBatch
 from colabkit.packs import open_pack
+from colabkit.sampler import Sequential
 
 
 @pytest.fixture
@@ -127,6 +132,11 @@ def content(held: Any) -> bytes:
     return np.asarray(held).tobytes()
 
 
+def plans_of(count: int) -> Iterator[BatchPlan]:
+    """Return the plans of an epoch in order, of batches of 32."""
+    return OrderPlanner(Sequential(count), 32, False, Share()).plans(0, 0, 8)
+
+
 @pytest.fixture
 def small_gathers(monkeypatch):
     """Gather two batches of 32 at once."""
@@ -163,7 +173,7 @@ def test_every_sample_comes_once_whatever_is_gathered_at_once(images, small_gath
     loader = Loader(images.subset(range(count)), batch_size, shuffle=True)
     for epoch in range(2):
         found = [(batch.clone(), labels) for batch, labels in loader]
-        order = torch.from_numpy(loader._position.pure_order.indices(epoch, 0, count))
+        order = torch.from_numpy(epoch_order(count, 0, epoch, 0, count))
         assert torch.equal(torch.cat([batch for batch, _ in found]), images.rows[order].permute(0, 3, 1, 2))
         assert torch.equal(torch.cat([labels for _, labels in found]), images.labels[:count][order])
         assert {len(batch) for batch, _ in found[:-1]} <= {batch_size}
@@ -244,8 +254,9 @@ def test_a_sampler_may_give_batches_larger_than_the_buffers(images, small_gather
 
 
 def test_threads_that_gather_at_the_same_time_do_not_share_a_buffer(images, small_gathers):
-    loader = Loader(images, 32)
-    rows, plans = loader._pipeline.engine._inline, [*loader._planner().plans(0, 0, 8)]
+    columns = columns_of("test", images, None, as_dict=False)
+    assert columns is not None
+    rows, plans = InlineGather(columns, 32, LoaderMeters()), [*plans_of(1000)]
     expected, wrong = images.rows.permute(0, 3, 1, 2), list[int]()
 
     def gather() -> None:
@@ -290,7 +301,7 @@ def test_only_gathers_in_a_row_that_would_have_paid_for_a_thread_begin_one(image
 
     loader = Loader(images, 32)
     engine = loader._pipeline.engine
-    rows, plans = Told(engine._columns, 32, loader.meters), loader._planner().plans(0, 0, 8)
+    rows, plans = Told(engine.columns, 32, loader.meters), plans_of(1000)
     rows._batches_at_once = 1
     batches = engine._gather_inline(rows, plans)
     given = 0

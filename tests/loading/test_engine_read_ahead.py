@@ -159,7 +159,7 @@ def test_a_pack_on_disk_is_asked_for_row_by_row_and_its_batches_are_the_same(tmp
 
 def test_only_so_many_rows_are_asked_for_ahead_however_many_batches_are_planned_together(tmp_path, asked):
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", train=1000))["train"], 2, keep="disk")
-    depth = loader._pipeline.engine._depth
+    depth = loader._pipeline.engine.depth
     assert (depth.plan_batches, depth.group_batches) == (128, 32)
     for number, _ in enumerate(loader, 1):
         assert len(asked) - 2 * number <= 3 * 2 * depth.group_batches

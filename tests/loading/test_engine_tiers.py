@@ -25,6 +25,7 @@ from sampling import sampled
 from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
 from colabkit.foundation import LoaderMeters
+from colabkit.foundation.permutation import epoch_order
 from colabkit.loading import Loader
 from colabkit.loading.engine import tiers
 from colabkit.loading.engine.batches import OrderPlanner, Share
@@ -453,7 +454,7 @@ def test_a_shuffled_second_epoch_has_the_pixels_of_the_first(source, where):
     loader = Loader(data, 5, size=16, keep=where, shuffle=True, num_workers=3)
     orders = []
     for number in range(3):
-        orders.append(loader._position.order.indices(number, 0, COUNT).tolist())
+        orders.append(epoch_order(COUNT, 0, number, 0, COUNT).tolist())
         assert torch.equal(epoch(loader)[0], plain[orders[-1]])
     assert orders[0] != orders[1]
     assert set(source.reads.values()) == {1}
@@ -481,7 +482,7 @@ def test_what_does_not_fit_is_read_in_each_epoch(source, where, capacity, monkey
     loader = Loader(FileDataset(source), 5, size=16, shuffle=True, num_workers=3)
     assert (loader.tier.name, loader.tier.rows) == (where, capacity)
     for number in range(3):
-        order = loader._position.order.indices(number, 0, COUNT)
+        order = epoch_order(COUNT, 0, number, 0, COUNT)
         assert torch.equal(epoch(loader)[0], plain[order])
         assert sum(source.reads.values()) == COUNT + number * (COUNT - capacity)
 

@@ -111,44 +111,45 @@ class PrefetchDepth:
     begins_inline: bool
 
 
+@dataclass(eq=False)
 class BatchBuilder:
     """Builds the batches of an epoch; several threads may call `fill` and `finish`, on different groups.
 
     Attributes:
+        stages: of the transform; those of worker threads are applied.
+        images: how samples are decoded, if they are image files.
+        seed_and_epoch: of the epoch, for the samples' random numbers.
         pinned: the buffers of batches for a GPU, else None.
     """
 
-    def __init__(
-        self,
-        options: LoaderOptions,
-        columns: DatasetColumns,
-        stages: TransformStages,
-        images: ImageOptions | None,
-        depth: PrefetchDepth,
-    ) -> None:
-        self._columns = columns
-        self._stages = stages
-        self._images = images
-        self.decoder: ImageDecoder | None = None
-        self.seed_and_epoch = (0, 0)
+    options: LoaderOptions
+    columns: DatasetColumns
+    stages: TransformStages
+    images: ImageOptions | None
+    depth: PrefetchDepth
+    decoder: ImageDecoder | None = None
+    seed_and_epoch: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        columns, stages, depth = self.columns, self.stages, self.depth
         self._threads = max(1, depth.threads)
-        self._counts = options.counts
+        self._counts = self.options.counts
         self._label = columns.label_place
         self._made = self._made_shape()
         row_bytes = [column.row_bytes if isinstance(column, RowGather) else 0 for column in columns.by_name.values()]
         self._field_bytes = row_bytes if self._made is None else [prod(self._made), *row_bytes[1:]]
         self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
-        self._has_pieces = bool(images or stages.geometry or stages.by_slice)
+        self._has_pieces = bool(self.images or stages.geometry or stages.by_slice)
         # A sampler may ask for more samples.
-        samples = min(depth.group_batches * (options.batch_size + 1), max(1, columns.count))
+        samples = min(depth.group_batches * (self.options.batch_size + 1), max(1, columns.count))
         keep = depth.groups + 2
-        self._buffers = FieldBuffers([samples * size for size in self._field_bytes], keep, options.device)
+        self._buffers = FieldBuffers([samples * size for size in self._field_bytes], keep, self.options.device)
         self._results = PageableSlots(0, keep)  # what transforms make
         self.pinned = self._buffers.pinned
 
     def _made_shape(self) -> tuple[int, int, int] | None:
         """Return `[h, w, C]` of a sample that is decoded or cropped in pieces; None if it is gathered unchanged."""
-        images, rows, geometry = self._images, self._columns.rows, self._stages.geometry
+        images, rows, geometry = self.images, self.columns.rows, self.stages.geometry
         shape: tuple[int, ...]
         if images is not None:
             shape = images.row_shape or (0, 0, images.files.channels)
@@ -163,8 +164,8 @@ class BatchBuilder:
         """Return a builder for one epoch, with the same buffers; `ahead` reads the files of a remote source."""
         builder = copy.copy(self)
         builder.seed_and_epoch = seed, epoch
-        if self._images is not None:
-            builder.decoder = self._images.decoder(self._stages.geometry, ahead, self._counts)
+        if self.images is not None:
+            builder.decoder = self.images.decoder(self.stages.geometry, ahead, self._counts)
         return builder
 
     def begin(self, plan: BatchPlan) -> BatchGroup:
@@ -174,7 +175,7 @@ class BatchBuilder:
         group = BatchGroup(plan, buffer)
         indices = torch.from_numpy(plan.indices)
         started, read_s = time.perf_counter(), 0.0
-        for place, (column, memory) in enumerate(zip(self._columns.by_name.values(), memories, strict=True)):
+        for place, (column, memory) in enumerate(zip(self.columns.by_name.values(), memories, strict=True)):
             if place == 0 and self._made is not None:
                 group.values.append(memory.view(count, *self._made).permute(0, 3, 1, 2))
             elif isinstance(column, RowGather):
@@ -187,7 +188,7 @@ class BatchBuilder:
         if self._gathered_bytes:
             gather_s = time.perf_counter() - started - read_s
             self._counts.add("gather", count, count * self._gathered_bytes, gather_s)
-        if self.decoder is not None or self._stages.works_in_threads:
+        if self.decoder is not None or self.stages.works_in_threads:
             group.draws = Draws(*self.seed_and_epoch, plan.positions)
         if self._has_pieces:
             group.pieces = [*self._pieces(plan)]
@@ -202,17 +203,17 @@ class BatchBuilder:
     def fill(self, group: BatchGroup, start: int, stop: int) -> None:
         """Make the samples from `start` to `stop`."""
         draws = group.draws.part(start, stop)
-        rows, geometry = self._columns.rows, self._stages.geometry
+        rows, geometry = self.columns.rows, self.stages.geometry
         if self.decoder is not None:
             self.decoder.fill(group, start, stop, draws)
         elif rows is not None and geometry is not None:
             out = group.values[0].permute(0, 2, 3, 1).numpy()[start:stop]
             with self._counts.busy("augment", stop - start, out.nbytes):
                 crop_each(rows.pixels(group.plan.indices[start:stop]), geometry, draws, out)
-        if self._stages.by_slice is not None:
+        if self.stages.by_slice is not None:
             images, indices = group.values[0][start:stop], group.plan.indices[start:stop]
             with self._reporting_errors(draws, indices), self._counts.busy("augment", stop - start, images.nbytes):
-                made, _ = self._stages.by_slice.apply(images, None, draws)
+                made, _ = self.stages.by_slice.apply(images, None, draws)
                 self._result(group, made)[start:stop] = made
 
     def finish(self, group: BatchGroup, samples: int) -> Iterator[Batch]:
@@ -220,7 +221,7 @@ class BatchBuilder:
         if group.result is not None:
             group.values[0] = group.result
         plan = group.plan
-        if samples == len(plan.indices) and not group.bad and self._stages.by_batch is None:
+        if samples == len(plan.indices) and not group.bad and self.stages.by_batch is None:
             batches = split_batches(plan, group.values)
             _release_memory(group)
             yield from batches
@@ -235,15 +236,15 @@ class BatchBuilder:
                 _leave_out(batch, bad)
             if not len(batch.positions):
                 continue  # all of it is bad
-            if self._stages.by_batch is not None:
+            if self.stages.by_batch is not None:
                 draws = replace(group.draws, positions=batch.positions)
                 with self._reporting_errors(draws, np.delete(plan.indices[start:stop], bad)):
-                    self._apply_by_batch(self._stages.by_batch, batch.values, draws)
+                    self._apply_by_batch(self.stages.by_batch, batch.values, draws)
             yield batch
         _release_memory(group)
 
     def _reporting_errors(self, draws: Draws, indices: Indices) -> AbstractContextManager[None]:
-        return reporting_errors(lambda: describe_samples(draws.epoch, indices.tolist(), self._columns.name_of))
+        return reporting_errors(lambda: describe_samples(draws.epoch, indices.tolist(), self.columns.name_of))
 
     def _apply_by_batch(self, transform: Transform, values: list[Any], draws: Draws) -> None:
         labels = None if self._label is None else values[self._label]

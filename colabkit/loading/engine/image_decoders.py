@@ -94,29 +94,27 @@ class ImageOptions:
     bad: BadSamples
 
     def decoder(self, geometry: Geometry | None, ahead: FileReadAhead | None, counts: LoaderMeters) -> ImageDecoder:
-        """Return a decoder for one epoch.
-
-        Args:
-            geometry: cropped out of each image; None keeps it whole.
-            ahead: reads the files of a remote source ahead; None for local files.
-        """
+        """Return a decoder for one epoch."""
         if self.row_shape is not None:
-            return RowDecoder(self, self.row_shape, geometry, ahead, counts)
+            return RowDecoder(self, geometry, ahead, counts, self.row_shape)
         if geometry is None or geometry.size is None:
             raise TypeError("images of several sizes need a crop to one")
         return CropDecoder(self, geometry, ahead, counts)
 
 
+@dataclass(eq=False)
 class ImageDecoder:
-    """Decodes the samples of batches."""
+    """Decodes the samples of batches in one epoch.
 
-    def __init__(
-        self, options: ImageOptions, is_cropping: bool, ahead: FileReadAhead | None, counts: LoaderMeters
-    ) -> None:
-        self._options = options
-        self._is_cropping = is_cropping
-        self._ahead = ahead
-        self._counts = counts
+    Attributes:
+        geometry: cropped out of each image; None keeps it whole.
+        ahead: reads the files of a remote source ahead; None for local files.
+    """
+
+    options: ImageOptions
+    geometry: Geometry | None
+    ahead: FileReadAhead | None
+    counts: LoaderMeters
 
     def fill(self, group: BatchGroup, start: int, stop: int, draws: Draws) -> None:
         """Fill in the samples from `start` to `stop` of a group, and count `read`, `decode` and `augment`.
@@ -127,14 +125,14 @@ class ImageDecoder:
         work = _DecodingWork(group, start, stop, group.values[0].permute(0, 2, 3, 1).numpy()[start:stop])
         cpu_began = time.thread_time()
         self._fill(work, draws)
-        if self._ahead is None:
-            self._counts.add("read", work.read, work.read_bytes, work.read_s)
-        waited_s = 0.0 if self._ahead is None else work.read_s
+        if self.ahead is None:
+            self.counts.add("read", work.read, work.read_bytes, work.read_s)
+        waited_s = 0.0 if self.ahead is None else work.read_s
         # The CPU seconds are of all three parts.
         decoded_bytes, cpu_s = work.read * prod(work.out.shape[1:]), time.thread_time() - cpu_began
-        self._counts.add("decode", work.read, decoded_bytes, work.decode_s, waited_s, cpu_s=cpu_s)
-        if self._is_cropping:
-            self._counts.add("augment", stop - start, work.out.nbytes, work.augment_s)
+        self.counts.add("decode", work.read, decoded_bytes, work.decode_s, waited_s, cpu_s=cpu_s)
+        if self.geometry is not None:
+            self.counts.add("augment", stop - start, work.out.nbytes, work.augment_s)
 
     def _fill(self, work: _DecodingWork, draws: Draws) -> None:
         raise NotImplementedError
@@ -142,10 +140,10 @@ class ImageDecoder:
     def _read(self, work: _DecodingWork, place: int) -> bytes | None:
         """Return the bytes of a sample's file; None if its row was cached meanwhile."""
         began = time.perf_counter()
-        if self._ahead is not None:
-            data = self._ahead.fetch(work.position(place))
+        if self.ahead is not None:
+            data = self.ahead.fetch(work.position(place))
         else:
-            data = self._options.dataset.encoded(work.index(place))
+            data = self.options.dataset.encoded(work.index(place))
         work.read_s += time.perf_counter() - began
         if data is not None:
             work.read_bytes += len(data)
@@ -153,38 +151,31 @@ class ImageDecoder:
         return data
 
     def _is_blank(self, data: bytes) -> bool:
-        return not data and self._options.files.blank is not None
+        return not data and self.options.files.blank is not None
 
     def _add_bad(self, work: _DecodingWork, place: int, error: BadImage) -> None:
-        bad = self._options.bad
-        bad.add(self._options.dataset.name_of(work.index(place)), error)
+        bad = self.options.bad
+        bad.add(self.options.dataset.name_of(work.index(place)), error)
         if bad.on_bad == "skip":
             with work.group.lock:
                 work.group.bad.append(work.start + place)
 
 
+@dataclass(eq=False)
 class RowDecoder(ImageDecoder):
     """Decodes images to rows of one shape, or takes cached rows, and crops them."""
 
-    def __init__(
-        self,
-        options: ImageOptions,
-        row_shape: tuple[int, int, int],
-        geometry: Geometry | None,
-        ahead: FileReadAhead | None,
-        counts: LoaderMeters,
-    ) -> None:
-        super().__init__(options, geometry is not None, ahead, counts)
-        self._row_shape = row_shape
-        self._geometry = geometry
-        self._decode = row_decoder(row_shape, options.is_resized)
-        self._cache = options.cache
+    row_shape: tuple[int, int, int]
+
+    def __post_init__(self) -> None:
+        self._decode = row_decoder(self.row_shape, self.options.is_resized)
+        self._cache = self.options.cache
 
     def _fill(self, work: _DecodingWork, draws: Draws) -> None:
         rows = [self._row(work, place) for place in range(len(work.out))]
         began = time.perf_counter()
-        if self._geometry is not None:
-            crop_each(rows, self._geometry, draws, work.out)
+        if self.geometry is not None:
+            crop_each(rows, self.geometry, draws, work.out)
         else:
             for row, out in zip(rows, work.out, strict=True):
                 if row is not out:
@@ -195,8 +186,8 @@ class RowDecoder(ImageDecoder):
         """Return the row of a sample: the cached one, else a new one, which is cached if there is room."""
         index = work.index(place)
         if (row := self._cache.row(index)) is not None:
-            if self._ahead is not None:
-                self._ahead.forget(work.position(place))
+            if self.ahead is not None:
+                self.ahead.forget(work.position(place))
             return row
         data = self._read(work, place)
         if data is None:
@@ -205,7 +196,7 @@ class RowDecoder(ImageDecoder):
         if slot is not None:
             row = self._cache.at(slot)
         else:
-            row = work.out[place] if self._geometry is None else np.empty(self._row_shape, np.uint8)
+            row = work.out[place] if self.geometry is None else np.empty(self.row_shape, np.uint8)
         began = time.perf_counter()
         is_good = False
         try:
@@ -218,7 +209,7 @@ class RowDecoder(ImageDecoder):
             return row
         # The slot is free again if another thread was faster, and after a bad image.
         cached = self._cache.row(index)
-        return np.zeros(self._row_shape, np.uint8) if cached is None else cached
+        return np.zeros(self.row_shape, np.uint8) if cached is None else cached
 
     def _decode_row(self, work: _DecodingWork, place: int, data: bytes, row: Pixels) -> bool:
         """Decode an image into a row, and return whether the row may be cached."""
@@ -230,18 +221,15 @@ class RowDecoder(ImageDecoder):
         except BadImage as error:
             self._add_bad(work, place, error)
             row[...] = 0
-            return self._options.bad.on_bad == "blank"
+            return self.options.bad.on_bad == "blank"
         return True
 
 
+@dataclass(eq=False)
 class CropDecoder(ImageDecoder):
     """Crops images of any size, and decodes each no further than needed."""
 
-    def __init__(
-        self, options: ImageOptions, geometry: Geometry, ahead: FileReadAhead | None, counts: LoaderMeters
-    ) -> None:
-        super().__init__(options, is_cropping=True, ahead=ahead, counts=counts)
-        self._geometry = geometry
+    geometry: Geometry
 
     def _fill(self, work: _DecodingWork, draws: Draws) -> None:
         files: dict[int, tuple[bytes, tuple[int, int]]] = {}
@@ -258,7 +246,7 @@ class CropDecoder(ImageDecoder):
         if not files:
             return
         sizes = np.array([size for _, size in files.values()], np.int64)
-        boxes = self._geometry.boxes(sizes, replace(draws, positions=draws.positions[list(files)])).rows()
+        boxes = self.geometry.boxes(sizes, replace(draws, positions=draws.positions[list(files)])).rows()
         for (place, (data, size)), (*region, is_mirrored) in zip(files.items(), boxes, strict=True):
             try:
                 self._crop(work, place, data, size, tuple(region), is_mirrored)
@@ -275,14 +263,14 @@ class CropDecoder(ImageDecoder):
         region: tuple[int, ...],
         is_mirrored: bool,
     ) -> None:
-        out, channels, began = work.out[place], self._options.files.channels, time.perf_counter()
+        out, channels, began = work.out[place], self.options.files.channels, time.perf_counter()
         top, left, height, width = region
         is_inside = top >= 0 and left >= 0 and top + height <= size[0] and left + width <= size[1]
         box = (top, left, height, width)
         found = decode_region(data, channels, box, out.shape[:2], size) if is_inside else None
         pixels, box = found or (decode_image(data, channels), box)
         decoded = time.perf_counter()
-        cut(pixels, *box, is_mirrored, out, int(self._geometry.fill))
+        cut(pixels, *box, is_mirrored, out, int(self.geometry.fill))
         work.decode_s += decoded - began
         work.augment_s += time.perf_counter() - decoded
 

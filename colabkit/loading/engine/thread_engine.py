@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
@@ -33,63 +34,54 @@ _HAND_OVER_S = 2e-4
 _CONVINCED = 3  # gathers in a row that would have paid for a thread
 
 
+@dataclass(eq=False)
 class ThreadEngine:
     """Builds the batches of epochs by threads of this process.
 
     Attributes:
-        plan_batches: how many batches are planned together at most.
-
-    Args:
+        images: how samples are decoded, if they are image files.
         populator: reads a map's pages into memory meanwhile; None for none.
         row_files: with rows that are read from disk just ahead of their use; None if the kernel caches them.
     """
 
-    def __init__(
-        self,
-        options: LoaderOptions,
-        columns: DatasetColumns,
-        stages: TransformStages,
-        images: ImageOptions | None,
-        depth: PrefetchDepth,
-        populator: PagePopulator | None,
-        row_files: tuple[RowFile, ...] | None,
-    ) -> None:
-        self.plan_batches = depth.plan_batches
-        self._options = options
-        self._columns = columns
-        self._stages = stages
-        self._images = images
-        self._depth = depth
-        self._counts = options.counts
-        self._populator = populator
-        self._row_files = row_files
-        self._builder = BatchBuilder(options, columns, stages, images, depth)
-        is_inline = images is None and not stages.works_in_threads and not options.is_on_gpu
-        self._inline = InlineGather(columns, options.batch_size, options.counts) if is_inline else None
+    options: LoaderOptions
+    columns: DatasetColumns
+    stages: TransformStages
+    images: ImageOptions | None
+    depth: PrefetchDepth
+    populator: PagePopulator | None
+    row_files: tuple[RowFile, ...] | None
+
+    def __post_init__(self) -> None:
+        self.plan_batches = self.depth.plan_batches
+        self._counts = self.options.counts
+        self._builder = BatchBuilder(self.options, self.columns, self.stages, self.images, self.depth)
+        is_inline = self.images is None and not self.stages.works_in_threads and not self.options.is_on_gpu
+        self._inline = InlineGather(self.columns, self.options.batch_size, self._counts) if is_inline else None
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch; closing the generator ends all that works for it."""
         ahead = self._file_read_ahead()
-        if self._populator is not None:
-            self._populator.start()
+        if self.populator is not None:
+            self.populator.start()
         try:
             if ahead is not None:
-                plans = announce_plans(plans, ahead.announce, max(_FILES_AHEAD, 4 * self._options.batch_size))
-            elif self._row_files is not None and (rows := self._columns.rows) is not None:
+                plans = announce_plans(plans, ahead.announce, max(_FILES_AHEAD, 4 * self.options.batch_size))
+            elif self.row_files is not None and (rows := self.columns.rows) is not None:
                 numbers = None if rows.numbers is None else rows.numbers.numpy()
-                depth = 2 * self._depth.group_batches * self._options.batch_size
-                plans = read_rows_ahead(split_plans(plans, self._depth.group_batches), self._row_files, numbers, depth)
+                depth = 2 * self.depth.group_batches * self.options.batch_size
+                plans = read_rows_ahead(split_plans(plans, self.depth.group_batches), self.row_files, numbers, depth)
             with reporting_errors():
                 rest: Iterator[BatchPlan] | None = plans
-                if self._inline is not None and (self._depth.begins_inline or not self._depth.threads):
+                if self._inline is not None and (self.depth.begins_inline or not self.depth.threads):
                     rest = yield from self._gather_inline(self._inline, plans)
                 if rest is not None:
                     yield from self._build(self._builder.of_epoch(seed, epoch, ahead), rest, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
-            if self._populator is not None:
-                self._populator.stop()
+            if self.populator is not None:
+                self.populator.stop()
 
     def _gather_inline(
         self, gather: InlineGather, plans: Iterator[BatchPlan]
@@ -105,7 +97,7 @@ class ThreadEngine:
                     while batches:
                         yield batches.pop()
                     convinced = convinced + 1 if min(made_s, clock() - left) > _HAND_OVER_S else 0
-                    if convinced == _CONVINCED and self._depth.threads:
+                    if convinced == _CONVINCED and self.depth.threads:
                         return itertools.chain([plan.slice(given)] if given < len(plan.sizes) else [], plans)
         return None
 
@@ -113,12 +105,12 @@ class ThreadEngine:
         self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | None
     ) -> Generator[Batch, None, None]:
         """Yield batches that threads build, or the caller's thread if there are none."""
-        part = "decode" if self._images else "augment" if self._stages.works_in_threads else "gather"
+        part = "decode" if self.images else "augment" if self.stages.works_in_threads else "gather"
         pool = ThreadPool(
-            split_plans(plans, self._depth.group_batches),
+            split_plans(plans, self.depth.group_batches),
             builder,
-            self._depth.threads,
-            self._depth.groups,
+            self.depth.threads,
+            self.depth.groups,
             lambda wait_s: self._counts.add(part, 0, 0, 0.0, wait_s),
         )
         pinned = builder.pinned
@@ -131,9 +123,9 @@ class ThreadEngine:
             pool.close()
 
     def _file_read_ahead(self) -> FileReadAhead | None:
-        if self._images is None:
+        if self.images is None:
             return None
-        files, cache = self._images.dataset, self._images.cache
+        files, cache = self.images.dataset, self.images.cache
         if not isinstance(files, FileDataset) or not files.source.can_hang:
             return None
         return None if cache.is_full else FileReadAhead(files, lambda index: cache.row(index) is not None, self._counts)
@@ -156,16 +148,16 @@ class ThreadEngine:
                 pool.make_room()
                 yield group.batches, group.buffer
 
-        few = self._depth.group_batches
-        transfer = DeviceTransfer(self._options.device, pinned, self._counts)
+        few = self.depth.group_batches
+        transfer = DeviceTransfer(self.options.device, pinned, self._counts)
         yield from send(transfer, groups(), lambda under_way: under_way > few or not pool.ready())
 
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
         """Return the next group, None after the last; listeners hear of the wait."""
         ready = pool.ready()
-        if self._depth.threads:
+        if self.depth.threads:
             self._counts.queued += ready
-            self._counts.queue_room += self._depth.groups
+            self._counts.queue_room += self.depth.groups
         started = time.perf_counter()
         while True:
             try:
