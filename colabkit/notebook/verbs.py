@@ -139,10 +139,6 @@ TRAINING = (
 )
 """How training goes, whatever a step is."""
 
-_CHECKPOINT_TIMEOUT = Option(
-    "timeout", "seconds for each operation of a checkpoint, or as 5min; else two minutes", None, "steps"
-)
-
 VERBS: tuple[Verb, ...] = (
     Verb("runtime", "show what this machine allows: CPUs, RAM, tmpfs, disks, GPUs, versions"),
     Verb(
@@ -284,7 +280,6 @@ VERBS: tuple[Verb, ...] = (
             Option("loader", "the Loader: a variable, in a terminal FILE.py:NAME", kind="object"),
             *TRAINING,
             Option("on_step", "called after each step with its record", None, "object"),
-            _CHECKPOINT_TIMEOUT,
         ),
     ),
     Verb(
@@ -367,7 +362,7 @@ CELLS = (
         (
             Option("pack", "a pack's path, or a variable that holds a pack, a data set or a Loader", kind="data"),
             *LOADING,
-            *(replace(option, help=_HERE.get(option.name, option.help)) for option in (*TRAINING, _CHECKPOINT_TIMEOUT)),
+            *(replace(option, help=_HERE.get(option.name, option.help)) for option in TRAINING),
         ),
         more="x is a batch's first field and y its second, None without one; batch is the whole of it, for further "
         "fields. step and epoch count from 0 over the whole run, also after a resume. What the cell sets loss to, a "
