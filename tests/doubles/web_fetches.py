@@ -9,6 +9,7 @@ from http_servers import WebServer
 
 from colabkit.storage.fetching.api import FetchReport, fetch
 
+FETCH = "import sys; from colabkit.storage.fetching.api import fetch; fetch(sys.argv[1], sys.argv[2], progress=False)"
 CONTENT = random.Random(1).randbytes(700_001)
 
 

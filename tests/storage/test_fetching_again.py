@@ -20,7 +20,7 @@ import pytest
 import trustme
 from http_servers import cut_after, served, until
 from trees import leftovers
-from web_fetches import CONTENT, get
+from web_fetches import CONTENT, FETCH, get
 
 from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, NotMounted, TargetExists
 from colabkit.foundation import mount_table as mounts
@@ -38,11 +38,8 @@ def kept_bytes(folder: Path) -> int:
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_or_interrupted_fetch_goes_on_in_a_new_process(tmp_path, sent):
-    code = (
-        "import sys; from colabkit.storage.fetching.api import fetch; fetch(sys.argv[1], sys.argv[2], progress=False)"
-    )
     with served(CONTENT, servers.hang_after(600_000), servers.serve) as server:
-        child = subprocess.Popen([sys.executable, "-c", code, server.url, str(tmp_path)], stderr=subprocess.DEVNULL)
+        child = subprocess.Popen([sys.executable, "-c", FETCH, server.url, str(tmp_path)], stderr=subprocess.DEVNULL)
         try:
             until(lambda: server.reached.is_set() and kept_bytes(tmp_path) >= 262_144)
             began = time.monotonic()

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import http_servers as servers
 import pytest
-from fake_drive import children, drive_id, running
+from fake_drive import children, drive_id, old_in_full, running
 from http_servers import cut_after, until
 from trees import leftovers
+from web_fetches import FETCH
 
 from colabkit.errors import FetchFailed, TimedOut
 from colabkit.storage.fetching import transfer
@@ -31,25 +32,20 @@ def get(name: str, to: Path, **options: object) -> FetchReport:
 
 
 @pytest.mark.parametrize("page", ["small", "large"])
-def test_a_file_comes_whole_under_its_own_name(drive, tmp_path, page):
+def test_a_file_comes_whole_under_its_own_name_by_the_gdown_that_is_installed(drive, gdown, tmp_path, page):
     drive.add("birds.zip", CONTENT, page)
     report = fetch(f"https://drive.google.com/file/d/{drive_id('birds')}/view?usp=sharing", tmp_path, progress=False)
     assert report.path == tmp_path / "birds.zip"
     assert report.path.read_bytes() == CONTENT
     assert (report.sha256, report.fetched_bytes, report.files) == (SHA256, len(CONTENT), 1)
-    assert report.via.startswith("gdown ")
+    (info,) = Path(gdown).glob("gdown-*.dist-info")
+    assert report.via == f"gdown {info.name.split('-')[1].removesuffix('.dist')}"
     assert report.source == f"Drive file {drive_id('birds')}"
     assert [path.name for path in tmp_path.iterdir()] == ["birds.zip"]
     assert not Path(os.environ["HOME"], ".cache/gdown/cookies.txt").exists()
     count = len(drive.asked)
     assert get("birds", tmp_path).reused
     assert len(drive.asked) == count
-
-
-def test_the_line_of_gdown_under_test_is_the_one_that_runs(drive, gdown, tmp_path):
-    drive.add("birds.zip", CONTENT)
-    (info,) = Path(gdown).glob("gdown-*.dist-info")
-    assert get("birds", tmp_path).via == f"gdown {info.name.split('-')[1].removesuffix('.dist')}"
 
 
 SYMPTOMS = {
@@ -77,6 +73,7 @@ def test_a_refusal_is_told_with_its_cure(drive, gdown, tmp_path, page, cause, cu
         report_row(SYMPTOMS[page], "one error with cause and cure", caught.value)
 
 
+@old_in_full
 def test_a_drive_that_is_busy_is_asked_again(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "busy")
     report = get("birds", tmp_path)
@@ -99,6 +96,7 @@ SPLICES = {
 }
 
 
+@old_in_full
 @pytest.mark.parametrize("second", SPLICES.values(), ids=SPLICES)
 def test_a_reply_that_does_not_continue_the_part_is_never_added_to_it(drive, tmp_path, second):
     drive.add("birds.zip", CONTENT, "small", cut_after(1_500_000), servers.serve, second, servers.serve)
@@ -108,6 +106,7 @@ def test_a_reply_that_does_not_continue_the_part_is_never_added_to_it(drive, tmp
     assert leftovers(tmp_path) == []
 
 
+@old_in_full
 def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path):
     file = drive.add("birds.zip", CONTENT)
     other = random.Random(2).randbytes(len(CONTENT))
@@ -120,6 +119,7 @@ def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path)
     assert get("birds", tmp_path).path.read_bytes() == other
 
 
+@old_in_full
 @pytest.mark.parametrize(
     ("plan", "goes_on"),
     [(servers.silent, False), (servers.hang_after(1_000_000), True)],
@@ -144,6 +144,7 @@ def is_half_there(folder: Path) -> bool:
     return "validator" in notes and kept_bytes > 1_000_000
 
 
+@old_in_full
 def test_ctrl_c_stops_at_once_and_the_next_call_goes_on(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "small", servers.hang_after(1_500_000), servers.serve)
 
@@ -164,13 +165,11 @@ def test_ctrl_c_stops_at_once_and_the_next_call_goes_on(drive, tmp_path):
     assert report.resumed_bytes > 1_000_000
 
 
+@old_in_full
 def test_a_killed_fetch_leaves_no_child_and_goes_on_in_a_new_process(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "small", servers.hang_after(1_500_000), servers.serve)
-    code = (
-        "import sys; from colabkit.storage.fetching.api import fetch; fetch(sys.argv[1], sys.argv[2], progress=False)"
-    )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1])])}
-    child = subprocess.Popen([sys.executable, "-c", code, drive_id("birds"), str(tmp_path)], env=environ)
+    child = subprocess.Popen([sys.executable, "-c", FETCH, drive_id("birds"), str(tmp_path)], env=environ)
     try:
         until(lambda: is_half_there(tmp_path))
     finally:
@@ -183,6 +182,7 @@ def test_a_killed_fetch_leaves_no_child_and_goes_on_in_a_new_process(drive, tmp_
     assert leftovers(tmp_path) == []
 
 
+@old_in_full
 def test_a_page_that_calls_itself_a_file_is_refused(drive, tmp_path):
     drive.add("birds.zip", b"<!doctype html><title>Sign in</title>")
     with pytest.raises(FetchFailed, match="a web page titled 'Sign in'"):
@@ -190,6 +190,7 @@ def test_a_page_that_calls_itself_a_file_is_refused(drive, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@old_in_full
 def test_a_google_document_comes_as_gdown_exports_it(drive, tmp_path):
     drive.add("notes.docx", CONTENT, "document")
     assert get("notes", tmp_path).path == tmp_path / "notes.docx"

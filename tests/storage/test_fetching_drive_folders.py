@@ -7,7 +7,7 @@ from pathlib import Path
 
 import http_servers as servers
 import pytest
-from fake_drive import DriveFolder, FakeDrive, drive_id, only_new, only_old
+from fake_drive import DriveFolder, FakeDrive, drive_id, old_in_full, only_new, only_old
 from http_servers import cut_after
 from trees import leftovers
 from web_fetches import files_of
@@ -52,6 +52,7 @@ def test_a_folder_comes_whole_under_its_own_name(drive, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@old_in_full
 def test_a_folder_takes_the_name_that_is_asked_for_and_replaces_the_old_one(drive, tmp_path):
     plant(drive)
     assert get(tmp_path / "mine").path == tmp_path / "mine"
@@ -71,6 +72,7 @@ def test_a_cut_connection_is_resumed_where_it_was(drive, tmp_path):
     assert len(set(drive.ranges())) == 2
 
 
+@old_in_full
 def test_an_interrupted_folder_is_resumed_by_the_next_call(drive, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "TRIES", 1)
     plant(drive)
@@ -84,6 +86,7 @@ def test_an_interrupted_folder_is_resumed_by_the_next_call(drive, tmp_path, monk
     assert leftovers(tmp_path) == []
 
 
+@old_in_full
 def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path):
     plant(drive)
     file = drive.files[drive_id("one")]
@@ -97,32 +100,24 @@ def test_a_file_that_changes_between_two_tries_is_never_spliced(drive, tmp_path)
     assert files_of(get(tmp_path).path) == {**TREE, "one.bin": other}
 
 
-def test_a_file_that_is_refused_refuses_the_folder_with_its_cause(drive, tmp_path):
+@old_in_full
+def test_a_folder_that_cannot_be_had_is_refused_with_its_cause(drive, tmp_path):
+    def refused(cause: str) -> None:
+        with pytest.raises(FetchFailed, match=cause):
+            get(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    refused("has no folder of this id")
+    drive.folders[drive_id("birds")] = DriveFolder("Birds", [])
+    refused("no files in it")
     plant(drive)
-    drive.files[drive_id("two")].page = "quota"
+    inner = drive.folders[drive_id("inner")]
+    inside, inner.inside = inner.inside, [("same.txt", drive_id("two")), ("same.txt", drive_id("three"))]
+    refused(r"two files of the name 'Birds/inner/same\.txt'")
+    inner.inside, drive.files[drive_id("two")].page = inside, "quota"
     with pytest.raises(FetchFailed, match="too many people have downloaded it lately"):
         get(tmp_path)
     assert not (tmp_path / "Birds").exists()
-
-
-def test_a_folder_that_is_not_there_is_told(drive, tmp_path):
-    with pytest.raises(FetchFailed, match="has no folder of this id"):
-        get(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_two_files_of_one_name_are_not_taken_for_one(drive, tmp_path):
-    plant(drive)
-    drive.folders[drive_id("inner")].inside = [("same.txt", drive_id("two")), ("same.txt", drive_id("three"))]
-    with pytest.raises(FetchFailed, match=r"two files of the name 'Birds/inner/same\.txt'"):
-        get(tmp_path)
-    assert leftovers(tmp_path) == []
-
-
-def test_an_empty_folder_is_told(drive, tmp_path):
-    drive.folders[drive_id("birds")] = DriveFolder("Birds", [])
-    with pytest.raises(FetchFailed, match="no files in it"):
-        get(tmp_path)
 
 
 @only_old

@@ -14,7 +14,7 @@ from reader_threads import LONG_S, comes_true, no_reader_threads, reader_threads
 
 from colabkit.errors import BadSource
 from colabkit.storage.sources import concurrency
-from colabkit.storage.sources.concurrency import Calls, Level, concurrently, still_moving
+from colabkit.storage.sources.concurrency import Calls, Level, concurrently
 
 
 @pytest.fixture(autouse=True)
@@ -79,21 +79,14 @@ def test_tasks_are_taken_in_the_callers_thread():
 
 
 @pytest.mark.parametrize("threads", [7, "auto"])
-def test_results_that_are_not_taken_are_held_up_to_so_many_bytes(monkeypatch, threads):
-    monkeypatch.setattr(concurrency, "_HELD_BYTES", 10)
+@pytest.mark.parametrize(("limit", "most", "held"), [("_HELD_BYTES", 10, 3), ("_HELD_CALLS", 5, 5)])
+def test_results_that_are_not_taken_are_held_up_to_so_many_or_so_many_bytes(monkeypatch, limit, most, held, threads):
+    monkeypatch.setattr(concurrency, limit, most)
     begun = []
     tasks = (begun.append(task) or task for task in range(100))
     results = concurrently(lambda task: task, tasks, threads, stalled_s=LONG_S, size_of=lambda _: 4)
     for number, _ in enumerate(results):
-        assert len(begun) - number <= 3
-
-
-def test_results_that_are_not_taken_are_held_up_to_so_many(monkeypatch):
-    monkeypatch.setattr(concurrency, "_HELD_CALLS", 5)
-    begun = []
-    tasks = (begun.append(task) or task for task in range(100))
-    for number, _ in enumerate(concurrently(lambda task: task, tasks, 7)):
-        assert len(begun) - number <= 5
+        assert len(begun) - number <= held
 
 
 def test_threads_that_wait_hold_neither_results_nor_tasks():
@@ -146,20 +139,16 @@ def test_calls_that_wait_their_turn_are_dropped_after_an_error():
 @pytest.mark.parametrize("stalled_s", [None, LONG_S])
 @pytest.mark.parametrize("threads", [1, 4, "auto"])
 def test_leaving_early_leaves_no_threads(threads, stalled_s):
-    results = concurrently(lambda task: task, range(1000), threads, stalled_s=stalled_s)
-    next(results)
-    results.close()
-    assert no_reader_threads()
-
-
-@pytest.mark.parametrize("stalled_s", [None, LONG_S])
-def test_an_interrupt_of_the_consumer_leaves_no_threads(stalled_s):
-    def consume() -> None:
-        for _ in concurrently(lambda task: task, range(1000), 4, stalled_s=stalled_s):
+    def interrupt() -> None:
+        for _ in concurrently(lambda task: task, range(1000), threads, stalled_s=stalled_s):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        consume()
+        interrupt()
+    assert no_reader_threads()
+    results = concurrently(lambda task: task, range(1000), threads, stalled_s=stalled_s)
+    next(results)
+    results.close()
     assert no_reader_threads()
 
 
@@ -187,10 +176,6 @@ def test_an_error_of_the_tasks_themselves_is_raised():
     with pytest.raises(BadSource, match="no more"):
         list(concurrently(lambda task: task, tasks(), 4))
     assert no_reader_threads()
-
-
-def test_outside_a_call_nothing_moves():
-    still_moving()
 
 
 def test_the_caller_hears_while_nothing_ends():
@@ -265,40 +250,27 @@ def test_tiny_calls_run_in_the_callers_thread(monkeypatch):
     assert names == {threading.current_thread().name}
 
 
-def test_auto_measures_only_the_first_calls(monkeypatch):
+@pytest.mark.parametrize(("measured_s", "calls"), [(LONG_S, 8), (0.0, 1)], ids=["quick", "slow"])
+def test_auto_measures_the_first_calls_fewer_where_they_take_long(monkeypatch, measured_s, calls):
     measured = []
-    monkeypatch.setattr(concurrency, "_MEASURED_S", LONG_S)
+    monkeypatch.setattr(concurrency, "_MEASURED_S", measured_s)
     monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
     names = list(concurrently(lambda task: threading.current_thread().name, range(50), "auto"))
-    assert measured == [8]
-    assert names[:8] == [threading.current_thread().name] * 8
-    assert all(name.startswith("colabkit-read") for name in names[8:])
+    assert measured == [calls]
+    assert names[:calls] == [threading.current_thread().name] * calls
+    assert len(names) == 50
+    assert all(name.startswith("colabkit-read") for name in names[calls:])
 
 
-def test_fewer_calls_are_measured_where_they_take_long(monkeypatch):
-    measured = []
-    monkeypatch.setattr(concurrency, "_MEASURED_S", 0.0)
-    monkeypatch.setattr(concurrency, "_suited_threads", lambda wall_s, cpu_s, calls: measured.append(calls) or 3)
-    assert sorted(concurrently(lambda task: task, range(50), "auto")) == list(range(50))
-    assert measured == [1]
-
-
-@pytest.mark.parametrize(
-    ("wall_s", "cpu_s", "calls", "expected"),
-    [
-        (0.0, 0.0, 0, None),
-        (1.0, 0.1, 10, None),
-        (1.0, 0.49, 10, None),
-        (0.010, 0.010, 100, 1),
-        (0.100, 0.090, 10, 6),
-        (5.0, 5.0, 1, 6),
-    ],
-)
-def test_waiting_gets_many_threads_long_work_one_a_cpu_and_tiny_work_none(monkeypatch, wall_s, cpu_s, calls, expected):
-    monkeypatch.setattr(concurrency, "usable_cpus", lambda: 6.4)
-    assert concurrency._suited_threads(wall_s, cpu_s, calls) == expected
-
-
-def test_a_fraction_of_a_cpu_is_still_one_thread(monkeypatch):
-    monkeypatch.setattr(concurrency, "usable_cpus", lambda: 0.3)
-    assert concurrency._suited_threads(1.0, 1.0, 1) == 1
+def test_waiting_gets_many_threads_long_work_one_a_cpu_and_tiny_work_none(monkeypatch):
+    for wall_s, cpu_s, calls, cpus, expected in (
+        (0.0, 0.0, 0, 6.4, None),
+        (1.0, 0.1, 10, 6.4, None),
+        (1.0, 0.49, 10, 6.4, None),
+        (0.010, 0.010, 100, 6.4, 1),
+        (0.100, 0.090, 10, 6.4, 6),
+        (5.0, 5.0, 1, 6.4, 6),
+        (1.0, 1.0, 1, 0.3, 1),
+    ):
+        monkeypatch.setattr(concurrency, "usable_cpus", lambda cpus=cpus: cpus)
+        assert concurrency._suited_threads(wall_s, cpu_s, calls) == expected

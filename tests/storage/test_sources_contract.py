@@ -69,6 +69,7 @@ MAKERS: dict[str, Maker] = {
     "slow": slow,
     "stored": zipped(zipfile.ZIP_STORED),
     "deflated": zipped(zipfile.ZIP_DEFLATED),
+    "bzip2": zipped(zipfile.ZIP_BZIP2),
     "lzma": zipped(zipfile.ZIP_LZMA),
     "tar": tarred(".tar"),
     "gnu tar": tarred(".tar", tarfile.GNU_FORMAT),

@@ -153,25 +153,18 @@ def test_what_was_begun_comes_too_and_once(folder):
     assert sorted(source.opened) == sorted(DATA)
 
 
-def test_what_was_begun_and_never_asked_for_is_left(folder):
+def test_only_small_items_of_sources_that_can_hang_are_read_ahead_as_far_as_memory_goes(folder, monkeypatch):
+    near = Drive(folder, can_hang=False)
+    with Reading(near, "auto", Retries()) as reading:
+        assert not any(reading.begin(item) for item in near.list().items)
     source = Drive(folder)
     with Reading(source, 2, Retries()) as reading:
         for item in source.list().items:
             assert reading.begin(item) == (item.size <= BLOCK)
-
-
-def test_reading_ahead_ends_where_memory_does(folder, monkeypatch):
     monkeypatch.setattr(concurrency, "_HELD_BYTES", 2 * BLOCK)
-    source = Drive(folder)
     (item,) = only(source, "a block")
     with Reading(source, "auto", Retries()) as reading:
         assert [reading.begin(item) for _ in range(4)] == [True, True, False, False]
-
-
-def test_sources_that_cannot_hang_are_not_read_ahead(folder):
-    source = Drive(folder, can_hang=False)
-    with Reading(source, "auto", Retries()) as reading:
-        assert not any(reading.begin(item) for item in source.list().items)
 
 
 def test_blocks_of_near_sources_are_placed_by_the_threads_that_read_them(folder):

@@ -141,33 +141,15 @@ def test_what_changes_later_is_found_out():
     assert simulation.run(2) >= 0.95 * 128 / (40 * MS)
 
 
-def test_an_error_halves_it_at_once():
+def test_an_error_halves_it_once_a_window_down_to_one():
     level = Level(64)
     level.begin(0)
-    level.refused()
-    assert level.now == 32
-
-
-def test_what_fails_together_halves_it_once():
-    level = Level(64)
-    level.begin(0)
-    for _ in range(64):
-        level.refused()
-    assert level.now == 32
-    for number in range(32):
-        level.note(0.1 + number * MS, 1, 0)
-    level.refused()
-    assert level.now == 16
-
-
-def test_it_falls_to_one_and_no_further():
-    level = Level(4)
-    level.begin(0)
-    for number in range(9):
-        level.refused()
-        for _ in range(4):
-            level.note(1 + number, 1, 0)
-    assert level.now == 1
+    for halved in (32, 16, 8, 4, 2, 1, 1):
+        for _ in range(64):
+            level.refused()
+        assert level.now == halved
+        for number in range(64):
+            level.note(0.1 * (65 - halved) + number * MS, 1, 0)
 
 
 def test_after_an_error_it_recovers_later():

@@ -129,13 +129,6 @@ def test_items_that_were_pickled_are_read_by_a_source_opened_anew_without_indexi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_item_that_only_names_a_sample_is_read(tmp_path, kind):
-    source = opened(KINDS[kind](tmp_path, SAMPLES))
-    found = {item.path: source.open(Item(item.path, item.size)).read() for item in source.list().items}
-    assert found == SAMPLES
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_no_payload_stays_in_memory(tmp_path, kind):
     samples = {f"a/{number:08d}": image(0) + os.urandom(1 << 20) for number in range(40)}
     source = opened(KINDS[kind](tmp_path, samples))
@@ -150,39 +143,22 @@ def test_no_payload_stays_in_memory(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_descriptor_stays_open(tmp_path, kind):
-    source = opened(KINDS[kind](tmp_path, SAMPLES))
-    source.list()
-    before = os.listdir("/proc/self/fd")
-    contents(source)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_written_to_after_indexing_is_not_read(tmp_path, kind):
-    source = opened(KINDS[kind](tmp_path, SAMPLES))
+def test_samples_are_read_by_name_without_a_descriptor_that_stays_until_their_files_go(tmp_path, kind):
+    place = KINDS[kind](tmp_path, SAMPLES)
+    source, fresh = opened(place), opened(place)
     items = source.list().items
-    for file in source.files:
-        os.utime(file, ns=(1, 1))
-    with pytest.raises(SourceChanged):
-        source.open(items[0])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_item_that_was_never_listed_is_an_error(tmp_path, kind):
-    source = opened(KINDS[kind](tmp_path, SAMPLES))
-    for item in (Item("a/nothing", 3), Item("zzz", 3), Item("a/00000000", 1)):
+    before = os.listdir("/proc/self/fd")
+    assert {item.path: source.open(Item(item.path, item.size)).read() for item in items} == SAMPLES
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    for unknown in (Item("a/nothing", 3), Item("zzz", 3), Item("a/00000000", 1)):
         with pytest.raises(SourceChanged, match="no such sample"):
-            source.open(item)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_went_away_is_an_error_of_the_family(tmp_path, kind):
-    source = opened(KINDS[kind](tmp_path, SAMPLES))
+            source.open(unknown)
     for file in source.files:
         file.unlink()
     with pytest.raises(FileFailed):
-        source.list()
+        fresh.list()
+    with pytest.raises(FileFailed):
+        read_item(source, items[0], Retries())
 
 
 def test_what_is_no_record_is_left_to_others(tmp_path):

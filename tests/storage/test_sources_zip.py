@@ -67,16 +67,6 @@ def tree(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_archive_gives_the_same_bytes_as_the_tree(tree, tmp_path, method):
-    archive = zipped(tree, tmp_path / "a.zip", METHODS[method])
-    source = ZipSource(archive)
-    listing = source.list()
-    assert [item.path for item in listing.items] == sorted(tree_bytes(tree))
-    assert [item.size for item in listing.items] == [len(data) for _, data in sorted(tree_bytes(tree).items())]
-    assert contents(archive) == tree_bytes(tree)
-
-
 def test_large_members_are_streamed_with_the_same_bytes(tree, tmp_path, monkeypatch):
     archive = zipped(tree, tmp_path / "a.zip")
     monkeypatch.setattr(zip_archive, "_INFLATE_BYTES", 10)
@@ -91,16 +81,6 @@ def test_an_archive_behind_other_bytes_is_read(tree, tmp_path):
     archive = zipped(tree, tmp_path / "a.zip")
     archive.write_bytes(b"#!/bin/sh\n" * 7 + archive.read_bytes())
     assert contents(archive) == tree_bytes(tree)
-
-
-def test_members_are_read_from_many_threads_at_once(tree, tmp_path):
-    archive = zipped(tree, tmp_path / "a.zip")
-    source = ZipSource(archive)
-    items = ZipSource(archive).list().items
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda item: read_item(source, item, Retries()), items * 20))
-    assert dict(zip([item.path for item in items], found, strict=False)) == tree_bytes(tree)
-    assert found == found[: len(items)] * 20
 
 
 def test_the_directory_is_read_once_also_when_threads_come_first(tree, tmp_path, monkeypatch):
@@ -162,24 +142,21 @@ def test_a_flipped_byte_of_the_data_is_refused_and_the_member_named(tmp_path):
         contents(archive)
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "/etc/x", "a/..", "..", "//x", "a/b/../c", "."])
-def test_names_that_point_out_of_the_archive_are_refused(tmp_path, name):
-    archive = zip_of(tmp_path / "a.zip", ("fine.txt", b"x"), (name, b"x"))
-    with pytest.raises(BadArchive, match="names inside the archive"):
-        ZipSource(archive).list()
+def test_names_that_point_out_of_the_archive_are_refused(tmp_path):
+    for name in ("../x", "a/../../x", "/etc/x", "a/..", "..", "//x", "a/b/../c", "."):
+        archive = zip_of(tmp_path / "a.zip", ("fine.txt", b"x"), (name, b"x"))
+        with pytest.raises(BadArchive, match="names inside the archive"):
+            ZipSource(archive).list()
 
 
-def test_folders_inside_an_archive_are_no_items(tmp_path):
-    archive = zip_of(tmp_path / "a.zip", ("cats/", b""), ("./", b""), ("cats/1.png", b"x"))
-    assert [item.path for item in ZipSource(archive).list().items] == ["cats/1.png"]
+def test_folders_and_the_seal_of_a_local_copy_are_no_items(tmp_path):
+    members = (STAGE_SEAL, b"{}"), ("cats/", b""), ("./", b""), ("cats/1.png", b"x")
+    assert contents(zip_of(tmp_path / "a.zip", *members)) == {"cats/1.png": b"x"}
 
 
 def test_encrypted_members_are_refused_with_the_way_out(tmp_path):
     archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
-    data = bytearray(archive.read_bytes())
-    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        data[data.index(signature) + flags] |= 1
-    archive.write_bytes(data)
+    declared(archive, flags=1)
     with pytest.raises(BadArchive, match=r"is encrypted.*password"):
         ZipSource(archive).list()
 
@@ -188,8 +165,9 @@ def declared(archive: Path, **values: int) -> None:
     """Change what the first entry of an archive's directory declares."""
     data = bytearray(archive.read_bytes())
     entry = data.index(b"PK\x01\x02")
+    places = {"flags": (8, "<H"), "crc": (16, "<I"), "packed": (20, "<I"), "size": (24, "<I"), "offset": (42, "<I")}
     for name, value in values.items():
-        struct.pack_into("<I", data, entry + {"crc": 16, "packed": 20, "size": 24, "offset": 42}[name], value)
+        struct.pack_into(places[name][1], data, entry + places[name][0], value)
     archive.write_bytes(data)
 
 
@@ -233,13 +211,6 @@ def test_memory_is_never_taken_for_packed_bytes_that_are_only_declared(tmp_path,
     assert max(asked, default=0) <= archive.stat().st_size
 
 
-def test_a_member_far_outside_the_archive_is_refused(tmp_path):
-    archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
-    declared(archive, offset=0xFFFFFFF0)
-    with pytest.raises(BadArchive):
-        contents(archive)
-
-
 def test_links_and_special_members_are_passed_over_and_named(tmp_path):
     archive = tmp_path / "a.zip"
     with zipfile.ZipFile(archive, "w") as file:
@@ -262,17 +233,6 @@ def test_of_members_with_one_name_the_last_counts_and_the_others_are_named(tmp_p
     )
 
 
-def test_a_member_that_is_a_file_and_a_folder_is_refused(tmp_path):
-    archive = zip_of(tmp_path / "a.zip", ("x", b"file"), ("x/y", b"inside"))
-    with pytest.raises(BadArchive, match="'x'"):
-        ZipSource(archive).list()
-
-
-def test_the_seal_of_a_near_copy_is_no_data(tmp_path):
-    archive = zip_of(tmp_path / "a.zip", (STAGE_SEAL, b"{}"), ("x", b"data"))
-    assert contents(archive) == {"x": b"data"}
-
-
 def test_names_in_any_script_are_kept(tmp_path):
     names = ["猫/一.png", "café/ü.png", "a\\b.png", "-rf", " "]
     archive = zip_of(tmp_path / "a.zip", *((name, name.encode()) for name in names))
@@ -288,10 +248,9 @@ def test_a_file_that_only_ends_in_zip_is_refused(tmp_path):
 
 def test_an_item_of_another_listing_is_refused(tmp_path):
     archive = zip_of(tmp_path / "a.zip", ("x", b"data"))
-    with pytest.raises(ColabkitError):
-        read_item(ZipSource(archive), Item("y", 4), Retries())
-    with pytest.raises(ColabkitError):
-        read_item(ZipSource(archive), Item("x", 5), Retries())
+    for item in (Item("y", 4), Item("x", 5)):
+        with pytest.raises(ColabkitError):
+            read_item(ZipSource(archive), item, Retries())
 
 
 def test_times_are_those_of_the_members_and_none_where_they_make_no_sense(tmp_path):
