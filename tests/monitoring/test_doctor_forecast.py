@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -160,24 +162,34 @@ def test_rows_cost_their_bytes_in_the_thread_of_the_step(monkeypatch: pytest.Mon
     assert USUAL.from_rows(1e6) == pytest.approx(64 / (0.1 + 64e6 / 4e9))
 
 
+def forget_measurements() -> None:
+    forecast_module._gathered_bytes_per_s.cache_clear()
+    forecast_module.file_read_s.cache_clear()
+
+
+@pytest.fixture
+def _measures_again() -> Iterator[None]:
+    yield
+    forget_measurements()
+
+
+@pytest.mark.usefixtures("_measures_again")
 @pytest.mark.parametrize("row_bytes", [1, 1000, 150_000, 1e9])
 def test_on_a_machine_that_takes_ten_times_as_long_the_prediction_is_slower(
     monkeypatch: pytest.MonkeyPatch, row_bytes: float
 ) -> None:
-    for name in ("perf_counter", "thread_time"):
-        clock = getattr(time, name)
-        monkeypatch.setattr(time, name, lambda clock=clock: 10 * clock())
     bound = Forecast(samples=64, step_s=1e-9, held_s=0.0, cpu_s=1e-9, wall_s=1e-9, workers=1, cpus=1.0)
     run = made(wait=0.1, compute=0.01, facts=DRIVE, parts=(part("decode", 0.002, 0.002),), host=QUIET)
 
-    def measured() -> tuple[float, float]:
-        forecast_module._gathered_bytes_per_s.cache_clear()
-        forecast_module.file_read_s.cache_clear()
+    def measured(tick_s: float) -> tuple[float, float]:
+        ticks = itertools.count()
+        for name in ("perf_counter", "thread_time"):
+            monkeypatch.setattr(time, name, lambda: tick_s * next(ticks))
+        forget_measurements()
         return bound.from_rows(row_bytes), forecast_run(run).near_read_s
 
-    rows_per_s, read_s = measured()
-    monkeypatch.undo()
-    usual_rows_per_s, usual_read_s = measured()
+    rows_per_s, read_s = measured(1e-3)
+    usual_rows_per_s, usual_read_s = measured(1e-4)
     assert rows_per_s < 0.6 * usual_rows_per_s
     assert read_s > 2 * usual_read_s > 0
 
