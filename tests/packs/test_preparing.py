@@ -299,41 +299,28 @@ def test_a_prepared_pack_keeps_its_report_when_it_is_copied_or_pickled(image_tre
 # Damaged packs, drives that refuse or hang, and others that prepare too.
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: os.truncate(path, 0),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "unsealed": lambda path: path.write_bytes(bytes(4096) + path.read_bytes()[4096:]),
+    "garbled": lambda path: path.write_bytes(b"<html>quota</html>" * 1000),
+    "a sample": lambda path: flip_byte(path, open_pack(path).info.data_sets["X_train"].offset),
+}
 
 
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def unseal(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.write(bytes(4096))
-
-
-def garble(path: Path) -> None:
-    path.write_bytes(b"<html>quota</html>" * 1000)
-
-
-def flip_a_sample(path: Path) -> None:
-    field = open_pack(path).info.data_sets["X_train"]
-    flip_byte(path, field.offset)
-
-
-@pytest.mark.parametrize("damage", [cut, empty, unseal, garble])
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "a sample"])
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_damaged_near_pack_is_not_used_but_made_anew(image_tree, damage, is_saved):
     save_to = "drive:colabkit" if is_saved else None
-    damage(ready(image_tree, save_to=save_to).path)
+    DAMAGES[damage](ready(image_tree, save_to=save_to).path)
     again = ready(image_tree, save_to=save_to)
     assert again.report.way == ("saved" if is_saved else "packed")
     assert samples(again) == 24
 
 
-@pytest.mark.parametrize("damage", [cut, empty, unseal, garble, flip_a_sample])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_saved_pack_is_not_used_but_replaced(image_tree, near_storage, damage):
-    damage(ready(image_tree).report.saved_path)
+    DAMAGES[damage](ready(image_tree).report.saved_path)
     forget_local(near_storage)
     again = ready(image_tree).report
     assert again.way == "packed"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from colabkit.foundation import (
     ColabkitError,
@@ -53,8 +53,6 @@ from colabkit.storage import (
     short_name,
     stage,
 )
-
-T = TypeVar("T")
 
 # With two digests a name takes at most 255 bytes, also of 4 a character.
 _NAME_CHARS = 56
@@ -202,9 +200,7 @@ class _Preparation:
         if self.refresh:
             return None
         started = time.monotonic()
-        paths = [self.path]
-        if self.state is None:
-            paths = sorted(self.folder.glob("*.h5"), key=_modified_ns, reverse=True)
+        paths = [self.path] if self.state is not None else _newest_first(self.folder)
         found = next(filter(None, map(_opened, paths)), None)
         self.near_s = time.monotonic() - started
         return found
@@ -287,10 +283,9 @@ class _Preparation:
         """Save a local pack, or note why that failed."""
         try:
             publish(local, self.saved_path(local), progress=self.progress)
+            self.note(saved=str(self.saved_path(local)))
         except ColabkitError as error:
             self.unsaved = str(error)
-        else:
-            self.note(saved=str(self.saved_path(local)))
 
     def remove_all_but(self, local: Path) -> None:
         """Remove packs of former states, and what killed processes left."""
@@ -347,19 +342,18 @@ def state_of(name: str, *, is_far: bool) -> str | None:
     """Return text that differs for most changes of a source, cheap on a slow mount; None where there is no source."""
     if not os.path.isabs(name):
         return ""
+    retries = Retries()
     try:
-        top = answer_of(lambda: _retried(lambda: os.stat(name)), is_far)
+        top = answer_of(lambda: retries.run(lambda: os.stat(name)), is_far)
         if not stat.S_ISDIR(top.st_mode):
             return json.dumps([top.st_size, top.st_mtime_ns])
-        names = sorted(answer_of(lambda: _retried(lambda: os.listdir(name)), is_far))
+        names = sorted(answer_of(lambda: retries.run(lambda: os.listdir(name)), is_far))
     except FileNotFoundError:
         return None
     paths = (os.path.join(name, entry) for entry in names[:_STATED_ENTRIES])
+    stalled_s = STALLED_S if is_far else None
     states = concurrently(
-        lambda path: (path, *_retried(lambda: _entry_state(path))),
-        paths,
-        "auto",
-        stalled_s=STALLED_S if is_far else None,
+        lambda path: (path, *retries.run(lambda: _entry_state(path))), paths, "auto", stalled_s=stalled_s
     )
     return json.dumps([names, sorted(states)])
 
@@ -373,15 +367,13 @@ def _entry_state(path: str) -> tuple[int, int, int]:
     return stat.S_IFMT(found.st_mode), 0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns
 
 
-def _retried(ask: Callable[[], T]) -> T:
-    """Return what `ask` returns, tried again if the mount fails for a moment."""
-    retries, tries = Retries(), 0
-    while True:
-        try:
-            return ask()
-        except OSError as error:
-            tries += 1
-            retries.pause(error, tries)
+def _newest_first(folder: Path) -> list[Path]:
+    """Return the packs in a folder, which other processes may remove meanwhile."""
+    times = {}
+    for path in folder.glob("*.h5"):
+        with contextlib.suppress(OSError):
+            times[path] = path.lstat().st_mtime_ns
+    return sorted(times, key=lambda path: times[path], reverse=True)
 
 
 def _opened(path: Path) -> PackInfo | None:
@@ -397,13 +389,6 @@ def _is_whole(path: Path, *, progress: bool) -> bool:
         return verify(path, progress=progress).is_good
     except ColabkitError:
         return False
-
-
-def _modified_ns(path: Path) -> int:
-    try:
-        return path.lstat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def _digest(*texts: str) -> str:
