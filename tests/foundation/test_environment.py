@@ -28,47 +28,47 @@ ENTERPRISE = {"VERTEX_PRODUCT": "COLAB_ENTERPRISE"}
 LIGHTNING, STUDIO_LAB = "/teamspace/studios/this_studio", "/home/studio-lab-user"
 
 
-@pytest.mark.parametrize(
-    ("environ", "shell", "variables", "paths", "name", "kind", "can_mount"),
-    [
-        ({}, None, (), (), "Python", "script", False),
-        ({}, TERMINAL, (), (), "IPython", "IPython", False),
-        ({}, KERNEL, (), (), "Jupyter", "kernel", False),
-        ({}, KERNEL, ("__vsc_ipynb_file__",), (), "Jupyter", "kernel", False),
-        (TAG, COLAB, (), (HOSTED,), "Colab", "kernel", True),
-        (TAG, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab in VS Code", "kernel", True),
-        ({}, COLAB, (), (), "Colab, local runtime", "kernel", False),
-        (ENTERPRISE, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
-        (ENTERPRISE, KERNEL, (), (), "Colab Enterprise", "kernel", False),
-        (ENTERPRISE, None, (), (), "Colab Enterprise", "script", False),
-        ({"VERTEX_PRODUCT": "WORKBENCH_INSTANCE"}, COLAB, (), (HOSTED,), "Colab", "kernel", True),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, KERNEL, (), (), "Kaggle", "kernel", False),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, None, (), (), "Kaggle", "script", False),
-        ({}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
-        ({}, None, (), (LIGHTNING,), "Lightning Studio", "script", False),
-        ({}, KERNEL, (), (STUDIO_LAB,), "SageMaker Studio Lab", "kernel", False),
-        ({"PAPERSPACE_FQDN": "x.paperspacegradient.com"}, KERNEL, (), (), "Paperspace", "kernel", False),
-        ({"PAPERSPACE_METRIC_WORKLOAD_ID": "x"}, TERMINAL, (), (), "Paperspace", "IPython", False),
-        ({"JUPYTERHUB_SERVICE_PREFIX": "/user/me/"}, KERNEL, (), (), "JupyterHub", "kernel", False),
-        ({"JUPYTERHUB_API_TOKEN": "x"}, None, (), (), "JupyterHub", "script", False),
-        # Attempts to fool it.
-        ({**TAG, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, COLAB, (), (HOSTED,), "Kaggle", "kernel", False),
-        ({**TAG, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED, LIGHTNING), "Colab", "kernel", True),
-        ({**TAG, "PAPERSPACE_FQDN": "x"}, COLAB, (), (HOSTED, STUDIO_LAB), "Colab", "kernel", True),
-        (TAG, None, (), (HOSTED,), "Colab", "script", False),
-        (TAG, TERMINAL, (), (HOSTED,), "Colab", "IPython", False),
-        (TAG, None, (), (), "Python", "script", False),
-        ({}, None, (), (HOSTED,), "Python", "script", False),
-        ({"PAPERSPACE_API_KEY": "mine"}, KERNEL, (), ("/notebooks",), "Jupyter", "kernel", False),
-        ({"JUPYTERHUB_API_TOKEN": "x"}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
-        ({**TAG, **ENTERPRISE, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
-        ({**TAG, **ENTERPRISE}, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab Enterprise", "kernel", False),
-        ({**ENTERPRISE, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, KERNEL, (), (), "Kaggle", "kernel", False),
-        ({"KAGGLE_USERNAME": "me", "KAGGLE_KEY": "x"}, KERNEL, (), (), "Jupyter", "kernel", False),
-    ],
+PLACES = (  # environment, shell, variables, paths; name, kind of shell, whether Drive can be mounted
+    ({}, None, (), (), "Python", "script", False),
+    ({}, TERMINAL, (), (), "IPython", "IPython", False),
+    ({}, KERNEL, (), (), "Jupyter", "kernel", False),
+    ({}, KERNEL, ("__vsc_ipynb_file__",), (), "Jupyter", "kernel", False),
+    (TAG, COLAB, (), (HOSTED,), "Colab", "kernel", True),
+    (TAG, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab in VS Code", "kernel", True),
+    ({}, COLAB, (), (), "Colab, local runtime", "kernel", False),
+    (ENTERPRISE, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+    (ENTERPRISE, KERNEL, (), (), "Colab Enterprise", "kernel", False),
+    (ENTERPRISE, None, (), (), "Colab Enterprise", "script", False),
+    ({"VERTEX_PRODUCT": "WORKBENCH_INSTANCE"}, COLAB, (), (HOSTED,), "Colab", "kernel", True),
+    ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, KERNEL, (), (), "Kaggle", "kernel", False),
+    ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, None, (), (), "Kaggle", "script", False),
+    ({}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
+    ({}, None, (), (LIGHTNING,), "Lightning Studio", "script", False),
+    ({}, KERNEL, (), (STUDIO_LAB,), "SageMaker Studio Lab", "kernel", False),
+    ({"PAPERSPACE_FQDN": "x.paperspacegradient.com"}, KERNEL, (), (), "Paperspace", "kernel", False),
+    ({"PAPERSPACE_METRIC_WORKLOAD_ID": "x"}, TERMINAL, (), (), "Paperspace", "IPython", False),
+    ({"JUPYTERHUB_SERVICE_PREFIX": "/user/me/"}, KERNEL, (), (), "JupyterHub", "kernel", False),
+    ({"JUPYTERHUB_API_TOKEN": "x"}, None, (), (), "JupyterHub", "script", False),
+    # Attempts to fool it.
+    ({**TAG, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, COLAB, (), (HOSTED,), "Kaggle", "kernel", False),
+    ({**TAG, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED, LIGHTNING), "Colab", "kernel", True),
+    ({**TAG, "PAPERSPACE_FQDN": "x"}, COLAB, (), (HOSTED, STUDIO_LAB), "Colab", "kernel", True),
+    (TAG, None, (), (HOSTED,), "Colab", "script", False),
+    (TAG, TERMINAL, (), (HOSTED,), "Colab", "IPython", False),
+    (TAG, None, (), (), "Python", "script", False),
+    ({}, None, (), (HOSTED,), "Python", "script", False),
+    ({"PAPERSPACE_API_KEY": "mine"}, KERNEL, (), ("/notebooks",), "Jupyter", "kernel", False),
+    ({"JUPYTERHUB_API_TOKEN": "x"}, KERNEL, (), (LIGHTNING,), "Lightning Studio", "kernel", False),
+    ({**TAG, **ENTERPRISE, "JUPYTERHUB_API_TOKEN": "x"}, COLAB, (), (HOSTED,), "Colab Enterprise", "kernel", False),
+    ({**TAG, **ENTERPRISE}, COLAB, ("__vsc_ipynb_file__",), (HOSTED,), "Colab Enterprise", "kernel", False),
+    ({**ENTERPRISE, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, KERNEL, (), (), "Kaggle", "kernel", False),
+    ({"KAGGLE_USERNAME": "me", "KAGGLE_KEY": "x"}, KERNEL, (), (), "Jupyter", "kernel", False),
 )
-def test_the_place_is_told_from_what_only_it_has(environ, shell, variables, paths, name, kind, can_mount):
-    assert place_of(environ, shell, variables, paths.__contains__) == Place(name, kind, can_mount)
+
+
+def test_the_place_is_told_from_what_only_it_has():
+    for environ, shell, variables, paths, *expected in PLACES:
+        assert place_of(environ, shell, variables, paths.__contains__) == Place(*expected)
 
 
 def test_the_place_of_this_process_is_a_script_and_loads_no_ipython():

@@ -57,55 +57,32 @@ def test_no_table_is_no_mounts(tmp_path):
     assert mounts(lambda path: read_file(str(tmp_path / "missing"))) == []
 
 
-@pytest.mark.parametrize(
-    ("fstype", "is_remote"),
-    [
-        ("fuse.drive", True),
-        ("fuse.rclone", True),
-        ("fuse", True),
-        ("nfs4", True),
-        ("9p", True),
-        ("fuseblk", False),
-        ("fusectl", False),
-        ("fuse.lxcfs", False),
-        ("tmpfs", False),
-        ("ext4", False),
-        ("overlay", False),
-    ],
-)
-def test_mounts_that_another_program_answers_for_are_remote(fstype, is_remote):
-    assert Mount("/m", fstype, "x", ("rw",)).is_remote is is_remote
+def test_mounts_that_another_program_answers_for_are_remote():
+    for fstype in ("fuse.drive", "fuse.rclone", "fuse", "nfs4", "9p"):
+        assert Mount("/m", fstype, "x", ("rw",)).is_remote
+    for fstype in ("fuseblk", "fusectl", "fuse.lxcfs", "tmpfs", "ext4", "overlay"):
+        assert not Mount("/m", fstype, "x", ("rw",)).is_remote
 
 
-@pytest.mark.parametrize(
-    ("path", "point"),
-    [
-        ("/content/drive", "/content/drive"),
-        ("/content/drive/MyDrive/a", "/content/drive"),
-        ("/content/drives", "/"),
-        ("/mnt/rc/x", "/mnt/rc"),
-        ("/", "/"),
-    ],
-)
-def test_a_path_is_held_by_the_innermost_mount(path, point):
-    assert mount_holding(path, [COLAB, ROOT, RCLONE]).point == point
-
-
-def test_the_last_of_several_mounts_at_a_point_counts():
+def test_a_path_is_held_by_the_innermost_mount_the_last_of_several_at_a_point():
+    for path, point in {
+        "/content/drive": "/content/drive",
+        "/content/drive/MyDrive/a": "/content/drive",
+        "/content/drives": "/",
+        "/mnt/rc/x": "/mnt/rc",
+        "/": "/",
+    }.items():
+        assert mount_holding(path, [COLAB, ROOT, RCLONE]).point == point
     assert mount_holding("/m/x", [ROOT, Mount("/m", "tmpfs", "a", ()), Mount("/m", "ext4", "b", ())]).fstype == "ext4"
     assert mount_holding("/m/x", []) is None
 
 
-def test_drive_is_colabs_own_mount_before_others():
+def test_drive_is_colabs_own_mount_before_others_and_of_two_of_a_type_none():
+    other = Mount("/mnt/other", RCLONE.fstype, "s3:", ("rw",))
     assert drive_mount([RCLONE, OCAML, COLAB]) == COLAB
     assert drive_mount([RCLONE, OCAML]) == OCAML
     assert drive_mount([ROOT, RCLONE]) == RCLONE
-    assert drive_mount([ROOT]) is None
-
-
-def test_two_mounts_of_a_type_leave_open_which_is_drive():
-    other = Mount("/mnt/other", RCLONE.fstype, "s3:", ("rw",))
-    assert drive_mount([RCLONE, other]) is None
+    assert drive_mount([ROOT]) is drive_mount([RCLONE, other]) is None
     with pytest.raises(NotMounted, match="COLABKIT_DRIVE"):
         user_path("drive:x", "stage 'x'", [RCLONE, other])
 

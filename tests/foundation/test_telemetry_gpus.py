@@ -51,15 +51,15 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("how", [NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION, UNKNOWN, "absent"])
-@pytest.mark.parametrize("function", FIELDS)
-def test_a_field_that_is_not_to_be_had_is_none_and_the_others_stay(function, how):
-    broken = {"absent": (function,)} if how == "absent" else {"failing": {function: how}}
+def test_a_field_that_is_not_to_be_had_is_none_and_the_others_stay():
     (whole,) = gpus(FakeNvml(Chip("GPU-a"))).snapshot()
-    (gpu,) = gpus(FakeNvml(Chip("GPU-a"), **broken)).snapshot()
-    differing = {name for name in GpuSnapshot.__slots__ if getattr(gpu, name) != getattr(whole, name)}
-    assert differing == FIELDS[function]
-    assert all(getattr(gpu, name) is None for name in differing)
+    for function, fields in FIELDS.items():
+        broken = [{"failing": {function: how}} for how in (NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION, UNKNOWN)]
+        for how in (*broken, {"absent": (function,)}):
+            (gpu,) = gpus(FakeNvml(Chip("GPU-a"), **how)).snapshot()
+            differing = {name for name in GpuSnapshot.__slots__ if getattr(gpu, name) != getattr(whole, name)}
+            assert differing == fields
+            assert all(getattr(gpu, name) is None for name in differing)
 
 
 def test_what_is_not_supported_is_asked_for_once():
@@ -110,14 +110,12 @@ def test_memory_of_old_bindings_has_the_drivers_part_in_it():
     assert gpus(nvml).snapshot()[0].used_bytes == 5
 
 
-@pytest.mark.parametrize(
-    ("reasons", "expected"),
-    [(0, ()), (0x1, ()), (0x4, ("power",)), (0x80, ("power",)), (0x20, ("heat",)), (0x44, ("power", "heat"))],
-)
-@pytest.mark.parametrize("absent", [(), ("nvmlDeviceGetCurrentClocksEventReasons",)])
-def test_why_clocks_are_held_down_is_told_by_new_and_by_old_drivers(absent, reasons, expected):
-    nvml = FakeNvml(Chip("GPU-a", reasons=reasons), absent=absent)
-    assert gpus(nvml).snapshot()[0].slowed_by == expected
+def test_why_clocks_are_held_down_is_told_by_new_and_by_old_drivers():
+    told = {0: (), 0x1: (), 0x4: ("power",), 0x80: ("power",), 0x20: ("heat",), 0x44: ("power", "heat")}
+    for absent in ((), ("nvmlDeviceGetCurrentClocksEventReasons",)):
+        for reasons, expected in told.items():
+            nvml = FakeNvml(Chip("GPU-a", reasons=reasons), absent=absent)
+            assert gpus(nvml).snapshot()[0].slowed_by == expected
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
@@ -168,28 +166,29 @@ def test_a_card_that_was_lost_before_keeps_its_number():
     assert uuids(nvml, "2") == ["GPU-c"]
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, ["GPU-aa1", "GPU-ab2", "GPU-b33"]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("1", ["GPU-ab2"]),
-        (" 2 , 0 ", ["GPU-b33", "GPU-aa1"]),
-        ("0,0,1", ["GPU-aa1", "GPU-ab2"]),
-        ("1,-1,2", ["GPU-ab2"]),
-        ("0,7,1", ["GPU-aa1"]),
-        ("GPU-b33", ["GPU-b33"]),
-        ("GPU-b,GPU-aa", ["GPU-b33", "GPU-aa1"]),
-        ("GPU-a", []),
-        ("GPU-none,0", []),
-        ("2,GPU-ab2", ["GPU-b33", "GPU-ab2"]),
-        ("MIG-x", []),
-    ],
-)
-def test_only_gpus_that_this_process_may_use_are_told_in_cudas_order(visible, expected):
-    assert uuids(FakeNvml(Chip("GPU-aa1"), Chip("GPU-ab2"), Chip("GPU-b33")), visible) == expected
+VISIBLE = {
+    None: ["GPU-aa1", "GPU-ab2", "GPU-b33"],
+    "": [],
+    "-1": [],
+    "NoDevFiles": [],
+    "1": ["GPU-ab2"],
+    " 2 , 0 ": ["GPU-b33", "GPU-aa1"],
+    "0,0,1": ["GPU-aa1", "GPU-ab2"],
+    "1,-1,2": ["GPU-ab2"],
+    "0,7,1": ["GPU-aa1"],
+    "GPU-b33": ["GPU-b33"],
+    "GPU-b,GPU-aa": ["GPU-b33", "GPU-aa1"],
+    "GPU-a": [],
+    "GPU-none,0": [],
+    "2,GPU-ab2": ["GPU-b33", "GPU-ab2"],
+    "MIG-x": [],
+}
+
+
+def test_only_gpus_that_this_process_may_use_are_told_in_cudas_order():
+    nvml = FakeNvml(Chip("GPU-aa1"), Chip("GPU-ab2"), Chip("GPU-b33"))
+    for visible, expected in VISIBLE.items():
+        assert uuids(nvml, visible) == expected
 
 
 def sliced() -> FakeNvml:
@@ -204,21 +203,18 @@ def sliced() -> FakeNvml:
     return FakeNvml(Chip("GPU-whole"), Chip("GPU-cut", instances=slices, reasons=0x4))
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, ["MIG-one"]),
-        ("0", ["MIG-one"]),
-        ("1", []),
-        ("MIG-two", ["MIG-two"]),
-        ("MIG-GPU-cut/3/0", ["MIG-two"]),
-        ("MIG-GPU-cut/4/0", []),
-        ("GPU-cut", ["MIG-one"]),
-        ("GPU-whole", ["GPU-whole"]),
-    ],
-)
-def test_of_a_sliced_card_cuda_shows_one_slice(visible, expected):
-    assert uuids(sliced(), visible) == expected
+def test_of_a_sliced_card_cuda_shows_one_slice():
+    for visible, expected in {
+        None: ["MIG-one"],
+        "0": ["MIG-one"],
+        "1": [],
+        "MIG-two": ["MIG-two"],
+        "MIG-GPU-cut/3/0": ["MIG-two"],
+        "MIG-GPU-cut/4/0": [],
+        "GPU-cut": ["MIG-one"],
+        "GPU-whole": ["GPU-whole"],
+    }.items():
+        assert uuids(sliced(), visible) == expected
 
 
 def test_a_slice_tells_its_own_memory_and_no_utilisation():

@@ -5,52 +5,29 @@ Loader and training publish here and know nothing of who listens; panels and oth
 
 from __future__ import annotations
 
-from colabkit.foundation.meters.counts import LoaderFacts, LoaderMeters, MetersSnapshot, PartSnapshot
-from colabkit.foundation.meters.events import (
-    BatchTaken,
-    EpochStarted,
-    Event,
-    RunEnded,
-    RunStarted,
-    StepDone,
-    ValidationDone,
-    Waiting,
-    finished,
-    is_heard,
-    label_validation,
-    latest,
-    logger,
-    publish,
-    subscribe,
-    used,
-)
-from colabkit.foundation.meters.steps import Clock, DeviceClock, HostClock, Mark, StepTimes, StepTotals
-
-__all__ = [
-    "BatchTaken",
-    "Clock",
-    "DeviceClock",
-    "EpochStarted",
-    "Event",
-    "HostClock",
-    "LoaderFacts",
-    "LoaderMeters",
-    "Mark",
-    "MetersSnapshot",
-    "PartSnapshot",
-    "RunEnded",
-    "RunStarted",
-    "StepDone",
-    "StepTimes",
-    "StepTotals",
-    "ValidationDone",
-    "Waiting",
-    "finished",
-    "is_heard",
-    "label_validation",
-    "latest",
-    "logger",
-    "publish",
-    "subscribe",
-    "used",
-]
+from colabkit.foundation.meters.counts import LoaderFacts as LoaderFacts
+from colabkit.foundation.meters.counts import LoaderMeters as LoaderMeters
+from colabkit.foundation.meters.counts import MetersSnapshot as MetersSnapshot
+from colabkit.foundation.meters.counts import PartSnapshot as PartSnapshot
+from colabkit.foundation.meters.events import BatchTaken as BatchTaken
+from colabkit.foundation.meters.events import EpochStarted as EpochStarted
+from colabkit.foundation.meters.events import Event as Event
+from colabkit.foundation.meters.events import RunEnded as RunEnded
+from colabkit.foundation.meters.events import RunStarted as RunStarted
+from colabkit.foundation.meters.events import StepDone as StepDone
+from colabkit.foundation.meters.events import ValidationDone as ValidationDone
+from colabkit.foundation.meters.events import Waiting as Waiting
+from colabkit.foundation.meters.events import finished as finished
+from colabkit.foundation.meters.events import is_heard as is_heard
+from colabkit.foundation.meters.events import label_validation as label_validation
+from colabkit.foundation.meters.events import latest as latest
+from colabkit.foundation.meters.events import logger as logger
+from colabkit.foundation.meters.events import publish as publish
+from colabkit.foundation.meters.events import subscribe as subscribe
+from colabkit.foundation.meters.events import used as used
+from colabkit.foundation.meters.steps import Clock as Clock
+from colabkit.foundation.meters.steps import DeviceClock as DeviceClock
+from colabkit.foundation.meters.steps import HostClock as HostClock
+from colabkit.foundation.meters.steps import Mark as Mark
+from colabkit.foundation.meters.steps import StepTimes as StepTimes
+from colabkit.foundation.meters.steps import StepTotals as StepTotals

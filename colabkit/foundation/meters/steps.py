@@ -91,40 +91,11 @@ class Mark(Protocol):
         """Return the milliseconds until a later one."""
 
 
-class Clock(Protocol):
-    """Tells where the time between two batches goes.
-
-    A loader calls `given` and `stepped` for each batch, what trains calls `worked` and `apart` between the two.
-    """
-
-    def given(self, marks: tuple[Mark, Mark] | None) -> None:
-        """A batch is there: `marks` were set in the stream before and after what waits for it."""
-
-    def worked(self, compute_s: float) -> None:
-        """The step on this batch is done, as far as the host is concerned, and took so long."""
-
-    def apart(self, seconds: float) -> None:
-        """So many seconds since the batch was given belong to no step."""
-
-    def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        """A batch was asked for, was there, and is no longer needed, by `time.perf_counter`; it had so many samples."""
-
-    def settled(self) -> Sequence[StepTimes]:
-        """Return the steps that are over, and were neither counted nor returned before; any thread may call it."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether there are steps that are not over yet."""
-
-    @property
-    def left_s(self) -> float:
-        """When the host was done with the newest step, by `time.perf_counter`."""
-
-
 class HostClock:
     """Times the steps of a CPU by the host's clock, and counts each when it is over.
 
-    It is asked after every batch, of which fast loaders give 10,000 a second, when their rows have filled the caches:
+    A loader calls `given` and `stepped` for each batch, what trains calls `worked` and `apart` between the two. It is
+    asked after every batch, of which fast loaders give 10,000 a second, when their rows have filled the caches:
     so it touches little memory.
 
     Args:
@@ -230,7 +201,7 @@ class DeviceClock:
         self._former_apart_s, self._apart_s = self._apart_s, 0.0
 
     def settled(self) -> list[StepTimes]:
-        """Return the steps that the stream has come by."""
+        """Return the steps that the stream has come by, each once; any thread may call it."""
         found = []
         for step in _taken(self._noted):
             if not step.end.query():
@@ -243,6 +214,9 @@ class DeviceClock:
     def is_behind(self) -> bool:
         """Whether there are steps that are not over yet."""
         return bool(self._noted)
+
+
+Clock: TypeAlias = HostClock | DeviceClock
 
 
 class _DeviceStep(NamedTuple):
