@@ -108,8 +108,8 @@ def train(
     mode: Literal["min", "max"] = "min",
     deadline: Moment | None = None,
     on_nonfinite: Literal["raise", "continue"] = "raise",
-    on_step: OnStep | None = None,
     timeout: float | str | None = None,
+    on_step: OnStep | None = None,
 ) -> TrainReport:
     """Call `step` on every batch of some epochs and return what came of it.
 
@@ -145,10 +145,10 @@ def train(
             checkpoint is begun early enough to be at its place by then.
         on_nonfinite: what a NaN or an infinity does that a step returns: `"raise"` stops the training, `"continue"`
             lets it go on. Numbers on a GPU are looked at when they are read, not after each step.
-        on_step: called after each step with its record.
         timeout: how long the file system of `save_to` may leave one operation of a checkpoint unanswered, in seconds or
             as text such as `"5min"`; each 10 MB add a second. Then that checkpoint counts as failed. None for two
             minutes.
+        on_step: called after each step with its record.
 
     Raises:
         TrainingInterrupted: a `KeyboardInterrupt`, after Ctrl-C and a last checkpoint, if any; it holds the report.
