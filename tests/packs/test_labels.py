@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from listings import listing_of
 
 from colabkit.errors import BadSource, InvalidOption
 from colabkit.packs.labels.labelling import Labelling, label_samples
 from colabkit.storage.sources.items import Item, Listing
-
-
-def listing_of(*paths: str) -> Listing:
-    """Return the listing of a folder with these files."""
-    return Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
 
 
 def labelled_paths(*paths: str) -> Labelling:
@@ -29,64 +25,36 @@ def classes_of(labelled: Labelling) -> dict[str, dict[str, str]]:
 
 
 def test_each_folder_is_a_class_and_labels_follow_the_sorted_names():
-    tree = labelled_paths("cats/1.jpg", "ants/1.png", "ants/deep/er/2.PNG", "Bees/x.jpeg")
-    assert tree.classes == ("Bees", "ants", "cats")
-    assert classes_of(tree) == {
+    found = labelled_paths("cats/1.jpg", "ants/1.png", "ants/deep/er/2.PNG", "Bees/x.jpeg")
+    assert found.classes == ("Bees", "ants", "cats")
+    assert classes_of(found) == {
         "train": {"Bees/x.jpeg": "Bees", "ants/1.png": "ants", "ants/deep/er/2.PNG": "ants", "cats/1.jpg": "cats"}
     }
-    assert tree.values.tolist() == [0, 1, 1, 2]
-    assert tree.left_out == ()
+    assert (found.values.tolist(), found.left_out) == ([0, 1, 1, 2], ())
+    names = {"<img src=x>", "猫", "a b", "caf\udce9"}
+    assert set(labelled_paths(*(f"{name}/1.jpg" for name in names)).classes) == names
 
 
-@pytest.mark.parametrize(
-    ("folder", "split"),
-    [
-        ("train", "train"),
-        ("Training", "train"),
-        ("dev", "dev"),
-        ("val", "dev"),
-        ("VALID", "dev"),
-        ("validation", "dev"),
-        ("test", "test"),
-        ("testing", "test"),
-    ],
-)
-def test_split_folders_are_known_by_their_usual_names(folder, split):
-    tree = labelled_paths(f"{folder}/cats/1.jpg", f"{folder}/ants/1.jpg")
-    assert classes_of(tree) == {split: {f"{folder}/ants/1.jpg": "ants", f"{folder}/cats/1.jpg": "cats"}}
-
-
-def test_splits_come_in_their_order_with_the_classes_of_all():
-    tree = labelled_paths("test/cats/1.jpg", "val/ants/1.jpg", "train/bees/1.jpg")
-    assert list(tree.splits) == ["train", "dev", "test"]
-    assert tree.classes == ("ants", "bees", "cats")
-
-
-def test_a_split_folder_beside_a_class_folder_is_a_class():
-    tree = labelled_paths("test/1.jpg", "train/1.jpg", "cats/1.jpg")
-    assert tree.classes == ("cats", "test", "train")
-    assert list(tree.splits) == ["train"]
+def test_split_folders_are_known_by_their_usual_names():
+    usual = {"train": "train Training", "dev": "dev val VALID validation", "test": "test testing"}
+    for split, folders in usual.items():
+        for folder in folders.split():
+            found = labelled_paths(f"{folder}/cats/1.jpg", f"{folder}/ants/1.jpg")
+            assert classes_of(found) == {split: {f"{folder}/ants/1.jpg": "ants", f"{folder}/cats/1.jpg": "cats"}}
+    found = labelled_paths("test/cats/1.jpg", "val/ants/1.jpg", "train/bees/1.jpg")
+    assert (list(found.splits), found.classes) == (["train", "dev", "test"], ("ants", "bees", "cats"))
+    beside_a_class = labelled_paths("test/1.jpg", "train/1.jpg", "cats/1.jpg")
+    assert (list(beside_a_class.splits), beside_a_class.classes) == (["train"], ("cats", "test", "train"))
 
 
 @pytest.mark.parametrize("wrap", ["data/", "a/b/c/", "my dataset/"])
 def test_folders_that_wrap_the_whole_tree_are_looked_through(wrap):
     assert labelled_paths(f"{wrap}cats/1.jpg", f"{wrap}ants/1.jpg").classes == ("ants", "cats")
-    tree = labelled_paths(f"{wrap}train/cats/1.jpg", f"{wrap}test/cats/2.jpg")
-    assert classes_of(tree) == {
-        "train": {f"{wrap}train/cats/1.jpg": "cats"},
-        "test": {f"{wrap}test/cats/2.jpg": "cats"},
-    }
-
-
-def test_a_single_class_is_no_wrapping():
-    assert labelled_paths("cats/1.jpg", "cats/2.jpg").classes == ("cats",)
-    assert labelled_paths("cats/1.jpg", "cats/deep/2.jpg").classes == ("cats",)
-
-
-def test_a_lone_split_folder_is_no_wrapping():
-    assert classes_of(labelled_paths("test/cats/1.jpg", "test/ants/1.jpg")) == {
-        "test": {"test/ants/1.jpg": "ants", "test/cats/1.jpg": "cats"}
-    }
+    found = labelled_paths(f"{wrap}train/cats/1.jpg", f"{wrap}test/cats/2.jpg")
+    expected = {"train": {f"{wrap}train/cats/1.jpg": "cats"}, "test": {f"{wrap}test/cats/2.jpg": "cats"}}
+    assert classes_of(found) == expected
+    for paths in (("cats/1.jpg", "cats/2.jpg"), ("cats/1.jpg", "cats/deep/2.jpg")):
+        assert labelled_paths(*paths).classes == ("cats",), "a single class is no wrapping"
 
 
 def test_hidden_files_and_files_that_are_no_images_are_left_out_and_named():
@@ -121,9 +89,9 @@ def test_what_the_source_passed_over_is_left_out_too():
     assert label_samples(listing, "source").left_out == (("cats/link.jpg", "link"),)
 
 
-@pytest.mark.parametrize("suffix", ["bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp", "JPG"])
-def test_images_are_known_by_their_endings(suffix):
-    assert len(labelled_paths(f"cats/a.b.{suffix}").splits["train"]) == 1
+def test_images_are_known_by_their_endings():
+    for suffix in ("bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp", "JPG"):
+        assert len(labelled_paths(f"cats/a.b.{suffix}").splits["train"]) == 1
 
 
 def test_an_image_outside_of_class_folders_is_refused_and_named():
@@ -138,11 +106,6 @@ def test_no_image_and_no_file_are_told_apart():
         labelled_paths("a/1.txt", "b/2.csv")
     with pytest.raises(BadSource, match=r"Cannot label 'source': no files at all"):
         labelled_paths()
-
-
-def test_any_name_of_a_class_is_kept():
-    names = ["<img src=x>", "猫", "a b", "caf\udce9"]
-    assert set(labelled_paths(*(f"{name}/1.jpg" for name in names)).classes) == set(names)
 
 
 def by_split(labelled: Labelling) -> dict[str, list[str]]:
@@ -180,15 +143,11 @@ def test_a_list_of_paths_is_sorted_by_class_too_and_keeps_repeated_files():
     assert labelled.rows.tolist()[:2] == [2, 1]
 
 
-def test_without_labels_files_keep_the_listings_order_and_folders_may_be_flat():
+def test_without_labels_files_keep_the_listings_order_and_folders_may_be_flat_or_splits():
     labelled = label_samples(listing_of("b/1.jpg", "2.jpg", "a/1.jpg", "x.txt"), "source", labels=None)
-    assert [item.path for item in labelled.items] == ["2.jpg", "a/1.jpg", "b/1.jpg"]
+    assert by_split(labelled) == {"train": ["2.jpg", "a/1.jpg", "b/1.jpg"]}
     assert (labelled.kind, labelled.classes, labelled.values) == ("none", (), None)
-    assert list(labelled.splits) == ["train"]
     assert labelled.left_out == (("x.txt", "no image by its name"),)
-
-
-def test_split_folders_without_classes_are_known_without_labels():
     labelled = label_samples(listing_of("data/train/1.jpg", "data/test/1.jpg"), "source", labels=None)
     assert by_split(labelled) == {"train": ["data/train/1.jpg"], "test": ["data/test/1.jpg"]}
 
@@ -231,16 +190,13 @@ def test_a_function_splits_files_by_their_paths():
         label_samples(listing, "source", splits=lambda path: "holdout" if path.startswith("a") else None)
 
 
-def test_a_column_of_files_that_have_none_is_refused():
+def test_labels_and_splits_that_cannot_be_meant_are_refused():
     for options in ({"labels": "label"}, {"labels": ["a", "b"]}, {"splits": "fold"}):
         with pytest.raises(InvalidOption, match=r"no column .+files alone have no columns"):
             label_samples(listing_of("a/1.jpg"), "source", **options)
-
-
-@pytest.mark.parametrize("labels", [5, [], ["a", 1], {"a"}, b"label"])
-def test_labels_that_cannot_be_meant_are_refused(labels):
-    with pytest.raises(InvalidOption, match="labels="):
-        label_samples(listing_of("a/1.jpg"), "source", labels=labels)
+    for labels in (5, [], ["a", 1], {"a"}, b"label"):
+        with pytest.raises(InvalidOption, match="labels="):
+            label_samples(listing_of("a/1.jpg"), "source", labels=labels)
 
 
 def test_shares_of_a_tree_with_splits_of_its_own_are_refused():
@@ -251,8 +207,7 @@ def test_shares_of_a_tree_with_splits_of_its_own_are_refused():
 
 
 def test_a_folder_of_classes_beside_splits_that_is_no_split_is_refused():
-    paths = ["train/cat/1.jpg", "train/dog/1.jpg", "holdout/cat/1.jpg", "holdout/dog/1.jpg"]
-    listing = Listing(tuple(Item(path, 1) for path in sorted(paths)), ())
+    listing = listing_of("train/cat/1.jpg", "train/dog/1.jpg", "holdout/cat/1.jpg", "holdout/dog/1.jpg")
     with pytest.raises(BadSource, match="'holdout', which is no split, beside 'train'"):
         label_samples(listing, "source")
     named = label_samples(listing, "source", splits=lambda path: "test" if path.startswith("holdout") else "train")

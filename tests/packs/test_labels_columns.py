@@ -10,21 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from listings import table_of
 
 from colabkit.errors import BadSource, InvalidOption
 from colabkit.packs.labels.labelling import Labelling, label_samples
 from colabkit.storage.sources.items import Item, Listing
 
 
-def table(paths: list[str] | None = None, **columns: Any) -> Listing:
-    """Return the listing of a table with these columns; items are named like records if no paths are given."""
-    count = max(map(len, columns.values()))
-    names = paths or [f"shard/{row:08d}" for row in range(count)]
-    return Listing(tuple(Item(name, 1) for name in names), (), 0, {n: tuple(cells) for n, cells in columns.items()})
-
-
 def labelled(cells: Any, **options: Any) -> Labelling:
-    return label_samples(table(label=cells), "source", **options)
+    return label_samples(table_of(label=cells), "source", **options)
 
 
 @given(st.lists(st.text(), min_size=1))
@@ -147,7 +141,7 @@ def test_more_labels_than_memory_should_hold_are_refused(monkeypatch):
 
 
 def test_several_columns_of_0_and_1_are_labels_with_the_columns_names():
-    found = label_samples(table(x=[0, 1], y=[True, False], z=[0, 0]), "source", labels=["y", "x", "z"])
+    found = label_samples(table_of(x=[0, 1], y=[True, False], z=[0, 0]), "source", labels=["y", "x", "z"])
     assert (found.kind, found.classes) == ("multilabel", ("y", "x", "z"))
     assert (found.values.dtype, found.values.tolist()) == (np.uint8, [[1, 0, 0], [0, 1, 0]])
 
@@ -155,7 +149,7 @@ def test_several_columns_of_0_and_1_are_labels_with_the_columns_names():
 @pytest.mark.parametrize("other", [[3, 300], [0, 1], [2.5, 0.5]])
 def test_several_columns_with_floats_are_targets(other):
     for names in (["a", "b"], ["b", "a"]):
-        found = label_samples(table(a=[0.5, 1.5], b=other), "source", labels=names)
+        found = label_samples(table_of(a=[0.5, 1.5], b=other), "source", labels=names)
         assert (found.kind, found.classes, found.values.dtype) == ("regression", tuple(names), np.float32)
         assert found.values[:, names.index("b")].tolist() == other
 
@@ -170,16 +164,16 @@ def test_several_columns_with_floats_are_targets(other):
 )
 def test_several_columns_of_anything_else_are_refused(columns, found):
     with pytest.raises(BadSource, match=found):
-        label_samples(table(**columns), "source", labels=["a", "b"])
+        label_samples(table_of(**columns), "source", labels=["a", "b"])
 
 
 def test_unknown_and_repeated_columns_are_refused_and_the_known_ones_named():
     with pytest.raises(InvalidOption, match="no column 'c', one of a, b"):
-        label_samples(table(a=[1], b=[2]), "source", labels="c")
+        label_samples(table_of(a=[1], b=[2]), "source", labels="c")
     with pytest.raises(InvalidOption, match="no column 'c', one of a, b"):
-        label_samples(table(a=[1], b=[2]), "source", labels=["a", "c"])
+        label_samples(table_of(a=[1], b=[2]), "source", labels=["a", "c"])
     with pytest.raises(InvalidOption, match="a column twice"):
-        label_samples(table(a=[1], b=[2]), "source", labels=["a", "a"])
+        label_samples(table_of(a=[1], b=[2]), "source", labels=["a", "a"])
 
 
 @pytest.mark.parametrize(
@@ -195,12 +189,12 @@ def test_unknown_and_repeated_columns_are_refused_and_the_known_ones_named():
 )
 def test_the_column_of_labels_is_known_by_its_name(columns, chosen):
     cells = {name: ["train" if name == "split" else f"of {name}"] for name in columns}
-    assert label_samples(table(**cells), "source").classes == (f"of {chosen}",)
+    assert label_samples(table_of(**cells), "source").classes == (f"of {chosen}",)
 
 
 def test_a_table_without_such_a_column_takes_folders_and_keeps_its_order():
     paths = ["b/2.jpg", "a/1.jpg", "b/1.jpg", "a/1.jpg"]
-    found = label_samples(table(paths, width=[1, 2, 3, 4]), "source")
+    found = label_samples(table_of(paths, width=[1, 2, 3, 4]), "source")
     assert [item.path for item in found.items] == paths
     assert (found.classes, found.values.tolist()) == (("a", "b"), [1, 0, 1, 0])
     assert found.rows.tolist() == found.splits["train"].tolist() == [0, 1, 2, 3]
@@ -208,7 +202,7 @@ def test_a_table_without_such_a_column_takes_folders_and_keeps_its_order():
 
 @pytest.mark.parametrize("paths", [None, ["1.jpg", "2.jpg"], ["a/1.jpg", "2.jpg"], ["images/1.jpg", "images/2.jpg"]])
 def test_a_table_without_labels_at_all_is_refused_with_its_columns(paths):
-    listing = table(paths, age=[31, 40], sex=["f", "m"])
+    listing = table_of(paths, age=[31, 40], sex=["f", "m"])
     with pytest.raises(BadSource, match=r"the columns age, sex, and no folder for each class.+labels=None"):
         label_samples(listing, "source")
     assert label_samples(listing, "source", labels="sex").classes == ("f", "m")
@@ -230,7 +224,7 @@ def test_what_a_table_passed_over_is_left_out_and_every_row_is_kept():
 
 
 def test_a_column_named_split_splits_by_any_usual_name():
-    listing = table(label=[1, 2, 3, 4], Split=["val", "TRAIN", "testing", "training"])
+    listing = table_of(label=[1, 2, 3, 4], Split=["val", "TRAIN", "testing", "training"])
     found = label_samples(listing, "source")
     assert {split: numbers.tolist() for split, numbers in found.splits.items()} == {
         "train": [1, 3],
@@ -242,27 +236,27 @@ def test_a_column_named_split_splits_by_any_usual_name():
 
 def test_a_named_column_of_splits_comes_before_all_others():
     paths = ["train/a/1.jpg", "test/a/2.jpg"]
-    listing = table(paths, label=[1, 2], split=["train", "train"], part=["dev", "test"])
+    listing = table_of(paths, label=[1, 2], split=["train", "train"], part=["dev", "test"])
     assert label_samples(listing, "source", splits="part").splits["dev"].tolist() == [0]
     assert list(label_samples(listing, "source").splits) == ["train"]
-    assert list(label_samples(table(paths, label=[1, 2]), "source").splits) == ["train", "test"]
+    assert list(label_samples(table_of(paths, label=[1, 2]), "source").splits) == ["train", "test"]
 
 
 @pytest.mark.parametrize("odd", ["extra", 3, None, ["train"]])
 def test_unknown_splits_are_refused_and_named(odd):
-    listing = table(label=[1, 2], split=["train", odd])
+    listing = table_of(label=[1, 2], split=["train", odd])
     with pytest.raises(BadSource, match=r"the column 'split' holds .+, first for 'shard/00000001', train, dev, val"):
         label_samples(listing, "source")
 
 
 def test_shares_stand_in_for_a_column_that_holds_no_splits_and_never_for_one_that_does():
     shares = {"train": 0.5, "test": 0.5}
-    by_fold = table(label=[1, 1, 1, 1], split=[0, 1, 2, 3])
+    by_fold = table_of(label=[1, 1, 1, 1], split=[0, 1, 2, 3])
     assert {split: len(part) for split, part in label_samples(by_fold, "source", splits=shares).splits.items()} == {
         "train": 2,
         "test": 2,
     }
     with pytest.raises(InvalidOption, match="already has the splits train, test"):
-        label_samples(table(label=[1, 1], split=["train", "test"]), "source", splits=shares)
-    all_train = table(label=[1, 1], split=["train", "train"])
+        label_samples(table_of(label=[1, 1], split=["train", "test"]), "source", splits=shares)
+    all_train = table_of(label=[1, 1], split=["train", "train"])
     assert list(label_samples(all_train, "source", splits=shares).splits) == ["train", "test"]
