@@ -34,32 +34,28 @@ def test_how_another_process_mounted_it_is_read_from_the_programs_arguments(word
     assert drivefs.options_of(Mount("/content/drive", "fuse.drive", "drive", ("rw",))) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Kaggle", "/kaggle/input"),
-        ("Colab Enterprise", "gs://"),
-        ("Colab, local runtime", "Drive for desktop"),
-        ("Jupyter", "rclone mount"),
-        ("Python", "rclone mount"),
-        ("Colab", "%mount in a cell"),
-    ],
-)
-def test_elsewhere_it_says_what_works_there(name, words, monkeypatch):
-    be_at(Place(name, "script", False), monkeypatch)
+def test_elsewhere_it_says_what_works_there(monkeypatch):
     monkeypatch.setattr(mountpoints, "mounts", list)
-    with pytest.raises(MountFailed) as caught:
-        colabkit.mount()
-    error = caught.value
-    assert error.cause == "place"
-    assert words in str(error)
+    for name, words in {
+        "Kaggle": "/kaggle/input",
+        "Colab Enterprise": "gs://",
+        "Colab, local runtime": "Drive for desktop",
+        "Jupyter": "rclone mount",
+        "Python": "rclone mount",
+        "Colab": "%mount in a cell",
+    }.items():
+        be_at(Place(name, "script", False), monkeypatch)
+        with pytest.raises(MountFailed) as caught:
+            colabkit.mount()
+        assert caught.value.cause == "place"
+        assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "60", True, None])
-def test_timeouts_that_cannot_be_meant_are_refused(timeout):
-    for call in (colabkit.mount, colabkit.unmount, colabkit.flush, colabkit.clear_cache):
-        with pytest.raises(InvalidOption, match="timeout="):
-            call(timeout=timeout)
+def test_invalid_timeouts_are_refused():
+    for timeout in (0, -1, float("nan"), float("inf"), "60", True, None):
+        for call in (colabkit.mount, colabkit.unmount, colabkit.flush, colabkit.clear_cache):
+            with pytest.raises(InvalidOption, match="timeout="):
+                call(timeout=timeout)
 
 
 def test_nothing_mounted_is_said_so(tmp_path, monkeypatch):

@@ -50,16 +50,6 @@ def test_a_folder_or_an_archive_is_staged_with_identical_bytes(image_tree, tmp_p
     assert leftovers(near_storage) == []
 
 
-def test_an_archive_can_be_kept_as_it_is(archive):
-    report = copy(archive, extract=False)
-    assert report.path.name == "tree.zip"
-    assert report.path.read_bytes() == archive.read_bytes()
-    assert (report.files, report.staged_bytes) == (1, archive.stat().st_size)
-    assert ZipSource(report.path).list() == ZipSource(archive).list()
-    assert copy(archive, extract=False).reused
-    assert copy(archive).path != report.path.parent
-
-
 @pytest.mark.parametrize("threads", sampled(["auto", 1, 5], 1))
 def test_large_files_are_copied_block_by_block_with_identical_bytes(tmp_path, threads):
     sizes = (BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 5, 0)
@@ -75,16 +65,22 @@ def test_large_files_are_copied_block_by_block_with_identical_bytes(tmp_path, th
     assert data_of(copy(zipped(folder, tmp_path / "a.zip"), threads=threads).path) == files
 
 
-def test_one_file_is_staged_as_a_file(tmp_path, near_storage):
-    file = tmp_path / "train.h5"
-    file.write_bytes(os.urandom(BLOCK_BYTES + 7))
-    report = copy(file)
-    assert report.path.name == "train.h5"
-    assert report.path.read_bytes() == file.read_bytes()
-    assert copy(file).reused
-    file.write_bytes(b"other")
-    assert copy(file).path.read_bytes() == b"other"
+def test_one_file_is_staged_as_a_file_also_an_archive_and_again_when_it_was_replaced(image_tree, archive, near_storage):
+    report = copy(archive, extract=False)
+    assert (report.path.name, report.files, report.staged_bytes) == ("tree.zip", 1, archive.stat().st_size)
+    assert report.path.read_bytes() == archive.read_bytes()
+    assert copy(archive, extract=False).reused
+    extracted = copy(archive)
+    assert extracted.path != report.path.parent
+    (image_tree / "ants" / "more.png").write_bytes(b"more")
+    zipped(image_tree, archive)
+    for options, former in (({"extract": False}, report), ({}, extracted)):
+        again = copy(archive, **options)
+        assert (again.reused, again.path) == (False, former.path)
+    assert report.path.read_bytes() == archive.read_bytes()
+    assert data_of(extracted.path) == data_of(image_tree)
     unstage(report.path)
+    unstage(extracted.path)
     assert list(near_storage.iterdir()) == []
 
 
@@ -122,15 +118,6 @@ def test_a_near_copy_under_the_users_home_is_used_again(image_tree, tmp_path, mo
     assert copy(image_tree, "~/near").reused
     unstage("~/near")
     assert not report.path.exists()
-
-
-def test_a_near_archive_that_was_replaced_is_staged_again(image_tree, archive):
-    first = copy(archive)
-    (image_tree / "ants" / "more.png").write_bytes(b"more")
-    second = copy(zipped(image_tree, archive))
-    assert not second.reused
-    assert second.path == first.path
-    assert data_of(second.path) == data_of(image_tree)
 
 
 def test_sources_of_one_name_do_not_share_a_near_copy(tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import os
 import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from far_mounts import FuseMount, RcloneMount, has_rclone, in_child, mounted_at
@@ -62,16 +63,12 @@ def test_drive_is_mounted_and_then_used_without_asking_for_consent_again(colab, 
     assert [colab.count(event) for event in ("consent", "mount", "flush_and_unmount")] == [1, 1, 0]
 
 
-@pytest.mark.parametrize("readonly", [True, False])
-def test_how_it_was_mounted_is_remembered(colab, readonly):
-    colabkit.mount(readonly=readonly)
-    report = colabkit.mount(readonly=True)
-    assert report.readonly is readonly
-    assert ("force=True" in repr(report)) is not readonly
-
-
-def test_read_only_is_not_claimed_of_a_mount_that_was_there(colab, monkeypatch):
-    colabkit.mount(readonly=True)
+def test_whether_it_is_read_only_is_remembered_and_not_claimed_of_a_mount_that_was_there(colab, monkeypatch):
+    for readonly in (False, True):
+        colabkit.mount(readonly=readonly, force=readonly)
+        report = colabkit.mount(readonly=True)
+        assert report.readonly is readonly
+        assert ("force=True" in repr(report)) is not readonly
     monkeypatch.setattr(drivefs, "_options", {})
     monkeypatch.setattr(drivefs, "daemons", lambda name: iter(()))
     report = colabkit.mount(readonly=True)
@@ -104,14 +101,14 @@ def test_a_hanging_mount_is_refused_in_time_and_ended_only_when_told(colab):
     assert in_child("import os, sys; print(os.listdir(sys.argv[1]))", report.path.parent) != "hung"
 
 
-@pytest.mark.parametrize(("log", "cause"), [("", "failing"), ("E QUOTA_EXCEEDED\n", "quota")])
-def test_a_mount_that_answers_errors_is_not_taken_for_a_dead_one(colab, log, cause):
+def test_a_mount_that_answers_errors_is_not_taken_for_a_dead_one(colab):
     colabkit.mount()
     (colab.root / "MyDrive").rename(colab.root / "Elsewhere")
-    (colab.home / DRIVEFS_LOG).write_text(log)
-    error = refused()
-    assert error.cause == cause
-    assert "Errno 2" in str(error)
+    for log, cause in (("", "failing"), ("E QUOTA_EXCEEDED\n", "quota")):
+        (colab.home / DRIVEFS_LOG).write_text(log)
+        error = refused()
+        assert error.cause == cause
+        assert "Errno 2" in str(error)
     assert colab.count("mount") == 1
     (colab.root / "Elsewhere").rename(colab.root / "MyDrive")
     assert colabkit.mount().state == "was mounted already"
@@ -150,51 +147,45 @@ def test_mounting_again_sends_the_writes_first_and_stops_where_it_cannot(colab):
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
 
 
-@pytest.mark.parametrize(
-    ("plan", "cause", "words"),
-    [
-        ({"consent": "refused"}, "consent", "account that this notebook runs under"),
-        ({"consent": "never comes"}, "unknown", "dialog in the browser"),
-        ({"hosted": False}, "place", "fetch"),
-        ({"mount": "policy"}, "policy", "administrator"),
-        ({"mount": "root folder"}, "top folder", "empty the Trash"),
-        ({"mount": "fails", "log": "E QueryManager timed out\n"}, "top folder", "timeout=600"),
-        ({"mount": "fails", "log": "E QUOTA_EXCEEDED\n"}, "quota", "one archive"),
-        ({"mount": "fails"}, "unknown", "Disconnect and delete runtime"),
-        ({"mount": "pexpect"}, "timeout", "no answer in"),
-        ({"mount": "nothing"}, "unknown", "mounted nothing"),
-    ],
-)
-def test_every_failure_of_google_colab_is_one_error_with_its_cause(colab, plan, cause, words):
+FAILURES: list[tuple[dict[str, Any], str, str]] = [
+    ({"consent": "refused"}, "consent", "account that this notebook runs under"),
+    ({"consent": "never comes"}, "unknown", "dialog in the browser"),
+    ({"hosted": False}, "place", "fetch"),
+    ({"mount": "policy"}, "policy", "administrator"),
+    ({"mount": "root folder"}, "top folder", "empty the Trash"),
+    ({"mount": "fails", "log": "E QueryManager timed out\n"}, "top folder", "timeout=600"),
+    ({"mount": "fails", "log": "E QUOTA_EXCEEDED\n"}, "quota", "one archive"),
+    ({"mount": "fails"}, "unknown", "Disconnect and delete runtime"),
+    ({"mount": "pexpect"}, "timeout", "no answer in"),
+    ({"mount": "nothing"}, "unknown", "mounted nothing"),
+]
+
+
+def test_every_failure_of_google_colab_is_one_error_with_its_cause(colab):
     log = colab.home / DRIVEFS_LOG
     log.parent.mkdir(parents=True)
-    log.write_text("E QUOTA_EXCEEDED yesterday\n")  # which is not blamed
-    colab.plan(**plan)
-    error = refused()
-    assert error.cause == cause
-    assert words in str(error)
-    assert str(error).startswith("Cannot mount Drive: ")
-    assert "\n" not in str(error)
+    for plan, cause, words in FAILURES:
+        log.write_text("E QUOTA_EXCEEDED yesterday\n")  # which is not blamed
+        colab.plan(**plan)
+        error = refused()
+        assert (error.cause, plan) == (cause, plan)
+        assert words in str(error)
+        assert str(error).startswith("Cannot mount Drive: ")
+        assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("kind", ["space", "link", "files", "file", "parent", "config"])
-def test_a_mountpoint_that_cannot_be_one_is_named(colab, tmp_path, kind):
-    point = tmp_path / ("with space" if kind == "space" else "point")
-    if kind == "link":
-        point.symlink_to(tmp_path)
-    elif kind == "files":
-        point.mkdir()
-        (point / "x").touch()
-    elif kind == "file":
-        point.touch()
-    elif kind == "parent":
-        point = tmp_path / "missing" / "point"
-    elif kind == "config":
-        (colab.home / ".config").mkdir()
-        (colab.home / ".config" / "Google").touch()
-    error = refused(path=point)
-    assert error.cause == "folder"
-    assert "Choose another path" in str(error)
+def test_a_mountpoint_that_cannot_be_one_is_named(colab, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "x").touch()
+    (tmp_path / "file").touch()
+    for name in ("with space", "link", "files", "file", "missing/point", "config"):
+        if name == "config":
+            (colab.home / ".config").mkdir()
+            (colab.home / ".config" / "Google").touch()
+        error = refused(path=tmp_path / name)
+        assert (error.cause, name) == ("folder", name)
+        assert "Choose another path" in str(error)
 
 
 @pytest.mark.parametrize("plan", sampled([{"consent": "hangs"}, {"mount": "hangs"}], 1))
@@ -219,16 +210,11 @@ def test_a_thread_is_told_to_call_from_a_cell(colab):
 
 
 @pytest.mark.usefixtures("jupyter")
-def test_elsewhere_a_mount_by_other_means_is_found(tmp_path):
-    with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse"):
+def test_elsewhere_a_mount_by_other_means_is_found_and_taken_away_when_it_died(tmp_path):
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse") as mounted:
         report = colabkit.mount()
         assert (report.kind, report.path) == ("google-drive-ocamlfuse", tmp_path / "point")
         assert report.state == "was mounted already"
-
-
-@pytest.mark.usefixtures("jupyter")
-def test_a_dead_mount_that_colab_does_not_own_is_taken_away_and_its_command_named(tmp_path):
-    with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse") as mounted:
         mounted.kill()
         error = refused()
         assert error.cause == "dead"
@@ -257,30 +243,26 @@ def test_a_mount_that_hangs_and_is_not_colabs_is_left_alone(tmp_path, force):
         assert mounted_at(tmp_path / "point") == ["fuse.rclone"]
 
 
-def test_unmount_sends_the_writes_and_claims_no_more_than_it_knows(colab):
+def test_unmount_sends_the_writes_and_leaves_the_mount_where_it_cannot(colab, monkeypatch):
     colabkit.mount()
+    for plan, wrong in (({"hosted": False}, "NotImplementedError"), ({}, "ModuleNotFoundError")):
+        colab.plan(**plan)
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.environ["PYTHONPATH"] if plan else "/nothing")
+            with pytest.raises(MountFailed, match=wrong) as caught:
+                colabkit.unmount()
+        assert caught.value.cause == "place"
+    colab.plan(push="hangs")
+    with monkeypatch.context() as patch:
+        patch.setattr(drivefs, "_GRACE_S", 0.5)
+        with pytest.raises(TimedOut, match="may go on sending"):
+            colabkit.unmount(timeout=1.5)
+    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
+    colab.plan()
     report = colabkit.unmount(timeout=33)
     assert colab.events()[-1] == "flush_and_unmount timeout_ms=33000"
     assert mounted_at(Path(colab.point)) == []
     assert "cannot be seen from here" in repr(report)
-
-
-def test_unmount_stops_at_the_deadline_and_leaves_the_mount(colab, monkeypatch):
-    monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
-    colabkit.mount()
-    colab.plan(push="hangs")
-    with pytest.raises(TimedOut, match="may go on sending"):
-        colabkit.unmount(timeout=1.5)
-    assert mounted_at(Path(colab.point)) == ["fuse.drive"]
-
-
-@pytest.mark.parametrize("wrong", ["NotImplementedError", "ModuleNotFoundError"])
-def test_a_place_without_google_colab_is_not_taken_for_unsent_writes(colab, wrong, monkeypatch):
-    colabkit.mount()
-    colab.plan(hosted=False) if wrong == "NotImplementedError" else monkeypatch.setenv("PYTHONPATH", "/nothing")
-    with pytest.raises(MountFailed, match=wrong) as caught:
-        colabkit.unmount()
-    assert caught.value.cause == "place"
 
 
 @pytest.mark.parametrize("state", ["dead", "hung"])
@@ -295,19 +277,14 @@ def test_a_mount_that_does_not_answer_goes_only_when_told(colab, state):
     assert mounted_at(Path(colab.point)) == []
 
 
-def test_a_mount_in_use_is_not_taken_away(tmp_path):
-    with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone"), contextlib.ExitStack() as stack:
-        (tmp_path / "file").write_text("x")
-        stack.enter_context((tmp_path / "point" / "file").open())
-        found = find_mount(str(tmp_path / "point"), "unmount Drive", 1)
+def test_a_mount_in_use_or_of_another_type_is_left_alone(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone") as mount, (mount.point / "file").open():
         with pytest.raises(MountFailed, match="Close the files"):
-            detach(found, 10)
-        assert mounted_at(tmp_path / "point") == ["fuse.rclone"]
-
-
-def test_mounts_of_other_types_are_left_alone(tmp_path):
-    with FuseMount(tmp_path / "point", tmp_path, "fuse.sshfs"):
+            detach(find_mount(mount.point, "unmount Drive", 1), 10)
+        assert mounted_at(mount.point) == ["fuse.rclone"]
+    with FuseMount(tmp_path / "point", tmp_path, "fuse.sshfs") as mount:
         for call in (colabkit.unmount, colabkit.flush, colabkit.clear_cache):
             with pytest.raises(InvalidOption, match=r"of type fuse\.sshfs"):
-                call(tmp_path / "point")
-        assert mounted_at(tmp_path / "point") == ["fuse.sshfs"]
+                call(mount.point)
+        assert mounted_at(mount.point) == ["fuse.sshfs"]

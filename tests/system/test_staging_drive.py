@@ -53,27 +53,34 @@ def drive(root: Path, tmp_path: Path) -> Any:
     return mounted
 
 
-def test_all_bytes_come_near_and_the_drive_is_not_written_to(root, drive, near_storage):
+def test_all_bytes_of_a_folder_or_an_archive_are_copied_and_the_drive_is_not_written_to(root, drive, near_storage):
+    archive = zipped(root / "data", root / "data.zip")
     before = state_of(root)
     with drive() as mount:
         report = copy(mount.point / "data")
         assert data_of(report.path) == data_of(root / "data")
         assert sorted(set(mount.opened_paths)) == sorted(mount.opened_paths), "a file was opened twice"
+        report = copy(mount.point / archive.name)
+        assert data_of(report.path) == data_of(root / "data")
+        assert mount.opened_paths.count("/data.zip") < 10
     assert state_of(root) == before
     assert leftovers(near_storage) == []
 
 
-def test_what_is_near_is_used_again_without_touching_the_drive(root, drive, tmp_path):
+def test_a_local_copy_is_used_again_and_given_back_although_the_drive_hangs(root, drive, tmp_path, near_storage):
     archive = zipped(root / "data", root / "data.zip")
+    (tmp_path / "way").symlink_to(tmp_path / "drive")
     with drive() as mount:
-        first = [copy(mount.point / name) for name in ("data", archive.name, "data/big.bin")]
+        names = ("drive/data", f"drive/{archive.name}", "drive/data/big.bin", "way/data")
+        first = [copy(tmp_path / name) for name in names]
         mount.hang()
-        for report in first:
-            again = copy(report.source)
+        for name, report in zip(names, first, strict=True):
+            again = copy(tmp_path / name)
             assert again.reused
             assert again.path == report.path
-            unstage(again)
+            assert unstage(tmp_path / name).freed_bytes > 0
         mount.go_on()
+    assert list(near_storage.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
@@ -115,19 +122,17 @@ def test_a_file_that_stays_unreadable_is_named_and_the_others_are_kept_for_the_n
     assert leftovers(near_storage) == []
 
 
-@pytest.mark.parametrize("name", ["cats/003.png", "big.bin"])
-def test_short_reads_are_gone_on_with(root, drive, name):
-    with drive({"on": "read", "path": f"/data/{name}", "do": "short", "count": 3}) as mount:
-        report = copy(mount.point / "data")
-    assert data_of(report.path) == data_of(root / "data")
-
-
-def test_a_file_that_vanishes_after_it_was_listed_is_one_error(drive):
+def test_short_reads_are_continued_and_a_file_that_vanishes_is_one_error(root, drive):
+    faults = [
+        {"on": "read", "path": f"/data/{name}", "do": "short", "count": 3} for name in ("cats/003.png", "big.bin")
+    ]
+    with drive(*faults) as mount:
+        assert data_of(copy(mount.point / "data").path) == data_of(root / "data")
     with (
         drive({"on": "open", "path": "*/cats/003.png", "do": "vanish"}) as mount,
         pytest.raises(ColabkitError, match=r"cats/003\.png.*No such file"),
     ):
-        copy(mount.point / "data")
+        copy(mount.point / "data", refresh=True, verify="full")
 
 
 @pytest.mark.parametrize("name", ["cats/003.png", "big.bin"])
@@ -218,15 +223,6 @@ def test_full_verification_finds_bytes_that_differ_when_read_again(root, drive, 
             assert mount.read_bytes >= 2 * (2 * BLOCK_BYTES + 1000)
 
 
-def test_an_archive_on_the_drive_is_brought_near_and_extracted(root, drive, near_storage):
-    archive = zipped(root / "data", root / "data.zip")
-    with drive() as mount:
-        report = copy(mount.point / archive.name)
-        assert mount.opened_paths.count("/data.zip") < 10
-    assert data_of(report.path) == data_of(root / "data")
-    assert leftovers(near_storage) == []
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("short_deadline")
 def test_a_drive_that_stops_while_a_big_file_is_read_is_one_error_in_time(root, drive):
@@ -240,17 +236,6 @@ def test_a_drive_that_stops_while_a_big_file_is_read_is_one_error_in_time(root, 
         assert time.monotonic() - started < 10
         timer.join()
         mount.go_on()
-
-
-def test_a_near_copy_is_given_back_although_the_drive_hangs(root, drive, tmp_path, near_storage):
-    (tmp_path / "way").symlink_to(tmp_path / "drive")
-    with drive() as mount:
-        copy(tmp_path / "way" / "data")
-        mount.hang()
-        assert copy(tmp_path / "way" / "data").reused
-        assert unstage(tmp_path / "way" / "data").freed_bytes > 0
-        mount.go_on()
-    assert list(near_storage.iterdir()) == []
 
 
 def test_an_archive_on_a_far_mount_needs_room_for_itself_and_its_files(image_tree, tmp_path):
