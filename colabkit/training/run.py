@@ -30,7 +30,7 @@ from colabkit.training.records import (
 )
 from colabkit.training.report import TrainReport
 from colabkit.training.run_checkpoints import RunCheckpoints
-from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopNow, StopRequests, Validator
+from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, WaitInterrupt
 from colabkit.training.steps import SupervisedStep
 
 Step: TypeAlias = Callable[[Any], object]
@@ -167,10 +167,10 @@ class TrainingRun:
                 return False
             if not self._is_whole:
                 cast(Any, self.step).flush()
-            is_by_epoch = self.judge.validates and self.judge.is_by_epoch
+            is_by_epoch = self.judge.can_validate and self.judge.is_by_epoch
             if is_by_epoch or self._begun.is_validation_due:
                 self._validate(self._begun)
-        except StopNow:
+        except WaitInterrupt:
             return False
         self._end(self._begun)
         return not self.stops.look() or self.processes.count > 1
@@ -274,7 +274,7 @@ class TrainingRun:
         try:
             with self.stops.wait():
                 found = self.judge.validate(len(self._validations))
-        except (StopNow, Exception):
+        except (WaitInterrupt, Exception):
             self._save(wait=True, random=random)  # it has drawn from the generators, and will again
             raise
         self._validate_s = max(self._validate_s, time.monotonic() - began)

@@ -64,7 +64,7 @@ class RunCheckpoints:
         return 0.0 if self.checkpoints is None else self.checkpoints.save_s
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
-        """Bring all to where the newest good checkpoint was taken, and return what the run had saved; None at a start.
+        """Load the newest good checkpoint, and return what the run had saved in it; None if there is none.
 
         Raises:
             TargetExists: if there are checkpoints and `resume` is false.
@@ -115,10 +115,10 @@ class RunCheckpoints:
 
     def _found(self, checkpoints: CheckpointFolder, resume: bool) -> LoadedCheckpoint | None:
         if not resume and (step := checkpoints.newest_step()) is not None:
-            near = checkpoints.near_folder
-            place = "" if near == self.folder else f" there or near, in {str(near)!r}"
+            near = checkpoints.local_folder
+            place = "" if near == self.folder else f" there or in {str(near)!r}"
             found = f"a checkpoint of step {step}{place}"
-            act = f"begin anew in {str(self.folder)!r}"
+            act = f"start again in {str(self.folder)!r}"
             raise TargetExists(cannot(act, found, "no checkpoints", "Use resume=True or another folder"))
         return checkpoints.newest()
 
@@ -158,14 +158,14 @@ class RunCheckpoints:
         random: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Begin to save the state after a step; all processes call it together.
+        """Begin to save the state after a step, with the loader's position; all processes call it together.
 
         Args:
             step: its number.
             position: of the loader after it.
-            run: what the training itself remembers.
-            score: what tells how good this state is, or None.
-            random: the generators, if they have moved on since; None for where they are.
+            run: the state of the run itself.
+            score: of the state, or None.
+            random: the state of the generators, if they have moved on since.
             wait: return when the checkpoint is written.
 
         Raises:

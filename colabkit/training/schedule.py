@@ -47,7 +47,7 @@ def moment(act: str, name: str, value: Moment) -> float:
     except (ValueError, OverflowError, OSError):  # on the first and the last days that there are
         left_s = math.nan
     if not left_s > 0:
-        raise InvalidOption(cannot(act, f"{name}={value}", "a moment to come", f"Use {name}='11h', say"))
+        raise InvalidOption(cannot(act, f"{name}={value}", "a moment in the future", f"Use {name}='11h'"))
     return time.monotonic() + left_s
 
 
@@ -71,11 +71,11 @@ class SaveSchedule:
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def is_late(self) -> bool:
-        """Return whether the clock says so, which may differ between processes."""
+        """Return whether one is due by the clock, which may differ between processes."""
         return self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
 
     def is_due(self, step: int) -> bool:
-        """Return whether the number of the step says so, which is equal in all processes."""
+        """Return whether one is due by the number of the step, which is equal in all processes."""
         return self._steps is not None and step // self._steps > self._saved_step // self._steps
 
 
@@ -91,7 +91,7 @@ class Validator:
 
     Attributes:
         rule: mode and name of the number: what two scores need in common to be compared.
-        validates: whether there is anything to call.
+        can_validate: whether there is anything to call.
         is_by_epoch: whether states are judged at the ends of epochs.
         best: the best number so far, None before the first.
         score: the number of the present state, None if it was not judged.
@@ -107,7 +107,7 @@ class Validator:
         ranks: Ranks,
     ) -> None:
         self.rule: tuple[Literal["min", "max"], str] = mode, monitor or "loss"
-        self.validates = function is not None
+        self.can_validate = function is not None
         self.is_by_epoch = function is None or every is None
         self.best: float | None = None
         self.score: float | None = None
@@ -161,21 +161,21 @@ class Validator:
             self.is_best = True
 
 
-class StopNow(KeyboardInterrupt):
+class WaitInterrupt(KeyboardInterrupt):
     """Ends a wait between two steps."""
 
 
 class StopRequests:
-    """Notes what would end a training, and lets a step come to its end first.
+    """Notes what would end a training, and lets the running step finish first.
 
-    While a step runs, Ctrl-C, SIGTERM and SIGHUP are noted, and a second Ctrl-C is a `KeyboardInterrupt`, as without
-    this. Between steps, where training waits for data or validates, they end the wait. Only the main thread hears
-    signals, and a handler of the user's own stays where it is.
+    While a step runs, Ctrl-C, SIGTERM and SIGHUP are noted, and a second Ctrl-C is a `KeyboardInterrupt`, as usual.
+    Between steps, while training waits for data or validates, they end the wait. Only the main thread receives signals,
+    and custom handlers stay in place.
 
     Args:
         deadline: by `time.monotonic`, or None.
-        waits_for_others: whether other processes train too: then no wait is ended, since they have to be told first.
-        saves: whether a last checkpoint follows, which is told.
+        waits_for_others: whether other processes train too: then no wait ends, since they have to hear of it first.
+        saves: whether a last checkpoint follows, for the message.
 
     Attributes:
         reserve_s: seconds before the deadline at which the training has to end.
@@ -194,16 +194,16 @@ class StopRequests:
 
     @property
     def strength(self) -> int:
-        """What was noted as a number: the larger one counts where several processes noted something; 0 is nothing."""
+        """What was noted as a number, 0 for nothing; the largest of all processes counts."""
         return self._strength
 
     @property
     def reason(self) -> Reason | None:
-        """What was noted; of several the strongest, which is SIGTERM."""
+        """What was noted; the strongest of several, which is SIGTERM."""
         return _REASONS[self._strength - 1] if self._strength else None
 
     def note(self, strength: int) -> None:
-        """Note what another process has noted."""
+        """Note a strength, as of another process."""
         self._strength = max(self._strength, strength)
 
     def __enter__(self) -> Self:
@@ -224,14 +224,14 @@ class StopRequests:
         self.let_go()
 
     def let_go(self, *numbers: int) -> None:
-        """Give signals back to who had them, all if none is named."""
+        """Restore the former handlers of signals, of all if none is named."""
         for number in numbers or tuple(self._former):
             if number in self._former:
                 signal.signal(number, self._former.pop(number))
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Let what comes end the block."""
+        """Let a signal or the deadline end the block."""
         self.begin_wait(may_end=True)
         try:
             yield
@@ -239,21 +239,21 @@ class StopRequests:
             self.end_wait()
 
     def begin_wait(self, may_end: bool) -> None:
-        """Let what comes end the wait that follows, up to `end_wait()`; raise `StopNow` if it has come already."""
+        """Let a signal or the deadline end the wait up to `end_wait()` by a `WaitInterrupt`, at once if it has come."""
         if not may_end or self._waits_for_others:
             return
         self._waiting_thread = threading.get_ident()
         self._may_end = True
         if self.look():
             self._may_end = False
-            raise StopNow
+            raise WaitInterrupt
 
     def end_wait(self) -> None:
-        """Let what comes wait again."""
+        """Let signals and the deadline wait for the end of a step again."""
         self._may_end = False
 
     def look(self) -> int:
-        """Return the strength of what would end the training now, 0 if nothing would."""
+        """Return the strength of what ends the training now, 0 for nothing."""
         if self._is_late():
             self.note(_strength_of("deadline"))
         return self._strength
@@ -275,13 +275,13 @@ class StopRequests:
             return
         if self._may_end:
             self._may_end = False
-            raise StopNow
+            raise WaitInterrupt
 
     def _listen(self, event: meters.Event) -> None:
         is_ours = self._may_end and threading.get_ident() == self._waiting_thread
         if isinstance(event, meters.Waiting) and is_ours and self.look():
             self._may_end = False
-            raise StopNow
+            raise WaitInterrupt
 
 
 def _strength_of(reason: Reason) -> int:

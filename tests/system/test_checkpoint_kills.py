@@ -171,6 +171,6 @@ def test_a_disk_that_fills_up_during_a_publication_fails_no_training(
             assert all("Cannot publish" in reason and "It stays at" in reason for _, reason in kept.failures)
             for folder, name in ((near, "near"), (far, "there")):
                 restored(folder, tmp_path / name)
-            kept._far_sealed = []
+            kept._remote_sealed = []
         assert told >= 8
         assert len(kept.failures) == told

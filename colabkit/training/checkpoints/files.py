@@ -48,7 +48,7 @@ _NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine wou
 
 
 class WriteAborted(Exception):
-    """Nobody wants the file any more."""
+    """The file is not wanted any more."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class SaveJob:
 
 
 def give_way() -> None:
-    """Let all other threads go before this one, where the system knows priorities of threads.
+    """Give this thread a lower priority than all others, if the system has priorities of threads.
 
     Such a thread may be stopped at any point for long, so it should have little to do with the interpreter's lock.
     """

@@ -54,30 +54,29 @@ _HEADER_BYTES = 1 << 20  # of a file beside its tensors, about
 
 
 class CheckpointFolder:
-    """The checkpoints of one folder: copied in the caller's thread, written, sealed and published behind it.
+    """The checkpoints of one folder: copied in the caller's thread, written, sealed and published in the background.
 
-    Where `save_to` is on a local disk they are written there. Where it is on a mount that can hang, as Drive's, they
-    are written to a near folder, and brought from there by a second thread: verified, renamed and sealed. A mount that
-    hangs or dies fails no training: it is tried again with the next checkpoint, and stands in `failures`. If
-    checkpoints come faster than the mount takes them, only the newest and the best are brought there.
+    If `save_to` is on a local disk, checkpoints are written there. If it is on a mount that can hang, as Drive's, they
+    are written to a local folder, and a second thread copies them: verified, renamed and sealed. A mount that hangs or
+    dies fails no training: the next checkpoint tries again, and `failures` lists it. If checkpoints come faster than
+    the mount takes them, only the newest and the best are copied.
 
-    The newest `keep_last` and the best stay, near and at `save_to`. Older ones are removed when a newer one is sealed.
-    It is used by one thread. Leaving it as a context manager closes it.
+    The newest `keep_last` and the best stay in both places. Older ones are removed when a newer one is sealed. One
+    thread may use the folder. Leaving it as a context manager closes it.
 
-    A write that the file system leaves unanswered for longer than `timeout_s` is given up: nothing waits for it, and it
-    is taken back when the file system answers. Until then nothing else can be saved.
+    If the file system leaves a write unanswered for longer than `timeout_s`, nothing waits for it any more, and it is
+    undone when the file system answers. Until then nothing else can be saved.
 
     Args:
         save_to: the folder; made when it is needed.
         keep_last: how many of the newest stay.
         mode: whether the lowest or the highest score is the best.
-        monitor: what is scored; checkpoints with scores of something else are none of the best.
-        timeout_s: seconds that the file system may leave one operation unanswered; each 10 MB of a checkpoint add one.
-            None for two minutes.
+        monitor: name of the score; checkpoints with scores of another name are none of the best.
+        timeout_s: seconds that one operation may stay unanswered; each 10 MB of a checkpoint add one. None for 120.
 
     Attributes:
-        near_folder: where checkpoints are written first; `save_to` itself, if it is near.
-        save_s: the longest seconds from a `save()` until the checkpoint was at its place so far; 0 before the first.
+        local_folder: where checkpoints are written first; `save_to` itself, if it is local.
+        save_s: the longest seconds from a `save()` until the checkpoint was at its place; 0 before the first.
     """
 
     def __init__(
@@ -89,12 +88,12 @@ class CheckpointFolder:
         timeout_s: float | None = None,
     ) -> None:
         self.folder = Path(os.path.abspath(save_to))
-        self.near_folder = self.folder
-        self._far: RemoteFolder | None = None
+        self.local_folder = self.folder
+        self._remote: RemoteFolder | None = None
         if can_hang(str(self.folder), mounts()):
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
-            self.near_folder = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
-            self._far = RemoteFolder(self.folder, timeout_s)
+            self.local_folder = Path(os.path.abspath(near_folder(os.environ))) / "checkpoints" / name
+            self._remote = RemoteFolder(self.folder, timeout_s)
         self._timeout_s = timeout_s or STALLED_S
         self._keep_last = keep_last
         self._judge = f"{mode} {monitor}".rstrip()
@@ -107,8 +106,8 @@ class CheckpointFolder:
         self._publisher: threading.Thread | None = None
         self._publishing: SealedCheckpoint | None = None
         self._tried: set[str] = set()  # digests that were tried to be published since the last save
-        self._near_sealed: list[SealedCheckpoint] = []
-        self._far_sealed: list[SealedCheckpoint] = []
+        self._local_sealed: list[SealedCheckpoint] = []
+        self._remote_sealed: list[SealedCheckpoint] = []
         self._last_step: int | None = None
         self._last_error: BaseException | None = None
         self._failures: list[tuple[int, str]] = []
@@ -124,16 +123,16 @@ class CheckpointFolder:
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint that was saved or found here: at `save_to` if it is there, else near."""
+        """The newest checkpoint that was saved or found here: at `save_to` if it is there, else local."""
         with self._changed:
-            newest = next(iter(self._counting(self._near_sealed) or self._counting(self._far_sealed)), None)
+            newest = next(iter(self._counting(self._local_sealed) or self._counting(self._remote_sealed)), None)
             return None if newest is None else self._place_of(newest)
 
     @property
     def best(self) -> Path | None:
         """The checkpoint with the best score; None if none was given. A score that is not finite never is."""
         with self._changed:
-            best = best_of([*self._counting(self._far_sealed), *self._counting(self._near_sealed)], self._judge)
+            best = best_of([*self._counting(self._remote_sealed), *self._counting(self._local_sealed)], self._judge)
             return None if best is None else self._place_of(best)
 
     @property
@@ -151,33 +150,33 @@ class CheckpointFolder:
         """
         act = f"look for checkpoints in {str(self.folder)!r}"
         with file_changes.translated(act):
-            steps = steps_in(self.near_folder)
-        if self._far is not None:
-            steps += self._far.ask(act, lambda _: steps_in(self.folder))
+            steps = steps_in(self.local_folder)
+        if self._remote is not None:
+            steps += self._remote.ask(act, lambda _: steps_in(self.folder))
         return max(steps, default=None)
 
     def newest(self) -> LoadedCheckpoint | None:
-        """Return the newest good checkpoint of `save_to` and the near folder, or None where there is none at all.
+        """Return the newest good checkpoint of `save_to` and the local folder, or None if there is none at all.
 
-        Its digest is checked, and damaged ones are passed over. One that is far is brought near first. Files are read
-        with `weights_only=True`: nothing in them is executed. The random generators are left alone.
+        Its digest is checked, and damaged ones are skipped. A remote one is copied to the local folder first. Files are
+        read with `weights_only=True`: nothing in them is executed. The random generators are left alone.
 
         Raises:
             Corrupt: if there are checkpoints and all of them are damaged.
             TimedOut: if the mount of `save_to` does not answer.
-            NotEnoughSpace, FileFailed: if a far one cannot be brought near, or a folder cannot be read.
+            NotEnoughSpace, FileFailed: if a remote one cannot be copied, or a folder cannot be read.
         """
         act = f"resume from {str(self.folder)!r}"
         with file_changes.translated(act):
-            near = sealed_in(self.near_folder)
-        far = [] if self._far is None else self._far.ask(act, lambda _: sealed_in(self.folder))
+            near = sealed_in(self.local_folder)
+        far = [] if self._remote is None else self._remote.ask(act, lambda _: sealed_in(self.folder))
         there = {sealed.seal for sealed in far}
         passed_over: list[tuple[Path, str]] = []
         for sealed in sorted([*near, *far], key=lambda one: (-one.step, one.seal in there)):
             try:
                 with file_changes.translated(act):
-                    if self._far is not None and sealed.seal in there:
-                        content = load(self._far.fetch(sealed, self.near_folder, act))
+                    if self._remote is not None and sealed.seal in there:
+                        content = load(self._remote.fetch(sealed, self.local_folder, act))
                     else:
                         content = load(sealed)
             except DamagedCheckpoint as error:
@@ -185,20 +184,19 @@ class CheckpointFolder:
                 self._damaged.add(sealed.path)
                 continue
             with self._changed, file_changes.translated(act):
-                self._near_sealed, self._far_sealed = sealed_in(self.near_folder), far
+                self._local_sealed, self._remote_sealed = sealed_in(self.local_folder), far
                 self._last_step = sealed.step
             return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(passed_over))
         if passed_over:
             found = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
-            raise Corrupt(cannot(act, found, "one whole checkpoint", "Choose another folder to start anew"))
+            raise Corrupt(cannot(act, found, "one whole checkpoint", "Choose another folder to start again"))
         return None
 
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
         """Copy `content` and begin to write it as the checkpoint of `step`; only the copy takes the caller's time.
 
-        The copies stay in memory for the next call. Where there is not enough memory for them, and while an earlier
-        checkpoint is being written, it waits. Tensors will come back on the CPU, detached. What goes wrong is noted in
-        `failures`.
+        The memory of the copies is reused. The call waits while an earlier checkpoint is being written, and if there is
+        not enough memory for copies. Tensors come back on the CPU, detached. `failures` lists what goes wrong.
 
         Args:
             step: after which this is.
@@ -222,7 +220,7 @@ class CheckpointFolder:
                     raise
                 return
             if self._is_over:
-                raise InvalidOption(cannot(act, "they are closed", "open ones", "Make new CheckpointFolder"))
+                raise InvalidOption(cannot(act, "they are closed", "open ones", "Create a new CheckpointFolder"))
         copied = self._copies.copy(act, content)
         number = None if score is None or not math.isfinite(score) else float(score)
         limit_s = self._timeout_s + copied.size / SLOWEST_BYTES_S
@@ -252,7 +250,7 @@ class CheckpointFolder:
                 self._changed.wait(left_s)
                 continue
             job.stop.set()
-            found = f"{str(self.near_folder)!r} has answered nothing for {format_seconds(job.limit_s)}"
+            found = f"{str(self.local_folder)!r} has answered nothing for {format_seconds(job.limit_s)}"
             error = TimedOut(cannot(act, found, "a disk that answers", "Check the disk, or save to another one"))
             if not job.is_given_up:
                 job.is_given_up = True
@@ -289,7 +287,7 @@ class CheckpointFolder:
             return
         job.copied = None
         with self._changed:
-            self._near_sealed = left
+            self._local_sealed = left
             self._last_step = job.step
             self._last_error = None
             self.save_s = max(self.save_s, time.monotonic() - job.started)
@@ -301,24 +299,26 @@ class CheckpointFolder:
 
     def _sealed(self, job: SaveJob) -> list[SealedCheckpoint]:
         """Write and seal, remove old ones, and return those that are left."""
-        act = f"save {str(self.near_folder / f'checkpoint-{job.step:08d}.pt')!r}"
+        act = f"save {str(self.local_folder / f'checkpoint-{job.step:08d}.pt')!r}"
         copied = job.copied
         assert copied is not None
 
         def sealed() -> SealedCheckpoint:
             size, rated = copied.size + _HEADER_BYTES, (job.score, self._judge)
-            return put(self.near_folder, job.step, rated, size, lambda path: write(copied.content, path, act, job), act)
+            return put(
+                self.local_folder, job.step, rated, size, lambda path: write(copied.content, path, act, job), act
+            )
 
         def pruned(keep_last: int) -> list[SealedCheckpoint]:
             publishing = self._publishing
             needed = [] if publishing is None else [publishing.step]
-            return prune(self.near_folder, job.step, keep_last, self._judge, self._damaged, needed)
+            return prune(self.local_folder, job.step, keep_last, self._judge, self._damaged, needed)
 
         with file_changes.translated(act):
             try:
                 path = sealed().path
             except NotEnoughSpace:
-                before = len(sealed_in(self.near_folder))
+                before = len(sealed_in(self.local_folder))
                 if len(pruned(1)) == before:
                     raise
                 path = sealed().path  # in the place of an older one: the newest is there still
@@ -327,15 +327,15 @@ class CheckpointFolder:
 
     def _publish_soon(self) -> None:
         self._tried.clear()
-        if self._far is not None and self._publisher is None and not self._is_over:
+        if self._remote is not None and self._publisher is None and not self._is_over:
             publisher = threading.Thread(target=self._publish, name="colabkit-publish", daemon=True)
             publisher.start()
             self._publisher = publisher
             self._threads.append(publisher)
 
     def _publish(self) -> None:
-        """Publish until nothing is left to be; in a thread of its own, which touches no mount itself."""
-        assert self._far is not None
+        """Publish until nothing is left; runs in a thread of its own, which touches no mount itself."""
+        assert self._remote is not None
         while True:
             with self._changed:
                 sealed = self._publishing = None if self._is_over else self._next_to_publish()
@@ -346,7 +346,7 @@ class CheckpointFolder:
                     return
                 self._tried.add(sealed.digest)
             try:
-                far = self._far.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
+                far = self._remote.publish(sealed, step, self._keep_last, self._judge, set(self._damaged), self._go_on)
             except WriteAborted:
                 continue
             except BaseException as error:
@@ -357,13 +357,13 @@ class CheckpointFolder:
                     self._note_failure(sealed.step, reason)
                 continue
             with self._changed:
-                self._far_sealed = far
+                self._remote_sealed = far
                 if sealed.step in self._began:
                     self.save_s = max(self.save_s, time.monotonic() - self._began[sealed.step])
 
     def _next_to_publish(self) -> SealedCheckpoint | None:
-        near = self._counting(self._near_sealed)
-        there = {sealed.digest for sealed in self._far_sealed}
+        near = self._counting(self._local_sealed)
+        there = {sealed.digest for sealed in self._remote_sealed}
         for sealed in (next(iter(near), None), best_of(near, self._judge)):
             if sealed is not None and sealed.digest not in there | self._tried:
                 return sealed
@@ -391,14 +391,14 @@ class CheckpointFolder:
         ]
 
     def _place_of(self, sealed: SealedCheckpoint) -> Path:
-        return next((one.path for one in self._far_sealed if one.digest == sealed.digest), sealed.path)
+        return next((one.path for one in self._remote_sealed if one.digest == sealed.digest), sealed.path)
 
     def finish(self) -> None:
-        """Return when all is written and, as far as the mount takes it, published; Ctrl-C comes through.
+        """Wait until all is written and, as far as the mount takes it, published; Ctrl-C ends the wait.
 
         Raises:
             NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written. What could not be
-                published raises nothing: `failures` says where it lies.
+                published raises nothing: `failures` lists it with its place.
         """
         with self._changed:
             self._await_writer("finish saving checkpoints")
@@ -407,11 +407,10 @@ class CheckpointFolder:
                 raise self._last_error
 
     def close(self) -> None:
-        """End the threads, whatever they are at: what is not sealed is taken back.
+        """End the threads at once, and undo what is not sealed.
 
         Raises:
-            TimedOut: if a write is unanswered, which no call has reported before. Its thread ends when the file system
-                answers.
+            TimedOut: if a write is unanswered and no call has reported it. Its thread ends with the answer.
         """
         with self._changed:
             self._is_over = True
