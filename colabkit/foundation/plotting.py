@@ -88,8 +88,8 @@ def shorten_text(text: Text, width_px: float) -> None:
     """Cut a text that is wider than so many pixels of its figure."""
     whole = text.get_text()
     with warnings.catch_warnings(action="ignore"):
-        while whole and text.get_window_extent().width > width_px:
-            whole = whole[:-1]
+        while whole and (wide := text.get_window_extent().width) > width_px:
+            whole = whole[: min(len(whole) - 1, int(len(whole) * width_px / wide) + 2)]
             text.set_text(whole.rstrip(" ,.-_") + "…")
 
 

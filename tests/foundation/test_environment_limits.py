@@ -55,56 +55,56 @@ def v1_memory(folder: str, limit: int, used: int, inactive: int = 0) -> dict[str
     }
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 8),
-        ({"/proc/self/cgroup": "0::/\n"}, 8),
-        ({"/proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "max 100000\n"}, 8),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "200000 100000\n"}, 2),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "50000 100000\n"}, 0.5),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "1600000 100000\n"}, 8),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "garbage\n"}, 8),
-        ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "100000 0\n"}, 8),
-        (
-            {
-                "/proc/self/cgroup": "0::/p/leaf\n",
-                f"{V2}/p/leaf/cpu.max": "400000 100000\n",
-                f"{V2}/p/cpu.max": "150000 100000\n",
-                f"{V2}/cpu.max": "max 100000\n",
-            },
-            1.5,
-        ),
-        ({"/proc/self/cgroup": "0::/gone/here\n", f"{V2}/cpu.max": "300000 100000\n"}, 3),
-        (
-            {
-                "/proc/self/cgroup": "5:cpuacct,cpu:/docker/x\n4:memory:/docker/x\n",
-                f"{V2}/cpuacct,cpu/cpu.cfs_quota_us": "250000\n",
-                f"{V2}/cpuacct,cpu/cpu.cfs_period_us": "100000\n",
-            },
-            2.5,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "5:cpu,cpuacct:/x\n",
-                f"{V2}/cpu/x/cpu.cfs_quota_us": "-1\n",
-                f"{V2}/cpu/x/cpu.cfs_period_us": "100000\n",
-            },
-            8,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "5:cpu:/x\n0::/x\n",
-                f"{V2}/cpu/x/cpu.cfs_quota_us": "600000\n",
-                f"{V2}/cpu/x/cpu.cfs_period_us": "100000\n",
-                f"{V2}/unified/x/cpu.max": "400000 100000\n",
-            },
-            4,
-        ),
-    ],
+CPUS = (
+    ({}, 8),
+    ({"/proc/self/cgroup": "0::/\n"}, 8),
+    ({"/proc/self/cgroup": "0::/\n", f"{V2}/cpu.max": "max 100000\n"}, 8),
+    ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "200000 100000\n"}, 2),
+    ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "50000 100000\n"}, 0.5),
+    ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "1600000 100000\n"}, 8),
+    ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "garbage\n"}, 8),
+    ({"/proc/self/cgroup": "0::/a\n", f"{V2}/a/cpu.max": "100000 0\n"}, 8),
+    (
+        {
+            "/proc/self/cgroup": "0::/p/leaf\n",
+            f"{V2}/p/leaf/cpu.max": "400000 100000\n",
+            f"{V2}/p/cpu.max": "150000 100000\n",
+            f"{V2}/cpu.max": "max 100000\n",
+        },
+        1.5,
+    ),
+    ({"/proc/self/cgroup": "0::/gone/here\n", f"{V2}/cpu.max": "300000 100000\n"}, 3),
+    (
+        {
+            "/proc/self/cgroup": "5:cpuacct,cpu:/docker/x\n4:memory:/docker/x\n",
+            f"{V2}/cpuacct,cpu/cpu.cfs_quota_us": "250000\n",
+            f"{V2}/cpuacct,cpu/cpu.cfs_period_us": "100000\n",
+        },
+        2.5,
+    ),
+    (
+        {
+            "/proc/self/cgroup": "5:cpu,cpuacct:/x\n",
+            f"{V2}/cpu/x/cpu.cfs_quota_us": "-1\n",
+            f"{V2}/cpu/x/cpu.cfs_period_us": "100000\n",
+        },
+        8,
+    ),
+    (
+        {
+            "/proc/self/cgroup": "5:cpu:/x\n0::/x\n",
+            f"{V2}/cpu/x/cpu.cfs_quota_us": "600000\n",
+            f"{V2}/cpu/x/cpu.cfs_period_us": "100000\n",
+            f"{V2}/unified/x/cpu.max": "400000 100000\n",
+        },
+        4,
+    ),
 )
-def test_cpus_are_the_least_of_affinity_and_every_quota_above(files, expected):
-    assert allowed_cpus(reader(files), 8) == expected
+
+
+def test_cpus_are_the_least_of_affinity_and_every_quota_above():
+    for files, expected in CPUS:
+        assert allowed_cpus(reader(files), 8) == expected
 
 
 SANDBOX = {
@@ -115,18 +115,18 @@ SANDBOX = {
 }
 
 
-@pytest.mark.parametrize(
-    ("files", "total", "available"),
-    [
-        ({"/proc/meminfo": MEMINFO}, 64, 32),
-        (SANDBOX, 13, 12),
-        ({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}, 8, 3),  # no estimate of the kernel's
-    ],
+UNLIMITED = (
+    ({"/proc/meminfo": MEMINFO}, 64, 32),
+    (SANDBOX, 13, 12),
+    ({"/proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: {3 << 20} kB\n"}, 8, 3),  # no estimate of the kernel's
 )
-def test_memory_without_limits_is_the_machines(files, total, available):
-    report = memory_limits(reader(files))
-    assert (report.total_bytes, report.available_bytes) == (total * GIB, available * GIB)
-    assert report.limited_by == "machine"
+
+
+def test_memory_without_limits_is_the_machines():
+    for files, total, available in UNLIMITED:
+        report = memory_limits(reader(files))
+        assert (report.total_bytes, report.available_bytes) == (total * GIB, available * GIB)
+        assert report.limited_by == "machine"
 
 
 def test_memory_comes_from_psutil_where_there_is_no_meminfo(monkeypatch):
@@ -137,26 +137,26 @@ def test_memory_comes_from_psutil_where_there_is_no_meminfo(monkeypatch):
     assert (report.total_bytes, report.available_bytes) == (5 * GIB, 2 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "files", "total", "available", "limited_by"),
-    [
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB), 12, 7, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, inactive=2 * GIB), 12, 9, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 9 * GIB, 2 * GIB, 4 * GIB), 12, 9, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, 4 * GIB, 4 * GIB), 12, 12, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", "max", 5 * GIB), 64, 32, "machine"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 40 * GIB, GIB), 40, 32, f"{V2}/a"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 100 * GIB, 90 * GIB), 64, 10, "machine"),
-        ("0::/a\n", v2_memory(f"{V2}/a", 2 * GIB, 3 * GIB), 2, 0, f"{V2}/a"),
-        ("0::/gone\n", v2_memory(V2, 6 * GIB, GIB), 6, 5, V2),
-        ("4:memory:/docker/x\n", v1_memory(V1_MEMORY, 6 * GIB, 2 * GIB, inactive=GIB), 6, 5, V1_MEMORY),
-        ("4:memory:/x\n", v1_memory(f"{V1_MEMORY}/x", 2**63 - 4096, GIB), 64, 32, "machine"),
-    ],
+MEMORY = (
+    ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB), 12, 7, f"{V2}/a"),
+    ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, inactive=2 * GIB), 12, 9, f"{V2}/a"),
+    ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 9 * GIB, 2 * GIB, 4 * GIB), 12, 9, f"{V2}/a"),
+    ("0::/a\n", v2_memory(f"{V2}/a", 12 * GIB, 5 * GIB, 4 * GIB, 4 * GIB), 12, 12, f"{V2}/a"),
+    ("0::/a\n", v2_memory(f"{V2}/a", "max", 5 * GIB), 64, 32, "machine"),
+    ("0::/a\n", v2_memory(f"{V2}/a", 40 * GIB, GIB), 40, 32, f"{V2}/a"),
+    ("0::/a\n", v2_memory(f"{V2}/a", 100 * GIB, 90 * GIB), 64, 10, "machine"),
+    ("0::/a\n", v2_memory(f"{V2}/a", 2 * GIB, 3 * GIB), 2, 0, f"{V2}/a"),
+    ("0::/gone\n", v2_memory(V2, 6 * GIB, GIB), 6, 5, V2),
+    ("4:memory:/docker/x\n", v1_memory(V1_MEMORY, 6 * GIB, 2 * GIB, inactive=GIB), 6, 5, V1_MEMORY),
+    ("4:memory:/x\n", v1_memory(f"{V1_MEMORY}/x", 2**63 - 4096, GIB), 64, 32, "machine"),
 )
-def test_memory_is_the_least_of_machine_and_cgroup(cgroup, files, total, available, limited_by):
-    report = memory_limits(reader({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": cgroup, **files}))
-    assert (report.total_bytes / GIB, report.available_bytes / GIB) == (total, available)
-    assert report.limited_by == limited_by
+
+
+def test_memory_is_the_least_of_machine_and_cgroup():
+    for cgroup, files, total, available, limited_by in MEMORY:
+        report = memory_limits(reader({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": cgroup, **files}))
+        assert (report.total_bytes / GIB, report.available_bytes / GIB) == (total, available)
+        assert report.limited_by == limited_by
 
 
 def test_a_tighter_parent_counts_more_than_the_leaf_and_so_do_its_neighbours():

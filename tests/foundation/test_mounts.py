@@ -87,22 +87,22 @@ def test_drive_is_colabs_own_mount_before_others_and_of_two_of_a_type_none():
         user_path("drive:x", "stage 'x'", [RCLONE, other])
 
 
-@pytest.mark.parametrize(
-    ("path", "mount", "expected"),
-    [
-        ("drive:datasets/birds", COLAB, "/content/drive/MyDrive/datasets/birds"),
-        ("drive:/datasets/birds", COLAB, "/content/drive/MyDrive/datasets/birds"),
-        ("drive:", COLAB, "/content/drive/MyDrive"),
-        ("drive:Shareddrives/Team/x", COLAB, "/content/drive/Shareddrives/Team/x"),
-        ("drive:Shareddrives-old/x", COLAB, "/content/drive/MyDrive/Shareddrives-old/x"),
-        ("drive:my birds/x", OCAML, "/mnt/gd/my birds/x"),
-        ("drive:Shareddrives/x", RCLONE, "/mnt/rc/Shareddrives/x"),
-        ("/plain/drive:x", COLAB, "/plain/drive:x"),
-        ("drives:x", COLAB, "drives:x"),
-    ],
+SHORT_NAMES = (
+    ("drive:datasets/birds", COLAB, "/content/drive/MyDrive/datasets/birds"),
+    ("drive:/datasets/birds", COLAB, "/content/drive/MyDrive/datasets/birds"),
+    ("drive:", COLAB, "/content/drive/MyDrive"),
+    ("drive:Shareddrives/Team/x", COLAB, "/content/drive/Shareddrives/Team/x"),
+    ("drive:Shareddrives-old/x", COLAB, "/content/drive/MyDrive/Shareddrives-old/x"),
+    ("drive:my birds/x", OCAML, "/mnt/gd/my birds/x"),
+    ("drive:Shareddrives/x", RCLONE, "/mnt/rc/Shareddrives/x"),
+    ("/plain/drive:x", COLAB, "/plain/drive:x"),
+    ("drives:x", COLAB, "drives:x"),
 )
-def test_drive_is_a_short_name_for_my_drive_and_shared_drives(path, mount, expected):
-    assert user_path(path, "stage", [ROOT, mount]) == Path(expected)
+
+
+def test_drive_is_a_short_name_for_my_drive_and_shared_drives():
+    for path, mount, expected in SHORT_NAMES:
+        assert user_path(path, "stage", [ROOT, mount]) == Path(expected)
 
 
 def test_the_short_name_can_be_set_to_a_folder_that_is_there(monkeypatch, tmp_path):
@@ -122,28 +122,28 @@ def test_home_is_expanded_and_what_is_no_path_is_refused(monkeypatch):
             user_path(wrong, "stage", [])
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        colabkit.stage,
-        lambda path: colabkit.stage("samples:digits", to=path),
-        colabkit.unstage,
-        lambda path: colabkit.pack(path, "x.h5"),
-        lambda path: colabkit.pack("samples:digits", path),
-        colabkit.open_pack,
-        colabkit.verify,
-        colabkit.read_probe,
-        lambda path: colabkit.fetch("https://localhost:1/x", path),
-        colabkit.clear_cache,
-        colabkit.flush,
-        colabkit.unmount,
-    ],
+CALLS = (
+    colabkit.stage,
+    lambda path: colabkit.stage("samples:digits", to=path),
+    colabkit.unstage,
+    lambda path: colabkit.pack(path, "x.h5"),
+    lambda path: colabkit.pack("samples:digits", path),
+    colabkit.open_pack,
+    colabkit.verify,
+    colabkit.read_probe,
+    lambda path: colabkit.fetch("https://localhost:1/x", path),
+    colabkit.clear_cache,
+    colabkit.flush,
+    colabkit.unmount,
 )
-def test_every_path_takes_the_short_name_and_says_where_drive_is_not_mounted(call, monkeypatch):
-    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
-    monkeypatch.setattr("colabkit.foundation.mount_table.drive_mount", lambda table: None)
-    with pytest.raises(NotMounted, match=r"colabkit\.mount\(\)"):
-        call("drive:birds")
+
+
+def test_every_path_takes_the_short_name_and_says_where_drive_is_not_mounted(monkeypatch):
+    for call in CALLS:
+        monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+        monkeypatch.setattr("colabkit.foundation.mount_table.drive_mount", lambda table: None)
+        with pytest.raises(NotMounted, match=r"colabkit\.mount\(\)"):
+            call("drive:birds")
 
 
 def test_checkpoints_go_to_the_short_name_too(monkeypatch, tmp_path):
@@ -184,20 +184,20 @@ def failing(number: int, path: str = "/content/drive/MyDrive/x.jpg") -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
-@pytest.mark.parametrize(
-    ("number", "found", "cure"),
-    [
-        (errno.ENOTCONN, "dead", "colabkit.mount()"),
-        (errno.EIO, "did not deliver", "one archive"),
-        (errno.ETIMEDOUT, "did not deliver", "Try again"),
-        (errno.ENOSPC, "disk that DriveFS caches on is full", "colabkit.clear_cache()"),
-    ],
+ERRORS = (
+    (errno.ENOTCONN, "dead", "colabkit.mount()"),
+    (errno.EIO, "did not deliver", "one archive"),
+    (errno.ETIMEDOUT, "did not deliver", "Try again"),
+    (errno.ENOSPC, "disk that DriveFS caches on is full", "colabkit.clear_cache()"),
 )
-def test_errors_of_drive_say_what_they_mean(number, found, cure, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    said = trouble(failing(number), [ROOT, COLAB])
-    assert found in said[0]
-    assert cure in said[1]
+
+
+def test_errors_of_drive_say_what_they_mean(monkeypatch, tmp_path):
+    for number, found, cure in ERRORS:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        said = trouble(failing(number), [ROOT, COLAB])
+        assert found in said[0]
+        assert cure in said[1]
 
 
 def test_a_quota_in_drives_log_is_named(monkeypatch, tmp_path):
@@ -208,18 +208,18 @@ def test_a_quota_in_drives_log_is_named(monkeypatch, tmp_path):
     assert "your own Drive" in cure
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        failing(errno.EIO, "/local/x"),
-        failing(errno.ENOENT),
-        failing(errno.EACCES),
-        OSError(errno.EIO, "no file"),
-        OSError(errno.EIO, "a descriptor", 7),
-    ],
+OTHER_ERRORS = (
+    failing(errno.EIO, "/local/x"),
+    failing(errno.ENOENT),
+    failing(errno.EACCES),
+    OSError(errno.EIO, "no file"),
+    OSError(errno.EIO, "a descriptor", 7),
 )
-def test_other_errors_are_not_explained_away(error):
-    assert trouble(error, [ROOT, COLAB]) is None
+
+
+def test_other_errors_are_not_explained_away():
+    for error in OTHER_ERRORS:
+        assert trouble(error, [ROOT, COLAB]) is None
 
 
 def test_every_module_says_what_an_error_of_a_mount_means(monkeypatch):
