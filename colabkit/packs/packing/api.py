@@ -62,8 +62,8 @@ from colabkit.storage import (
     stage,
 )
 
-_PACKED = (*TAR_SUFFIXES, ".zip", ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
-"""How the names of objects in a bucket end that hold many samples, and so are staged whole."""
+_CONTAINER_SUFFIXES = (*TAR_SUFFIXES, ".zip", ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
+"""Suffixes of objects in a bucket that hold many samples, which are staged whole."""
 
 _LISTED = 5
 
@@ -163,21 +163,21 @@ def pack(
     overwrite: bool = False,
     progress: bool = True,
 ) -> PackReport:
-    """Pack a source straight into a sealed HDF5 file, no small files in between, and return where it is.
+    """Pack a source straight into a sealed HDF5 file, without small files in between, and return its report.
 
-    Samples become `X_<split>`, labels `Y_<split>`, further fields `<name>_<split>`. The same pack that is there already
-    is used again.
+    Samples become `X_<split>`, labels `Y_<split>`, further fields `<name>_<split>`. An existing pack of the same source
+    and options is used again.
 
     Args:
         source: a folder, a zip or tar archive, a table of paths (DataFrame, CSV, Parquet, list), a bucket's folder,
-            `samples:digits`; an LMDB, WebDataset shards, TFRecord files; what an https address or Drive link leads to,
-            which is staged first; arrays, as `{"X": images, "Y": labels}`, by split if wanted; a map-style torch data
-            set, or one for each split.
+            `samples:digits`; an LMDB, WebDataset shards, TFRecord files; an https address or Drive link, which is
+            staged first; arrays, as `{"X": images, "Y": labels}`, also by split; a map-style torch data set, or one
+            for each split.
         out: the pack's path, by custom ending in `.h5`.
         size: height and width, or one number for both, to which images are scaled (to cover it, bilinear with
-            antialiasing) and cut around the centre; None keeps each as it is.
+            antialiasing) and cropped around the center; None keeps the size of each.
         encoding: `"raw"` stores `uint8 [N, H, W, C]`, all of one size; `"source"` the files' own bytes; `"jpeg"` images
-            encoded anew; `"auto"` is raw if the images are of one size and fit in disk and RAM, else source, with
+            re-encoded; `"auto"` is raw if the images are of one size and fit in disk and RAM, else source, with
             `size` jpeg.
         quality: of `"jpeg"`, 1 to 100.
         channels: 3 for RGB, 1 for luminance.
@@ -193,7 +193,7 @@ def pack(
         max_bad: more bad files than that are an error: a share, as 0.1, or a whole number of them. A share above 0
             allows at least one.
         shard_bytes: write several files of about this size, as `"256MiB"`, and `out` as their index; an interrupted
-            call is gone on with from whole shards.
+            call resumes after its last whole shard.
         executor: any executor of `concurrent.futures`, as `Client.get_executor()` of Dask: packs one shard a task. All
             machines have to see source and target at the same paths.
         threads: files read at once; `"auto"` measures what the source rewards.
@@ -223,7 +223,7 @@ def pack(
             shard_bytes = parse_bytes(shard_bytes)
         except ValueError as error:
             found = f"shard_bytes={shard_bytes!r}"
-            raise InvalidOption(cannot(act, found, "a number of bytes", "Use shard_bytes='256MiB', say")) from error
+            raise InvalidOption(cannot(act, found, "a number of bytes", "Use shard_bytes='256MiB'")) from error
     if shard_bytes is not None:
         check_whole_number(act, "shard_bytes", shard_bytes, 1)
     elif executor is not None:
@@ -254,24 +254,26 @@ def pack(
 
 
 def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
-    """Return the source, open; what is better read near is staged first."""
+    """Open the source; one that is read faster from a local copy is staged first."""
     address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
     if address is not None and address.kind != FSSPEC:
         source = stage(source, extract=False, refresh=overwrite, progress=progress).path
-    elif address is not None and (name := str(source).rstrip("/").rpartition("/")[2]).lower().endswith(_PACKED):
+    elif address is not None and (name := str(source).rstrip("/").rpartition("/")[2]).lower().endswith(
+        _CONTAINER_SUFFIXES
+    ):
         folder = stage(source, extract=False, refresh=overwrite, progress=progress).path
         source = folder / name if (folder / name).is_file() else folder
     opened = open_records(source) or open_source(source)
     if opened.can_hang and isinstance(opened, RangeSource):
-        return _near_records(opened, overwrite=overwrite, progress=progress)
+        return _staged_records(opened, overwrite=overwrite, progress=progress)
     if opened.can_hang and isinstance(opened, TarSource) and opened.is_sequential:  # labels need a pass, data another
         opened.close()
         return TarSource(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
     return opened
 
 
-def _near_records(far: RangeSource, *, overwrite: bool, progress: bool) -> Source:
-    """Return records whose files were staged whole: of few large files that is faster than sample by sample."""
+def _staged_records(far: RangeSource, *, overwrite: bool, progress: bool) -> Source:
+    """Stage the files of records whole, which is faster than reading sample by sample, and open the local copy."""
     files = [os.path.abspath(file) for file in far.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     folder = stage(files, extract=False, refresh=overwrite, progress=progress).path

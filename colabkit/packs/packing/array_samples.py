@@ -75,10 +75,10 @@ def _text_column(act: str, name: str, rows: npt.NDArray[Any]) -> TextColumn:
         return TextColumn(tuple(value.encode("utf-8", "surrogateescape") for value in values), "text")
     if rows.ndim == 1 and all(isinstance(value, bytes) for value in values):
         return TextColumn(tuple(values), "bytes")
-    told = f"{name} holds Python objects" if rows.ndim == 1 else f"{name} holds text of shape {list(rows.shape)}"
+    found = f"{name} holds Python objects" if rows.ndim == 1 else f"{name} holds text of shape {list(rows.shape)}"
     odd = next((value for value in values if not isinstance(value, str)), None) if rows.ndim == 1 else None
-    told += f", {kind_of(odd)} among them" if odd is not None else ""
-    raise InvalidOption(cannot(act, told, "numbers of one shape, or one text for each sample", "Convert it"))
+    found += f", {kind_of(odd)} among them" if odd is not None else ""
+    raise InvalidOption(cannot(act, found, "numbers of one shape, or one text for each sample", "Convert it"))
 
 
 class ArraySampleMaker(MemorySampleMaker):
@@ -158,8 +158,8 @@ def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn])
     counts = {name: None if is_single[name] else len(one) for name, one in arrays.items()}
     for name, count in counts.items():
         if count is None or count != counts[SAMPLES]:
-            told = f"{name} of {split!r} has {'no' if count is None else count} samples and X {counts[SAMPLES] or 0}"
-            raise InvalidOption(cannot(act, told, "as many of each", "Check the arrays"))
+            found = f"{name} of {split!r} has {'no' if count is None else count} samples and X {counts[SAMPLES] or 0}"
+            raise InvalidOption(cannot(act, found, "as many of each", "Check the arrays"))
     if not counts[SAMPLES]:
         raise BadSource(cannot(act, f"no samples in {split!r}", "at least one", "Leave the split out"))
 

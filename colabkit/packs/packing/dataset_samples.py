@@ -1,4 +1,4 @@
-"""Map-style data sets as the samples of a pack: asked for one after the other, in one thread."""
+"""Map-style data sets as the samples of a pack: read one sample after the other, in one thread."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class DatasetSampleMaker(MemorySampleMaker):
 
     Raises:
         BadSource: if a split is empty, or samples are not what can be packed.
-        InvalidOption: if images were asked for, and there are none.
+        InvalidOption: if options for images are given, and samples are no images.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return places
 
     def _by_key(self, sample: Mapping[Any, Any], within: KeyPath) -> dict[str, KeyPath]:
-        """Return the fields of a mapping: what is called like an image is `X`, what is called like a label `Y`."""
+        """Return the fields of a mapping: a key for images is `X`, a key for labels is `Y`."""
         label = next((key for key in LABEL_KEYS if key in sample and _may_be_label(sample[key])), None)
         if self._label not in ("auto", None):
             label = self._label
@@ -262,7 +262,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return places | {key: (*within, key) for key in others}
 
     def _value(self, name: str, value: Any) -> Any:
-        """Return a value as it is stored; raises `BadImage` with the bare reason."""
+        """Return a value in its stored form; raises `BadImage` with the bare reason."""
         if name == SAMPLES and _is_image(value):
             pixels = self._images.pixels(value)
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels

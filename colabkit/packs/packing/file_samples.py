@@ -68,7 +68,7 @@ class SampleReading(Reading):
         return self.blocks(Wanted(item, 0, item.size) for item in items)
 
     def data(self, block: Block) -> bytes | BrokenMember:
-        """Return the bytes of an item that came, or what is wrong with them."""
+        """Return the bytes of an item that arrived, or the reason why it is broken."""
         return self._broken.get(block.item) or bytes(block.data or b"")
 
     def _read(self, one: Wanted) -> Block:
@@ -82,7 +82,7 @@ class SampleReading(Reading):
 
 
 def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool) -> bytes | BrokenMember:
-    """Return all bytes of an item, or what is wrong with a broken member where that is no error."""
+    """Return all bytes of an item, or the reason why it is broken where that is no error."""
     try:
         return read_item(source, item, retries)
     except BadArchive as error:
@@ -197,7 +197,7 @@ class FileSampleMaker(SampleMaker):
         try:
             self._decode_row(data, row)
         except BadImage:
-            # This tells an image of another size from one that is broken.
+            # This distinguishes an image of another size from one that is broken.
             row[:] = self._encoded(data)
 
     @cached_property

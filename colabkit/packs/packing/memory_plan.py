@@ -155,8 +155,8 @@ def _refuse(act: str, options: Mapping[str, bool]) -> None:
 def _checked_arrays(act: str, split: str, arrays: Mapping[str, Any]) -> dict[str, Rows | TextColumn]:
     """Return a split's arrays, `X` first."""
     if SAMPLES not in arrays:
-        told = f"the fields {', '.join(arrays) or 'nothing'} in {split!r}"
-        raise InvalidOption(cannot(act, told, "an array named X", "Use {'X': images, 'Y': labels}, for example"))
+        given = f"the fields {', '.join(arrays) or 'nothing'} in {split!r}"
+        raise InvalidOption(cannot(act, given, "an array named X", "Use {'X': images, 'Y': labels}, for example"))
     check_field_names(act, [name for name in arrays if name not in (SAMPLES, LABELS)])
     found = {name: column_of(act, name, arrays[name]) for name in sorted(arrays, key=lambda name: name != SAMPLES)}
     check_lengths(act, split, found)
@@ -206,7 +206,7 @@ def _number_splits(
 
 
 def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
-    """Return the class names that a data set tells, also through views of torch; none if it tells none."""
+    """Return the class names of a data set, also through views of torch; none if it has none."""
     own = getattr(dataset, "classes", None)
     if isinstance(own, list | tuple) and own:
         return tuple(name if isinstance(name, str) else str(name) for name in own)
@@ -224,7 +224,7 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
 
 
 def _targets(dataset: Any, key: str | None, count: int) -> Indices | None:
-    """Return the classes of a data set that tells them without making its samples, as torchvision's do."""
+    """Return the classes of all samples if the data set lists them, as torchvision's do, so that none is made."""
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         whole = _targets(dataset.dataset, key, len(dataset.dataset))
         return None if whole is None else whole[np.asarray(dataset.indices)]

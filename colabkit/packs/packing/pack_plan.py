@@ -121,7 +121,7 @@ class SampleMaker(ABC):
 
 
 class MemorySampleMaker(SampleMaker):
-    """Makes samples of values in memory, or of a data set that is asked for them."""
+    """Makes samples of values in memory, or of a data set that makes them."""
 
     @abstractmethod
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:

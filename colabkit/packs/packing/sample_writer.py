@@ -32,7 +32,7 @@ from colabkit.storage import Block, Item, Retries, Threads, concurrently
 _CHUNK_S = 0.015
 _CHUNK_SAMPLES = 1024
 _CHUNK_BYTES = 8 << 20
-# A chunk of samples whose sizes nothing tells.
+# Samples in a chunk if their sizes are not known.
 _UNSIZED_SAMPLES = 16
 _MEASURED_S = 0.005
 # Samples that take less are made by processes: threads would mostly wait for the interpreter's lock.

@@ -289,7 +289,7 @@ def _ranges(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
 
 
 def _digest(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
-    """Return what tells the shards of a plan from all others: content, columns, and times of the files."""
+    """Return a digest that only equal shards share: of the content, the columns and the times of the files."""
     about = {name: value for name, value in plan.about.items() if name != "options"}  # which holds timings
     made = [[one.name, list(one.shape), one.dtype, one.is_ragged] for one in plan.maker.fields]
     digest = hashlib.sha256()

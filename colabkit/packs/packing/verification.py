@@ -1,4 +1,4 @@
-"""`verify()`: every byte of a pack or a near copy against its digests."""
+"""The check of every byte of a pack or a local copy against its digests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class VerifyReport(Report):
 
 
 def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:
-    """Check every byte of a pack or a near copy against its digests and return which samples or files are damaged.
+    """Check every byte of a pack or a local copy against its digests and return which samples or files are damaged.
 
     Reads all of it once; of a pack of several shards all of them.
 

@@ -1,7 +1,8 @@
 """`prepare()` returns a local pack by the shortest way: the existing one, else the one on Drive, else a new one.
 
 Local packs of one source and one set of options lie in a folder of their own, each under a digest of the state that the
-source was in. One process at a time makes one there. The folder's notes hold how long each way took, and what is saved.
+source was in. One process at a time makes one there. The folder's notes hold how long each way took, and which pack is
+saved.
 """
 
 from __future__ import annotations
