@@ -203,39 +203,36 @@ def test_drive_in_the_target_needs_a_mount(monkeypatch):
         fetch("https://example.org/x", "drive:data")
 
 
-@pytest.mark.parametrize(
-    ("disposition", "name"),
-    [
-        ('attachment; filename="a b.zip"', "a b.zip"),
-        ("attachment; filename=plain.zip; size=3", "plain.zip"),
-        ("attachment; filename=\"old.zip\"; filename*=UTF-8''%e2%82%ac%20new.zip", "€ new.zip"),
-        ("attachment; filename*=iso-8859-1'en'%a3.zip", "£.zip"),
-        ("attachment; filename*=nonsense''x; filename=\"kept.zip\"", "kept.zip"),
-        ('attachment; filename="../../etc/passwd"', "passwd"),
-        ('attachment; filename="..\\\\..\\\\evil.exe"', "evil.exe"),
-        ("attachment; filename*=UTF-8''..%2F..%2F.bashrc", "_bashrc"),
-        ('attachment; filename=".."', "file.bin"),
-        ('attachment; filename="\x01\x7f"', "file.bin"),
-        ('attachment; filename="\xc3\xa9.zip"', "é.zip"),
-        ("inline", "file.bin"),
-        (f'attachment; filename="{"n" * 300}.tar"', "n" * 196 + ".tar"),
-    ],
-)
-def test_the_servers_name_is_one_component_inside_the_target(tmp_path, disposition, name):
-    with served(CONTENT, servers.body(b"data", Content_Disposition=disposition)) as server:
-        assert get(server, tmp_path).path == tmp_path / name
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+def test_the_servers_name_is_one_component_inside_the_target(tmp_path):
+    names = {
+        'attachment; filename="a b.zip"': "a b.zip",
+        "attachment; filename=plain.zip; size=3": "plain.zip",
+        "attachment; filename=\"old.zip\"; filename*=UTF-8''%e2%82%ac%20new.zip": "€ new.zip",
+        "attachment; filename*=iso-8859-1'en'%a3.zip": "£.zip",
+        "attachment; filename*=nonsense''x; filename=\"kept.zip\"": "kept.zip",
+        'attachment; filename="../../etc/passwd"': "passwd",
+        'attachment; filename="..\\\\..\\\\evil.exe"': "evil.exe",
+        "attachment; filename*=UTF-8''..%2F..%2F.bashrc": "_bashrc",
+        'attachment; filename=".."': "file.bin",
+        'attachment; filename="\x01\x7f"': "file.bin",
+        'attachment; filename="\xc3\xa9.zip"': "é.zip",
+        "inline": "file.bin",
+        f'attachment; filename="{"n" * 300}.tar"': "n" * 196 + ".tar",
+    }
+    for number, (disposition, name) in enumerate(names.items()):
+        folder = tmp_path / str(number)
+        with served(CONTENT, servers.body(b"data", Content_Disposition=disposition)) as server:
+            assert get(server, f"{folder}/").path == folder / name
+        assert [path.name for path in folder.iterdir()] == [name]
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [("/a/b%20c.zip?x=/no.zip", "b c.zip"), ("/a/%2e%2e%2fx", "x"), ("/", "download"), ("/a/é.zip", "é.zip")],
-)
-def test_without_a_name_the_path_of_the_address_gives_one(tmp_path, path, name):
+def test_without_a_name_the_path_of_the_address_gives_one(tmp_path):
+    paths = {"/a/b%20c.zip?x=/no.zip": "b c.zip", "/a/%2e%2e%2fx": "x", "/": "download", "/a/é.zip": "é.zip"}
     with served(b"data") as server:
-        report = fetch(server.url.replace("/data/file.bin", path), tmp_path, progress=False)
-    assert report.path == tmp_path / name
-    assert report.source == server.url.replace("/data/file.bin", path.partition("?")[0])
+        for path, name in paths.items():
+            report = fetch(server.url.replace("/data/file.bin", path), tmp_path, progress=False)
+            assert report.path == tmp_path / name
+            assert report.source == server.url.replace("/data/file.bin", path.partition("?")[0])
 
 
 def test_redirects_are_followed_with_ranges_and_the_final_name(tmp_path):
@@ -247,11 +244,11 @@ def test_redirects_are_followed_with_ranges_and_the_final_name(tmp_path):
     assert server.ranges() == [None, None, "bytes=300000-", "bytes=300000-"]
 
 
-@pytest.mark.parametrize("to", ["/again", "", "file:///etc/passwd", "ftp://127.0.0.1/x"])
-def test_redirects_without_end_or_to_elsewhere_are_refused(tmp_path, to):
-    with served(CONTENT, servers.redirect(to)) as server, pytest.raises(FetchFailed, match="redirects"):
-        get(server, tmp_path)
-    assert len(server.requests) <= 12
+def test_redirects_without_end_or_to_elsewhere_are_refused(tmp_path):
+    for to in ("/again", "", "file:///etc/passwd", "ftp://127.0.0.1/x"):
+        with served(CONTENT, servers.redirect(to)) as server, pytest.raises(FetchFailed, match="redirects"):
+            get(server, tmp_path)
+        assert len(server.requests) <= 12
 
 
 def test_user_and_password_go_to_their_own_host_alone(tmp_path):
@@ -321,38 +318,27 @@ def test_a_name_that_no_resolver_knows_is_told_at_once(tmp_path):
         get(server, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "source", ["/content/file.zip", "file.zip", "~/x", "drive:x.zip", "file:///etc/passwd", "local://x", "a/b"]
-)
-def test_paths_of_this_machine_are_for_stage(source, tmp_path):
-    with pytest.raises(InvalidOption, match=r"a path of this machine, .* stage\(\)"):
-        fetch(source, tmp_path)
+def test_what_is_no_address_or_no_time_out_is_refused_without_its_secrets(tmp_path):
+    def refused(source: object, match: str | None = None, **options: object) -> str:
+        with pytest.raises(InvalidOption, match=match) as caught:
+            fetch(source, tmp_path, **options)
+        return str(caught.value)
+
+    for path in ("/content/file.zip", "file.zip", "~/x", "drive:x.zip", "file:///etc/passwd", "local://x", "a/b"):
+        refused(path, r"a path of this machine, .* stage\(\)")
+    for source in ("", "  ", None, 7, "https://", "http://:80/x", "https://host:port/x"):
+        refused(source)
+    for secret in ("me:hunter22@host/x?sig=hunter22", b"https://me:hunter22@host/x"):
+        assert "hunter22" not in refused(secret)
+    for timeout in (0, -1, "60", float("inf")):
+        refused("https://example.org/x", "timeout=", timeout=timeout)
 
 
-@pytest.mark.parametrize("source", ["", "  ", None, 7, "https://", "http://:80/x", "https://host:port/x"])
-def test_what_is_no_address_is_refused(source, tmp_path):
-    with pytest.raises(InvalidOption):
-        fetch(source, tmp_path)
-
-
-@pytest.mark.parametrize("source", ["me:hunter22@host/x?sig=hunter22", b"https://me:hunter22@host/x"])
-def test_what_is_no_address_may_hold_secrets_too(source, tmp_path):
-    with pytest.raises(InvalidOption) as caught:
-        fetch(source, tmp_path)
-    assert "hunter22" not in str(caught.value)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, "60", float("inf")])
-def test_a_time_out_has_to_be_seconds(timeout, tmp_path):
-    with pytest.raises(InvalidOption, match="timeout="):
-        fetch("https://example.org/x", tmp_path, timeout=timeout)
-
-
-@pytest.mark.parametrize("to", ["new/", "new/deep/", "new/deep/file.zip"])
-def test_a_fetch_that_failed_takes_the_folders_away_that_it_made(tmp_path, to):
-    with served(CONTENT, servers.status(404)) as server, pytest.raises(FetchFailed):
-        fetch(server.url, f"{tmp_path}/{to}", progress=False)
-    assert list(tmp_path.iterdir()) == []
+def test_a_fetch_that_failed_takes_the_folders_away_that_it_made(tmp_path):
+    for to in ("new/", "new/deep/", "new/deep/file.zip"):
+        with served(CONTENT, servers.status(404)) as server, pytest.raises(FetchFailed):
+            fetch(server.url, f"{tmp_path}/{to}", progress=False)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_that_were_there_or_hold_something_stay(tmp_path):

@@ -52,25 +52,16 @@ def test_every_form_of_a_link_gives_its_id(source, kind):
     assert (address.kind, address.text, address.shown) == (f"Drive {kind}", ID, f"Drive {kind} {ID}")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_pages_without_an_id_other_addresses_and_folders_named_like_an_id_are_no_links(tmp_path, monkeypatch):
+    for source in (
         f"https://docs.google.com/spreadsheets/d/{ID}/export?format=csv",
         "https://docs.google.com/spreadsheets/d/e/2PACX-1v/pub?output=csv",
         f"https://example.org/file/d/{ID}/view",
-    ],
-)
-def test_other_addresses_are_web_addresses(source):
-    assert address_of(source).kind == "web"
-
-
-@pytest.mark.parametrize("path", ["drive/my-drive", "drive/shared-with-me", "", "uc?export=download", "open?id=../x"])
-def test_pages_of_drive_without_an_id_are_refused(path):
-    with pytest.raises(InvalidOption, match="Copy link"):
-        address_of(f"https://drive.google.com/{path}")
-
-
-def test_a_folder_named_like_an_id_is_a_path(tmp_path, monkeypatch):
+    ):
+        assert address_of(source).kind == "web"
+    for path in ("drive/my-drive", "drive/shared-with-me", "", "uc?export=download", "open?id=../x"):
+        with pytest.raises(InvalidOption, match="Copy link"):
+            address_of(f"https://drive.google.com/{path}")
     monkeypatch.chdir(tmp_path)
     Path(ID).mkdir()
     with pytest.raises(InvalidOption, match="a path of this machine"):

@@ -123,13 +123,10 @@ def test_marks_of_folders_are_no_items(scripted):
     assert listing.skipped == (("unknown", "its size is not known"),)
 
 
-@pytest.mark.parametrize("name", ["/../x", "/a/../../x", "/a//x", "//x", "/./x", "/a\0", "/a//", "2/x", "/.."])
-def test_names_that_lead_outside_are_refused(scripted, name):
-    with pytest.raises(BadSource, match="names inside the folder"):
-        scripted({f"b/birds{name}": info(), "b/birds/fine": info()})[0].list()
-
-
-def test_an_object_that_is_a_folder_too_is_refused(scripted):
+def test_names_that_lead_outside_or_are_a_folder_too_are_refused(scripted):
+    for name in ("/../x", "/a/../../x", "/a//x", "//x", "/./x", "/a\0", "/a//", "2/x", "/.."):
+        with pytest.raises(BadSource, match="names inside the folder"):
+            scripted({f"b/birds{name}": info(), "b/birds/fine": info()})[0].list()
     with pytest.raises(BadSource, match="'a' is an object and a folder"):
         scripted({"b/birds/a": info(), "b/birds/a/b/c": info()})[0].list()
 
