@@ -18,7 +18,9 @@ from colabkit.packs.decode.pixels import FACTORS, choose_factor, divide_size, tu
 def test_a_size_gives_what_pillows_fit_gives(size, channels):
     data = saved(photo(), "PNG")
     expected = fitted_by_pillow(data, size, channels)
-    assert (decode_image(data, channels, size) == expected).all()
+    found = decode_image(data, channels, size)
+    assert (found == expected).all()
+    assert found.flags.c_contiguous
     row = np.empty((*size, channels), np.uint8)
     fill_row(data, row, fit=True)
     assert (row == expected).all()
@@ -63,23 +65,23 @@ def test_a_large_jpeg_fits_nearly_as_if_it_were_decoded_in_full(shape, size, pac
         assert np.quantile(error, 0.999) <= 8
 
 
-@pytest.mark.parametrize(
-    ("stored", "wanted", "orientation", "factor"),
-    [
-        ((400, 600), (100, 100), 1, 2),
-        ((399, 600), (100, 100), 1, 1),
-        ((400, 600), (100, 150), 1, 2),
-        ((400, 600), (100, 151), 1, 1),
-        ((400, 600), (150, 100), 1, 1),
-        ((400, 600), (150, 100), 6, 2),
-        ((3000, 4000), (224, 224), 1, 4),
-        ((4000, 6000), (224, 224), 8, 8),
-        ((40000, 60000), (224, 224), 1, 8),
-        ((400, 600), None, 1, 1),
-    ],
-)
-def test_twice_the_wanted_size_is_kept_while_decoding(stored, wanted, orientation, factor):
-    assert choose_factor(stored, orientation, wanted) == factor
+FACTORS_OF = [
+    ((400, 600), (100, 100), 1, 2),
+    ((399, 600), (100, 100), 1, 1),
+    ((400, 600), (100, 150), 1, 2),
+    ((400, 600), (100, 151), 1, 1),
+    ((400, 600), (150, 100), 1, 1),
+    ((400, 600), (150, 100), 6, 2),
+    ((3000, 4000), (224, 224), 1, 4),
+    ((4000, 6000), (224, 224), 8, 8),
+    ((40000, 60000), (224, 224), 1, 8),
+    ((400, 600), None, 1, 1),
+]
+
+
+def test_twice_the_wanted_size_is_kept_while_decoding():
+    for stored, wanted, orientation, factor in FACTORS_OF:
+        assert choose_factor(stored, orientation, wanted) == factor
 
 
 @pytest.mark.parametrize("channels", [3, 1])

@@ -173,11 +173,7 @@ def test_a_file_cut_short_inside_whose_preview_is_whole_is_left_to_the_whole_dec
     assert preview in data
     assert np.array_equal(boxed(data, (5, 5, 40, 40)), crop(data, (5, 5, 40, 40)))
     for end in (data.index(preview) + len(preview), len(data) // 2):
-        assert decode_region_or_none(data[:end]) is None
-
-
-def decode_region_or_none(data: bytes) -> object:
-    return decode_region(data, 3, (0, 0, 40, 40), (40, 40), (HEIGHT, WIDTH))
+        assert decode_region(data[:end], 3, (0, 0, 40, 40), (40, 40), (HEIGHT, WIDTH)) is None
 
 
 @pytest.mark.parametrize("restart", [{}, {"restart_marker_rows": 1}])
