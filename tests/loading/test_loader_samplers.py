@@ -182,16 +182,11 @@ def test_random_samplers_of_torch_give_what_they_promise():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_len_is_what_comes_and_what_listeners_are_told(name):
-    events: list[meters.Event] = []
+def test_len_is_what_comes_and_what_listeners_are_told(name, heard):
     stream = loader(ALL[name]())
-    unsubscribe = meters.subscribe(events.append)
-    try:
-        taken = batches(stream)
-    finally:
-        unsubscribe()
+    taken = batches(stream)
     assert len(stream) == len(taken) > 1
-    (started,) = [event for event in events if isinstance(event, meters.EpochStarted)]
+    (started,) = [event for event in heard if isinstance(event, meters.EpochStarted)]
     assert started.batches == len(taken)
     assert started.samples >= len(flat(taken)) or name == "buckets"
     if name not in ("batches by a global generator", "batches", "batches of a rank", "full batches", "buckets"):
@@ -238,20 +233,15 @@ def test_resume_at_every_batch_of_every_epoch_equals_the_uninterrupted_stream(na
 
 
 @pytest.mark.parametrize("name", ["buckets", "misjudged"])
-def test_listeners_are_told_of_a_batch_at_least_while_the_end_is_not_known(name):
+def test_listeners_are_told_of_a_batch_at_least_while_the_end_is_not_known(name, heard):
     samplers = {"buckets": Buckets, "misjudged": lambda: OfEvens(length=3)}
-    events: list[meters.Event] = []
     stream = loader(samplers[name](), batch_size=2)
     got = batches(stream, 4 if name == "buckets" else 3)
     resumed = loader(samplers[name](), batch_size=2)
     resumed.load_state_dict(stream.state_dict())
-    unsubscribe = meters.subscribe(events.append)
-    try:
-        got += batches(resumed)
-    finally:
-        unsubscribe()
+    got += batches(resumed)
     assert flat(got) == [int(sample) for some in samplers[name]() for sample in np.atleast_1d(some)]
-    (started,) = [event for event in events if isinstance(event, meters.EpochStarted)]
+    *_, started = [event for event in heard if isinstance(event, meters.EpochStarted)]
     assert (started.batches, started.samples) == (1, 1)
 
 

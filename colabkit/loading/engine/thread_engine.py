@@ -2,20 +2,33 @@
 
 Rows that lie in memory are gathered faster than a thread can hand them over. So the first ones are gathered where they
 are requested, and a thread takes over when it can work while the user does: when both take longer than a hand-over.
+
+Small batches are built several at a time, as one group, because handing one over between threads costs more than
+gathering 512 CIFAR images. A group is opened by one thread; what takes long in it is cut into pieces that all threads
+share, those of the oldest group first.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import functools
 import itertools
+import logging
+import os
 import queue
+import threading
 import time
-from collections.abc import Generator, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from colabkit.foundation import meters
+from colabkit.foundation import meters, read_file
 from colabkit.loading.engine.batch_builder import BatchBuilder, InlineGather, PrefetchDepth, TransformStages
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, announce_plans, split_plans
 from colabkit.loading.engine.columns import DatasetColumns
@@ -23,15 +36,244 @@ from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.gather import PinnedSlots
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
-from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
-from colabkit.loading.engine.thread_pool import ThreadPool
+from colabkit.loading.engine.read_ahead import Cancellation, FileReadAhead, PagePopulator, RowFile, read_rows_ahead
 from colabkit.loading.engine.user_code import reporting_errors
 from colabkit.packs import FileDataset
+
+logger = logging.getLogger("colabkit")
 
 _TICK_S = 0.25  # how often listeners hear of a waiting user
 _FILES_AHEAD = 512
 _HAND_OVER_S = 2e-4
 _CONVINCED = 3  # gathers in a row that would have paid for a thread
+_CLOSE_S = 10.0
+_NO_PLAN = BatchPlan(np.empty(0, np.int64), np.empty(0, np.int64), (), ())
+_OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
+
+
+class ThreadPool:
+    """Builds the batches of plans in daemon threads; `take` returns their groups in order.
+
+    An error arrives in its turn: after the batches before it, and nothing comes after it.
+
+    Args:
+        plans: of the batches; one thread at a time fetches the next one.
+        builder: builds them.
+        threads: how many; with 0 `take` itself builds the group that it returns.
+        groups_ahead: how many groups may be under way or waiting.
+        on_wait: called with the seconds that a thread had nothing to do.
+    """
+
+    def __init__(
+        self,
+        plans: Iterator[BatchPlan],
+        builder: BatchBuilder,
+        threads: int,
+        groups_ahead: int,
+        on_wait: Callable[[float], None],
+    ) -> None:
+        self._plans = plans
+        self._builder = builder
+        self._on_wait = on_wait
+        self._ready: queue.SimpleQueue[BatchGroup | BaseException | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards what follows
+        self._room = groups_ahead
+        self._pieces: deque[tuple[BatchGroup, int, int]] = deque()
+        self._under_way: deque[BatchGroup] = deque()
+        self._is_opening = False
+        self._is_exhausted = False
+        self._is_over = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"colabkit-loader-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        _live.add(self)
+
+    def ready(self) -> int:
+        """Return how many groups `take` would return at once."""
+        return self._ready.qsize()
+
+    def take(self, timeout: float) -> BatchGroup | None:
+        """Return the next group, or None after the last.
+
+        Raises:
+            queue.Empty: if there is none within `timeout` seconds.
+            BaseException: with which building it failed.
+        """
+        while not self._threads and self._ready.empty() and self._step():
+            pass
+        group = self._ready.get(timeout=timeout)
+        if isinstance(group, BaseException):
+            raise group
+        return group
+
+    def make_room(self) -> None:
+        """Allow one more group; call it once for each group taken, when its last batch is handed out."""
+        with self._changed:
+            self._room += 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop the threads and wait for them, up to a deadline; may be called twice.
+
+        It does not wait if one of the threads calls it: the garbage collector, which closes an iteration that was left,
+        runs in any thread, and holding any lock.
+        """
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        if threading.current_thread() in self._threads:
+            return
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("the loader's threads are still at work after %g s and are left alone", _CLOSE_S)
+
+    def _run(self) -> None:
+        limit_torch_to_one_thread()
+        try:
+            while self._step():
+                pass
+        except Cancellation:
+            pass
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _step(self) -> bool:
+        """Fill a piece, or open the next group if none is left and there is room; return False when all is done."""
+        waited_s = 0.0
+        with self._changed:
+            while not (self._is_over or self._pieces or self._is_exhausted or self._may_open):
+                since = time.perf_counter()
+                self._changed.wait()
+                waited_s += time.perf_counter() - since
+            is_over = self._is_over or (self._is_exhausted and not self._pieces)
+            # Local to this call, or its group's buffer could not be used again while this thread waits.
+            piece = self._pieces.popleft() if self._pieces and not is_over else None
+            if piece is None and not is_over:
+                self._room -= 1
+                self._is_opening = True
+        if waited_s:
+            self._on_wait(waited_s)  # which takes a lock of its own
+        if piece is not None:
+            self._work(*piece)
+        elif not is_over:
+            self._open()
+        return not is_over
+
+    @property
+    def _may_open(self) -> bool:
+        return self._room > 0 and not self._is_opening
+
+    def _open(self) -> None:
+        plan = _NO_PLAN
+        try:
+            plan = next(self._plans, _NO_PLAN)
+            group = self._builder.begin(plan) if plan is not _NO_PLAN else None
+        except Exception as error:
+            group = BatchGroup(plan)
+            group.error, group.failed_at = error, 0
+        with self._changed:
+            self._is_opening = False
+            if group is None:
+                self._is_exhausted = True
+                self._deliver()
+            else:
+                group.pieces_left = len(group.pieces)
+                self._under_way.append(group)
+                self._pieces.extend((group, *piece) for piece in group.pieces)
+            if len(self._threads) > 1:
+                self._changed.notify_all()
+        if group is not None and not group.pieces:
+            self._end(group)
+
+    def _work(self, group: BatchGroup, start: int, stop: int) -> None:
+        try:
+            if start < group.failed_at:  # nothing after a failure is delivered
+                self._builder.fill(group, start, stop)
+        except Exception as error:
+            with self._changed:
+                if start < group.failed_at:
+                    group.failed_at, group.error = start, error
+        with self._changed:
+            group.pieces_left -= 1
+            is_last = not group.pieces_left
+        if is_last:
+            self._end(group)
+
+    def _end(self, group: BatchGroup) -> None:
+        try:
+            for batch in self._builder.finish(group, group.failed_at) if group.failed_at else ():
+                group.batches.append(batch)
+                if self._is_over:
+                    raise Cancellation
+        except Exception as error:
+            group.error = error
+        with self._changed:
+            group.is_done = True
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand over the groups that are done, in order; after one that failed, its error and nothing more."""
+        while not self._is_over and self._under_way and self._under_way[0].is_done:
+            group = self._under_way.popleft()
+            if group.batches:
+                self._ready.put(group)
+            elif group.error is None:  # all its samples were left out, so it is not delivered
+                self._room += 1
+                self._changed.notify_all()
+            if group.error is not None:
+                self._is_over = True
+                self._changed.notify_all()
+                self._ready.put(group.error)
+                return
+        if self._is_exhausted and not self._under_way:
+            self._ready.put(None)
+
+
+_live: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop all threads while the interpreter still runs: ending one that is inside torch would abort the process."""
+    for pool in tuple(_live):
+        pool.close()
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of these threads
+    os.register_at_fork(after_in_child=_live.clear)
+
+
+def limit_torch_to_one_thread() -> None:
+    """Make torch compute with one thread when it is called from this thread.
+
+    OpenMP would give each calling thread helpers of its own, which spin for milliseconds after every call and take the
+    cores from the model. `torch.set_num_threads` would hold for future threads as well. If the OpenMP library is not
+    found nothing changes, which is slower but just as correct.
+    """
+    if (set_threads := _set_threads()) is not None:
+        torch.get_num_threads()  # which else would set it again at its first use in this thread
+        set_threads(1)
+
+
+@functools.cache
+def _set_threads() -> Callable[[int], object] | None:
+    """Return `omp_set_num_threads` of the OpenMP library that torch has loaded, None where there is none."""
+    try:
+        mapped = {line.split()[-1] for line in read_file("/proc/self/maps").splitlines() if "omp" in line}
+    except OSError:
+        return None
+    for path in sorted(mapped, key=lambda path: ("/torch" not in path, path)):  # other packages bring theirs
+        if path.rpartition("/")[2].startswith(_OPENMP_LIBRARIES):
+            try:
+                return ctypes.CDLL(path).omp_set_num_threads
+            except (OSError, AttributeError):
+                continue
+    return None
 
 
 @dataclass(eq=False)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from loader_batches import loader_threads
 
-from colabkit.loading.engine import thread_pool
+from colabkit.loading.engine import thread_engine
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
-from colabkit.loading.engine.thread_pool import ThreadPool
+from colabkit.loading.engine.thread_engine import ThreadPool
 
 DEADLINE_S = 20.0
 SIZE = 4  # samples of a batch
@@ -376,7 +376,7 @@ def test_work_that_stops_because_nobody_wants_it_ends_quietly(start, step):
 
 
 def test_close_leaves_work_that_hangs_alone_and_says_so(start, monkeypatch, caplog):
-    monkeypatch.setattr(thread_pool, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(thread_engine, "_CLOSE_S", 0.05)
     entered, release = threading.Event(), threading.Event()
 
     def at(step: str, sample: int) -> None:
