@@ -195,3 +195,15 @@ def test_no_test_module_imports_another() -> None:
                 f"{file}: {name}" for name in targets if name.partition(".")[0] in {*names, "", "tests", "conftest"}
             ]
     assert wrong == []
+
+
+def test_test_files_are_named_after_what_they_test() -> None:
+    """`tests/<room>/test_<module>_<aspect>.py`, where the name of the room may stand before that of the module."""
+    wrong = []
+    for room in ROOMS:
+        names = {path.stem for path in (PACKAGE / room).rglob("*") if path.suffix == ".py" or path.is_dir()}
+        for file in sorted((ROOT / "tests" / room).glob("test_*.py")):
+            stem = file.stem.removeprefix("test_").removeprefix(f"{room}_")
+            if not any(f"{stem}_".startswith(f"{name}_") for name in names):
+                wrong.append(f"{room}: {file.name}")
+    assert wrong == []

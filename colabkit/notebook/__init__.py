@@ -5,9 +5,9 @@
 - `magics`: line magics, and the extension that loads them; `cells`: cell magics.
 - `command_line`: the command `colabkit`. `launcher`: the panel with buttons. `demonstration`: `demo()`.
 
-To add `%hello` and `colabkit hello`: write `hello()`, which returns a `Report`, in the room that it belongs to; export
-it there and in `colabkit/__init__.pyi`; add a row `Verb("hello", ...)` to `VERBS` in `verbs`. Help, completion and
-error messages follow from the row. A magic that runs its cell stands in `CELLS` and has a function in `cells`.
+To add `%hello` and `colabkit hello`: write `hello()` in the room that it belongs to, export it in the room's
+`__init__.pyi` and in `colabkit/__init__.pyi`, and add a row `Verb("hello", ...)` to `VERBS` in `verbs`. Help,
+completion and messages follow from the row. A magic that runs its cell stands in `CELLS` and has a function in `cells`.
 """
 
 import lazy_loader

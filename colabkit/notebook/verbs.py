@@ -1,8 +1,9 @@
 """The verbs: each is a magic and a command, and makes one public call.
 
-To add one, write the public function, export it in `colabkit/__init__.pyi`, and add a row to `VERBS`: that makes the
-magic, the command, their help and their completion. Names, defaults and meanings are those of the function; a test
-compares them. Cell magics stand in `CELLS`.
+To add one, write the public function, which returns a `Report`, export it in its room's `__init__.pyi` and in
+`colabkit/__init__.pyi`, and add a row to `VERBS`: that makes the magic, the command, their help and their completion.
+Names, order and defaults are those of the function; a test compares them, and another one README's table, which
+`python tests/doubles/readme_tables.py` prints. Cell magics stand in `CELLS`.
 """
 
 from __future__ import annotations
