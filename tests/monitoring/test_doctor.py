@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -73,11 +75,11 @@ def test_a_few_long_steps_do_not_change_the_typical_one(count: int, late: list[t
     assert typical_step(steps) == pytest.approx(usual)
 
 
-@pytest.mark.parametrize("together", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("count", [192, 300, 512])
-def test_a_loader_that_gives_several_batches_at_once_is_seen_to_wait(together: int, count: int) -> None:
-    steps = [StepTimes(0.1 * together if number % together == 0 else 0.0, 0.0, 0.1, 0.0, 64) for number in range(count)]
-    assert made(steps=steps).shares.wait == pytest.approx(0.5, abs=0.1)
+def test_a_loader_that_gives_several_batches_at_once_is_seen_to_wait() -> None:
+    for together, count in itertools.product((1, 2, 4, 8, 16), (192, 300, 512)):
+        waits = [0.1 * together if number % together == 0 else 0.0 for number in range(count)]
+        steps = [StepTimes(wait_s, 0.0, 0.1, 0.0, 64) for wait_s in waits]
+        assert made(steps=steps).shares.wait == pytest.approx(0.5, abs=0.1)
 
 
 def test_single_steps_of_any_size_make_a_mean_batch() -> None:
@@ -96,11 +98,9 @@ def test_of_no_steps_nothing_is_typical_and_late_is_what_waits_for_more_than_thr
         assert late_share(steps) == pytest.approx(late)
 
 
-@pytest.mark.parametrize(
-    ("count", "seconds", "expected"), [(49, 0.1, False), (50, 0.1, True), (7, 10.0, False), (8, 10.0, True)]
-)
-def test_fifty_steps_are_enough_or_a_few_that_take_seconds(count: int, seconds: float, expected: bool) -> None:
-    assert has_enough_steps(steps_of(compute=seconds, count=count)) is expected
+def test_fifty_steps_are_enough_or_a_few_that_take_seconds() -> None:
+    for count, seconds, expected in ((49, 0.1, False), (50, 0.1, True), (7, 10.0, False), (8, 10.0, True)):
+        assert has_enough_steps(steps_of(compute=seconds, count=count)) is expected
 
 
 def test_the_first_steps_of_a_run_and_of_each_pass_are_left_out() -> None:
@@ -123,23 +123,21 @@ def test_a_run_whose_beginning_is_out_of_sight_has_no_first_steps_to_leave_out()
     assert profile_run(replace(spent_of(steps), steps=5000), GATHERED, []).steps == 511
 
 
-@pytest.mark.parametrize(
-    ("times", "verdict", "sentence"),
-    [
-        ({"wait": 0.3}, "data", "Training waits for data 75% of the time"),
-        ({"copy": 0.03}, "copy", "Training waits for copies to the GPU 23% of the time"),
-        ({"other": 0.1}, "other", "Other work between steps takes 50% of the time"),
-        ({"wait": 0.01}, "compute", "Data slows training a little, 9.1% of the time"),
-        ({"wait": 0.001}, "compute", "Data keeps up: the step itself takes 99% of the time"),
-        ({"wait": 0.1, "other": 0.2}, "other", "Other work between steps takes 50% of the time"),
-    ],
+VERDICTS: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({"wait": 0.3}, "data", "Training waits for data 75% of the time"),
+    ({"copy": 0.03}, "copy", "Training waits for copies to the GPU 23% of the time"),
+    ({"other": 0.1}, "other", "Other work between steps takes 50% of the time"),
+    ({"wait": 0.01}, "compute", "Data slows training a little, 9.1% of the time"),
+    ({"wait": 0.001}, "compute", "Data keeps up: the step itself takes 99% of the time"),
+    ({"wait": 0.1, "other": 0.2}, "other", "Other work between steps takes 50% of the time"),
 )
-def test_the_verdict_is_the_largest_share_that_should_not_be_there(
-    times: dict[str, float], verdict: str, sentence: str
-) -> None:
-    found = judge(made(**times))
-    assert (found.verdict, found.sentence) == (verdict, sentence)
-    assert found.is_good is (verdict == "compute")
+
+
+def test_the_verdict_is_the_largest_share_that_should_not_be_there() -> None:
+    for times, verdict, sentence in VERDICTS:
+        found = judge(made(**times))
+        assert (found.verdict, found.sentence) == (verdict, sentence)
+        assert found.is_good is (verdict == "compute")
 
 
 def test_the_slowest_part_is_named_where_data_is_late() -> None:

@@ -13,11 +13,10 @@ from panel_states import ADVICE, DIAGNOSIS, EMPTY, FINISHED, HOST, RUNNING, STAT
 
 from colabkit.foundation.plotting import BLUE, GREEN, GREY, PURPLE, VERMILLION
 from colabkit.monitoring.doctor.diagnosis import Shares, Verdict
-from colabkit.monitoring.panel.content import PanelState, Phase, thinned
+from colabkit.monitoring.panel.content import Phase, thinned
 from colabkit.monitoring.panel.html import line_chart
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[31m\udcff\n"
-by_state = pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 
 
 def tree(html: str) -> Element:
@@ -32,27 +31,27 @@ def text_of(html: str) -> str:
     return " ".join("".join(tree(html).itertext()).split())
 
 
-@by_state
-def test_every_frame_is_small_and_well_formed_with_words_for_those_who_cannot_see_it(state: PanelState) -> None:
-    html, text = render(state)
-    assert (html, text) == render(replace(state)), "the same state gives the same picture"
-    assert len(html.encode()) <= (20_000 if state.is_over else 8_000)
-    assert len(text.splitlines()) <= 12
-    assert len(text) < 1500
-    # No script, no style sheet, no inline SVG.
-    assert {part.tag for part in tree(html).iter()} <= {"div", "span", "small", "b", "br", "img"}
-    known = {"style", "role", "aria-label", "aria-hidden", "alt", "src", "width", "height"}
-    assert {name for part in tree(html).iter() for name in part.attrib} <= known
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\((?!#h)", unquote(html))
-    found = pictures(html)
-    assert len(found) == 6
-    for image in found:
-        kind, _, svg = image.attrib["src"].partition(",")
-        assert kind == "data:image/svg+xml"
-        fromstring(unquote(svg))
-        assert len(image.attrib["alt"]) > 5
-    for part in tree(html).iter():
-        assert part.attrib.get("role") != "img" or part.attrib["aria-label"]
+def test_every_frame_is_small_and_well_formed_with_words_for_those_who_cannot_see_it() -> None:
+    for state in STATES.values():
+        html, text = render(state)
+        assert (html, text) == render(replace(state)), "the same state gives the same picture"
+        assert len(html.encode()) <= (20_000 if state.is_over else 8_000)
+        assert len(text.splitlines()) <= 12
+        assert len(text) < 1500
+        # No script, no style sheet, no inline SVG.
+        assert {part.tag for part in tree(html).iter()} <= {"div", "span", "small", "b", "br", "img"}
+        known = {"style", "role", "aria-label", "aria-hidden", "alt", "src", "width", "height"}
+        assert {name for part in tree(html).iter() for name in part.attrib} <= known
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\((?!#h)", unquote(html))
+        found = pictures(html)
+        assert len(found) == 6
+        for image in found:
+            kind, _, svg = image.attrib["src"].partition(",")
+            assert kind == "data:image/svg+xml"
+            fromstring(unquote(svg))
+            assert len(image.attrib["alt"]) > 5
+        for part in tree(html).iter():
+            assert part.attrib.get("role") != "img" or part.attrib["aria-label"]
 
 
 def test_frames_stay_small_whatever_names_and_sentences_are() -> None:
@@ -65,8 +64,7 @@ def test_frames_stay_small_whatever_names_and_sentences_are() -> None:
     assert len(text) < 2000
 
 
-@by_state
-def test_all_states_have_the_same_rows_so_that_the_height_never_changes(state: PanelState) -> None:
+def test_all_states_have_the_same_rows_so_that_the_height_never_changes() -> None:
     def shape(part: Element) -> tuple[str, ...]:
         rows = [child for child in part if child.tag == "div"]
         heights = re.findall(
@@ -75,7 +73,8 @@ def test_all_states_have_the_same_rows_so_that_the_height_never_changes(state: P
         within = () if part.attrib.get("role") == "img" else tuple(step for row in rows for step in shape(row))
         return (part.tag, *(heights if part.attrib.get("role") != "img" else ()), *within, "end")
 
-    assert shape(tree(render(state)[0])) == shape(tree(render(RUNNING)[0]))
+    for state in STATES.values():
+        assert shape(tree(render(state)[0])) == shape(tree(render(RUNNING)[0]))
 
 
 def test_unknown_is_not_drawn_as_zero() -> None:
@@ -98,24 +97,24 @@ def test_a_true_zero_is_drawn_as_zero() -> None:
     assert "copy 0%" in text
 
 
-@pytest.mark.parametrize(
-    ("state", "sentence", "where"),
-    [
-        (EMPTY, "Starting", "0 s so far"),
-        (replace(EMPTY, phase="running", epoch=1, step=3), "Warming up", "epoch 1 · step 3 · 0 s so far"),
-        (RUNNING, DIAGNOSIS.sentence, "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
-        (STATES["waiting"], "Waiting for data since 3.2 s", "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
-        (FINISHED, DIAGNOSIS.sentence, "epoch 10/10 · step 1,250/1,250 · 38 min 31 s in all"),
-        (STATES["stopped"], DIAGNOSIS.sentence, "stopped by KeyboardInterrupt · epoch 4/10"),
-        (replace(EMPTY, phase="finished"), "Finished", "0 µs in all"),
-    ],
+FIRST_LINES = (
+    (EMPTY, "Starting", "0 s so far"),
+    (replace(EMPTY, phase="running", epoch=1, step=3), "Warming up", "epoch 1 · step 3 · 0 s so far"),
+    (RUNNING, DIAGNOSIS.sentence, "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
+    (STATES["waiting"], "Waiting for data since 3.2 s", "epoch 2/10 · step 814/1,250 · 31 min 03 s left"),
+    (FINISHED, DIAGNOSIS.sentence, "epoch 10/10 · step 1,250/1,250 · 38 min 31 s in all"),
+    (STATES["stopped"], DIAGNOSIS.sentence, "stopped by KeyboardInterrupt · epoch 4/10"),
+    (replace(EMPTY, phase="finished"), "Finished", "0 µs in all"),
 )
-def test_the_first_lines_are_verdict_and_position(state: PanelState, sentence: str, where: str) -> None:
-    html, text = render(state)
-    assert text.splitlines()[0] == sentence
-    assert where in text.splitlines()[1]
-    assert text_of(html).startswith(sentence)
-    assert where in text_of(html)
+
+
+def test_the_first_lines_are_verdict_and_position() -> None:
+    for state, sentence, where in FIRST_LINES:
+        html, text = render(state)
+        assert text.splitlines()[0] == sentence
+        assert where in text.splitlines()[1]
+        assert text_of(html).startswith(sentence)
+        assert where in text_of(html)
 
 
 def test_the_progress_bar_tells_how_far_it_came_also_if_that_was_not_to_the_end() -> None:
@@ -158,22 +157,20 @@ def test_the_top_advice_stands_with_its_reason_its_call_and_what_is_predicted() 
     assert f"Advice: {found} {gain}{action}{ADVICE.call}" in text_of(html)
 
 
-@pytest.mark.parametrize(
-    ("phase", "verdict", "wait", "said"),
-    [
-        ("running", "unknown", 0.0, "No advice yet"),
-        ("finished", "unknown", 0.0, "No advice"),
-        ("running", "data", 0.5, "No advice"),
-        ("finished", "compute", 0.1, "No advice"),
-        ("running", "compute", 0.01, "Nothing to fix"),
-    ],
+WITHOUT_ADVICE: tuple[tuple[Phase, Verdict, float, str], ...] = (
+    ("running", "unknown", 0.0, "No advice yet"),
+    ("finished", "unknown", 0.0, "No advice"),
+    ("running", "data", 0.5, "No advice"),
+    ("finished", "compute", 0.1, "No advice"),
+    ("running", "compute", 0.01, "Nothing to fix"),
 )
-def test_without_advice_it_is_told_whether_all_is_well_and_whether_some_may_come(
-    phase: Phase, verdict: Verdict, wait: float, said: str
-) -> None:
-    diagnosis = replace(DIAGNOSIS, verdict=verdict, shares=Shares(wait, compute=1 - wait), advice=())
-    _, text = render(replace(RUNNING, phase=phase, diagnosis=diagnosis))
-    assert text.splitlines()[-1].strip() == said
+
+
+def test_without_advice_it_is_told_whether_all_is_well_and_whether_some_may_come() -> None:
+    for phase, verdict, wait, said in WITHOUT_ADVICE:
+        diagnosis = replace(DIAGNOSIS, verdict=verdict, shares=Shares(wait, compute=1 - wait), advice=())
+        _, text = render(replace(RUNNING, phase=phase, diagnosis=diagnosis))
+        assert text.splitlines()[-1].strip() == said
 
 
 def test_a_call_of_two_statements_is_shown_whole_in_text() -> None:
