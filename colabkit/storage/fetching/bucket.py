@@ -38,14 +38,7 @@ _VERSION_FIELDS = frozenset(
 
 
 def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch the file, or every file below the folder, into the partial.
-
-    Raises:
-        MissingPackage: if fsspec or the protocol's package is not installed.
-        FetchFailed: if it cannot be fetched.
-        TimedOut: if the file system did not answer in time.
-        TargetExists: if something else is at the final path.
-    """
+    """Fetch the file, or every file below the folder, into the partial; errors as of `fetch()`."""
     try:
         download = _BucketDownload(job, kept)
         return job.try_until_done(download.attempt, download.can_resume)

@@ -69,11 +69,7 @@ class Deadline:
         self._until += seconds
 
     def left_s(self) -> float:
-        """Return the seconds that are left.
-
-        Raises:
-            TimeoutError: if there are none.
-        """
+        """Return the seconds that are left; `TimeoutError` if there are none."""
         if (left := self._until - time.monotonic()) <= 0:
             raise TimeoutError
         return left

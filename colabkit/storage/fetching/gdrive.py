@@ -55,13 +55,7 @@ _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder infor
 
 
 def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Bring a Drive file into the partial; Google's documents come as gdown exports them.
-
-    Raises:
-        MissingPackage: if gdown is not installed.
-        FetchFailed: if it cannot be had, with the cause.
-        TimedOut: if nothing came in two tries without anything new between them.
-    """
+    """Fetch a Drive file into the partial; Google's documents come as gdown exports them. Errors as of `fetch()`."""
     child = _Child(job, kept, is_folder=False)
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.can_resume)
 

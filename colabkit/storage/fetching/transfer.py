@@ -186,18 +186,7 @@ def sync_file(path: Path) -> None:
 
 
 class FetchJob:
-    """One fetch: what was asked for, what has been counted, and the progress bar.
-
-    Args:
-        act: verb and object for messages.
-        address: what to fetch.
-        to: an existing folder or one with a slash behind it, else the final path itself.
-        expected: the digest it must have.
-        timeout: seconds without progress.
-        cookies: whether gdown uses its cookies.
-        overwrite: whether what is at the final path is replaced.
-        progress: whether the bar shows.
-    """
+    """One fetch: what was asked for, what has been counted, and the progress bar. The options are `fetch()`'s."""
 
     def __init__(
         self,
@@ -263,10 +252,6 @@ class FetchJob:
 
     def try_until_done(self, attempt: Callable[[], FetchResult], can_resume: Callable[[], bool]) -> FetchResult:
         """Return what `attempt` returns, tried again while it raises `TryFailed` and each few tries bring something.
-
-        Args:
-            attempt: one try.
-            can_resume: whether another try can use what has come so far.
 
         Raises:
             TimedOut: if `HUNG_TRIES` since something new came hung, or the last of `TRIES`.

@@ -58,14 +58,7 @@ _CAUSES = {
 
 
 def fetch_web(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Bring the file into the partial.
-
-    Raises:
-        FetchFailed: if it cannot be had, with the cause.
-        TimedOut: if the server hung in two tries without anything new between them.
-        TargetExists: if something else is at the final path.
-        NotEnoughSpace: before anything is written, where the length is announced.
-    """
+    """Fetch the file into the partial; errors as of `fetch()`."""
     with _Sink(kept.data, job.expected) as sink:
         download = _WebDownload(job, kept, sink)
         return job.try_until_done(download.attempt, download.can_resume)

@@ -56,22 +56,18 @@ _FINAL = (NotADirectoryError, IsADirectoryError, NotImplementedError, ImportErro
 
 
 class BucketSource:
-    """The objects below an address that fsspec reads, or the one object at it.
+    """The objects below an address that fsspec reads, as in `"gs://bucket/birds"`, or the one object at it.
 
     An archive in a bucket is one object like any other: `stage()` or `fetch()` it, then read the copy.
 
     Args:
-        address: as in `"gs://bucket/birds"`.
+        address: of a file system that fsspec knows.
         act: verb and object for messages.
         stalled_s: seconds to wait for a listing, twice; by default ten minutes.
 
     Attributes:
         protocol: as in `"gs"`; of a chain that of its first link.
         via: fsspec's version and the protocol, for a report.
-
-    Raises:
-        InvalidOption: if it is no address of a file system that fsspec knows.
-        MissingPackage: if fsspec or the package of the address's protocol is not installed.
     """
 
     def __init__(self, address: str, act: str = "", stalled_s: float | None = None) -> None:
@@ -109,14 +105,7 @@ class BucketSource:
         return self._root.rpartition("/")[2]
 
     def list(self) -> Listing:
-        """Return every object below the address, by one listing.
-
-        Raises:
-            SourceMissing: if nothing is there.
-            BadSource: if an object's name leads outside the folder, or is that of a folder too.
-            FetchFailed: if it cannot be listed: without a login, for one.
-            TimedOut: if there was no answer in ten minutes, twice.
-        """
+        """Return every object below the address, by one listing."""
         try:
             facts = self.find()
         except ColabkitError:
@@ -127,11 +116,7 @@ class BucketSource:
         return Listing(tuple(items_of(facts)), tuple(skipped))
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return the file system's facts about every object, by its path below the address, in order.
-
-        Raises:
-            OSError: EIO, if it could not be listed this time; other errors as of `list`.
-        """
+        """Return the file system's facts about every object by its path, in order; `OSError` if it fails this time."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your access"
@@ -151,12 +136,7 @@ class BucketSource:
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object: a small one is read whole, a large one by ranges.
-
-        Raises:
-            FetchFailed: if it is gone or may not be read.
-            OSError: EIO, if it could not be read this time.
-        """
+        """Open an object: a small one is read whole, a large one by ranges."""
         if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))
@@ -274,12 +254,7 @@ def _protocol_of(address: Address) -> str:
 
 
 def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
-    """Return the file system of an address, the path in it, and both programs' names for a report.
-
-    Raises:
-        MissingPackage: if fsspec or the protocol's package is not installed.
-        InvalidOption: if fsspec does not know the protocol.
-    """
+    """Return the file system of an address, the path in it, and both programs' names for a report."""
     protocol = _protocol_of(address)
     purpose, package = f"to read {protocol}://", _PACKAGES.get(protocol)
     advice = f"Run pip install {package}" if package else ""

@@ -26,14 +26,7 @@ _CLOSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Bytes of an item that are to be read: all of it, or a block of a large one.
-
-    Attributes:
-        item: whose.
-        offset: of the first byte.
-        size: how many.
-        file: what all blocks of a large item share.
-    """
+    """Bytes of an item to read: all of it, or a block of a large one, whose blocks share one file."""
 
     item: Item
     offset: int
@@ -110,14 +103,7 @@ class Reading:
         return True
 
     def blocks(self, wanted: Iterable[Wanted]) -> Generator[Block, None, None]:
-        """Yield what was begun and everything wanted as it comes, in any order.
-
-        Raises:
-            SourceChanged: if an item has other bytes, or another time, than listed.
-            BadArchive: if a member of an archive is broken.
-            FileFailed: if an item cannot be read.
-            TimedOut: if a read stalled twice.
-        """
+        """Yield what was begun and everything wanted as it comes, in any order; errors as of `read_item`."""
         if isinstance(self._source, SequentialSource) and self._source.is_sequential:
             yield from self._passed_through(self._source, wanted)
         elif self._calls is None:

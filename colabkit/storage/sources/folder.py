@@ -59,10 +59,6 @@ class FolderSource(PathSource):
         Args:
             on_found: called with files as soon as they are found, some at a time.
             on_wait: called some times a second while nothing is found.
-
-        Raises:
-            FileFailed: if a folder cannot be listed.
-            TimedOut: if there was no answer, twice.
         """
         items: list[Item] = []
         skipped: list[tuple[str, str]] = []
@@ -153,11 +149,7 @@ class FolderSource(PathSource):
             os.close(fd)
 
     def open(self, item: Item) -> BinaryIO:
-        """Open the item's file without following links other than Drive's shortcuts.
-
-        Raises:
-            SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
-        """
+        """Open the item's file without following links other than Drive's shortcuts."""
         path = self.path / item.path
         try:
             return open_listed(path, self.name, item, os.O_NOFOLLOW)
@@ -193,20 +185,11 @@ class FileSource(PathSource):
     """One file; its item has the file's name."""
 
     def list(self) -> Listing:
-        """Return the one file, with its size and time of now.
-
-        Raises:
-            FileFailed: if it cannot be had.
-            TimedOut: if there was no answer, twice.
-        """
+        """Return the one file, with its size and time of now."""
         with translated(f"read {self.name!r}"):
             found = answer_of(self.path.stat, self.can_hang)
         return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns),), ())
 
     def open(self, item: Item) -> BinaryIO:
-        """Open the file.
-
-        Raises:
-            SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
-        """
+        """Open the file."""
         return open_listed(self.path, self.name, item)

@@ -34,12 +34,9 @@ H = TypeVar("H")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One file of a source.
+    """One file of a source: its path inside with forward slashes, its size in bytes, and the time of its last change.
 
-    Attributes:
-        path: inside the source, with forward slashes.
-        size: in bytes.
-        mtime_ns: when it was last changed, in nanoseconds since 1970 as its file system says; 0 where it does not.
+    The time is in nanoseconds since 1970 as its file system says, 0 where it does not.
     """
 
     path: str
@@ -75,6 +72,9 @@ class Listing:
 class Source(Protocol):
     """A place with files: `list()` once, `open()` for any item from any thread.
 
+    Everything raises `TimedOut` if there was no answer, twice, `FileFailed` for errors of the file system,
+    `FetchFailed` for those of a remote one, and `MissingPackage` with the line that installs it.
+
     Attributes:
         name: for messages.
         can_hang: whether another program or machine answers for it, so that a read may never return.
@@ -84,10 +84,22 @@ class Source(Protocol):
     can_hang: bool
 
     def list(self) -> Listing:
-        """Return every regular file of the source."""
+        """Return every regular file of the source.
+
+        Raises:
+            SourceMissing: if nothing is there, or a file that is named explicitly.
+            BadSource: if something in it makes no sense or is not what is needed.
+            BadArchive: if an archive or a file of records is cut short, broken or hostile: names a file outside itself,
+                a file that is a folder too, or would inflate to more than 200 times its size and 1 GiB.
+        """
 
     def open(self, item: Item) -> BinaryIO:
-        """Return an unbuffered binary file of the item's bytes."""
+        """Return an unbuffered binary file of the item's bytes; its end is reached only if all are right.
+
+        Raises:
+            SourceChanged: if there is no such item any more, or its size or time is not the listed one.
+            BadArchive: if its bytes are broken or cut short.
+        """
 
     def close(self) -> None:
         """Let go of what reading holds open; the next use opens it again."""
@@ -188,13 +200,8 @@ def broken_archive(source: str, reason: str) -> BadArchive:
 class Member(NamedTuple, Generic[H]):
     """What an archive says of one member.
 
-    Attributes:
-        name: as it stands in the archive.
-        size: in bytes, as declared.
-        mtime_ns: as in `Item`.
-        handle: where its bytes are, as the archive's own kind needs it.
-        is_folder: whether it is a folder.
-        oddity: what it is if neither a regular file nor a folder.
+    The name and the declared size stand as in the archive. The handle says where its bytes are, as the archive's own
+    kind needs it; an oddity what it is if neither a regular file nor a folder.
     """
 
     name: str
@@ -216,14 +223,9 @@ class Directory(Generic[H]):
 def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) -> Directory[H]:
     """Return the regular files among an archive's members; of several with one path the last counts.
 
-    Args:
-        source: the archive's name, for messages.
-        members: in the archive's order.
-        archive_bytes: its length.
-
     Raises:
         BadArchive: if a name points out of the archive, is a file and a folder, if there are more than 10 million
-            members, or they would inflate to more than 200 times the archive's length and 1 GiB.
+            members, or they would inflate too far.
     """
     act = f"read {source!r}"
     last: dict[str, Member[H]] = {}

@@ -95,13 +95,7 @@ class _Values:
         self._may_be_pickle = bytearray()
 
     def list_all(self, found: Indexing) -> None:
-        """Have a child process list all keys and the places of their values.
-
-        Raises:
-            MissingPackage: if the package lmdb is not installed.
-            BadArchive: if the file is no LMDB, or is broken.
-            TimedOut: if the child says nothing for a minute.
-        """
+        """Have a child process list all keys and the places of their values."""
         if importlib.util.find_spec("lmdb") is None:
             needed = "it, for LMDB"
             raise MissingPackage(cannot(found.act, "the package lmdb is not installed", needed, "Run pip install lmdb"))
@@ -154,11 +148,7 @@ class _Values:
         return bool(self._may_be_pickle[row]) and self.read(row).endswith(b".")
 
     def all_unless_pickled(self, act: str) -> range:
-        """Return all rows.
-
-        Raises:
-            BadSource: if a value is a pickle.
-        """
+        """Return all rows, unless a value is a pickle."""
         rows = range(len(self.keys))
         if (row := next(filter(self.is_pickle, rows), None)) is not None:
             told = f"the value of {self.keys[row]!r:.80} is a pickle"
@@ -167,11 +157,7 @@ class _Values:
         return rows
 
     def labels(self, found: Indexing) -> dict[bytes, str | None]:
-        """Return the labels by the key of their image in the layout of scene text; of others none.
-
-        Raises:
-            BadSource: if a label is no text.
-        """
+        """Return the labels by the key of their image in the layout of scene text; of others none."""
         labels: dict[bytes, str | None] = {}
         count = None
         images = {self.keys[row] for row in self.images}
@@ -196,11 +182,7 @@ class _Values:
 
 
 def _paths(found: Indexing, keys: list[bytes]) -> list[str]:
-    """Return the keys as paths: UTF-8, and where there are binary ones, in hex what is no UTF-8.
-
-    Raises:
-        BadSource: if one points out of the database, as a path.
-    """
+    """Return the keys as paths: UTF-8, and where there are binary ones, in hex what is no UTF-8."""
     has_binary = any(map(_CONTROL.search, keys))
     paths = []
     for key in keys:

@@ -43,13 +43,7 @@ _MISSING_CELLS = ["", "nan", "NaN"]  # pandas takes more words for nothing, NA a
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What a table says.
-
-    Attributes:
-        root: the folder that items are named from.
-        paths: absolute, one a row.
-        columns: the other columns.
-    """
+    """A table's paths, absolute, one a row, its other columns, and the folder that items are named from."""
 
     root: str
     paths: tuple[str, ...]
@@ -63,8 +57,8 @@ class ManifestSource:
     file_name, filepath, file_path, image, image_path, img_path` that it has, in capitals or not, else its only column.
     Paths may begin with `drive:` and `~`; relative ones begin at the table's folder, those of a DataFrame or a list at
     the working folder. Items are named from the table's folder if all files lie below it, in a DataFrame or a list from
-    the working folder if all paths are relative; else from the folder that all files share. In
-    another process it opens the items that were listed in this one; the table stays behind.
+    the working folder if all paths are relative; else from the folder that all files share. In another process it opens
+    the items that were listed in this one; the table stays behind.
 
     Args:
         table: a DataFrame, the path of a `.csv`, `.tsv` or `.parquet` file, or a list or Series of paths.
@@ -72,9 +66,6 @@ class ManifestSource:
     Raises:
         InvalidOption: if it is none of these.
         BadSource: if there is no column of paths, or an empty cell in it.
-        MissingPackage: if pandas, or for Parquet pyarrow, is not installed.
-        FileFailed: if the table cannot be read.
-        TimedOut: if there was no answer, twice.
     """
 
     def __init__(self, table: Any) -> None:
@@ -105,14 +96,7 @@ class ManifestSource:
         return {**self.__dict__, "_table": _Table(self._table.root, (), {})}
 
     def list(self) -> Listing:
-        """Return one item a row, in the table's order, with the other columns; a table file below the root is an extra.
-
-        Raises:
-            SourceMissing: if files are missing; the first is named.
-            BadSource: if a row names a folder or special file, or the table stayed in another process.
-            FileFailed: if a file's size cannot be had.
-            TimedOut: if there was no answer, twice.
-        """
+        """Return one item a row, in order, with the other columns; a table file below the root is an extra."""
         table = self._table
         if not table.paths:
             told = "a table that stayed in the process that read it"
@@ -133,11 +117,7 @@ class ManifestSource:
         return Listing(items, (), retries.count, table.columns, self._extras(table))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open a row's file.
-
-        Raises:
-            SourceChanged: if it is no file any more, or its size or time is no longer the listed one.
-        """
+        """Open a row's file."""
         return open_listed(Path(self._table.root, item.path), self.name, item)
 
     def read_at_once(self, item: Item) -> bytes | None:
@@ -255,9 +235,6 @@ def is_manifest(path: Path) -> bool:
     """Return whether a file is a table of paths: it has a column named like one, and its first file is there.
 
     Only the first row is read. Without pyarrow no Parquet file is a table.
-
-    Raises:
-        NotMounted: if the first path begins with `drive:`, and Drive is not mounted.
     """
     suffix = path.suffix.lower()
     if suffix not in TABLE_SUFFIXES:

@@ -62,11 +62,7 @@ class RangeSource:
 
     A read opens its file, checks that it is what was indexed, takes the range in one positional read and closes it: so
     nothing is shared between threads or across a fork, and any number of shards needs no descriptors. Its items know
-    their places: a source that was pickled, or is opened anew, reads them without indexing.
-
-    Args:
-        name: for messages.
-        files: that hold the samples.
+    their places: a source that was pickled, or is opened again, reads them without indexing.
     """
 
     def __init__(self, name: str, files: Sequence[Path]) -> None:
@@ -86,15 +82,7 @@ class RangeSource:
         self._lock = threading.Lock()
 
     def list(self) -> Listing:
-        """Return every sample, with what else each has as columns.
-
-        Raises:
-            BadArchive: if a file is cut short, broken or hostile.
-            BadSource: if there are no samples, or they are not what is needed.
-            MissingPackage: if a package that reads them is not installed.
-            FileFailed: if a file cannot be read.
-            TimedOut: if there was no answer, twice.
-        """
+        """Return every sample, with what else each has as columns."""
         with self._lock:
             if self._listing is None:
                 with translated(f"read {self.name!r}"):
@@ -102,12 +90,7 @@ class RangeSource:
             return self._listing
 
     def open(self, item: Item) -> BinaryIO:
-        """Return a sample's bytes as a file.
-
-        Raises:
-            SourceChanged: if its file was changed since it was indexed, or there is no such sample.
-            BadArchive: if its file ends before it.
-        """
+        """Return a sample's bytes as a file."""
         known = item if isinstance(item, _Range) else self._known(item)
         with open_listed(known.file.path, self.name, known.file.listed) as file:
             data = pread_all(file.fileno(), known.size, known.offset)
@@ -132,11 +115,7 @@ class RangeSource:
 
 
 class Indexing:
-    """A listing while it is made: samples come in any order, file by file.
-
-    Args:
-        name: of the source, for messages.
-    """
+    """A listing while it is made: samples come in any order, file by file."""
 
     def __init__(self, name: str) -> None:
         self.act = f"read {name!r}"
@@ -160,11 +139,7 @@ class Indexing:
         return open_listed(path, str(path), listed), found.st_size
 
     def add(self, path: str, offset: int, size: int, fields: Mapping[str, Any]) -> None:
-        """Add a sample with its values; columns that it lacks have None for it.
-
-        Raises:
-            BadSource: if there are too many columns.
-        """
+        """Add a sample with its values; columns that it lacks have None for it."""
         still_moving()
         row = len(self._paths)
         self._paths.append(path)
@@ -193,11 +168,7 @@ class Indexing:
         return column in self._dropped
 
     def finish(self) -> Listing:
-        """Return the listing.
-
-        Raises:
-            BadSource: if there is no sample, or two have one path.
-        """
+        """Return the listing of at least one sample, each with a path of its own."""
         count = len(self._paths)
         if not count:
             found = "no samples" + (f"; {self.skipped[0][0]!r}: {self.skipped[0][1]}" if self.skipped else "")

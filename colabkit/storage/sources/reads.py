@@ -28,11 +28,7 @@ _SHARED_OPEN_S = 2.0
 
 
 class Retries:
-    """Counts the reads that were tried again, from any thread.
-
-    Args:
-        on_retry: called at each, from the thread that tries again.
-    """
+    """Counts the reads that were tried again, from any thread; `on_retry` is called at each."""
 
     def __init__(self, on_retry: Callable[[], None] | None = None) -> None:
         self.count = 0
@@ -279,12 +275,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in the file's plac
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a regular file that is as it was listed; `flags` are those of `os.open`, besides reading.
-
-    Raises:
-        SourceChanged: if it is no regular file, or its size or time is another.
-        OSError: if it cannot be opened.
-    """
+    """Open a regular file that is as it was listed; `flags` are those of `os.open`, besides reading."""
     fd = os.open(path, _FLAGS | flags)
     try:
         found = os.fstat(fd)

@@ -125,11 +125,7 @@ def _kind_of(path: Path) -> Callable[[Path], Source] | None:
 
 
 def check_outside(act: str, source: Source, target: Path) -> None:
-    """Refuse a target that is the source or lies inside it: a source is never written to.
-
-    Raises:
-        BadSource: naming the target.
-    """
+    """Refuse a target that is the source or lies inside it: a source is never written to."""
     table = mounts()  # a mount that hangs is not asked
     if Path(resolved(os.path.abspath(target), table)).is_relative_to(resolved(os.path.abspath(source.name), table)):
         found = f"the target {str(target)!r} lies inside the source"
@@ -268,11 +264,7 @@ def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _expanded(act: str, path: Path) -> list[Path]:
-    """Return the files that a path or pattern means; every one that is spelled out has to be there.
-
-    Raises:
-        SourceMissing: naming the first that is missing.
-    """
+    """Return the files that a path or pattern means; every one that is spelled out has to be there."""
     files = list(dict.fromkeys(_matches(act, path)))
     if missing := [file for file in files if not file.is_file()]:
         told = f"no file {str(missing[0])!r}, and {len(missing)} of {format_things(len(files), 'shard')} like it"
@@ -295,11 +287,7 @@ def _matches(act: str, path: Path) -> Iterator[Path]:
 
 
 def _unbraced(act: str, text: str) -> list[str]:
-    """Return what a pattern with `{000..012}` or `{train,val}` means, as shells read it.
-
-    Raises:
-        InvalidOption: if it means more than 100,000, or its numbers are longer than any shard's.
-    """
+    """Return what a pattern with `{000..012}` or `{train,val}` means, as shells read it, 100,000 texts at most."""
     texts = [""]
     at = 0
     for match in _BRACES.finditer(text):

@@ -81,27 +81,11 @@ class TarSource(PathSource):
                 self._opened = None
 
     def list(self) -> Listing:
-        """Return every regular member.
-
-        Raises:
-            BadArchive: if the archive is cut short or broken, names a file outside itself or inside another file, or
-                inflates to more than 200 times its size and 1 GiB.
-            SourceChanged: if it was written to since it was opened.
-            MissingPackage: if it is compressed by zstd, and the package that reads this is not installed.
-            FileFailed: if it cannot be read.
-            TimedOut: if there was no answer, twice.
-        """
+        """Return every regular member."""
         return self._directory(self._open()).listing
 
     def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
-        """Yield items with their bytes in the archive's order, in one pass; a file is valid until the next step.
-
-        Args:
-            wanted: paths of the items to yield; by default all.
-
-        Raises:
-            BadArchive, SourceChanged, MissingPackage, FileFailed, TimedOut: as `list()`.
-        """
+        """Yield the wanted items, by default all, in the archive's order; a file is valid until the next step."""
         opened = self._open()
         directory = self._directory(opened)
         places = [(directory.handles[item.path], item) for item in directory.listing.items]
@@ -121,12 +105,7 @@ class TarSource(PathSource):
                     stream.drain()
 
     def open(self, item: Item) -> BinaryIO:
-        """Open a member; of a compressed archive by a pass up to it.
-
-        Raises:
-            SourceChanged: if the archive was written to since it was listed, or has no such member.
-            BadArchive: if it is broken.
-        """
+        """Open a member; of a compressed archive by a pass up to it."""
         opened = self._open()
         directory = self._directory(opened)
         at = directory.handles.get(item.path)
@@ -204,11 +183,8 @@ class _Slice(ByteSpan):
 class _Passed(ByteSpan):
     """A member of a compressed tar, reached by passing over what is before it.
 
-    Args:
-        stream: to read from; not closed.
-        start: byte of the stream where the member begins.
-        size: of the member.
-        again: opens a stream of its own, at the first read and whenever it has to go back.
+    It reads from a stream that it does not close, or from one of its own, which `again` opens at the first read and
+    whenever it has to go back.
     """
 
     def __init__(

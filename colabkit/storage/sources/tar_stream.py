@@ -32,19 +32,11 @@ _BUFFER_BYTES = 64 << 10
 
 
 class TarStream:
-    """A tar that is read once from front to back, plain or inflated; until `close()`.
-
-    Args:
-        name: of the archive, for messages.
-        file: the archive, at its start; closed with the stream.
-        archive_bytes: its length.
+    """A tar that is read once from front to back, plain or inflated; until `close()`, which closes its file too.
 
     Attributes:
         position: byte of the inflated tar that is read next.
         is_inflated: whether the archive is compressed.
-
-    Raises:
-        MissingPackage: if it is compressed by zstd, and the package that reads this is not installed.
     """
 
     def __init__(self, name: str, file: BinaryIO, archive_bytes: int) -> None:
@@ -62,11 +54,7 @@ class TarStream:
                 self._file = _inflated(name, self._buffered, method)
 
     def read(self, size: int) -> bytes:
-        """Return exactly so many bytes.
-
-        Raises:
-            BadArchive: if there are fewer, they cannot be inflated, or the whole inflates too far.
-        """
+        """Return exactly so many bytes; `BadArchive` if there are fewer, or the whole inflates too far."""
         self._check_room(size)
         pieces = []
         while size:
@@ -177,11 +165,7 @@ def _padded(size: int) -> int:
 
 
 def tar_members(stream: TarStream) -> Iterator[Member[int]]:
-    """Yield the members up to the tar's end mark; a member's handle is where in the stream its bytes begin.
-
-    Raises:
-        BadArchive: if a header makes no sense, or the stream ends before the mark.
-    """
+    """Yield the members up to the tar's end mark; a member's handle is where in the stream its bytes begin."""
     general: dict[bytes, bytes] = {}
     own: dict[bytes, bytes] = {}
     long_name: bytes | None = None

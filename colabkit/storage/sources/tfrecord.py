@@ -112,11 +112,7 @@ class _Examples:
         self._lists: set[str] = set()
 
     def features(self, name: str, data: bytes) -> Mapping[str, Any]:
-        """Return the features of a record.
-
-        Raises:
-            BadSource: if it is no `tf.train.Example`.
-        """
+        """Return the features of a record, which has to be a `tf.train.Example`."""
         try:
             return cast(Mapping[str, Any], self._parse(data).features.feature)
         except self._error as error:
@@ -125,11 +121,7 @@ class _Examples:
             raise BadSource(cannot(self._found.act, told, "records that are tf.train.Example", next_step)) from error
 
     def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
-        """Return the payload of a record; the first record decides which feature it is.
-
-        Raises:
-            BadSource: if it has none that could be.
-        """
+        """Return the payload of a record; the first record decides which feature it is."""
         if not self.chosen:
             self.chosen = self._choose(name, features)
         if self.chosen not in features:
@@ -181,12 +173,9 @@ class _Examples:
 
 
 def _records(path: Path, file: BinaryIO, size: int, crc: Any) -> Iterator[tuple[int, bytes]]:
-    """Yield where each record's data begin, and the data.
+    """Yield where each record's data begin, and the data, of which every CRC is checked.
 
     Source: "TFRecord and tf.train.Example", tensorflow.org: length, its masked CRC32C, data, their masked CRC32C.
-
-    Raises:
-        BadArchive: if a CRC is wrong, or the file ends inside a record.
     """
     name = str(path)
     if not size:

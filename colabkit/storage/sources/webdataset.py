@@ -148,11 +148,7 @@ def _kind(extension: str) -> str:
 
 
 def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> str:
-    """Return what the samples' payloads are: `image`, `npy` or an extension; empty if there are no samples.
-
-    Raises:
-        BadSource: if it cannot be told.
-    """
+    """Return what the samples' payloads are: `image`, `npy` or an extension; empty if there are no samples."""
     extensions = {part.extension for _, parts in samples for part in parts}
     kinds = {_kind(extension) for extension in extensions}
     if not kinds.isdisjoint(IMAGE_EXTENSIONS):

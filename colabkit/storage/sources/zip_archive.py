@@ -66,9 +66,6 @@ class ZipSource(PathSource):
 
     Stored and deflated members, which is nearly all there are, are read by `os.pread` and inflated in one piece: that
     is several times faster than `zipfile`'s streams and lets threads read at the same time.
-
-    Args:
-        path: of the archive.
     """
 
     is_sequential = False
@@ -93,15 +90,7 @@ class ZipSource(PathSource):
                 self._opened = None
 
     def list(self) -> Listing:
-        """Return every regular member.
-
-        Raises:
-            BadArchive: if the archive is cut short or broken, encrypted or packed by a method that Python lacks, names
-                a file outside itself or inside another file, or would inflate to more than 200 times its size and
-                1 GiB.
-            FileFailed: if it cannot be read.
-            TimedOut: if there was no answer, twice.
-        """
+        """Return every regular member; encrypted ones, or such as Python cannot unpack, are refused."""
         return self._open_archive().directory.listing
 
     def _open_archive(self) -> _OpenZip:
@@ -147,12 +136,7 @@ class ZipSource(PathSource):
             yield Member(member.filename, member.file_size, _mtime_ns(member.date_time), member, is_folder, oddity)
 
     def open(self, item: Item) -> BinaryIO:
-        """Open a member; its CRC is checked at the latest when its last byte is read.
-
-        Raises:
-            SourceChanged: if the archive has no such member.
-            BadArchive: if the member is broken.
-        """
+        """Open a member; its CRC is checked at the latest when its last byte is read."""
         archive, directory = self._open_archive()
         member = directory.handles.get(item.path)
         if member is None:
