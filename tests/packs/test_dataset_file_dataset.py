@@ -34,13 +34,6 @@ def tree(tmp_path: Path) -> Path:
     return photos(tmp_path / "tree")
 
 
-def with_splits(folder: Path) -> Path:
-    """Write photos in folders of splits, of 2 and 1 a class, and return the folder."""
-    photos(folder / "train", 2)
-    photos(folder / "test", 1)
-    return folder
-
-
 def table_of(tree: Path, **columns: Any) -> Any:
     """Return a DataFrame of all files of a folder."""
     return pandas.DataFrame({"path": [str(path) for path in files_of(tree)], **columns})
@@ -56,14 +49,15 @@ def assert_samples(data: FileDataset, files: list[Path], labels: list[int] | Non
         assert labels is None or sample[1] == labels[number]
 
 
-def test_a_folder_of_classes(tree):
-    data = FileDataset(tree)
-    assert_samples(data, files_of(tree), [0] * 4 + [1] * 4 + [2] * 4)
-    assert data.classes == ("ants", "bees", "cats")
-    assert data.fields == ("X", "Y")
-    assert data.labels.dtype == torch.int64
-    assert data.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert repr(data) == f"FileDataset 'train' of {str(tree)!r}: 12 files, 3 classes"
+def test_a_folder_or_archive_of_classes(tree, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tree, "tree")
+    for source in (tree, zipped(tree, tmp_path / "a.zip"), tmp_path / "a.tar"):
+        data = FileDataset(source)
+        assert_samples(data, files_of(tree), [0] * 4 + [1] * 4 + [2] * 4)
+        assert (data.classes, data.fields) == (("ants", "bees", "cats"), ("X", "Y"))
+        assert (data.labels.dtype, data.labels.tolist()) == (torch.int64, [0] * 4 + [1] * 4 + [2] * 4)
+        assert repr(data) == f"FileDataset 'train' of {str(source)!r}: 12 files, 3 classes"
 
 
 def test_an_index_counts_from_either_end_and_no_further(tree):
@@ -75,16 +69,6 @@ def test_an_index_counts_from_either_end_and_no_further(tree):
         with pytest.raises(IndexError, match=f"sample {number} of 12"):
             data[number]
     assert len(list(data)) == 12
-
-
-def test_a_zip_archive(tree, tmp_path):
-    assert_samples(FileDataset(zipped(tree, tmp_path / "a.zip")), files_of(tree), [0] * 4 + [1] * 4 + [2] * 4)
-
-
-def test_a_plain_tar_archive(tree, tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        archive.add(tree, "tree")
-    assert_samples(FileDataset(tmp_path / "a.tar"), files_of(tree), [0] * 4 + [1] * 4 + [2] * 4)
 
 
 @pytest.mark.parametrize("kind", ["gz", "xz"])
@@ -141,7 +125,9 @@ def test_several_labels_and_targets_are_tensors(tree):
 
 
 def test_a_folder_with_splits_and_one_without(tmp_path):
-    folder = with_splits(tmp_path / "parted")
+    folder = tmp_path / "split"
+    photos(folder / "train", 2)
+    photos(folder / "test", 1)
     assert_samples(FileDataset(folder), files_of(folder / "train"), [0, 0, 1, 1, 2, 2])
     test = FileDataset(folder, split="test")
     assert test.split_name == "test"
@@ -268,14 +254,11 @@ def test_a_file_that_is_not_what_was_listed_is_named(tree, kind):
     assert data[4][1] == 1
 
 
-def test_a_folder_without_images_is_refused(tmp_path):
+def test_what_has_no_samples_or_no_such_column_is_refused(tree, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadSource, match="Cannot"):
         FileDataset(tmp_path / "empty")
-
-
-@pytest.mark.parametrize("option", ["labels", "splits"])
-def test_a_column_that_is_not_there_is_refused_with_those_that_are(tree, option):
     frame = table_of(tree, kind=["a", "b"] * 6, note=range(12))
-    with pytest.raises(InvalidOption, match="no column 'wrong', one of kind, note"):
-        FileDataset(frame, **{"labels": "kind", option: "wrong"})
+    for option in ("labels", "splits"):
+        with pytest.raises(InvalidOption, match="no column 'wrong', one of kind, note"):
+            FileDataset(frame, **{"labels": "kind", option: "wrong"})

@@ -65,21 +65,15 @@ def test_numbers_beyond_64_signed_bits_are_no_samples(data):
             read(np.array([2**64 - 1], np.uint64))
 
 
-def test_an_empty_view_is_empty(data):
-    empty = data.subset([])
-    assert (len(empty), list(empty), empty.labels.tolist()) == (0, [], [])
-
-
-def test_views_have_fingerprints_of_their_own(data):
+def test_views_have_fingerprints_of_their_own_and_can_be_pickled(data):
     views = [data, data.subset([1, 2]), data.subset([2, 1]), data.subset([1, 2]).subset([0])]
     assert len({view.fingerprint for view in views}) == 4
     assert data.subset(range(9)).subset([1, 2]).fingerprint == data.subset([1, 2]).fingerprint
-
-
-def test_a_view_can_be_pickled(data):
     view = pickle.loads(pickle.dumps(data.subset([7, 3])))
     assert numbers(view) == [7, 3]
     assert view.fingerprint == data.subset([7, 3]).fingerprint
+    empty = data.subset([])
+    assert (len(empty), list(empty), empty.labels.tolist()) == (0, [], [])
 
 
 def test_shares_part_all_samples_and_keep_the_classes(data):
@@ -94,9 +88,6 @@ def test_named_shares_are_a_dict_and_the_default_is_four_fifths(data):
     parts = data.split({"train": 0.9, "dev": 0.1})
     assert {name: len(view) for name, view in parts.items()} == {"train": 54, "dev": 6}
     assert [len(view) for view in data.split()] == [48, 12]
-
-
-def test_without_stratify_only_the_sizes_hold(data):
     ordered = data.subset(np.argsort(data.labels.numpy(), kind="stable"))
     first, _ = ordered.split((0.5, 0.5), stratify=False)
     assert len(first) == 30
@@ -130,32 +121,17 @@ def test_groups_are_never_parted(data, groups):
         of_training, of_test = ({str(sample[field]) for sample in view} for view in (training, test))
         assert of_test
         assert not of_training & of_test
-
-
-def test_groups_of_a_view_are_the_views(data):
-    view = data.subset(range(20, 60))
-    training, test = view.fold(1, 5, groups="patient")
+    training, test = data.subset(range(20, 60)).fold(1, 5, groups="patient")
     assert sorted(numbers(training) + numbers(test)) == list(range(20, 60))
 
 
-@pytest.mark.parametrize(
-    ("k", "n", "options"),
-    [
-        (3, 3, {}),
-        (-1, 3, {}),
-        (0, 1, {}),
-        (0.5, 3, {}),
-        (0, 61, {}),
-        (0, 10**12, {}),
-        (0, 3, {"groups": "nothing"}),
-        (0, 3, {"groups": [1, 2]}),
-        (0, 3, {"groups": "X"}),
-        (0, 16, {"groups": "patient"}),
-    ],
-)
-def test_folds_that_cannot_be_meant_are_refused(data, k, n, options):
-    with pytest.raises(InvalidOption, match="fold"):
-        data.fold(k, n, **options)
+def test_folds_that_cannot_be_meant_are_refused(data):
+    numbers_refused = [(3, 3), (-1, 3), (0, 1), (0.5, 3), (0, 61), (0, 10**12)]
+    groups = {"nothing": 3, (1, 2): 3, "X": 3, "patient": 16}
+    calls = [(k, n, {}) for k, n in numbers_refused] + [(0, n, {"groups": group}) for group, n in groups.items()]
+    for k, n, options in calls:
+        with pytest.raises(InvalidOption, match="fold"):
+            data.fold(k, n, **options)
 
 
 def test_other_labels_are_dealt_by_their_own_strata(tmp_path):

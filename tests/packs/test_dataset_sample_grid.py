@@ -77,12 +77,10 @@ def test_the_grid_fits_a_page_whatever_the_number(pack, n):
     assert 0.15 < height / width < 1.4
 
 
-@pytest.mark.parametrize(
-    ("n", "columns", "rows"), [(3, 3, 1), (6, 3, 2), (8, 4, 2), (12, 4, 3), (16, 4, 4), (40, 8, 5)]
-)
-def test_the_grid_is_full_where_it_can_be(n, columns, rows):
-    found, wide, high = _grid([(32, 32)] * n)
-    assert (found, -(-n // found), wide) == (columns, rows, high)
+def test_the_grid_is_full_where_it_can_be():
+    for n, columns, rows in [(3, 3, 1), (6, 3, 2), (8, 4, 2), (12, 4, 3), (16, 4, 4), (40, 8, 5)]:
+        found, wide, high = _grid([(32, 32)] * n)
+        assert (found, -(-n // found), wide) == (columns, rows, high)
 
 
 def test_what_cannot_be_shown_is_refused(pack, monkeypatch):
@@ -169,19 +167,15 @@ def test_the_table_tells_splits_layout_bytes_encoding_source_and_seal(tmp_path):
     assert (pack.encoding, pack.splits) == ("source", {"train": 5})
 
 
-def test_the_table_of_a_raw_pack_tells_shapes(tmp_path):
-    text = repr(open_pack(make_pack(tmp_path / "p.h5", (6, 5, 3), train=20, test=7)))
+def test_the_table_tells_shapes_of_raw_packs_and_how_many_shards(tmp_path):
+    text = repr(open_pack(make_pack(tmp_path / "raw.h5", (6, 5, 3), train=20, test=7)))
     assert "uint8 20 x 6 x 5 x 3" in text
     assert "630 B" in text
-
-
-def test_the_table_of_shards_tells_how_many(tmp_path):
-    pack = open_pack(make_shards(tmp_path / "p.h5", {"train": 20}, {"train": 3}))
-    assert "in 2 shards" in repr(pack)
-    assert "raw 23 x 4 x 3 x 3" in repr(pack)
-    assert (
-        len({line.index(word) for line, word in zip(repr(pack).splitlines()[1:3], ("bytes", "828"), strict=True)}) == 1
-    )
+    text = repr(open_pack(make_shards(tmp_path / "p.h5", {"train": 20}, {"train": 3})))
+    assert "in 2 shards" in text
+    assert "raw 23 x 4 x 3 x 3" in text
+    header, row = text.splitlines()[1:3]
+    assert header.index("bytes") == row.index("828")
 
 
 def test_names_of_others_are_escaped(tmp_path):
