@@ -111,9 +111,10 @@ class TrainingRun:
             self.saving.finish()
         except BaseException as raised:
             error = raised
-            if isinstance(raised, Exception):
-                with suppress(Exception):  # what has been handed over comes to its place all the same
-                    self.saving.finish()
+            if isinstance(raised, Exception) and self.saving.checkpoints is not None:
+                # What has been handed over still comes to its place. The other processes may never come here.
+                with suppress(Exception):
+                    self.saving.checkpoints.finish()
             raise
         finally:
             if is_left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,29 @@ def test_checkpoints_that_are_due_by_steps_come_amid_an_epoch_of_several_process
     found = [int(path.stem.split("-")[1]) for path in (tmp_path / "run").glob("*.json")]
     assert {0, 11} < set(found)
     assert all(step % 2 == 0 for step in set(found) - {11})
+
+
+def fail_in_one(rank: int, data: PackedDataset, folder: str) -> None:
+    """Train with a step that fails in one of two processes, and write down by what each training ended."""
+    store = distributed.FileStore(f"{folder}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=dt.timedelta(minutes=30))
+    steps: list[object] = []
+
+    def step(batch: object) -> None:
+        steps.append(batch)
+        if rank == 1 and len(steps) == 3:
+            raise ValueError("planned")
+
+    try:
+        train(step, Loader(data, 1), save_to=f"{folder}/run")
+    except Exception as error:
+        Path(folder, str(rank)).write_text(f"{type(error).__name__}: {error}")
+
+
+def test_a_step_that_fails_in_one_process_waits_for_no_other(tmp_path, data):
+    assert statuses_of([(fail_in_one, rank, data, str(tmp_path)) for rank in range(2)]) == [0, 0]
+    assert (tmp_path / "1").read_text() == "ValueError: planned"
+    assert (tmp_path / "0").exists()
 
 
 def test_a_group_of_one_process_wraps_nothing(tmp_path, monkeypatch):
