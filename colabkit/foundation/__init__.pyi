@@ -42,8 +42,8 @@ from .errors import NoNotebook as NoNotebook
 from .errors import NotEnoughSpace as NotEnoughSpace
 from .errors import NotMounted as NotMounted
 from .errors import NotSealed as NotSealed
+from .errors import OneLineError as OneLineError
 from .errors import PackingFailed as PackingFailed
-from .errors import ShownInOneLine as ShownInOneLine
 from .errors import SourceChanged as SourceChanged
 from .errors import SourceMissing as SourceMissing
 from .errors import TargetExists as TargetExists

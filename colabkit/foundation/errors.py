@@ -9,8 +9,8 @@ from collections.abc import Callable
 from colabkit.foundation.reports import printable
 
 
-class ShownInOneLine(BaseException):
-    """What IPython shows in one line."""
+class OneLineError(BaseException):
+    """An error that IPython shows in one line."""
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython prints for this error: one line, or all of it under COLABKIT_DEBUG=1."""
@@ -19,7 +19,7 @@ class ShownInOneLine(BaseException):
         return [f"{type(self).__name__}: {printable(self)}"]
 
 
-class ColabkitError(ShownInOneLine, Exception):
+class ColabkitError(OneLineError, Exception):
     """Anything that colabkit refuses or fails to do; the message names the next step."""
 
 
@@ -136,7 +136,7 @@ def cannot(act: str, found: str, needed: str, next_step: str) -> str:
     return f"Cannot {act}: {found}, {needed}. {next_step}."
 
 
-def reword(error: ShownInOneLine, worded: Callable[[str], str]) -> None:
+def reword(error: OneLineError, worded: Callable[[str], str]) -> None:
     """Bring the message of an error to other words, in place.
 
     Args:

@@ -157,7 +157,7 @@ def sync(fd: int, path: Path) -> None:
     os.fsync(fd)
 
 
-class Syncing:
+class BackgroundSync:
     """Sends what is written to a file to the medium while more is made, so that the last `sync` waits for little.
 
     It changes nothing that could be lost, so it is no step; errors are left to `sync`.

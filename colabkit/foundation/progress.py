@@ -48,7 +48,7 @@ _show: ContextVar[Show | None] = ContextVar("_show", default=None)
 
 @contextlib.contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Have `show` told of all progress of the block, in place of bars of `tqdm`.
+    """Call `show` with all progress of the block, in place of bars of `tqdm`.
 
     It is called when work begins, some times a second while it goes on, and with None when it ends.
     """
@@ -59,8 +59,8 @@ def shown_by(show: Show) -> Iterator[None]:
         _show.reset(token)
 
 
-class _Told:
-    """Takes what the bar takes that tqdm draws, and tells a function of it."""
+class _ProgressRelay:
+    """Stands in for a bar of tqdm and passes its numbers to a function."""
 
     def __init__(self, show: Show, action: str, total: int | None, unit: str) -> None:
         self._show = show
@@ -71,31 +71,27 @@ class _Told:
         self.refresh()
 
     def update(self, count: int) -> None:
-        """Count, and tell if it is time to."""
         self._done += count
-        if time.monotonic() - self._told >= _REDRAWN_S:
+        if time.monotonic() - self._shown >= _REDRAWN_S:
             self.refresh()
 
     def refresh(self) -> None:
-        """Tell now."""
-        self._told = time.monotonic()
+        self._shown = time.monotonic()
         action, total, unit = self._about
-        self._show(Progress(action, self._done, total, unit, self._note, self._told - self._began))
+        self._show(Progress(action, self._done, total, unit, self._note, self._shown - self._began))
 
     def set_postfix_str(self, text: str, refresh: bool) -> None:
-        """Keep what else there is to say."""
         self._note = text
 
     def close(self) -> None:
-        """Tell that it is over."""
         self._show(None)
 
 
 class _Silence:
-    """Takes all that a bar of tqdm takes."""
+    """Stands in for a bar of tqdm and shows nothing."""
 
     def update(self, *_: object, **__: object) -> None:
-        """Show nothing."""
+        pass
 
     refresh = set_postfix_str = close = update
 
@@ -124,7 +120,7 @@ class ProgressBar:
         if not enabled:  # tqdm is not even loaded, which takes longer than a small pack
             return
         if (show := _show.get()) is not None:
-            self._bar = _Told(show, action, total, unit)
+            self._bar = _ProgressRelay(show, action, total, unit)
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm warns where ipywidgets is missing; the text bar will do

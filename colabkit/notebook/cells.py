@@ -19,7 +19,7 @@ from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import colabkit
-from colabkit.foundation import InvalidOption, ShownInOneLine, SourceMissing, cannot, kind_of
+from colabkit.foundation import InvalidOption, OneLineError, SourceMissing, cannot, kind_of
 from colabkit.notebook.lines import line_parser, split_line
 from colabkit.notebook.options import arguments_of, given_in, look_up_in
 from colabkit.notebook.verbs import CELLS, LOADING
@@ -271,7 +271,7 @@ class CellCode:
             yield
         except BaseException as error:
             trace = self._own(error.__traceback__)
-            is_told = isinstance(error, ShownInOneLine | SyntaxError) or os.environ.get("COLABKIT_DEBUG") == "1"
+            is_told = isinstance(error, OneLineError | SyntaxError) or os.environ.get("COLABKIT_DEBUG") == "1"
             if trace is not None and not is_told:
                 with contextlib.suppress(AttributeError):  # an error with slots is shown with all frames
                     error._render_traceback_ = partial(self._rendered, error, trace)  # type: ignore[attr-defined]

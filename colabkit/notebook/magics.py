@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import colabkit
-from colabkit.foundation import InvalidOption, ShownInOneLine, cannot, reword
+from colabkit.foundation import InvalidOption, OneLineError, cannot, reword
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
 from colabkit.notebook.lines import complete_lines, line_parser, split_line
 from colabkit.notebook.options import arguments_of, look_up_in, parser_of, tell_in, words_of
@@ -168,7 +168,7 @@ def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Calla
             return None
         try:
             found = run(line, *cell)
-        except ShownInOneLine as error:
+        except OneLineError as error:
             if not _is_of(shell.user_ns, error.__traceback__):
                 reword(error, words_of(verb, "%"))
             raise

@@ -18,10 +18,10 @@ from colabkit.foundation import (
     HostSnapshot,
     LoaderFacts,
     MetersSnapshot,
+    OneLineError,
     Partial,
     PartSnapshot,
     Report,
-    ShownInOneLine,
     SourceMissing,
     StepTimes,
     cannot,
@@ -213,7 +213,7 @@ class TrainReport(Report):
         return rows
 
 
-class TrainingInterrupted(ShownInOneLine, KeyboardInterrupt):
+class TrainingInterrupted(OneLineError, KeyboardInterrupt):
     """Training was stopped by Ctrl-C, at the end of a step.
 
     Args:

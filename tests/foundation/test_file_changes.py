@@ -255,7 +255,7 @@ def test_what_is_written_is_sent_in_the_background_and_its_errors_are_left_to_sy
     monkeypatch.setattr(os, "fdatasync", send)
     (tmp_path / "p").write_bytes(b"x")
     before = set(os.listdir("/proc/self/fd"))
-    with file_changes.Syncing(tmp_path / "p") as syncing:
+    with file_changes.BackgroundSync(tmp_path / "p") as syncing:
         syncing.written(1)
         assert not [thread for thread in threading.enumerate() if thread.name == "colabkit-sync"]
         for _ in range(3):

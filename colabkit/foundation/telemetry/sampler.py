@@ -156,7 +156,7 @@ class Sampler:
         self.stop()
 
 
-class _Shared:
+class _SamplerUsers:
     """The one sampler of a process, and how many use it."""
 
     def __init__(self) -> None:
@@ -166,12 +166,12 @@ class _Shared:
         self.last: Sampler | None = None  # also when it is over
 
 
-_shared = _Shared()
+_shared = _SamplerUsers()
 
 
 def _forget() -> None:
     global _shared  # noqa: PLW0603  # the lock may have been held when the process was forked
-    _shared = _Shared()
+    _shared = _SamplerUsers()
 
 
 os.register_at_fork(after_in_child=_forget)

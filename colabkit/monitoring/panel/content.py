@@ -134,8 +134,8 @@ class Gauge(NamedTuple):
     apart_text: str = ""
 
 
-class Advised(NamedTuple):
-    """What to do, why, what that is predicted to bring, and the line of Python that does it; empty is what is not."""
+class AdviceText(NamedTuple):
+    """The action, the reason, the predicted gain and the line of Python that does it; empty where there is none."""
 
     action: str
     found: str = ""
@@ -229,24 +229,24 @@ def gauges(state: PanelState) -> tuple[Gauge, ...]:
     )
 
 
-def advised(state: PanelState) -> Advised:
+def advice_text(state: PanelState) -> AdviceText:
     """Return the best piece of advice; where the loss is no number, more speed is of no use."""
     loss = state.values.get("loss")
     if loss is not None and not math.isfinite(loss):
-        return Advised("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
+        return AdviceText("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
     diagnosis = state.diagnosis
     if diagnosis is None or not diagnosis.advice:
         if diagnosis is not None and diagnosis.needs_nothing:
-            return Advised("Nothing to fix")
+            return AdviceText("Nothing to fix")
         is_early = diagnosis is None or diagnosis.verdict == "unknown"
-        return Advised("No advice yet" if is_early and not state.is_over else "No advice")
+        return AdviceText("No advice yet" if is_early and not state.is_over else "No advice")
     advice = diagnosis.advice[0]
     gain = ""
     if advice.samples_per_s is not None:
         gain = f"about {_counted(advice.samples_per_s)} images/s"
         if 0 < advice.samples_per_s <= _MOST_TIMES * diagnosis.samples_per_s:
             gain += f" ({advice.samples_per_s / diagnosis.samples_per_s:.1f}×)"
-    return Advised(
+    return AdviceText(
         clipped(advice.action, 100).rstrip("."), clipped(advice.found, 110), gain, clipped(advice.call, _MOST_OF_A_CALL)
     )
 

@@ -112,7 +112,7 @@ def _gauge(gauge: content.Gauge) -> str:
 
 
 def _advice(state: PanelState) -> str:
-    action, found, gain, call = content.advised(state)
+    action, found, gain, call = content.advice_text(state)
     reason, call = f"Advice: {found}" if found else "Advice", content.clipped(call, _SHOWN_OF_A_CALL)
     return (
         f"<div style='border-top:1px solid {_TRACK};margin-top:14px;padding-top:8px;display:flex;gap:14px;"

@@ -19,7 +19,7 @@ def as_text(state: PanelState) -> str:
     done = round(_BAR * (content.done_share(state) or 0.0))
     load, speed, data, queue, loss = content.curves(state)
     gpu, ram, disk, tmpfs = content.gauges(state)
-    action, found, gain, call = content.advised(state)
+    action, found, gain, call = content.advice_text(state)
     legend = (f"{fill} {part.name} {part.text}" for fill, part in zip(_FILLS, parts, strict=True))
     lines = [
         " ".join(filter(None, content.verdict(state))),

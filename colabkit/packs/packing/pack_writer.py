@@ -77,7 +77,7 @@ def write_pack(
             compaction = stack.enter_context(Compaction(plan, work.path))
             writing = FileSampleWriter if isinstance(plan.maker, FileSampleMaker) else SampleWriter
             writer = writing(plan, pack.path, placed, retries)
-            syncing = stack.enter_context(file_changes.Syncing(pack.path))
+            syncing = stack.enter_context(file_changes.BackgroundSync(pack.path))
             for written in stack.enter_context(contextlib.closing(writer.write(threads, bar))):
                 compaction.add(written)
                 syncing.written(written.samples.count * plan.row_bytes)
