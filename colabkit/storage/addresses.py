@@ -87,7 +87,7 @@ def address_of(source: str) -> Address:
     bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
     act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
     needed = "a Drive id or link, an https address or an fsspec URL"
-    raise InvalidOption(cannot(act, "a path of this machine", needed, "Bring files of a mount near with stage()"))
+    raise InvalidOption(cannot(act, "a path of this machine", needed, "Copy files of a mount with stage()"))
 
 
 def _web(text: str) -> Address:

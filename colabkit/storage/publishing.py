@@ -60,7 +60,7 @@ STALLED_S = 600.0
 
 @dataclass(frozen=True, repr=False)
 class PublishReport(Report):
-    """What `publish()` brought to its place.
+    """The report of `publish()`.
 
     Attributes:
         path: the finished file or folder.
@@ -336,18 +336,9 @@ def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: Moved)
 
 
 def check_written(act: str, name: str, path: Path, size: int, crc: int | None, moved: Moved) -> None:
-    """Compare a file with what was written to it.
+    """Raise `Corrupt` unless a file has the size and, if `crc` is not None, the CRC32 of the bytes written to it.
 
-    Args:
-        act: verb and object for messages.
-        name: of the file, for messages.
-        path: where it was written.
-        size: bytes that were written.
-        crc: their CRC32, to read all bytes back; None to compare only the byte counts.
-        moved: called with the bytes of each block that was read back.
-
-    Raises:
-        Corrupt: if they differ.
+    `act` and `name` are for the message; `moved` is called with the bytes of each block that is read back.
     """
     moved()
     arrived = path.stat().st_size

@@ -1,1 +1,1 @@
-"""Google Drive's mount: made, found again, repaired, flushed, its cache cleared, by the exact type of the mount."""
+"""Google Drive's mount, by its exact type: mount, find, repair, flush, unmount, clear its cache."""

@@ -244,7 +244,7 @@ def mount(
 
 
 def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
-    """Return the error for a mount that somebody else made; a dead one is taken away first, so that they can again."""
+    """Return the error for a mount that somebody else made; a dead one is unmounted first, so that they can mount again."""
     kind = DRIVE_TYPES[found.fstype]
     command = f"rclone mount {found.source}" if found.fstype == RCLONE else kind
     if state == "dead":
@@ -275,7 +275,7 @@ def unmount(
 
     Args:
         path: anything on the mount; by default the Drive mount.
-        timeout: seconds for sending; it goes on by itself afterwards.
+        timeout: seconds for sending; sending continues afterwards.
         force: take it away at once, also if it is dead, hangs, or has not sent everything.
         progress: show the seconds that pass.
 
@@ -305,7 +305,7 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0,
 
     Args:
         path: anything on the mount; by default the Drive mount.
-        timeout: seconds for sending; it goes on by itself afterwards.
+        timeout: seconds for sending; sending continues afterwards.
         progress: show the seconds that pass.
 
     Raises:
@@ -334,7 +334,7 @@ def clear_cache(
     force: bool = False,
     progress: bool = True,
 ) -> CacheReport:
-    """Clear what the Drive mount keeps near: to see new files, and to get disk space back.
+    """Clear the local cache of the Drive mount, to see new files and to get disk space back.
 
     By the exact type of the mount: DriveFS sends its writes, ends, loses its cache and is mounted again;
     google-drive-ocamlfuse uploads, is unmounted, cleared with `-cc` and mounted again; rclone forgets its listings.
@@ -348,7 +348,7 @@ def clear_cache(
 
     Raises:
         NotMounted: if there is no such mount.
-        TimedOut: if writes are not sent in time; the cache is as it was.
+        TimedOut: if writes are not sent in time; the cache stays unchanged.
         UnsentWrites: if clearing would lose writes, unless `force`.
         MountFailed: if files on it are open, or it cannot be mounted again.
     """

@@ -78,11 +78,7 @@ _ANYWHERE = (
 
 
 def check_can_mount(place: Place, act: str = "mount Drive") -> None:
-    """Refuse where `google.colab` cannot mount Drive, and say what works there instead.
-
-    Raises:
-        MountFailed: cause `"place"` or `"thread"`.
-    """
+    """Raise `MountFailed` where `google.colab` cannot mount Drive, with what works there instead."""
     if not place.can_mount_drive:
         if place.name.startswith("Colab") and place.name not in _ELSEWHERE:
             found, next_step = "this runs outside the notebook's kernel", "Run %mount in a cell of the notebook"
@@ -94,11 +90,7 @@ def check_can_mount(place: Place, act: str = "mount Drive") -> None:
 
 
 def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> Mount:
-    """Mount Drive through `google.colab` and return the mount, alive.
-
-    Raises:
-        MountFailed: with the cause in plain words.
-    """
+    """Mount Drive through `google.colab` and return the mount, alive; raises `MountFailed` with its cause."""
     check_can_mount(current_place())
     holding = mount_holding(point, mounts())
     if holding is not None and holding.is_remote:  # google.colab would look into it, and could hang there
@@ -149,13 +141,7 @@ def options_of(mount: Mount) -> tuple[bool | None, float | None]:
 
 
 def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
-    """Return the error that says in plain words what `google.colab` ran into.
-
-    Args:
-        error: the exception.
-        timeout: seconds it was given.
-        logged: the causes in DriveFS's log.
-    """
+    """Return the error of `mount()` for an exception of `google.colab` and the causes in DriveFS's log."""
     name, text = type(error).__name__, " ".join(str(error).split())
     if name == "MessageError":
         return mount_failed(
@@ -218,7 +204,7 @@ def alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-        if left:  # another's alarm goes on
+        if left:  # another alarm continues
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 

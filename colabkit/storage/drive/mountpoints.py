@@ -71,10 +71,7 @@ def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Livene
     """Return whether a mount answers, and the reason where it does not: its program is dead, hangs, or answers errors.
 
     A child asks, since a mount whose program hangs keeps every process that touches it, beyond the reach of signals.
-
-    Args:
-        folders: which must be there and answer.
-        timeout: seconds after which it hangs.
+    All folders must be there and answer.
     """
     command = processes.python(_PROBE, *folders)
     try:
@@ -96,12 +93,7 @@ def mounts_at(point: str) -> int:
 
 
 def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
-    """Take a mount away.
-
-    Args:
-        mount: which.
-        timeout: seconds it may take.
-        lazily: at once, also where files are open or its program does not answer; for dead mounts.
+    """Unmount; `lazily` at once, also where files are open or the program does not answer.
 
     Raises:
         MountFailed: if it is in use, or not this user's.

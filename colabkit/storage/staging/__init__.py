@@ -1,1 +1,1 @@
-"""`stage()` brings a far source near: read concurrently, checked, published whole or not at all."""
+"""`stage()` copies a remote source to local storage: read concurrently, checked, published atomically."""

@@ -37,12 +37,7 @@ class PartialCopy:
     """A folder that is being filled with a source's items; a context that closes its files.
 
     A block counts once its line stands in the journal, after its bytes; the next process checks noted blocks by their
-    CRC32 and resumes from there.
-
-    Args:
-        source: its name, for messages.
-        folder: to fill.
-        journal: the file that notes the blocks.
+    CRC32 and resumes from there. The source's name is for messages.
     """
 
     def __init__(self, source: str, folder: Path, journal: Path) -> None:

@@ -202,13 +202,7 @@ class Target:
             file_changes.remove_empty_folder(point)
 
     def check_room(self, act: str, needed: int, cached: int) -> None:
-        """Raise `NotEnoughSpace`, before anything is written, if bytes will not fit.
-
-        Args:
-            act: verb and object for the message.
-            needed: bytes that are still to be written at most.
-            cached: bytes that the mount's own cache will take on disk.
-        """
+        """Raise `NotEnoughSpace` if bytes will not fit, with those that the mount's own cache takes on disk."""
         cache = Path.home() / DRIVEFS_FOLDER
         if self.mounted_at is None:
             shared = cached if cached and _device(self.path) == _device(cache) else 0
@@ -234,13 +228,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
 
 
 def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
-    """Return the place where a local copy goes, with the reason.
-
-    Args:
-        places: from `candidates`.
-        needed: bytes that the place has to hold at most.
-        is_asked: whether the user named the kind of place.
-    """
+    """Return the place, of these candidates, where a local copy of `needed` bytes goes, with the reason."""
     size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
     shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
     own = next((place for place in places if place.mounted_at is not None), None)
