@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 
@@ -29,6 +31,37 @@ class Strike:
     def struck(self) -> bool:
         """Whether the operation was reached."""
         return self.left <= 0
+
+
+def struck_runs(
+    file_hook: Callable[[Strike | None], None],
+    act: Callable[[], None],
+    work: Callable[[], object],
+    error: type[BaseException],
+    step: int = 1,
+) -> Iterator[tuple[int, Strike]]:
+    """Yield the number of each change at which `work` was struck, after it raised `error`, until it ends well."""
+    for number in itertools.count(1, step):
+        strike = Strike(number, act)
+        file_hook(strike)
+        try:
+            work()
+        except error:
+            assert strike.struck
+        else:
+            break
+        finally:
+            file_hook(None)
+        yield number, strike
+    assert not strike.struck, "the error did not reach the caller"
+
+
+def killed_runs(killed_at: Callable[[int, partial[object]], bool], work: partial[object]) -> Iterator[int]:
+    """Yield the number of each change at which a process that did `work` was killed, until it ends well."""
+    for number in itertools.count(1):
+        if not killed_at(number, work):
+            return
+        yield number
 
 
 def full() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from far_mounts import FuseMount, has_fuse, wait_for
 from published_files import NEW, NEW_FOLDER, OLD, OLD_FOLDER, assert_nothing_is_open, bring, content, write
 from reader_threads import reader_threads
 from sampling import sampled
+from strikes import killed_runs
 from trees import leftovers, needs
 
 from colabkit.errors import (
@@ -26,7 +26,6 @@ from colabkit.errors import (
 )
 from colabkit.foundation import file_changes
 from colabkit.storage import publishing
-from colabkit.storage.publishing import publish
 
 
 @pytest.fixture(autouse=True)
@@ -55,29 +54,23 @@ def drive(tmp_path: Path) -> Callable[..., FuseMount]:
 
 
 def test_a_kill_at_any_operation_shows_the_old_or_the_new_file_and_the_next_run_cleans_up(near, tmp_path, killed_at):
-    final = tmp_path / "far" / "birds.h5"
+    final = write(tmp_path / "far" / "birds.h5", OLD)
     left = 0
-    for number in itertools.count(1):
-        write(final, OLD)
-        if not killed_at(number, partial(publish, near, final, progress=False)):
-            break
+    for number in killed_runs(killed_at, partial(bring, near, final)):
         assert content(final) in (OLD, NEW), f"at operation {number}"
         left += len(leftovers(tmp_path))
         bring(near, final)
         assert content(final) == NEW
         assert leftovers(tmp_path) == []
-    assert number > 3
+        write(final, OLD)
+    assert number >= 3
     assert left
 
 
 def test_a_kill_at_any_operation_shows_the_old_or_the_new_folder_except_between_its_two_renames(tmp_path, killed_at):
-    source, final = write(tmp_path / "near" / "run", NEW_FOLDER), tmp_path / "far" / "run"
+    source, final = write(tmp_path / "near" / "run", NEW_FOLDER), write(tmp_path / "far" / "run", OLD_FOLDER)
     between = 0
-    for number in itertools.count(1):
-        file_changes.remove(final)
-        write(final, OLD_FOLDER)
-        if not killed_at(number, partial(publish, source, final, progress=False)):
-            break
+    for number in killed_runs(killed_at, partial(bring, source, final)):
         assert content(final) in (None, OLD_FOLDER, NEW_FOLDER), f"at operation {number}"
         if content(final) is None:
             between += 1
@@ -86,7 +79,9 @@ def test_a_kill_at_any_operation_shows_the_old_or_the_new_folder_except_between_
         bring(source, final)
         assert content(final) == NEW_FOLDER
         assert leftovers(tmp_path) == []
-    assert number > 13
+        file_changes.remove(final)
+        write(final, OLD_FOLDER)
+    assert number >= 13
     assert between == 1
 
 

@@ -244,7 +244,7 @@ def mount(
 
 
 def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
-    """Return the error for a mount that somebody else made; a dead one is unmounted first, so that they can mount again."""
+    """Return the error for a mount that somebody else made; a dead one is unmounted first, for them to mount again."""
     kind = DRIVE_TYPES[found.fstype]
     command = f"rclone mount {found.source}" if found.fstype == RCLONE else kind
     if state == "dead":
