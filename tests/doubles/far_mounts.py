@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +19,13 @@ from typing import IO, Any, Literal, Self
 
 import slow_drive
 from slow_drive import detach, mounted_at
+from waiting import comes_true
 
 __all__ = ["FuseMount", "RcloneMount", "has_fuse", "has_rclone", "in_child", "mounted_at", "serve_here", "wait_for"]
 
 Operation = Literal["open", "read", "list"]
 
 DEADLINE_S = 15.0
-_TICK_S = 0.01
 
 
 def has_fuse() -> bool:
@@ -251,11 +250,8 @@ class RcloneMount(_Mount):
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
     """Return when a condition holds; it is an error if it does not in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come in {seconds} s")
-        time.sleep(_TICK_S)
+    if not comes_true(condition, seconds):
+        raise TimeoutError(f"{what} did not come in {seconds} s")
 
 
 def in_child(code: str, *arguments: object, seconds: float = 5.0) -> str:

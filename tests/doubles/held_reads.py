@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from reader_threads import LONG_S
+from waiting import LONG_S
 
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item

@@ -6,7 +6,6 @@ import contextlib
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -218,11 +217,3 @@ def served(content: bytes, *plans: Plan) -> Iterator[WebServer]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)

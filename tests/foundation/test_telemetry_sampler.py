@@ -6,11 +6,12 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
 from forks import in_fork
+from waiting import wait_until
 
 from colabkit.foundation.telemetry import sampler as module
 from colabkit.foundation.telemetry.host import HostSnapshot
@@ -22,15 +23,7 @@ NAME = "colabkit-telemetry"
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    until(lambda: NAME not in [thread.name for thread in threading.enumerate()])
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: NAME not in [thread.name for thread in threading.enumerate()])
 
 
 class FakeTelemetry:
@@ -67,7 +60,7 @@ def test_it_takes_snapshots_in_a_daemon_thread_of_its_own():
     with telemetry.sampler() as sampler:
         (thread,) = [thread for thread in threading.enumerate() if thread.name == NAME]
         assert thread.daemon
-        until(lambda: telemetry.taken > 3)
+        wait_until(lambda: telemetry.taken > 3)
     assert telemetry.threads == {NAME}
     assert sampler.latest.at_s == telemetry.taken
     assert not thread.is_alive()
@@ -93,7 +86,7 @@ def test_starting_waits_for_no_driver(monkeypatch):
     with Sampler(period_s=0.001) as sampler:
         assert sampler.latest is None
         going.set()
-        until(lambda: sampler.latest is not None)
+        wait_until(lambda: sampler.latest is not None)
 
 
 def test_what_it_opens_it_closes_and_what_it_is_given_stays_open(monkeypatch):
@@ -101,14 +94,14 @@ def test_what_it_opens_it_closes_and_what_it_is_given_stays_open(monkeypatch):
     monkeypatch.setattr(module, "Telemetry", lambda: own)
     for sampler, telemetry in ((Sampler(period_s=0.001), own), (given.sampler(), given)):
         with sampler:
-            until(lambda telemetry=telemetry: telemetry.taken > 1)
+            wait_until(lambda telemetry=telemetry: telemetry.taken > 1)
     assert (own.closed, given.closed) == (1, 0)
 
 
 def test_recent_are_the_snapshots_of_the_last_seconds():
     telemetry = FakeTelemetry()
     with telemetry.sampler(points=50) as sampler:
-        until(lambda: telemetry.taken > 100)
+        wait_until(lambda: telemetry.taken > 100)
     last = telemetry.taken
     assert [snapshot.at_s for snapshot in sampler.recent(3)] == [last - 3, last - 2, last - 1, last]
     assert len(sampler.recent(1e9)) == 50
@@ -132,7 +125,7 @@ def test_the_curve_is_the_whole_run_thinned_evenly_with_the_newest_at_its_end():
 def test_the_cost_is_the_threads_cpu_time_over_the_time_that_passed():
     telemetry = FakeTelemetry(cost_s=0.002)
     with telemetry.sampler() as sampler:
-        until(lambda: telemetry.taken > 2)
+        wait_until(lambda: telemetry.taken > 2)
     assert sampler.cost_share == pytest.approx(0.002)
     telemetry.now *= 100
     assert sampler.cost_share == pytest.approx(0.002)  # it has ended
@@ -141,7 +134,7 @@ def test_the_cost_is_the_threads_cpu_time_over_the_time_that_passed():
 def test_costly_snapshots_are_taken_more_rarely():
     telemetry = FakeTelemetry(cost_s=1.0)  # a hundredth of a CPU allows one in 100 s
     with telemetry.sampler() as sampler:
-        until(lambda: sampler.latest is not None)
+        wait_until(lambda: sampler.latest is not None)
         assert not sampler._thread.join(0.1)
         assert telemetry.taken == 1
 
@@ -149,7 +142,7 @@ def test_costly_snapshots_are_taken_more_rarely():
 def test_a_snapshot_that_fails_is_said_once_and_the_next_is_taken(caplog):
     telemetry = FakeTelemetry(failing={2, 4})
     with caplog.at_level(logging.WARNING, "colabkit"), telemetry.sampler(points=10**6) as sampler:
-        until(lambda: telemetry.taken > 5)
+        wait_until(lambda: telemetry.taken > 5)
     (record,) = caplog.records
     assert "it broke" in str(record.exc_info[1])
     assert [snapshot.at_s for snapshot in sampler.recent(1e9)][:3] == [1, 3, 5]
@@ -192,7 +185,7 @@ def test_the_shared_one_is_started_by_the_first_user_and_stopped_by_the_last(mon
         with sampled() as second:
             assert first is second
         assert first._thread is not None
-        until(lambda: first.latest is not None)
+        wait_until(lambda: first.latest is not None)
     assert first._thread is None
     with pytest.raises(ZeroDivisionError), sampled() as third:
         raise ZeroDivisionError
@@ -243,7 +236,7 @@ def test_a_user_that_the_garbage_collector_ends_while_another_begins_harms_nothi
 
     def use() -> None:
         with sampled() as sampler:
-            until(lambda: sampler.latest is not None)
+            wait_until(lambda: sampler.latest is not None)
             found.append(sampler)
 
     thread = threading.Thread(target=use, daemon=True)
@@ -275,7 +268,7 @@ def test_the_last_user_may_be_ended_in_the_samplers_own_thread(monkeypatch):
     user = sampled()
     user.__enter__()
     is_used.set()
-    until(lambda: bool(ended))
+    wait_until(lambda: bool(ended))
     assert ended == [None]
 
 
@@ -285,7 +278,7 @@ def test_a_forked_process_has_no_sampler_gets_its_own_if_it_asks_and_stops_none_
     def work() -> None:
         assert NAME not in [thread.name for thread in threading.enumerate()]
         with sampled() as own:
-            until(lambda: own.latest is not None)
+            wait_until(lambda: own.latest is not None)
         assert own is not parents
         assert own._thread is None
         parents.stop()
@@ -293,14 +286,14 @@ def test_a_forked_process_has_no_sampler_gets_its_own_if_it_asks_and_stops_none_
     with sampled() as parents:
         assert in_fork(work) == 0
         taken = parents.latest
-        until(lambda: parents.latest is not None and parents.latest is not taken)
+        wait_until(lambda: parents.latest is not None and parents.latest is not taken)
         assert parents._thread.is_alive()
 
 
 def test_what_was_seen_stays_known_when_nobody_watches_any_more_and_no_descriptor_is_left():
     before = psutil.Process().num_fds()
     with sampled() as sampler:
-        until(lambda: sampler.latest is not None)
+        wait_until(lambda: sampler.latest is not None)
     assert psutil.Process().num_fds() <= before
     latest = sampler.latest
     assert seen(latest.at_s - 60, latest.at_s) == sampler.between(latest.at_s - 60, latest.at_s)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from loader_batches import loader_threads
-from reader_threads import comes_true
+from waiting import comes_true
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ import torch
 from contract import make_pack, make_shards
 from held_reads import HeldReads
 from packed_files import photos
-from reader_threads import LONG_S, comes_true
 from sampling import sampled
 from torch import Tensor
+from waiting import LONG_S, comes_true
 
 from colabkit.foundation import LoaderMeters
 from colabkit.loading import Loader

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loader_batches import loader_threads
+from waiting import wait_until
 
 from colabkit.loading.engine import thread_engine
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan
@@ -97,13 +98,6 @@ def raises_at(step: str, sample: int, error: BaseException) -> Callable[[str, in
             raise error
 
     return act
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("piece", [None, 1, PIECE, SIZE, 100])

@@ -17,9 +17,9 @@ from held_reads import HeldReads
 from loader_batches import epoch, loader_threads
 from local_copies import zipped
 from packed_files import files_of, photos
-from reader_threads import LONG_S, comes_true
 from torch import Tensor
 from trees import needs
+from waiting import LONG_S, comes_true
 
 from colabkit.augment import RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import BadImage, ColabkitError, FileFailed, SourceChanged, TimedOut

@@ -23,6 +23,7 @@ from packed_files import ROW, assert_same, content, identity, kept_shards, shard
 from packing_tasks import Squares, die_once, fail, hold
 from picture_sets import archive_of, class_folders, database, path_table, tf_records, web_shards
 from trees import leftovers
+from waiting import wait_until
 
 from colabkit.errors import BadImage, InvalidOption, PackingFailed
 from colabkit.packs.format.layout import Field
@@ -164,13 +165,6 @@ def test_a_worker_that_dies_is_told_in_one_line_and_whole_shards_are_kept(tmp_pa
     assert leftovers(tmp_path) == []
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, image_tree):
     out, fields = tmp_path / "p.h5", {"Z": partial(hold, tmp_path)}
     child = os.fork()
@@ -179,7 +173,7 @@ def test_workers_that_outlive_a_killed_call_hold_up_nobody(tmp_path, image_tree)
         os._exit(1)
     workers: list[psutil.Process] = []
     try:
-        wait_for((tmp_path / "held").exists)
+        wait_until((tmp_path / "held").exists)
         workers = psutil.Process(child).children(recursive=True)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

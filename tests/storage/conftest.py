@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_drive import authority, drive, gdown
-from http_servers import until
+from waiting import wait_until
 
 from colabkit.storage.fetching import transfer
 from colabkit.storage.sources import reads
@@ -24,4 +24,4 @@ def plain_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     yield
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("colabkit-")])

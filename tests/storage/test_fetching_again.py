@@ -18,8 +18,9 @@ from pathlib import Path
 import http_servers as servers
 import pytest
 import trustme
-from http_servers import cut_after, served, until
+from http_servers import cut_after, served
 from trees import leftovers
+from waiting import wait_until
 from web_fetches import CONTENT, FETCH, get
 
 from colabkit.errors import ColabkitError, FetchFailed, InvalidOption, NotMounted, TargetExists
@@ -41,7 +42,7 @@ def test_a_killed_or_interrupted_fetch_goes_on_in_a_new_process(tmp_path, sent):
     with served(CONTENT, servers.hang_after(600_000), servers.serve) as server:
         child = subprocess.Popen([sys.executable, "-c", FETCH, server.url, str(tmp_path)], stderr=subprocess.DEVNULL)
         try:
-            until(lambda: server.reached.is_set() and kept_bytes(tmp_path) >= 262_144)
+            wait_until(lambda: server.reached.is_set() and kept_bytes(tmp_path) >= 262_144)
             began = time.monotonic()
             child.send_signal(sent)
             child.wait(10)
@@ -126,7 +127,7 @@ def test_two_fetches_of_the_same_do_not_meet(tmp_path):
     with served(CONTENT, servers.hang_after(300_000), servers.serve) as server:
         thread = threading.Thread(target=first)
         thread.start()
-        until(server.reached.is_set)
+        wait_until(server.reached.is_set)
         second = get(server, tmp_path)
         assert second.path.read_bytes() == CONTENT
         server.released.set()

@@ -15,8 +15,9 @@ from pathlib import Path
 import http_servers as servers
 import pytest
 from fake_drive import children, drive_id, old_in_full, running
-from http_servers import cut_after, until
+from http_servers import cut_after
 from trees import leftovers
+from waiting import wait_until
 from web_fetches import FETCH
 
 from colabkit.errors import FetchFailed, TimedOut
@@ -149,7 +150,7 @@ def test_ctrl_c_stops_at_once_and_the_next_call_goes_on(drive, tmp_path):
     drive.add("birds.zip", CONTENT, "small", servers.hang_after(1_500_000), servers.serve)
 
     def interrupt() -> None:
-        until(lambda: is_half_there(tmp_path))
+        wait_until(lambda: is_half_there(tmp_path))
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -171,11 +172,11 @@ def test_a_killed_fetch_leaves_no_child_and_goes_on_in_a_new_process(drive, tmp_
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1])])}
     child = subprocess.Popen([sys.executable, "-c", FETCH, drive_id("birds"), str(tmp_path)], env=environ)
     try:
-        until(lambda: is_half_there(tmp_path))
+        wait_until(lambda: is_half_there(tmp_path))
     finally:
         child.kill()
         child.wait()
-    until(lambda: not running(str(tmp_path)))
+    wait_until(lambda: not running(str(tmp_path)))
     report = get("birds", tmp_path)
     assert report.sha256 == SHA256
     assert report.resumed_bytes > 1_000_000

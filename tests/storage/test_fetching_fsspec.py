@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from http_servers import until
 from trees import leftovers
+from waiting import wait_until
 from web_fetches import files_of
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
@@ -76,7 +76,7 @@ def fails_after_a_block(to: Path, error: BaseException) -> Callable[[str, int], 
     def wait(path: str, offset: int) -> None:
         if offset:
             name = path.rpartition("/")[2]
-            until(lambda: any(name in journal.read_text() for journal in to.glob(".colabkit-*/journal")))
+            wait_until(lambda: any(name in journal.read_text() for journal in to.glob(".colabkit-*/journal")))
         fault(path, offset)
 
     return wait

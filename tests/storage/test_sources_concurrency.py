@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from reader_threads import LONG_S, comes_true, no_reader_threads, reader_threads
+from reader_threads import no_reader_threads, reader_threads
+from waiting import LONG_S, comes_true
 
 from colabkit.errors import BadSource
 from colabkit.storage.sources import concurrency

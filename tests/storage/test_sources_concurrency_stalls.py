@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from reader_threads import LONG_S, comes_true, no_reader_threads, reader_threads
+from reader_threads import no_reader_threads, reader_threads
+from waiting import LONG_S, comes_true
 
 from colabkit.errors import TimedOut
 from colabkit.storage.sources import concurrency

@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 import pytest
 from local_copies import MemorySource
-from reader_threads import LONG_S, comes_true, no_reader_threads, reader_threads
+from reader_threads import no_reader_threads, reader_threads
+from waiting import LONG_S, comes_true
 
 from colabkit.errors import FileFailed, SourceChanged
 from colabkit.storage.sources import concurrency, engine, reads

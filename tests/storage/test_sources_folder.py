@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from reader_threads import LONG_S, comes_true, no_reader_threads
+from reader_threads import no_reader_threads
+from waiting import LONG_S, comes_true
 
 from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
 from colabkit.storage.sources import concurrency, folder, items, reads

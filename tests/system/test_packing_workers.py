@@ -17,6 +17,7 @@ import pytest
 from contract import fill_disk
 from packed_files import files_of, fork, names_in, packed, photos, stored
 from trees import leftovers
+from waiting import wait_until
 
 from colabkit.errors import BadSource, NotEnoughSpace, PackingFailed, TimedOut
 from colabkit.packs.packing import pack_writer, sample_writer
@@ -64,14 +65,6 @@ def is_running(pid: int) -> bool:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def wait_until(is_so: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Poll until something is so."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.01)
 
 
 def at_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any, str], object]) -> None:

@@ -1,6 +1,6 @@
 """Click through the launcher and the template notebook in a real JupyterLab in Chromium, and look at them.
 
-pip install ".[bench]" jupyterlab && python tests/browser/launcher_in_jupyterlab.py --pictures pictures
+pip install ".[bench]" jupyterlab && python tests/system/browser/launcher_in_jupyterlab.py --pictures pictures
 
 It checks that the template trains to its end after "Run All Cells" in the menu; that the launcher's "Stage and train",
 clicked twice with the mouse, trains once, moves its bar, shows the live panel and its reports; that an interrupt is
@@ -175,7 +175,7 @@ def look_at_launcher(page: Page, address: str, folder: Path, pictures: Path) -> 
     page.locator(f"{LAUNCHER} button", has_text="Show the code").click()
     page.wait_for_selector(f"{LAUNCHER} pre")
     code = page.inner_text(f"{LAUNCHER} pre")
-    results.append(check("launcher: the code is shown", code.splitlines()[0], '%stage "two classes"' in code))
+    results.append(check("launcher: the code is shown", code.splitlines()[0], "colabkit.stage('two classes'" in code))
     do(page, "docmanager:save")
     page.wait_for_timeout(1500)
     kinds = [sorted(output.get("data", {})) for output in nbformat.read(path, as_version=4).cells[-1].outputs]

@@ -1,6 +1,6 @@
 """Make the pictures of the launcher in README: a real run in JupyterLab, in light and dark.
 
-pip install ".[bench]" jupyterlab && python tests/browser/launcher_picture.py --chromium /usr/bin/chromium
+pip install ".[bench]" jupyterlab && python tests/system/browser/launcher_picture.py --chromium /usr/bin/chromium
 
 It clicks "Stage and train" for pieces of scikit-learn's two photos, which lie in a folder that stands for Drive.
 """

@@ -1,6 +1,6 @@
 """Train in a real JupyterLab in Chromium, and look at the panel: while the cell is busy, and in the saved notebook.
 
-pip install ".[bench]" jupyterlab && python tests/browser/panel_in_jupyterlab.py --pictures pictures
+pip install ".[bench]" jupyterlab && python tests/system/browser/panel_in_jupyterlab.py --pictures pictures
 
 It checks that the panel's words change at least once a second while the cell is busy, that nothing but the panel's one
 output is there, that it can be read in the saved notebook without a kernel and without trust, and that a narrow window

@@ -1,6 +1,6 @@
 """Make the pictures of the panel in README: a frame of a real run, drawn by Chromium in light and dark.
 
-pip install ".[bench]" && python tests/browser/panel_picture.py --chromium /usr/bin/chromium
+pip install ".[bench]" && python tests/system/browser/panel_picture.py --chromium /usr/bin/chromium
 
 The run trains a small network on crops of photos in JPEG files, which takes longer to decode than to train on, so that
 the panel has something to say. scikit-learn's two photos are cut into the 400 files.
