@@ -148,6 +148,7 @@ class Host:
         children_cpus = self._rate("children", own.children_cpu_s)
         memory = memory_limits(read)
         shm_free, shm_total = self._room_of("/dev/shm")
+        disks = _ask(lambda: self._system.disk_io_counters(nowrap=False))
         return HostSnapshot(
             at_s=at_s,
             cpus=self._cpus,
@@ -158,10 +159,10 @@ class Host:
             ram_used_bytes=memory.total_bytes - memory.available_bytes,
             ram_total_bytes=memory.total_bytes,
             tmpfs_bytes=_tmpfs_bytes(read, memory.limited_by),
-            own_ram_bytes=self._own_ram_bytes(),
+            own_ram_bytes=_ask(lambda: int(self._process.memory_info().rss)),
             storage_read_bytes_per_s=self._rate("read", own.read_bytes),
             asked_read_bytes_per_s=self._rate("asked", own.asked_bytes),
-            disk_read_bytes_per_s=self._rate("disk", self._disk_read_bytes()),
+            disk_read_bytes_per_s=self._rate("disk", None if disks is None else disks.read_bytes),
             network_bytes_per_s=self._rate("network", self._received_bytes()),
             disk_free_bytes=self._room[0],
             disk_total_bytes=self._room[1],
@@ -215,10 +216,7 @@ class Host:
         return (min(1.0, sum(shares) / self._cpus) if shares else None), busiest
 
     def _core_shares(self) -> list[float]:
-        try:
-            cores = self._system.cpu_times(percpu=True)
-        except (psutil.Error, OSError, RuntimeError, NotImplementedError):
-            cores = []
+        cores = _ask(lambda: self._system.cpu_times(percpu=True)) or []
         if len(cores) != len(self._allowed):  # where some are offline, places are no numbers
             in_order = sorted(self._allowed)
             cores = [cores[core] for core in in_order] if in_order and in_order[-1] < len(cores) else []
@@ -231,24 +229,8 @@ class Host:
         ]
         return [min(1.0, max(0.0, busy / total)) for busy, total in passed if total > 0]
 
-    def _own_ram_bytes(self) -> int | None:
-        try:
-            return int(self._process.memory_info().rss)
-        except (psutil.Error, OSError):
-            return None
-
-    def _disk_read_bytes(self) -> int | None:
-        try:
-            counters = self._system.disk_io_counters(nowrap=False)
-        except (psutil.Error, OSError, RuntimeError, NotImplementedError):  # sandboxes have no /proc/diskstats
-            return None
-        return None if counters is None else int(counters.read_bytes)
-
     def _received_bytes(self) -> int | None:
-        try:
-            interfaces = self._system.net_io_counters(pernic=True, nowrap=False)
-        except (psutil.Error, OSError, RuntimeError, NotImplementedError):
-            return None
+        interfaces = _ask(lambda: self._system.net_io_counters(pernic=True, nowrap=False)) or {}
         received = [counters.bytes_recv for name, counters in interfaces.items() if name not in ("lo", "lo0")]
         return sum(received) if received else None
 
@@ -263,6 +245,14 @@ class Host:
         file = self._stall_files[resource]
         rate = None if file is None else self._rate(file, _stalled_s(read, file))
         return None if rate is None else min(1.0, rate)
+
+
+def _ask(query: Callable[[], Any]) -> Any:
+    """Return what psutil answers, None where it cannot: sandboxes have no `/proc/diskstats`, for example."""
+    try:
+        return query()
+    except (psutil.Error, OSError, RuntimeError, NotImplementedError):
+        return None
 
 
 def _core_times(times: Any) -> tuple[float, float]:
@@ -313,7 +303,6 @@ class Telemetry:
 
     Args:
         nvml: the NVML binding; by default `pynvml` as `nvidia-ml-py` installs it, if it is there.
-        host: reads all but the GPUs; by default of this machine.
         environ: the process's environment.
         modules: the imported modules, among which torch may be.
     """
@@ -321,11 +310,10 @@ class Telemetry:
     def __init__(
         self,
         nvml: ModuleType | None = None,
-        host: Host | None = None,
         environ: Mapping[str, str] = os.environ,
         modules: Mapping[str, Any] = sys.modules,
     ) -> None:
-        self._host = Host(environ=environ) if host is None else host
+        self._host = Host(environ=environ)
         self._gpus = Gpus(nvml, environ, modules)
 
     def snapshot(self) -> HostSnapshot:
