@@ -11,7 +11,9 @@ from pathlib import Path
 
 
 class Strike:
-    """A hook that strikes once, at the `number`-th change of the file system."""
+    """A hook that strikes once, at the `number`-th change of the file system; `error` is what came of it."""
+
+    error: BaseException
 
     def __init__(self, number: int, act: Callable[[], None]) -> None:
         self.left = number
@@ -46,8 +48,9 @@ def struck_runs(
         file_hook(strike)
         try:
             work()
-        except error:
+        except error as raised:
             assert strike.struck
+            strike.error = raised  # as a notebook keeps the last error, with all its frames
         else:
             break
         finally:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from published_files import NEW, NEW_FOLDER, OLD, OLD_FOLDER, assert_nothing_is_open, bring, content, write
@@ -14,6 +16,7 @@ from trees import leftovers
 
 from colabkit.errors import (
     BadSource,
+    ColabkitError,
     FileFailed,
     InvalidOption,
     NotEnoughSpace,
@@ -92,48 +95,49 @@ def test_drive_is_the_folder_that_the_environment_names_and_never_what_is_replac
         bring(source, "drive:")
 
 
-@pytest.mark.parametrize(
-    ("path", "to", "kind", "said"),
-    [
-        ("gone", "final", SourceMissing, "nothing is there"),
-        ("pipe", "final", BadSource, "special file"),
-        ("run", "file", TargetExists, "is no folder"),
-        ("file", "blocked/", TargetExists, "is a folder"),
-        ("file", "file/", TargetExists, "in it"),
-        ("file", "file", TargetExists, "the same place"),
-        ("file", ".", TargetExists, "the same place"),
-        ("run", "run", TargetExists, "the same place"),
-        ("run", "run/inner/final", TargetExists, "lies in it"),
-        ("run/run", "run", TargetExists, "around it"),
-        ("file", "file2/final", FileFailed, "file2"),
-        ("file", "", InvalidOption, "as path"),
-        (7, "final", InvalidOption, "7 as path"),
-    ],
-)
-def test_what_cannot_be_published_is_one_typed_line_and_changes_nothing(tmp_path, monkeypatch, path, to, kind, said):
+REFUSED: list[tuple[Any, str, type[ColabkitError], str]] = [
+    ("gone", "final", SourceMissing, "nothing is there"),
+    ("pipe", "final", BadSource, "special file"),
+    ("run", "file", TargetExists, "is no folder"),
+    ("file", "blocked/", TargetExists, "is a folder"),
+    ("file", "file/", TargetExists, "in it"),
+    ("file", "file", TargetExists, "the same place"),
+    ("file", ".", TargetExists, "the same place"),
+    ("run", "run", TargetExists, "the same place"),
+    ("run", "run/inner/final", TargetExists, "lies in it"),
+    ("run/run", "run", TargetExists, "around it"),
+    ("file", "file2/final", FileFailed, "file2"),
+    ("file", "", InvalidOption, "as path"),
+    (7, "final", InvalidOption, "7 as path"),
+]
+
+
+def test_what_cannot_be_published_is_one_typed_line_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {"file": b"x", "file2": b"y", "run/run/a": b"z", "run/inner/b": b"", "blocked/file/c": b""})
     os.mkfifo("pipe")
     before = content(tmp_path)
-    with pytest.raises(kind, match=r"^Cannot publish .*\.$") as caught:
-        bring(path, to)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert content(tmp_path) == before
+    for path, to, kind, said in REFUSED:
+        with pytest.raises(kind, match=r"^Cannot publish .*\.$") as caught:
+            bring(path, to)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
     with pytest.raises(InvalidOption, match="verify"):
         bring(tmp_path / "file", "final", verify="some")
+    assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EDQUOT])
-@pytest.mark.parametrize("at", range(1, 6))
-def test_a_target_that_refuses_is_one_typed_line_that_names_it(near, tmp_path, file_hook, number, at):
-    def refuse() -> None:
-        raise OSError(number, os.strerror(number))
+def test_a_target_that_refuses_is_one_typed_line_that_names_it(near, tmp_path, file_hook):
+    for number in (errno.EROFS, errno.EACCES, errno.EDQUOT):
+        for at in range(1, 6):
 
-    file_hook(Strike(at, refuse))
-    with pytest.raises((FileFailed, NotEnoughSpace), match=os.strerror(number)) as caught:
-        bring(near, tmp_path / "new" / "final.h5")
-    assert at == 1 or "final.h5" in str(caught.value)
+            def refuse(number: int = number) -> None:
+                raise OSError(number, os.strerror(number))
+
+            file_hook(Strike(at, refuse))
+            with pytest.raises((FileFailed, NotEnoughSpace), match=os.strerror(number)) as caught:
+                bring(near, tmp_path / f"new-{number}-{at}" / "final.h5")
+            assert at == 1 or "final.h5" in str(caught.value)
     assert leftovers(tmp_path) == []
 
 
@@ -160,19 +164,19 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new_and_nothing_beside
     assert content(final) == new
 
 
-@pytest.mark.parametrize("change", ["append", "touch", "gone"])
-@pytest.mark.parametrize("operation", ["write", "sync"])
-def test_a_source_that_changes_meanwhile_is_found_out(tmp_path, file_hook, change, operation):
-    for files, part in ((NEW, ""), (NEW_FOLDER, "e.txt"), (NEW_FOLDER, "added.txt")):
-        source, final = write(tmp_path / f"near{part}" / "thing", files), write(tmp_path / f"far{part}", {"": b"old"})
-        changing = source / part if part else source
+def test_a_source_that_changes_meanwhile_is_found_out(tmp_path, file_hook):
+    cases = [(NEW, ""), (NEW_FOLDER, "e.txt"), (NEW_FOLDER, "added.txt")]
+    for number, ((files, part), change, operation) in enumerate(
+        itertools.product(cases, ("append", "touch", "gone"), ("write", "sync"))
+    ):
         if part == "added.txt" and change != "append":
             continue
-        if part:
-            final = tmp_path / f"new{part}"
+        source = write(tmp_path / f"near{number}" / "thing", files)
+        final = tmp_path / f"far{number}" if part else write(tmp_path / f"far{number}", {"": b"old"})
+        changing = source / part if part else source
 
-        def act(at: str, path: Path, changing: Path = changing) -> None:
-            if at == operation:
+        def act(at: str, path: Path, changing: Path = changing, change: str = change, on: str = operation) -> None:
+            if at == on:
                 file_hook(None)
                 if change == "append":
                     changing.open("ab").write(b"+")

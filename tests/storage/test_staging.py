@@ -6,11 +6,13 @@ import errno
 import io
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 from local_copies import MemorySource, copy, data_of, kept_partials, state_of, tarred, zipped
 from sampling import sampled
+from strikes import full, struck_runs
 from trees import leftovers, make_tree, needs
 
 from colabkit.errors import (
@@ -111,12 +113,16 @@ def test_a_local_copy_that_lost_files_reads_only_these_again(image_tree, tmp_pat
         assert data_of(path) == data_of(image_tree)
 
 
-def test_a_near_copy_under_the_users_home_is_used_again(image_tree, tmp_path, monkeypatch):
+def test_the_chosen_path_is_where_the_copy_is_also_under_the_users_home(image_tree, tmp_path, monkeypatch):
+    report = copy(image_tree, tmp_path / "deep" / "local")
+    assert (report.path, report.target) == (tmp_path / "deep" / "local", "path")
+    (tmp_path / "empty").mkdir()
+    assert data_of(copy(image_tree, str(tmp_path / "empty")).path) == data_of(image_tree)
     monkeypatch.setenv("HOME", str(tmp_path))
-    report = copy(image_tree, "~/near")
-    assert report.path == tmp_path / "near"
-    assert copy(image_tree, "~/near").reused
-    unstage("~/near")
+    report = copy(image_tree, "~/local")
+    assert report.path == tmp_path / "local"
+    assert copy(image_tree, "~/local").reused
+    unstage("~/local")
     assert not report.path.exists()
 
 
@@ -125,13 +131,13 @@ def test_sources_of_one_name_do_not_share_a_near_copy(tmp_path):
     assert copy(one).path != copy(other).path
 
 
-@pytest.mark.parametrize("name", ["x" * 255, "🦜" * 63, "a.b.c", "...", "caf\udce9", "-rf $HOME", "a\nb"])
-def test_a_source_of_any_name_is_staged(tmp_path, name):
-    folder = tmp_path / name
-    folder.mkdir()
-    (folder / name).write_bytes(b"data")
-    assert data_of(copy(folder).path) == {name: b"data"}
-    assert copy(folder).reused
+def test_a_source_of_any_name_is_staged(tmp_path):
+    for name in ("x" * 255, "🦜" * 63, "a.b.c", "...", "caf\udce9", "-rf $HOME", "a\nb"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(b"data")
+        assert data_of(copy(folder).path) == {name: b"data"}
+        assert copy(folder).reused
 
 
 def test_links_and_special_files_are_passed_over_and_reported(image_tree):
@@ -143,41 +149,30 @@ def test_links_and_special_files_are_passed_over_and_reported(image_tree):
     assert copy(image_tree).skipped == report.skipped
 
 
-def test_the_chosen_path_is_where_the_copy_is(image_tree, tmp_path):
-    report = copy(image_tree, tmp_path / "deep" / "near")
-    assert (report.path, report.target) == (tmp_path / "deep" / "near", "path")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert data_of(copy(image_tree, str(empty)).path) == data_of(image_tree)
-
-
-@pytest.mark.parametrize("inside", [".", "near", "ants/near", "ants/../near", "../way/near"])
-def test_a_target_inside_the_source_is_refused_also_through_links(image_tree, inside):
+def test_a_target_inside_the_source_is_refused_also_through_links(image_tree):
     (image_tree.parent / "way").symlink_to(image_tree)
     before = state_of(image_tree)
-    with pytest.raises(BadSource, match="lies inside the source"):
-        copy(image_tree, image_tree / inside)
+    for inside in (".", "near", "ants/near", "ants/../near", "../way/near"):
+        with pytest.raises(BadSource, match="lies inside the source"):
+            copy(image_tree, image_tree / inside)
     assert state_of(image_tree) == before
 
 
-@pytest.mark.parametrize("refresh", [False, True])
-@pytest.mark.parametrize("kind", ["file", "folder", "dangling link", "another copy"])
-def test_something_else_at_the_target_is_left_alone(image_tree, tmp_path, kind, refresh):
-    target = tmp_path / "target"
-    if kind == "file":
-        target.write_text("mine")
-    elif kind == "folder":
-        target.mkdir()
-        (target / "mine").write_text("mine")
-    elif kind == "dangling link":
-        target.symlink_to(tmp_path / "nowhere")
-    else:
-        copy(make_tree(tmp_path / "other", 1), target)
-    before = state_of(target)
-    with pytest.raises(TargetExists, match="holds a copy of" if kind == "another copy" else "holds something else"):
-        copy(image_tree, target, refresh=refresh)
-    assert state_of(target) == before
-    assert leftovers(tmp_path) == []
+def test_something_else_at_the_target_is_left_alone(image_tree, tmp_path):
+    places = [tmp_path / kind for kind in ("file", "folder", "dangling link", "another copy")]
+    file, folder, link, other = places
+    file.write_text("mine")
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    link.symlink_to(tmp_path / "nowhere")
+    copy(make_tree(tmp_path / "other", 1), other)
+    before = state_of(tmp_path)
+    for target in places:
+        for refresh in (False, True):
+            holds = "a copy of" if target == other else "something else"
+            with pytest.raises(TargetExists, match=f"holds {holds}"):
+                copy(image_tree, target, refresh=refresh)
+    assert state_of(tmp_path) == before
 
 
 def test_something_that_came_to_the_target_meanwhile_is_left_alone(image_tree, tmp_path, file_hook):
@@ -197,13 +192,16 @@ def test_something_that_came_to_the_target_meanwhile_is_left_alone(image_tree, t
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize(("source", "error"), [("nowhere", SourceMissing), ("empty", BadSource), ("pipe", BadSource)])
-def test_what_cannot_be_staged_is_refused_and_nothing_is_written(tmp_path, file_hook, source, error):
+def test_what_cannot_be_staged_is_refused_and_nothing_is_written(tmp_path, file_hook):
     (tmp_path / "empty" / "deep").mkdir(parents=True)
     os.mkfifo(tmp_path / "pipe")
     file_hook(lambda operation, path: pytest.fail(f"{operation} {path}"))
-    with pytest.raises(error, match=source):
-        copy(tmp_path / source)
+    for source, error in {"nowhere": SourceMissing, "empty": BadSource, "pipe": BadSource}.items():
+        with pytest.raises(error, match=source):
+            copy(tmp_path / source)
+    for name in ("../out", "/out", "a/../../out", "", "a//b", "."):
+        with pytest.raises(BadSource, match="names inside the source"):
+            copy(MemorySource({"fine": b"x", name: b"x"}), tmp_path / "local")
 
 
 def test_an_archive_cut_short_or_damaged_leaves_nothing(image_tree, tmp_path, near_storage):
@@ -221,13 +219,6 @@ def test_an_archive_cut_short_or_damaged_leaves_nothing(image_tree, tmp_path, ne
     assert list(near_storage.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out", "", "a//b", "."])
-def test_no_source_writes_outside_its_near_copy(tmp_path, name):
-    with pytest.raises(BadSource, match="names inside the source"):
-        copy(MemorySource({"fine": b"x", name: b"x"}), tmp_path / "near")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_archive_of_a_near_copy_can_be_staged(image_tree, tmp_path):
     near = copy(image_tree).path
     again = copy(zipped(near, tmp_path / "near.zip"))
@@ -235,52 +226,49 @@ def test_an_archive_of_a_near_copy_can_be_staged(image_tree, tmp_path):
     assert data_of(copy(near, tmp_path / "third").path) == data_of(image_tree)
 
 
-@pytest.mark.parametrize("extract", [True, False])
-def test_too_little_space_is_refused_before_anything_is_written(archive, image_tree, monkeypatch, file_hook, extract):
+def test_too_little_space_is_refused_before_anything_is_written(archive, image_tree, monkeypatch, file_hook):
     file_hook(lambda operation, path: pytest.fail(f"{operation} {path}"))
     inflated = sum(map(len, data_of(image_tree).values()))
     packed = archive.stat().st_size
-    for source, needed in ((image_tree, inflated), (archive, inflated if extract else packed)):
+    for source, extract, needed in ((image_tree, True, inflated), (archive, True, inflated), (archive, False, packed)):
         monkeypatch.setattr(file_changes, "free_bytes", lambda path, needed=needed: needed - 1)
         with pytest.raises(NotEnoughSpace, match="needed"):
             copy(source, extract=extract)
 
 
-@pytest.mark.parametrize("change", ["grow", "shrink", "touch"])
+def rewrite(path: Path, change: str) -> None:
+    """Change a file's size or time."""
+    data = path.read_bytes()
+    path.write_bytes({"grow": data + b"x", "shrink": data[:-5], "touch": data}[change])
+    os.utime(path, ns=(1, 1))
+
+
 def test_a_file_that_changes_between_listing_and_reading_stops_all_until_the_next_run(
-    image_tree, near_storage, file_hook, change
+    image_tree, near_storage, file_hook
 ):
-    victim = image_tree / "cats" / "003.png"
-
-    def interfere(operation: str, path: Path) -> None:
-        data = victim.read_bytes()
-        victim.write_bytes({"grow": data + b"x", "shrink": b"x", "touch": data}[change])
-        os.utime(victim, ns=(1, 1))
-
-    file_hook(interfere)
-    with pytest.raises(SourceChanged, match=r"cats/003\.png"):
-        copy(image_tree)
-    file_hook(None)
-    assert [path for path in near_storage.iterdir() if path not in kept_partials(near_storage)] == []
-    report = copy(image_tree)
-    assert report.resumed_bytes
-    assert data_of(report.path) == data_of(image_tree)
-    assert leftovers(near_storage) == []
+    for change in ("grow", "shrink", "touch"):
+        os.utime(image_tree / "cats" / "003.png")
+        file_hook(lambda operation, path, change=change: rewrite(image_tree / "cats" / "003.png", change))
+        with pytest.raises(SourceChanged, match=r"cats/003\.png"):
+            copy(image_tree)
+        file_hook(None)
+        assert list(near_storage.iterdir()) == kept_partials(near_storage)
+        report = copy(image_tree)
+        assert report.resumed_bytes
+        assert data_of(report.path) == data_of(image_tree)
+        assert leftovers(near_storage) == []
+        unstage(report)
 
 
-@pytest.mark.parametrize("change", ["grow", "shrink", "touch"])
 @pytest.mark.parametrize("extract", [True, False])
-def test_an_archive_that_changes_while_it_is_staged_stops_all(archive, near_storage, file_hook, change, extract):
-    def interfere(operation: str, path: Path) -> None:
-        if operation == "write":
-            data = archive.read_bytes()
-            archive.write_bytes({"grow": data + b"x", "shrink": data[:-5], "touch": data}[change])
-            os.utime(archive, ns=(1, 1))
-
-    file_hook(interfere)
-    with pytest.raises((SourceChanged, BadArchive), match=r"run it again|Run it again|Download it again"):
-        copy(archive, extract=extract)
-    assert [path for path in near_storage.iterdir() if path not in kept_partials(near_storage)] == []
+def test_an_archive_that_changes_while_it_is_staged_stops_all(image_tree, archive, near_storage, file_hook, extract):
+    for change in ("grow", "shrink", "touch"):
+        zipped(image_tree, archive)
+        file_hook(lambda at, path, change=change: rewrite(archive, change) if at == "write" else None)
+        with pytest.raises((SourceChanged, BadArchive), match=r"run it again|Run it again|Download it again"):
+            copy(archive, extract=extract)
+        file_hook(None)
+        assert list(near_storage.iterdir()) == kept_partials(near_storage)
 
 
 def test_the_source_is_never_written_to(image_tree, archive, tmp_path):
@@ -349,32 +337,15 @@ def test_a_slow_source_is_read_concurrently(tmp_path, threads):
     assert counting.most == wanted
 
 
-def test_a_failure_leaves_no_descriptor_open(image_tree, archive, tmp_path, file_hook):
+def test_a_failure_leaves_no_descriptor_open(archive, tmp_path, file_hook):
     needs("/proc/self/fd", os.path.isdir("/proc/self/fd"))
 
     def held() -> list[str]:
         links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
         return [os.readlink(link) for link in links if os.path.islink(link) and str(tmp_path) in os.readlink(link)]
 
-    number, failed = 0, True
-    while failed:
-        number += 1
-        left = number
-
-        def fail(operation: str, path: Path) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise OSError(errno.ENOSPC, "full")
-
-        file_hook(fail)
-        try:
-            copy(archive, tmp_path / "near")
-            failed = False
-        except NotEnoughSpace as error:
-            kept = error  # as a notebook keeps the last error, with all its frames
-            assert held() == [], f"at operation {number}"
-            assert kept.__traceback__
-        file_hook(None)
-    assert number > 20
+    for number, strike in struck_runs(file_hook, full, partial(copy, archive, tmp_path / "local"), NotEnoughSpace):
+        assert held() == [], f"at operation {number}"
+        assert strike.error.__traceback__
+    assert number >= 20
     assert held() == []
