@@ -378,6 +378,9 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
                 function, arguments = cloudpickle.loads(data)
             os.close(payload)
             distributed.init_process_group("nccl" if has_gpus else "gloo")
+            if not has_gpus:
+                # A rank that ends while others still connect to it would make them fail.
+                distributed.barrier()
             result = function(*arguments)
             packed = _packed_result(result) if rank == 0 else b""
         except Exception as error:
