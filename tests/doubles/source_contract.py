@@ -9,6 +9,7 @@ from pathlib import Path
 
 from colabkit.storage.sources.items import Item, Source
 from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.registry import open_records, open_source
 
 FILES: Mapping[str, bytes] = {
     "cats/1.jpg": b"meow" * 100,
@@ -42,6 +43,12 @@ def check_source(source: Source, expected: Mapping[str, bytes], is_sorted: bool 
     assert source.list() == listing
     source.close()
     source.close()
+
+
+def contents(source: Source | str | Path) -> dict[str, bytes]:
+    """Return the bytes of all items of a source, or of what a path is taken for."""
+    opened = source if isinstance(source, Source) else open_records(source) or open_source(source)
+    return {item.path: read_item(opened, item, Retries()) for item in opened.list().items}
 
 
 def check_threads(source: Source, items: tuple[Item, ...], expected: Mapping[str, bytes]) -> None:

@@ -27,6 +27,11 @@ def leftovers(folder: Path) -> list[str]:
     return [path for path in map(str, folder.rglob("*")) if ".partial" in path]
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files below a folder by their paths."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def needs(tool: str, available: bool) -> None:
     """Skip a test whose tool is missing; with COLABKIT_CI=1 fail instead, since CI installs all of them."""
     if available:

@@ -16,8 +16,3 @@ CONTENT = random.Random(1).randbytes(700_001)
 def get(server: WebServer, to: Path, **options: object) -> FetchReport:
     """Fetch the server's file."""
     return fetch(server.url, to, progress=False, **options)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files below a folder by their paths."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -9,8 +9,7 @@ import http_servers as servers
 import pytest
 from fake_drive import DriveFolder, FakeDrive, drive_id, old_in_full, only_new, only_old
 from http_servers import cut_after
-from trees import leftovers
-from web_fetches import files_of
+from trees import files_of, leftovers
 
 from colabkit.errors import FetchFailed, InvalidOption, TargetExists, TimedOut
 from colabkit.storage.fetching import transfer

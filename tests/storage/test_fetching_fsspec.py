@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from trees import leftovers
+from trees import files_of, leftovers
 from waiting import wait_until
-from web_fetches import files_of
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
 from colabkit.storage.fetching.api import FetchReport, fetch

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from reader_threads import no_reader_threads
+from trees import files_of
 from waiting import LONG_S, comes_true
 
 from colabkit.errors import ColabkitError, FileFailed, SourceChanged, TimedOut
@@ -33,11 +34,6 @@ def can_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     assert comes_true(no_reader_threads)
 
 
-def tree_bytes(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files of a folder."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def listed(folder: Path) -> list[str]:
     """Return the paths a folder's listing has."""
     return [item.path for item in FolderSource(folder).list().items]
@@ -53,7 +49,7 @@ def test_every_file_is_listed_once_sorted_with_its_size(image_tree):
     (image_tree / "ants" / "deep" / "deeper" / "x.png").write_bytes(b"12345")
     (image_tree / "empty").mkdir()
     listing = FolderSource(image_tree).list()
-    expected = tree_bytes(image_tree)
+    expected = files_of(image_tree)
     assert [item.path for item in listing.items] == sorted(expected)
     assert {item.path: item.size for item in listing.items} == {path: len(data) for path, data in expected.items()}
     assert listing.total_bytes == sum(map(len, expected.values()))
@@ -182,7 +178,7 @@ def test_a_large_folder_and_a_deep_one_are_listed_whole(tmp_path):
         (tmp_path / f"{number}").touch()
         (deep / f"{number}").touch()
     listing = FolderSource(tmp_path).list()
-    assert {item.path: item.size for item in listing.items} == dict.fromkeys(tree_bytes(tmp_path), 0)
+    assert {item.path: item.size for item in listing.items} == dict.fromkeys(files_of(tmp_path), 0)
     assert len(listing.items) == 2 * (3 * folder._STATS_AT_ONCE + 1)
 
 
@@ -207,7 +203,7 @@ def test_a_file_that_vanishes_while_its_folder_is_listed_is_passed_over_and_name
     monkeypatch.setattr(folder, "_stats_of", vanish)
     listing = FolderSource(image_tree).list()
     assert listing.skipped == (("ants/003.png", "it vanished while the folder was listed"),)
-    assert [item.path for item in listing.items] == sorted(tree_bytes(image_tree))
+    assert [item.path for item in listing.items] == sorted(files_of(image_tree))
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE])

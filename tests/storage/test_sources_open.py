@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from colabkit.storage.sources import concurrency, items, registry
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.manifest import ManifestSource
-from colabkit.storage.sources.registry import open_source
+from colabkit.storage.sources.reads import Retries, read_item
+from colabkit.storage.sources.registry import SlowSource, open_source
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 
@@ -224,3 +226,14 @@ def test_a_place_that_never_answers_is_given_up(tmp_path, monkeypatch, kind):
             source.list()
     finally:
         answer.set()
+
+
+def test_every_call_waits_once_and_gives_what_the_inner_source_gives(image_tree, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    slow = SlowSource(FolderSource(image_tree), 0.25)
+    assert {item.path: read_item(slow, item, Retries()) for item in slow.list().items} == {
+        path.relative_to(image_tree).as_posix(): path.read_bytes() for path in image_tree.rglob("*.png")
+    }
+    assert slow.name == str(image_tree)
+    assert pauses == [0.25] * 25

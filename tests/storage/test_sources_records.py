@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from record_files import example, framed, image, lmdb_of, tar_of
-from source_contract import FILES, UNDECODABLE, check_source, check_untouched
+from source_contract import FILES, UNDECODABLE, check_source, check_untouched, contents
 
 from colabkit.errors import ColabkitError, FileFailed, InvalidOption, NotMounted, SourceChanged, SourceMissing
 from colabkit.storage.sources.items import Item, Source
@@ -69,11 +69,6 @@ def opened(source: object) -> Source:
     found = open_records(source)
     assert found is not None
     return found
-
-
-def contents(source: Source) -> dict[str, bytes]:
-    """Return the bytes of all samples."""
-    return {item.path: read_item(source, item, Retries()) for item in source.list().items}
 
 
 @pytest.mark.parametrize("kind", KINDS)

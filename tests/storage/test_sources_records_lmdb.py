@@ -10,19 +10,13 @@ import lmdb
 import pytest
 from record_files import image, lmdb_of
 from sampling import sampled
+from source_contract import contents
 
 from colabkit.errors import BadArchive, BadSource, ColabkitError, MissingPackage, TimedOut
 from colabkit.storage.sources import lmdb_records
 from colabkit.storage.sources.lmdb_records import LmdbSource
-from colabkit.storage.sources.reads import Retries, read_item
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def contents(path):
-    """Return the bytes of all samples of an LMDB."""
-    source = LmdbSource(path)
-    return {item.path: read_item(source, item, Retries()) for item in source.list().items}
 
 
 def noise(sizes, seed=1):

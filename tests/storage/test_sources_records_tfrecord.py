@@ -12,9 +12,9 @@ import zlib
 import pytest
 import tfrecord
 from record_files import delimited, example, framed, image, masked
+from source_contract import contents
 
 from colabkit.errors import BadArchive, BadSource, MissingPackage
-from colabkit.storage.sources.reads import Retries, read_item
 from colabkit.storage.sources.registry import open_records
 from colabkit.storage.sources.tfrecord import TfRecordSource
 
@@ -25,11 +25,6 @@ def source_of(path, *records):
     """Write a TFRecord file and return it as a source."""
     path.write_bytes(framed(*records))
     return TfRecordSource(str(path), [path])
-
-
-def contents(source):
-    """Return the bytes of all samples."""
-    return {item.path: read_item(source, item, Retries()) for item in source.list().items}
 
 
 def test_a_file_of_a_real_writer_is_read(tmp_path):

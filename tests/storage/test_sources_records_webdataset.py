@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import webdataset
 from record_files import image, shards_of, tar_of
+from source_contract import contents
 
 from colabkit.errors import BadArchive, BadSource, ColabkitError
-from colabkit.storage.sources.reads import Retries, read_item
 from colabkit.storage.sources.registry import open_records
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.webdataset import WebDatasetSource
@@ -23,11 +23,6 @@ pytestmark = pytest.mark.timeout(60)
 def source_of(*files):
     """Return tars as a source of samples."""
     return WebDatasetSource("shards", files)
-
-
-def contents(source):
-    """Return the bytes of all samples."""
-    return {item.path: read_item(source, item, Retries()) for item in source.list().items}
 
 
 def test_shards_of_the_real_writer_are_read_as_webdataset_reads_them(tmp_path):

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from local_copies import zipped
 from sampling import sampled
-from trees import make_tree
+from source_contract import contents
+from trees import files_of, make_tree
 
 from colabkit.errors import BadArchive, ColabkitError
 from colabkit.storage.sources import zip_archive
 from colabkit.storage.sources.items import STAGE_SEAL, Item
 from colabkit.storage.sources.reads import Retries, read_item
-from colabkit.storage.sources.registry import open_source
 from colabkit.storage.sources.zip_archive import ZipSource
 
 METHODS = {
@@ -31,31 +32,12 @@ METHODS = {
 }
 
 
-def zipped(folder: Path, archive: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
-    """Write a zip archive of a folder."""
-    with zipfile.ZipFile(archive, "w", compression) as file:
-        for path in sorted(folder.rglob("*")):
-            file.write(path, path.relative_to(folder))
-    return archive
-
-
 def zip_of(archive: Path, *members: tuple[str, bytes]) -> Path:
     """Write a zip archive of members with any names, also several of one name."""
     with zipfile.ZipFile(archive, "w") as file:
         for name, data in members:
             file.writestr(zipfile.ZipInfo(name), data)
     return archive
-
-
-def contents(archive: Path) -> dict[str, bytes]:
-    """Return the bytes of all items of an archive."""
-    source = open_source(archive)
-    return {item.path: read_item(source, item, Retries()) for item in source.list().items}
-
-
-def tree_bytes(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files of a folder."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -74,13 +56,13 @@ def test_large_members_are_streamed_with_the_same_bytes(tree, tmp_path, monkeypa
     (tree / "ants" / "empty.txt").unlink()
     source = ZipSource(archive)
     found = {item.path: read_item(source, item, Retries()) for item in source.list().items if item.size}
-    assert found == tree_bytes(tree)
+    assert found == files_of(tree)
 
 
 def test_an_archive_behind_other_bytes_is_read(tree, tmp_path):
     archive = zipped(tree, tmp_path / "a.zip")
     archive.write_bytes(b"#!/bin/sh\n" * 7 + archive.read_bytes())
-    assert contents(archive) == tree_bytes(tree)
+    assert contents(archive) == files_of(tree)
 
 
 def test_the_directory_is_read_once_also_when_threads_come_first(tree, tmp_path, monkeypatch):
@@ -116,7 +98,7 @@ def test_an_archive_cut_short_anywhere_is_refused(tree, tmp_path):
 def test_a_flipped_byte_anywhere_gives_right_bytes_or_a_typed_error(tree, tmp_path, method):
     archive = zipped(tree, tmp_path / "a.zip", METHODS[method])
     data = bytearray(archive.read_bytes())
-    right = set(tree_bytes(tree).values())
+    right = set(files_of(tree).values())
     random = np.random.default_rng(3)
     refused = 0
     for place in random.permutation(len(data))[:600]:
