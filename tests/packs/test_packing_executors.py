@@ -329,9 +329,9 @@ def large_plan(count: int) -> PackPlan:
 def test_a_million_samples_are_planned_in_seconds_and_each_task_carries_its_own(tmp_path):
     plan, count = large_plan(1_000_000), 100
     started = time.perf_counter()
-    sizes = shards._sample_bytes(plan)
-    ranges = shards._ranges(sizes, int(sizes.sum()) // count)
-    shards._digest(plan, ranges)
+    sizes = shards.estimate_bytes(plan)
+    ranges = shards.divide_samples(sizes, int(sizes.sum()) // count)
+    shards.digest_shards(plan, ranges)
     parts = [plan.shard(start, stop, plan.about) for start, stop in ranges]
     assert time.perf_counter() - started < 15
     assert len(parts) == count

@@ -33,8 +33,9 @@ def _near(near_storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def numbers_of(found: Pack, split: str) -> list[int]:
     """Return which of the pictures the samples of a split are, in order."""
     number = {pixels.tobytes(): number for number, pixels in enumerate(PIXELS)}
-    images = (np.asarray(found[split]._opened.samples.one(row)[0]) for row in range(len(found[split])))
-    return [number[np.ascontiguousarray(image.transpose(1, 2, 0)).tobytes()] for image in images]
+    samples = (found[split][row] for row in range(len(found[split])))
+    images = (sample[0] if isinstance(sample, tuple) else sample for sample in samples)
+    return [number[image.permute(1, 2, 0).numpy().tobytes()] for image in images]
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {"webdataset": web_shards, "tfrecord": tf_records, "lmdb": database}

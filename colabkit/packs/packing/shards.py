@@ -75,13 +75,13 @@ def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Writt
 def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: ProgressBar) -> WrittenPack:
     """Write a plan to shards of about `shard_bytes`, and their index."""
     final, executor, replace = options.final.absolute(), options.executor, options.overwrite
-    sizes = _sample_bytes(plan)
-    ranges = _ranges(sizes, shard_bytes)
+    sizes = estimate_bytes(plan)
+    ranges = divide_samples(sizes, shard_bytes)
     names = [f"{final.stem}-{number:05d}{final.suffix}" for number in range(len(ranges))]
     with ShardFolder(final, bar.wait) as kept:
         if not replace:
             check_free(plan, final)
-        work = _digest(plan, ranges)
+        work = digest_shards(plan, ranges)
         is_same = options.resume and kept.record.get("work") == work and plan.about["plan"] is not None
         kept.note(path=os.fspath(final), work=work)
         if not is_same:
@@ -252,7 +252,7 @@ class _ShardSet:
         self.plan.check_bad([one for number in sorted(self.written) for one in self.written[number].bad])
 
 
-def _sample_bytes(plan: PackPlan) -> Indices:
+def estimate_bytes(plan: PackPlan) -> Indices:
     """Return about how many bytes each sample takes, counted through all splits."""
     sizes = np.full(plan.samples, plan.row_bytes, np.int64)
     if plan.lengths:
@@ -275,7 +275,7 @@ def _spooled_bytes(plan: PackPlan) -> int:
     return sum(found) // max(1, len(found))
 
 
-def _ranges(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
+def divide_samples(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
     """Return which samples, counted through all splits, go into each shard: at least one, and as many bytes in each."""
     ends = np.cumsum(sizes)
     total = int(ends[-1])
@@ -288,7 +288,7 @@ def _ranges(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
     return list(zip(bounds, [*bounds[1:], len(sizes)], strict=True))
 
 
-def _digest(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
+def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
     """Return a digest that only equal shards share: of the content, the columns and the times of the files."""
     about = {name: value for name, value in plan.about.items() if name != "options"}  # which holds timings
     made = [[one.name, list(one.shape), one.dtype, one.is_ragged] for one in plan.maker.fields]
