@@ -15,7 +15,7 @@ from .probing.api import read_probe as read_probe
 from .probing.report import ProbeReport as ProbeReport
 from .publishing import MOVED_BLOCK_BYTES as MOVED_BLOCK_BYTES
 from .publishing import SLOWEST_BYTES_S as SLOWEST_BYTES_S
-from .publishing import Moved as Moved
+from .publishing import MoveCallback as MoveCallback
 from .publishing import PublishReport as PublishReport
 from .publishing import SlowMount as SlowMount
 from .publishing import check_written as check_written

@@ -180,7 +180,7 @@ class _Publication:
     is_inside: bool
     advance: Callable[[int, int], None]
 
-    def run(self, target: Path, answered: Moved) -> tuple[Path, bool]:
+    def run(self, target: Path, answered: MoveCallback) -> tuple[Path, bool]:
         """Copy, compare and rename; return the final path and whether something was replaced."""
 
         def moved(size: int = 0) -> None:
@@ -213,7 +213,7 @@ class _Publication:
             raise
         return final, is_replaced
 
-    def _copy(self, item: Item, path: Path, moved: Moved) -> int:
+    def _copy(self, item: Item, path: Path, moved: MoveCallback) -> int:
         moved()
         file_changes.make_folder(path.parent)
         crc = write_blocks(path, read_blocks(self.source, item, MOVED_BLOCK_BYTES, Retries()), moved)
@@ -234,7 +234,7 @@ class _Publication:
         return final
 
 
-class Moved(Protocol):
+class MoveCallback(Protocol):
     """Called by the work whenever the mount has answered, with the bytes that it took or gave."""
 
     def __call__(self, size: int = 0) -> None:
@@ -261,7 +261,7 @@ class SlowMount:
     def call(
         self,
         act: str,
-        work: Callable[[Moved], T],
+        work: Callable[[MoveCallback], T],
         *,
         largest_bytes: int = 0,
         files: int = 0,
@@ -315,7 +315,7 @@ class SlowMount:
                     self._abandoned.append(ended)
 
 
-def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: Moved) -> int:
+def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCallback) -> int:
     """Write blocks to a new file, bring them to the medium as far as the mount does that, and return their CRC32."""
     crc = offset = 0
     fd = file_changes.create(path)
@@ -335,7 +335,7 @@ def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: Moved)
     return crc
 
 
-def check_written(act: str, name: str, path: Path, size: int, crc: int | None, moved: Moved) -> None:
+def check_written(act: str, name: str, path: Path, size: int, crc: int | None, moved: MoveCallback) -> None:
     """Raise `Corrupt` unless a file has the size and, if `crc` is not None, the CRC32 of the bytes written to it.
 
     `act` and `name` are for the message; `moved` is called with the bytes of each block that is read back.

@@ -37,8 +37,8 @@ _CHILD_END_S = 1.5  # what the child may take beyond its seconds, before it coun
 _Records = defaultdict[str, list[dict[str, Any]]]
 
 
-class _Ended(Exception):
-    """The child has said everything; it may be unable to end."""
+class _LastRecord(Exception):
+    """The last record came; the child may be unable to end."""
 
 
 def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool = True) -> ProbeReport:
@@ -106,13 +106,13 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
         records[record["kind"]].append(record["values"])
         records["errors"].append(record["errors"])
         if record["kind"] in ("end", "stalled"):
-            raise _Ended
+            raise _LastRecord
 
     command = processes.python(inspect.getsource(child), path, str(seconds))
     try:
         with heartbeat("probe", seconds, progress) as tick:
             processes.run(command, act, seconds + _CHILD_END_S, on_tick=tick, on_line=keep)
-    except _Ended:
+    except _LastRecord:
         pass
     except TimedOut:
         records["stalled"].append({"operation": "answer", "path": path, "seconds": seconds + _CHILD_END_S})

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, cast
 import torch
 
 from colabkit.foundation import Corrupt, NotMounted, can_hang, cannot, file_changes, mounts
-from colabkit.storage import MOVED_BLOCK_BYTES, Moved, SlowMount, check_written, write_blocks
+from colabkit.storage import MOVED_BLOCK_BYTES, MoveCallback, SlowMount, check_written, write_blocks
 from colabkit.training.checkpoints.seals import (
     DamagedCheckpoint,
     SealedCheckpoint,
@@ -280,7 +280,9 @@ class RemoteFolder:
         self._timeout_s = timeout_s
         self._mount = SlowMount(str(folder), STALLED_S)
 
-    def ask(self, act: str, work: Callable[[Moved], T], size: int = 0, on_wait: Callable[[], None] | None = None) -> T:
+    def ask(
+        self, act: str, work: Callable[[MoveCallback], T], size: int = 0, on_wait: Callable[[], None] | None = None
+    ) -> T:
         """Return what `work` returns; see `SlowMount.call`.
 
         Raises:
@@ -308,7 +310,7 @@ class RemoteFolder:
         """
         act = f"publish {str(sealed.path)!r} to {str(self.folder)!r}"
 
-        def fill(path: Path, moved: Moved) -> tuple[int, str]:
+        def fill(path: Path, moved: MoveCallback) -> tuple[int, str]:
             give_way()
             try:
                 crc = write_blocks(path, _blocks(sealed), moved)
@@ -318,7 +320,7 @@ class RemoteFolder:
             check_written(act, sealed.path.name, path, sealed.size, crc, moved)
             return sealed.size, sealed.digest
 
-        def work(moved: Moved) -> list[SealedCheckpoint]:
+        def work(moved: MoveCallback) -> list[SealedCheckpoint]:
             is_there = any(one.digest == sealed.digest and one.is_whole() for one in sealed_in(self.folder))
             if not is_there:
                 put(self.folder, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
@@ -334,11 +336,11 @@ class RemoteFolder:
             DamagedCheckpoint: if it is not what was sealed.
         """
 
-        def fill(path: Path, moved: Moved) -> tuple[int, str]:
+        def fill(path: Path, moved: MoveCallback) -> tuple[int, str]:
             write_blocks(path, _blocks(sealed), moved)
             return sealed.size, sealed.digest
 
-        def work(moved: Moved) -> SealedCheckpoint | DamagedCheckpoint:
+        def work(moved: MoveCallback) -> SealedCheckpoint | DamagedCheckpoint:
             try:
                 sealed.check_size()
                 return put(near, sealed.step, sealed.rated, sealed.size, lambda path: fill(path, moved), act)
