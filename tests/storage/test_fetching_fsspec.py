@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import random
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +18,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.zip import ZipFileSystem
 from trees import files_of, leftovers
 from waiting import wait_until
 
@@ -112,6 +115,21 @@ def test_a_folder_comes_with_all_below_it(tmp_path, far):
     assert (report.files, report.fetched_bytes, report.sha256) == (3, len(CONTENT) + 1, None)
     assert get("faulty://tree/a", tmp_path / "other").path == tmp_path / "other"
     assert files_of(tmp_path / "other") == {"one.bin": CONTENT, "b/two.txt": b"2"}
+
+
+def test_a_member_of_an_archive_is_unpacked_once_and_a_file_of_unknown_size_comes_whole(tmp_path, far, monkeypatch):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("large.bin", CONTENT)
+    far.pipe("/a.zip", buffer.getvalue())
+    opened, opens = [], ZipFileSystem._open
+    monkeypatch.setattr(ZipFileSystem, "_open", lambda *a, **k: opened.append(a[1]) or opens(*a, **k))
+    assert get("zip://large.bin::faulty://a.zip", tmp_path).path.read_bytes() == CONTENT
+    assert opened == ["large.bin"]
+    far.pipe("/x", CONTENT)
+    honest = Faulty.info
+    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**honest(self, path), "size": None})
+    assert get("faulty://x", tmp_path).path.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("error", [OSError("reset by peer"), asyncio.CancelledError()])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from colabkit.foundation import (
@@ -23,7 +24,6 @@ from colabkit.foundation import (
 from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching.transfer import FetchJob, FetchResult, TryFailed, digests_of, sync_file
 from colabkit.storage.sources.bucket import BucketSource, items_of
-from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries
@@ -72,6 +72,12 @@ class _BucketDownload:
             cause = error.__cause__
             found = str(cause.strerror if isinstance(cause, OSError) else error)
             raise TryFailed(found, "Run it again") from None
+        except ColabkitError:
+            raise
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise TryFailed(error.strerror or "", "Run it again") from None
         finally:
             self.job.retries += retries.count
 
@@ -93,19 +99,21 @@ class _BucketDownload:
         if not version or kept.record.get("validator") != version:
             kept.start_over()
             kept.note(validator=version)
-        items = list(items_of(facts))
-        sizes = {item.path: item.size for item in items}
+        items = {item.path: item for item in items_of(facts)}
+        in_order = facts.keys() - items.keys() if bucket.has_ranges else facts.keys()
+        total = sum(item.size for item in items.values())
         with PartialCopy(bucket.name, kept.data, kept.folder / "journal") as copy:
-            copy.resume(items)
-            have = sum(min(BLOCK_BYTES, sizes[path] - at) for path, crcs in copy.crcs.items() for at in crcs)
-            file_changes.check_space(job.act, sum(sizes.values()) - have, final)
-            job.begin(have, sum(sizes.values()) if len(items) == len(facts) else None)
+            complete = {item.path for item in copy.resume(items.values())}
+            have = sum(min(BLOCK_BYTES, items[path].size - at) for path, crcs in copy.crcs.items() for at in crcs)
+            file_changes.check_space(job.act, total - have, final)
+            job.begin(have, total if len(items) == len(facts) else None)
             with Reading(bucket, "auto", retries, stalled_s=job.timeout) as reading:
-                for block in reading.blocks(requests(bucket, items, copy.crcs)):
+                ranged = [item for path, item in items.items() if path not in in_order]
+                for block in reading.blocks(requests(bucket, ranged, copy.crcs)):
                     copy.write(block)
                     job.advance(block.size)
-            for inside in facts.keys() - sizes.keys():
-                self._read_unsized(copy, inside)
+            for inside in sorted(in_order - complete):
+                copy.write_blocks(items.get(inside, Item(inside, 0)), self._blocks(inside, items.get(inside)))
         if _version_of_all(self._facts()) != version:
             raise self._start_over()
         for inside in facts:
@@ -113,12 +121,15 @@ class _BucketDownload:
         path = kept.data if is_folder else kept.data / next(iter(facts))
         return FetchResult(path, name, bucket.via, version, len(facts), digests_of(path, job.expected))
 
-    def _read_unsized(self, copy: PartialCopy, path: str) -> None:
-        """Read a file whose size its file system does not know, in one piece."""
-        data = answer_of(lambda: self.bucket.read(Item(path, 0)), True, self.job.timeout)
-        blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-        copy.write_blocks(Item(path, len(data)), blocks)
-        self.job.advance(len(data))
+    def _blocks(self, path: str, item: Item | None) -> Iterator[bytes]:
+        """Yield a file that cannot be read by ranges, or whose size its file system does not know."""
+        received = 0
+        for block in self.bucket.stream(path, BLOCK_BYTES):
+            received += len(block)
+            self.job.advance(len(block))
+            yield block
+        if item is not None and received != item.size:
+            raise self._start_over()
 
     def _start_over(self) -> TryFailed:
         self.kept.start_over()

@@ -7,7 +7,8 @@ import errno
 import io
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -100,6 +101,11 @@ class BucketSource:
         return self._is_object
 
     @property
+    def has_ranges(self) -> bool:
+        """Whether parts of objects can be read by themselves; a member of an archive is unpacked from its start."""
+        return "::" not in self._address.text
+
+    @property
     def base_name(self) -> str:
         """The last component of the address."""
         return self._root.rpartition("/")[2]
@@ -144,16 +150,31 @@ class BucketSource:
     def read(self, item: Item, start: int | None = None, end: int | None = None) -> bytes:
         """Return an object's bytes, all or those from `start` to before `end`; errors as of `open`."""
         with self._judged(f"read {item.path!r} of {self.name!r}"):
-            key = self._root if self.is_object else f"{self._root}/{item.path}" if self._root else item.path
-            return bytes(self._fs.cat_file(key, start=start, end=end))
+            return bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
+
+    def stream(self, path: str, block_bytes: int) -> Iterator[bytes]:
+        """Yield an object's bytes in order, in blocks of so many: for objects that ranges do not suit."""
+        file = self._ask(lambda: self._fs.open(self._key(path), "rb", block_size=_RANGE_BYTES), tries=1)
+        with closing(file):
+            block = b""
+            while more := self._ask(partial(file.read, block_bytes - len(block)), tries=1):
+                block += more
+                if len(block) == block_bytes:
+                    yield block
+                    block = b""
+            if block:
+                yield block
 
     def close(self) -> None:
         """Do nothing: no object stays open."""
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        """Return what a call to the file system returns, unless it stalls twice."""
+    def _key(self, path: str) -> str:
+        return self._root if self.is_object else f"{self._root}/{path}" if self._root else path
+
+    def _ask(self, call: Callable[[], T], tries: int = 2) -> T:
+        """Return what a call to the file system returns, unless it stalls in each of the tries."""
         with self._judged(self._act):
-            return answer_of(call, self.can_hang, self._stalled_s or _LISTING_S)
+            return answer_of(call, self.can_hang, self._stalled_s or _LISTING_S, tries)
 
     def _found(self) -> dict[str, Mapping[str, Any]]:
         self._fs.invalidate_cache()
