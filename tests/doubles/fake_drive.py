@@ -14,7 +14,6 @@ import os
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 import trustme
 from http_servers import Handler, Plan, WebServer, serve
+from http_servers import running as running_server
 from trees import needs
 
 from colabkit.storage.fetching import transfer
@@ -238,15 +238,8 @@ def fake_drive(authority: trustme.CA, gdown: str, folder: Path, patch: pytest.Mo
     patch.setenv("REQUESTS_CA_BUNDLE", str(folder / "ca.pem"))
     patch.setenv("PYTHONPATH", gdown)
     patch.setenv("HOME", str(folder))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
+    with running_server(server):
         yield server
-    finally:
-        server.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def children() -> list[int]:

@@ -8,9 +8,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 Plan = Callable[["Handler"], None]
+Server = TypeVar("Server", bound="WebServer")
 
 
 class WebServer(ThreadingHTTPServer):
@@ -207,7 +208,13 @@ def chunked(handler: Handler) -> None:
 @contextlib.contextmanager
 def served(content: bytes, *plans: Plan) -> Iterator[WebServer]:
     """Run a server for the block."""
-    server = WebServer(content, plans)
+    with running(WebServer(content, plans)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """Run a server that is made already for the block."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

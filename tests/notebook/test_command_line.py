@@ -18,12 +18,13 @@ from colabkit.notebook.verbs import VERBS
 from colabkit.packs.format.pack_file import read_pack
 
 
-def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_the_verbs_and_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert all(verb.name in shown for verb in VERBS)
+    assert all(status in shown for status in ("0 when done", "1 after an error", "2 for arguments", "130 after Ctrl-C"))
 
 
 def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,30 +48,20 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.C
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_a_verb_does_not_take_is_its_usage_with_a_hint_and_exit_status_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, said in (
         (["--treads", "4"], "there is no option --treads (did you mean --threads?)"),
         (["a", "--jsn"], "there is no option --jsn (did you mean --json?)"),
         (["a", "b"], "unrecognized arguments: b"),
-    ],
-)
-def test_what_a_verb_does_not_take_is_its_usage_with_a_hint_and_exit_status_2(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["stage", *words])
-    assert done.value.code == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("usage: colabkit stage [-h] [--to TO]")
-    assert shown.endswith(f"colabkit stage: error: {said}\n")
-
-
-def test_the_help_tells_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert all(status in said for status in ("0 when done", "1 after an error", "2 for arguments", "130 after Ctrl-C"))
+    ):
+        with pytest.raises(SystemExit) as done:
+            main(["stage", *words])
+        assert done.value.code == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith("usage: colabkit stage [-h] [--to TO]")
+        assert shown.endswith(f"colabkit stage: error: {said}\n")
 
 
 def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

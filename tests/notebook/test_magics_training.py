@@ -135,9 +135,8 @@ def test_a_loader_that_was_used_before_begins_at_epoch_0(shell: InteractiveShell
     assert shell.user_ns["seen"] == [(0, 0), (0, 1), (1, 2), (1, 3)] * 2
 
 
-@pytest.mark.parametrize(
-    ("body", "steps"),
-    [
+def test_a_loss_counts_in_the_steps_that_set_it(shell: InteractiveShell) -> None:
+    for body, steps in (
         ("loss = 0.5", [0, 1, 2]),
         ("if step != 1: loss = 0.5", [0, 2]),
         ("total = loss(x)", []),
@@ -145,14 +144,11 @@ def test_a_loader_that_was_used_before_begins_at_epoch_0(shell: InteractiveShell
         ("def give():\n    global loss\n    loss = 0.5 + step\ngive()", [0, 1, 2]),
         ("loss = 0.5\ndel loss", []),
         ("loss = {'loss': 0.5, 'accuracy': 1.0}", [0, 1, 2]),
-    ],
-)
-def test_a_loss_counts_in_the_steps_that_set_it(shell: InteractiveShell, body: str, steps: list[int]) -> None:
-    shell.user_ns["loss"] = lambda scores: scores.mean()
-    report = train(shell, "data --batch-size 8 --on cpu", body)
-    assert [step - 1 for step, _ in report.curve.get("loss", [])] == steps
-    if "accuracy" in body:
-        assert report.epochs[0].values == {"loss": 0.5, "accuracy": 1.0}
+    ):
+        shell.user_ns["loss"] = lambda scores: scores.mean()
+        report = train(shell, "data --batch-size 8 --on cpu", body)
+        assert [step - 1 for step, _ in report.curve.get("loss", [])] == steps, body
+    assert report.epochs[0].values == {"loss": 0.5, "accuracy": 1.0}
 
 
 def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,15 +161,6 @@ def test_a_loss_that_is_no_number_is_one_line(shell: InteractiveShell, capsys: p
     run(shell, "%%train data --batch-size 8\nloss = 'hello'")
     (line,) = shown_by(capsys)[-1:]
     assert "sets loss to a str, a single number or a dict of numbers is taken. Use another name" in line
-
-
-def test_ctrl_c_without_a_folder_says_that_nothing_is_saved_and_what_would(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shell.user_ns["signal"] = signal
-    run(shell, "%%train data --batch-size 8\nif step == 1: signal.raise_signal(signal.SIGINT)")
-    (last,) = shown_by(capsys)[-1:]
-    assert "Training stopped after step 2: nothing is saved. Name a folder by --save-to to keep checkpoints" in last
 
 
 def test_an_error_shows_the_cells_line_and_not_what_runs_it(
@@ -202,18 +189,17 @@ def test_the_whole_traceback_is_there_for_who_asks(
     assert "colabkit/training/" in "\n".join(shown_by(capsys))
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [("a = 1\nb = = 2", "in line 3, 'b = = 2'"), ("\n\nreturn 5", "in line 4, 'return 5'"), ("if x:", "in line 2")],
-)
-def test_bad_syntax_is_one_line_with_the_cells_own(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], body: str, said: str
-) -> None:
-    result = run(shell, f"%%train data\n{body}")
-    assert isinstance(result.error_in_exec, InvalidOption)
-    (line,) = shown_by(capsys)
-    assert line.startswith("InvalidOption: Cannot run the cell: ")
-    assert said in line
+def test_bad_syntax_is_one_line_with_the_cells_own(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    for cell, said in (
+        ("%%train data\na = 1\nb = = 2", "in line 3, 'b = = 2'"),
+        ("%%train data\n\n\nreturn 5", "in line 4, 'return 5'"),
+        ("%%train data\nif x:", "in line 2"),
+        ("%%dashboard\nfor batch in loader", "in line 2, 'for batch in loader'"),
+    ):
+        assert isinstance(run(shell, cell).error_in_exec, InvalidOption)
+        (line,) = shown_by(capsys)
+        assert line.startswith("InvalidOption: Cannot run the cell: ")
+        assert said in line
 
 
 def test_magics_and_commands_in_the_body_work(shell: InteractiveShell) -> None:
@@ -221,9 +207,9 @@ def test_magics_and_commands_in_the_body_work(shell: InteractiveShell) -> None:
     assert shell.user_ns["seen"] == [(os.getcwd(), "one two")] * 2
 
 
-@pytest.mark.parametrize(
-    ("line", "error", "said"),
-    [
+def test_an_invalid_line_is_one_line(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.user_ns |= {"model": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)}
+    for line, error, said in (
         ("nowhere.h5", SourceMissing, "nowhere.h5"),
         ("dta", InvalidOption, "Did you mean data"),
         ("data --split dev", InvalidOption, "--split beside 'data', which is a tuple"),
@@ -231,20 +217,15 @@ def test_magics_and_commands_in_the_body_work(shell: InteractiveShell) -> None:
         ("data --on tpu", InvalidOption, "tpu"),
         ("data --transform nothing", InvalidOption, "Cannot use 'nothing'"),
         ("data --save-to runs", InvalidOption, "Add --state head model"),
-        ("data --state seen", InvalidOption, "state has 'seen', a list"),
+        ("data --state seen", InvalidOption, "state['seen'] is a list"),
         ("'half", InvalidOption, "no closing quotation"),
         ("", InvalidOption, "the following arguments are required: pack"),
         ("data --batch-sze 4", InvalidOption, "there is no option --batch-sze (did you mean --batch-size?)"),
-    ],
-)
-def test_what_cannot_be_meant_is_one_line(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], line: str, error: type, said: str
-) -> None:
-    shell.user_ns |= {"model": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)}
-    result = run(shell, f"%%train {line}\nhead(model(x))")
-    assert isinstance(result.error_in_exec, error)
-    (shown,) = shown_by(capsys)
-    assert said in shown
+    ):
+        result = run(shell, f"%%train {line}\nhead(model(x))")
+        assert isinstance(result.error_in_exec, error), line
+        (shown,) = shown_by(capsys)
+        assert said in shown
 
 
 def test_a_missing_split_is_named(shell: InteractiveShell, pack: Path) -> None:
