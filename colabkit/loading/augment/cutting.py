@@ -41,6 +41,12 @@ class Boxes:
         corner = np.zeros(len(sizes), np.int64)
         return cls(corner, corner, sizes[:, 0], sizes[:, 1], np.zeros(len(sizes), np.bool_))
 
+    @classmethod
+    def of_size(cls, top: Sizes, left: Sizes, size: tuple[int, int]) -> Boxes:
+        """Return boxes of one size whose first rows and columns are given."""
+        count = len(top)
+        return cls(top, left, np.full(count, size[0]), np.full(count, size[1]), np.zeros(count, np.bool_))
+
     def rows(self) -> Iterator[tuple[int, int, int, int, bool]]:
         """Return top, left, height, width and mirrored of one box after the other, as plain numbers."""
         columns = self.top, self.left, self.height, self.width, self.mirrored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,8 +167,7 @@ class RandomCrop(Geometry):
             raise InvalidOption(cannot("crop images", found, needed, "Use a smaller size or more padding"))
         uniforms = draws.uniforms(2)
         place_top, place_left = _place(uniforms[:, 0], room[:, 0]) - top, _place(uniforms[:, 1], room[:, 1]) - left
-        count = len(sizes)
-        return Boxes(place_top, place_left, np.full(count, height), np.full(count, width), np.zeros(count, np.bool_))
+        return Boxes.of_size(place_top, place_left, self.size)
 
     def __repr__(self) -> str:
         return f"RandomCrop({self.size}, padding={self.padding}, fill={self.fill})"
@@ -192,9 +192,7 @@ class CenterCrop(Geometry):
         # A smaller image gets the odd pixel of its border below and to the right, a larger one loses half a pixel to
         # the nearest even place.
         corner = np.where(room < 0, -(-room // 2), np.rint(room / 2).astype(np.int64))
-        count = len(sizes)
-        full = np.full(count, self.size[0]), np.full(count, self.size[1])
-        return Boxes(corner[:, 0], corner[:, 1], *full, np.zeros(count, np.bool_))
+        return Boxes.of_size(corner[:, 0], corner[:, 1], self.size)
 
     def __repr__(self) -> str:
         return f"CenterCrop({self.size})"
@@ -215,8 +213,7 @@ class RandomHorizontalFlip(Geometry):
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
         """Return the whole image of each sample, mirrored or not."""
-        corner = np.zeros(len(sizes), np.int64)
-        return Boxes(corner, corner, sizes[:, 0], sizes[:, 1], draws.uniforms(1)[:, 0] < self.p)
+        return replace(Boxes.whole(sizes), mirrored=draws.uniforms(1)[:, 0] < self.p)
 
     def __repr__(self) -> str:
         return f"RandomHorizontalFlip({self.p})"

@@ -93,7 +93,9 @@ class Sequential(PureOrder):
     def __len__(self) -> int:
         return self.n
 
-    def _samples(self, epoch: int, start: int, stop: int) -> Positions:
+    def indices(self, epoch: int, start: int, stop: int) -> Positions:
+        """Return `start` to `stop`, `int64 [stop - start]`."""
+        check_range(start, stop, self.n)
         return np.arange(start, stop, dtype=np.int64)
 
     @property

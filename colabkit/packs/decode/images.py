@@ -45,7 +45,6 @@ from colabkit.packs.decode.pixels import (
     check_pixels,
     check_with_pillow,
     choose_factor,
-    convert_pillow,
     decode_with_pillow,
     describe_sizes,
     divide_size,
@@ -86,14 +85,6 @@ def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pix
     if size is not None:
         pixels = fit_pixels(pixels, stored, orientation, size)
     return pixels if orientation == 1 else turn_pixels(pixels, orientation)
-
-
-def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pixels:
-    """Return a `PIL.Image.Image` of any mode as `decode_image` returns its file, perhaps read only now."""
-    pixels, orientation = convert_pillow(image, channels)
-    if size is not None:
-        pixels = fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), orientation, size)
-    return turn_pixels(pixels, orientation)
 
 
 def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], None]:

@@ -123,16 +123,19 @@ def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[
         return _to_channels(image, channels), stored, _orientation(image)
 
 
-def convert_pillow(image: Any, channels: int) -> tuple[Pixels, int]:
-    """Return the pixels of an image of Pillow, not yet turned, and its orientation."""
+def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pixels:
+    """Return a `PIL.Image.Image` of any mode as `images.decode_image` returns its file, perhaps read only now."""
     try:
         check_pixels(image.height, image.width)
         image.load()
-        return _to_channels(image, channels), _orientation(image)
+        pixels, orientation = _to_channels(image, channels), _orientation(image)
     except (BadImage, MemoryError):
         raise
     except Exception as error:  # of a file that is read only now, and broken
         raise BadImage(f"{type(error).__name__}: {error}") from error
+    if size is not None:
+        pixels = fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), orientation, size)
+    return turn_pixels(pixels, orientation)
 
 
 def check_with_pillow(data: Data) -> Size:

@@ -12,9 +12,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of
-from colabkit.packs.decode.images import decode_pillow
 from colabkit.packs.decode.jpeg import encode_jpeg
-from colabkit.packs.decode.pixels import Pixels, fit_pixels
+from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels
 from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices
 from colabkit.packs.labels.label_values import LabelKind, convert_labels, kind_of_stored
 from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
