@@ -28,9 +28,10 @@ EPOCHS = 4
 
 DEADLINE_S = 100.0
 
-# The server forks no thread, and has imported what its children need.
+# The server has no threads, and imports once what each child would import: the first update of an optimizer imports
+# `torch._dynamo`, which takes seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "colabkit.training.trainer"])
+PROCESSES.set_forkserver_preload(["torch._dynamo", "pytest", "colabkit.augment", "colabkit.training.trainer"])
 
 
 def train(step: Any, loader: Any, **options: Any) -> TrainReport:
