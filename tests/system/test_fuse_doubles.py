@@ -29,6 +29,9 @@ BIG_BYTES = 2_000_000
 
 Mounted = Callable[..., FuseMount]
 
+# Only `--full` tests the doubles; what colabkit promises is tested with them in each run.
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
