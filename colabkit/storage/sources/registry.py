@@ -1,6 +1,7 @@
-"""Where data comes from: a folder, an archive, a table, a bucket or records become a listing of items that can be read.
+"""What opens a source: a folder, an archive, a table, a bucket or records, by a path, an address or a pattern.
 
-A source is listed once; its items are read by the engine that staging and packing share. It is never written to.
+A new source type is a class in a file of its own, which follows the protocol in `items.py`, and a line here: in
+`_kind_of` for a path, in `_open_address` for an address, in `_open_path` and `_shard_kind` for records.
 """
 
 from __future__ import annotations
