@@ -57,11 +57,6 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     there are such. `y` is None where there is one field; further ones are in `batch`. `step` and `epoch` count from 0
     over the whole run, the part before a resume included. A `loss` that the body sets is the step's value: a number, or
     a dict of numbers. Between two steps, as while validating, these names but `loss` are what they were before.
-
-    Args:
-        shell: whose namespace it runs in.
-        line: of the magic.
-        cell: the body.
     """
     namespace = shell.user_ns
     words = split_line(line, namespace)
@@ -76,7 +71,7 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
 
 
 class _CellStep:
-    """The body of a cell as a step; checkpoints hold what it counts."""
+    """The body of a cell as a step, which counts its calls; checkpoints hold the counts."""
 
     def __init__(self, body: CellCode, namespace: dict[str, Any], loader: colabkit.Loader) -> None:
         self._body = body
@@ -126,7 +121,7 @@ class _LossNamespace(UserDict[str, Any]):
 
 
 def _pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return the first field of a batch and its second, None without one; of a dict those named X and Y."""
+    """Return the first two fields of a batch, None where there is one only; of a dict those named X and Y."""
     if isinstance(batch, Mapping):
         if "X" in batch and "Y" in batch:
             return batch["X"], batch["Y"]

@@ -276,7 +276,7 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
     return height, width
 
 
-class _StraightFromFiles(Dataset[tuple[Tensor, int]]):
+class _NaiveDataset(Dataset[tuple[Tensor, int]]):
     """What people write: open a file, decode it with Pillow, bring it to size.
 
     A file that is no image gets the label `-1 - index`, so that the main process can name it in one line.
@@ -308,7 +308,7 @@ def _train_naively(
     """Return images a second and the share of waiting, over a few batches; workers' start apart."""
     assert labelled.values is not None
     samples = tuple((labelled.items[number], int(labelled.values[number])) for number in labelled.splits["train"])
-    dataset = _StraightFromFiles(drive, samples, shape)
+    dataset = _NaiveDataset(drive, samples, shape)
     loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=_NAIVE_WORKERS)
     model = small_network(len(labelled.classes), (*shape, 3)).to(device)
     step = supervised_step(model, torch.optim.AdamW(model.parameters()))

@@ -32,7 +32,7 @@ _MOST = "200"  # no front end shows more
 _SHORT_NAME = "drive:"
 _PATHS = ("path", "folder", "data", "subject")
 _VARIABLES = ("object", "objects", "data", "subject")
-# A child asks: a mount whose program hangs keeps every process that touches it.
+# A child process lists: a mount whose program hangs blocks every process that touches it.
 _LISTED = """
 import itertools, json, os, sys
 folder, start, most = sys.argv[1:]
@@ -60,24 +60,16 @@ def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
 
-def begun_word(line: str) -> tuple[list[str], str]:
-    """Return the words of a line that has been typed so far, and the last one as it stands, with its quotes.
-
-    That is empty where a new word begins; variables are left as they are.
-    """
+def split_typed_line(line: str) -> tuple[list[str], str]:
+    """Return the finished words of a line, and the last one as it is typed; empty where a new word begins."""
     tokens = [match.group() for match in _RAW_TOKEN.finditer(line)]
     is_open = bool(tokens) and line.endswith(tokens[-1])
     last = tokens.pop() if is_open else ""
     return [_word_of(token, line, {}) for token in tokens], last
 
 
-def quoted(word: str, begun: str) -> str | None:
-    """Return a word as it is typed after what has been typed of it; None if it cannot go on so.
-
-    Args:
-        word: the whole word.
-        begun: what stands there, whose first character says how it is quoted.
-    """
+def quote_word(word: str, begun: str) -> str | None:
+    """Return a word quoted as its first characters, `begun`, are; None if that quote cannot hold it."""
     if begun.startswith('"'):
         return '"' + word.replace("\\", "\\\\").replace('"', '\\"')
     if begun.startswith("'"):
@@ -104,9 +96,9 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
 
 
 class _LineParser(RaisingParser):
-    """A parser that raises instead of leaving the kernel, and never takes the value of a variable for an option.
+    """A parser that never takes the value of a variable for an option, and never leaves the kernel.
 
-    A word of data is parsed as a stand-in that looks like nothing, and put back where a value is read.
+    A `DataWord` is parsed as a placeholder, and put back where a value is read.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -133,29 +125,21 @@ class _LineParser(RaisingParser):
 
 
 def line_parser(verb: Verb, prog: str) -> argparse.ArgumentParser:
-    """Return the parser of a magic's line; unsuited words raise `InvalidOption`.
-
-    Args:
-        verb: whose options.
-        prog: the name in usage lines, as in `"%stage"`.
-    """
+    """Return the parser of a magic's line; `prog` is the name in usage lines, as in `"%stage"`."""
     return parser_of(verb, prog, _LineParser)
 
 
 def complete_lines(shell: InteractiveShell, magics: Iterable[str]) -> Callable[[], None]:
-    """Complete the lines of some magics, as in `%stage`, from now on; return the function that ends this.
-
-    They are completed at the start of a line and behind `name =`.
-    """
+    """Complete the lines of some magics, as in `%stage` or `name = %stage`; return the function that ends this."""
     names = "|".join(sorted(map(re.escape, magics), key=len, reverse=True))
     begin = re.compile(rf"\s*(?:[\w.]+\s*=\s*)?(?P<magic>{names})\s+(?P<rest>.*)", re.DOTALL)
 
     def complete(shell: InteractiveShell, event: Any) -> list[str]:
         found = begin.fullmatch(event.text_until_cursor)
-        return following(shell, found["magic"], found["rest"], event.symbol) if found else []
+        return complete_line(shell, found["magic"], found["rest"], event.symbol) if found else []
 
     shell.set_hook("complete_command", complete, re_key=begin.pattern)
-    # IPython compiles the pattern anew, and has no way to take a hook back.
+    # IPython compiles the pattern itself, and has no way to remove a hook.
     dispatcher = shell.strdispatchers["complete_command"]
     key = re.compile(begin.pattern)
 
@@ -165,16 +149,16 @@ def complete_lines(shell: InteractiveShell, magics: Iterable[str]) -> Callable[[
     return forget
 
 
-def following(shell: InteractiveShell, magic: str, rest: str, symbol: str) -> list[str]:
-    """Return what may stand for the end of a line that has been typed so far.
+def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -> list[str]:
+    """Return the completions of a line.
 
     Args:
         shell: whose variables are offered.
         magic: with its per cent signs.
         rest: of the line up to the cursor.
-        symbol: the end of it that is replaced; IPython parts words at more characters than spaces.
+        symbol: the end of it that is replaced; IPython splits words at more characters than spaces.
     """
-    words, begun = begun_word(rest)
+    words, begun = split_typed_line(rest)
     verb: Verb | None
     if magic == "%colabkit":
         if not words:
@@ -243,7 +227,7 @@ def _plain(typed: str) -> str:
 
 
 def _listed(path: str) -> list[str]:
-    """Return what lies in a path's folder and begins as its name does; nothing where that cannot be told in time."""
+    """Return the paths that begin as this one; none where the folder does not answer in time."""
     folder, slash, start = path.rpartition("/")
     shown = folder + slash
     if not slash and path.startswith(_SHORT_NAME):
@@ -258,6 +242,6 @@ def _listed(path: str) -> list[str]:
 
 
 def _fitting(found: Iterable[str], typed: str, symbol: str) -> list[str]:
-    """Return of the words that go on from what has been typed the ends that take the place of `symbol`."""
-    whole = (quoted(word, typed) for word in found)
+    """Return the words that continue what is typed, each from where `symbol` begins."""
+    whole = (quote_word(word, typed) for word in found)
     return [word[len(typed) - len(symbol) :] for word in whole if word is not None and word.startswith(typed)]

@@ -151,10 +151,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
 
 
 def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a magic that tells its options, those of the cell magic of its name among them.
-
-    What it returns or raises speaks in the words of its line.
-    """
+    """Return a magic with `--help`; what it returns or raises speaks in the words of its line."""
     is_cell = verb in CELLS
     text = parser_of(verb, f"{'%%' if is_cell else '%'}{verb.name}").format_help()
     if not is_cell:  # IPython takes no cell magic without a cell, so this is where its options can be asked for

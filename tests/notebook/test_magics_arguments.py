@@ -16,7 +16,7 @@ from magic_shells import loaded_shell
 
 import colabkit
 from colabkit.errors import ColabkitError, InvalidOption
-from colabkit.notebook.lines import begun_word, quoted, split_line
+from colabkit.notebook.lines import quote_word, split_line, split_typed_line
 from colabkit.notebook.verbs import LINES, Option, Verb
 
 TAKING_PATHS = [(verb, option) for verb in LINES for option in verb.options if option.kind in ("text", "path")]
@@ -131,7 +131,7 @@ def test_any_quoted_words_survive(texts: list[str], is_double: bool) -> None:
 
 @given(st.text(characters, min_size=1), st.sampled_from(["", '"', "'"]))
 def test_what_completion_types_is_read_as_it_was_meant(word: str, quote: str) -> None:
-    typed = quoted(word, quote)
+    typed = quote_word(word, quote)
     if typed is None:
         assert "'" in word
         return
@@ -140,7 +140,7 @@ def test_what_completion_types_is_read_as_it_was_meant(word: str, quote: str) ->
 
 @given(st.text(characters))
 def test_a_line_that_is_being_typed_never_fails(line: str) -> None:
-    finished, last = begun_word(line)
+    finished, last = split_typed_line(line)
     assert line.endswith(last)
     assert all(isinstance(word, str) for word in finished)
 

@@ -28,11 +28,7 @@ _NARROW_PX = 460  # below this width labels stand above their fields
 
 
 def sheet(kept: str) -> str:
-    """Return the style sheet: of what is inside this panel only, and of what `keep` returned, which it hides.
-
-    Args:
-        kept: the class of that.
-    """
+    """Return the style sheet, for this panel only; it hides what has the class `kept`."""
     rules = {
         "&": f"container-type:inline-size;box-sizing:border-box;border-radius:8px;color:{_TEXT};accent-color:{ACCENT}",
         "& .widget-html,& .widget-html-content": "overflow:visible;height:auto;margin:0;line-height:20px;min-width:0",
@@ -128,12 +124,7 @@ def _as_text(progress: Progress) -> str:
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return a report as its line, below which its table unfolds, in a frame that scrolls where it is narrow.
-
-    Args:
-        found: the report.
-        is_open: whether the table is unfolded.
-    """
+    """Return a report as its line and its table, which unfolds, and is unfolded if `is_open`."""
     line, _, table = found._repr_html_().partition("</div>")
     return (
         f"<details{' open' if is_open else ''} style='{_FONT};color:{_TEXT};border-top:1px solid {LINE};padding:8px 0;"
@@ -143,12 +134,7 @@ def report(found: Report, *, is_open: bool) -> str:
 
 
 def keep(html: str, kept: str) -> str:
-    """Return what stays in a saved notebook; as long as the panel is alive, its style sheet hides this.
-
-    Args:
-        html: what is kept.
-        kept: the class by which it is hidden.
-    """
+    """Return what stays in a saved notebook, with the class `kept` that the live panel's style sheet hides."""
     return f"<div class='{kept}'>{html}</div>"
 
 

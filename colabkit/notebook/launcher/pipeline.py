@@ -105,16 +105,12 @@ class Pipeline:
 
 
 def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = True) -> Pipeline:
-    """Return what a button does. Nothing is done here, nothing looked at.
+    """Return what a button does, without doing it; raises `InvalidOption` if a value is invalid.
 
     Args:
         settings: the form's values.
         action: the button.
-        needs_mount: whether paths that begin with `drive:` need Drive to be mounted; not where another folder stands
-            for it.
-
-    Raises:
-        InvalidOption: if a value is invalid.
+        needs_mount: whether `drive:` needs a mount; not where another folder stands for it.
     """
     act = f"{action} it" if action != "train" else "train on it"
     source = _checked(act, "source", settings.source)
@@ -247,16 +243,13 @@ def _training_lines(training: TrainingSettings) -> list[str]:
 def run_pipeline(
     pipeline: Pipeline, screen: Screen, begin: Callable[[str], None], done: Callable[[str, Report], None]
 ) -> None:
-    """Make the calls of a pipeline.
+    """Make the calls of a pipeline; their errors and `KeyboardInterrupt` come through.
 
     Args:
         pipeline: what to do.
         screen: where the live panel of the training is shown.
         begin: called before each call with what it does.
         done: called after each call with its variable and its report.
-
-    Raises:
-        ColabkitError: what the calls raise; `KeyboardInterrupt` as well.
     """
     results: dict[str, Any] = {}
     for call in pipeline.calls:
@@ -281,11 +274,7 @@ def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
-    """Refuse files that cannot be packed or trained on, by their names, before they are copied.
-
-    Raises:
-        ColabkitError: as `pack()` raises it once they are local, and the training.
-    """
+    """Refuse files that cannot be packed or trained on, by their names, before they are copied."""
     packing = next((call.arguments for call in pipeline.calls if call.name == "packed"), None)
     if packing is None:
         return

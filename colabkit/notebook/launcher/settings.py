@@ -85,12 +85,7 @@ class Settings:
 
 
 def places(found: RuntimeReport, near: str) -> list[tuple[str, str]]:
-    """Return the choices of where a near copy goes, each with what is free there, and its value for `stage()`.
-
-    Args:
-        found: what this machine allows.
-        near: the folder of near copies on disk.
-    """
+    """Return where a local copy may go: what is free there, and the value for `stage()`; `near` is their folder."""
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
     return [
         ("auto: tmpfs where it fits and leaves RAM for training, else disk", "auto"),
@@ -110,13 +105,9 @@ def _free(place: DiskReport | None) -> str:
 
 
 def reword_for_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
-    """Return an error's message, its next step in the words of the form, and the names of the fields that it names.
+    """Return an error's message with its next step in the words of the form, and the fields that it names.
 
-    What was found stays unchanged.
-
-    Args:
-        error: of any call that a button makes.
-        action: the button. Packing without labels is advised as such where the button trains.
+    Packing without labels is advised as such where the button, `action`, trains.
     """
     before, dot, step = str(error).rpartition(". ")
     if isinstance(error, SourceMissing | BadSource):
