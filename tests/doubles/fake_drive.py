@@ -11,6 +11,7 @@ import fcntl
 import html
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
@@ -248,7 +249,8 @@ def children() -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            is_own = b"resource_tracker" not in path.with_name("cmdline").read_bytes()  # multiprocessing's stays
+            # Multiprocessing's helpers stay as long as this process.
+            is_own = not re.search(rb"resource_tracker|forkserver", path.with_name("cmdline").read_bytes())
             if int(parent) == os.getpid() and is_own and state != "Z":  # one that hung and died is reaped later
                 found.append(int(path.parent.name))
     return found

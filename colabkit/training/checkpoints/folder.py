@@ -52,6 +52,9 @@ logger = logging.getLogger("colabkit")
 
 _HEADER_BYTES = 1 << 20  # of a file beside its tensors, about
 
+# No wait takes longer: a signal that arrives just before a lock is waited for would be noticed only after the wait.
+_TICK_S = 0.5
+
 
 class CheckpointFolder:
     """The checkpoints of one folder: copied in the caller's thread, written, sealed and published in the background.
@@ -247,7 +250,7 @@ class CheckpointFolder:
         """
         while (job := self._job) is not None:
             if (left_s := job.left_s) > 0:
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, _TICK_S))
                 continue
             job.stop.set()
             found = f"{str(self.local_folder)!r} has answered nothing for {format_seconds(job.limit_s)}"
@@ -257,6 +260,11 @@ class CheckpointFolder:
                 self._last_error = error
                 self._note_failure(job.step, str(error), is_told=job.is_raised)
             raise error
+
+    def _await_publisher(self) -> None:
+        """Return when nothing is being published; the caller holds `_changed`."""
+        while self._publisher is not None:
+            self._changed.wait(_TICK_S)
 
     def _start(self, job: SaveJob) -> None:
         writer = threading.Thread(target=self._write, args=(job,), name=THREAD_NAME, daemon=True)
@@ -402,7 +410,7 @@ class CheckpointFolder:
         """
         with self._changed:
             self._await_writer("finish saving checkpoints")
-            self._changed.wait_for(lambda: self._publisher is None)
+            self._await_publisher()
             if self._last_error is not None:
                 raise self._last_error
 
@@ -418,7 +426,7 @@ class CheckpointFolder:
             if self._job is not None:
                 self._job.stop.set()
                 is_told = self._job.is_given_up
-            self._changed.wait_for(lambda: self._publisher is None)
+            self._await_publisher()
             try:
                 self._await_writer("close the checkpoints")
             except TimedOut:
