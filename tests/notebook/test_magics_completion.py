@@ -180,7 +180,7 @@ def test_long_folders_are_cut(shell: InteractiveShell, tmp_path: Path) -> None:
     (tmp_path / "many").mkdir()
     for number in range(260):
         (tmp_path / "many" / f"{number:03}").touch()
-    assert len(offered(shell, "%verify many/")) == 200
+    assert sum(line[-3:].isdigit() for line in offered(shell, "%verify many/")) == 200
 
 
 def test_other_lines_are_left_to_ipython(shell: InteractiveShell) -> None:
