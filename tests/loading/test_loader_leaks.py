@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from sampling import sampled
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from trees import make_tree
+from waiting import comes_true
 
 from colabkit.augment import (
     Compose,
@@ -225,7 +227,7 @@ def run(loader: Loader, number: int) -> None:
 @pytest.mark.parametrize("ends", sampled(["break", "end", "error"], 2))
 def test_epochs_of_worker_processes_leave_neither_processes_nor_descriptors(ends, children):
     loader = Loader(Waits(12, at=7 if ends == "error" else None), 2, num_workers=2)
-    before = None
+    before = (0, 0, 0)
     for number in range(8):
         try:
             for _ in loader:
@@ -237,7 +239,8 @@ def test_epochs_of_worker_processes_leave_neither_processes_nor_descriptors(ends
         psutil.wait_procs([process for process in left()[1] if process not in children], DEADLINE_S)
         if number == 2:
             before = resources()[:3]
-    assert resources()[:3] == before
+    # torch's own threads may still be ending; a leak would be five epochs'.
+    assert comes_true(lambda: all(map(operator.le, resources()[:3], before)))
 
 
 def test_a_loader_that_is_let_go_gives_back_all_it_kept(makes):
