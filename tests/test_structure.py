@@ -207,3 +207,10 @@ def test_test_files_are_named_after_what_they_test() -> None:
             if not any(f"{stem}_".startswith(f"{name}_") for name in names):
                 wrong.append(f"{room}: {file.name}")
     assert wrong == []
+
+
+def test_the_paths_that_contributors_are_sent_to_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`([\w.-]+/[\w./-]*)`", text)
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).exists() and not (PACKAGE / path).exists()] == []

@@ -42,6 +42,9 @@ THREAD_NAME = "colabkit-checkpoint"
 STALLED_S = 120.0
 """Seconds in which a mount or a disk has to answer, or to take or give something."""
 
+TICK_S = 0.5
+"""The longest wait for a lock: a signal that arrives just before one would be noticed only after it."""
+
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
 _NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine would hardly ever write

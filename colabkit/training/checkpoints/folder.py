@@ -29,6 +29,7 @@ from colabkit.storage import SLOWEST_BYTES_S
 from colabkit.training.checkpoints.files import (
     STALLED_S,
     THREAD_NAME,
+    TICK_S,
     LoadedCheckpoint,
     RemoteFolder,
     SaveJob,
@@ -51,9 +52,6 @@ from colabkit.training.checkpoints.snapshots import ContentCopier
 logger = logging.getLogger("colabkit")
 
 _HEADER_BYTES = 1 << 20  # of a file beside its tensors, about
-
-# No wait takes longer: a signal that arrives just before a lock is waited for would be noticed only after the wait.
-_TICK_S = 0.5
 
 
 class CheckpointFolder:
@@ -250,7 +248,7 @@ class CheckpointFolder:
         """
         while (job := self._job) is not None:
             if (left_s := job.left_s) > 0:
-                self._changed.wait(min(left_s, _TICK_S))
+                self._changed.wait(min(left_s, TICK_S))
                 continue
             job.stop.set()
             found = f"{str(self.local_folder)!r} has answered nothing for {format_seconds(job.limit_s)}"
@@ -264,7 +262,7 @@ class CheckpointFolder:
     def _await_publisher(self) -> None:
         """Return when nothing is being published; the caller holds `_changed`."""
         while self._publisher is not None:
-            self._changed.wait(_TICK_S)
+            self._changed.wait(TICK_S)
 
     def _start(self, job: SaveJob) -> None:
         writer = threading.Thread(target=self._write, args=(job,), name=THREAD_NAME, daemon=True)
