@@ -142,13 +142,16 @@ def test_only_front_doors_list_their_names() -> None:
     assert listing == []
 
 
-def test_front_doors_explain_every_folder_and_offer_only_what_is_used() -> None:
+def test_front_doors_explain_every_module_and_offer_only_what_is_used() -> None:
     wrong = []
     for room in ROOMS:
         door = importlib.import_module(f"colabkit.{room}")
         text = inspect.getdoc(door) or ""
-        folders = [path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")]
-        wrong += [f"{room} does not explain {folder}" for folder in folders if f"`{folder}`" not in text]
+        inside = {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")}
+        inside |= {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__"}
+        wrong += [f"{room} does not explain {name}" for name in inside if f"`{name}`" not in text]
+        named = {word for line in re.findall(r"^- (.*?):", text, re.MULTILINE) for word in re.findall(r"`(\w+)`", line)}
+        wrong += [f"{room} has no {name}" for name in named - inside]
         wrong += [f"nobody imports {room}.{name}" for name in set(door.__all__) - used_names()[room]]
     assert wrong == []
 

@@ -2,7 +2,7 @@
 
 - `sampler`: orders of an epoch as pure functions of seed, epoch and position.
 - `augment`: transforms of whole batches, random by seed, epoch and position.
-- `loader`: `Loader` yields batches on the device, in an order that can be resumed.
+- `loader`, `inspection`: `Loader` yields batches on the device, in an order that can be resumed, and describes itself.
 - `engine`: what builds them: plans of an epoch, gather, decoding, threads, worker processes, copies to a GPU.
 """
 

@@ -1,6 +1,6 @@
 """Training: the loop around a loader that survives a disconnect.
 
-- `trainer`, `run`, `report`: `train()`, one run of it, and the report that it returns.
+- `trainer`, `run`, `report`, `plot`: `train()`, one run of it, the report that it returns, and its figure.
 - `schedule`, `records`: what comes between two steps, and the numbers that are kept of them.
 - `checkpoints`, `run_checkpoints`: snapshots written in the background, sealed, published, loaded; what a run saves.
 - `steps`, `models`: `supervised_step()`, the usual step, and what it does to a model.

@@ -1,6 +1,6 @@
-"""Make `colabkit/samples/digits.zip` from scikit-learn's copy of the UCI optical handwritten digits.
+"""Make `colabkit/storage/samples/digits.zip` from scikit-learn's copy of the UCI optical handwritten digits.
 
-    pip install scikit-learn && python tests/make_samples.py
+    pip install scikit-learn && python tests/doubles/make_samples.py
 
 1,797 greyscale PNG images of 8x8 pixels, one folder a class; values 0..16 become 0..255. The archive is the same bytes
 on every run. Licence of the data: CC BY 4.0, E. Alpaydin and C. Kaynak, https://doi.org/10.24432/C50P49.

@@ -1,6 +1,6 @@
 """README's table of magics and commands, made from the table of options.
 
-    python tests/readme_tables.py
+    python tests/doubles/readme_tables.py
 
 prints it, to be put between README's marks.
 """

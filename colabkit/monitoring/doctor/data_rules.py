@@ -1,4 +1,4 @@
-"""Rules about the input: what data waits for, and where it should be instead. `rules` lists them."""
+"""Rules about the input: what reading and decoding wait for, and where data should be instead."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules about the machine: copies to the device, the step on it, the host's other work, and what may end the run.
-
-`rules` lists them.
-"""
+"""Rules about the step and the machine: copies to the device, sizes of batches, other work, what may end the run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """The table of the doctor's rules.
 
 To add a rule, write a function in `data_rules` or `machine_rules` and list it here. Its docstring says when it speaks.
-It looks at a run and returns advice, or None where it has nothing to say; what is unknown is no reason to speak.
+It looks at a run and returns advice, or None where it has nothing to say; what is unknown is no reason to speak. If
+two pieces of advice promise the same, the rule listed first wins. A rule needs a run at which it speaks, and neighbours
+of that run at which it is silent, in `tests/monitoring/test_doctor_rules.py`.
 """
 
 from __future__ import annotations
