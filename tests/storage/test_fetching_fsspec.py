@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
@@ -86,6 +87,10 @@ def fails_after_a_block(to: Path, error: BaseException) -> Callable[[str, int], 
 
 def get(url: str, to: Path, **options: Any) -> FetchReport:
     return fetch(url, to, progress=False, **options)
+
+
+def raise_(error: BaseException) -> None:
+    raise error
 
 
 def plant(far: Faulty) -> None:
@@ -213,6 +218,35 @@ def test_a_file_system_that_hangs_is_left_after_the_time_out(tmp_path, far, monk
     finally:
         released.set()
     assert time.monotonic() - began < 3
+
+
+def test_a_file_system_that_cannot_be_opened_at_first_is_tried_again_and_its_hanging_told(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    opens, fails, released = fsspec.core.url_to_fs, [ConnectionError("reset by peer")], threading.Event()
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: opens(url) if not fails else raise_(fails.pop()))
+    report = get("faulty://x", tmp_path)
+    assert (report.path.read_bytes(), report.retries) == (CONTENT, 1)
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: released.wait(30) and opens(url))
+    try:
+        with pytest.raises(TimedOut, match=r"^Cannot fetch 'faulty://x': no answer of faulty:// in 300 ms"):
+            get("faulty://x", tmp_path / "other", timeout=0.3)
+    finally:
+        released.set()
+
+
+def test_a_file_whose_reads_and_close_hang_is_left_after_the_time_out(tmp_path, far, monkeypatch):
+    far.pipe("/x", CONTENT)
+    released, honest = threading.Event(), Faulty.info
+    hung = SimpleNamespace(read=lambda size: released.wait(30) and b"", close=lambda: released.wait(30))
+    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**honest(self, path), "size": None})
+    monkeypatch.setattr(Faulty, "open", lambda *_, **__: hung)
+    began = time.monotonic()
+    try:
+        with pytest.raises(TimedOut, match="no answer of faulty://"):
+            get("faulty://x", tmp_path, timeout=0.3)
+        assert time.monotonic() - began < 15
+    finally:
+        released.set()
 
 
 def test_what_came_before_a_file_system_hangs_is_kept_and_said_to_be(tmp_path, far, monkeypatch):

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from colabkit.foundation import (
@@ -23,7 +24,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching.transfer import FetchJob, FetchResult, TryFailed, digests_of, sync_file
-from colabkit.storage.sources.bucket import BucketSource, items_of
+from colabkit.storage.sources.bucket import BucketSource, items_of, protocol_of
 from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries
@@ -49,7 +50,16 @@ def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
 class _BucketDownload:
     def __init__(self, job: FetchJob, kept: partials.KeptPartial) -> None:
         self.job, self.kept = job, kept
-        self.bucket = BucketSource(job.address.text, job.act, job.timeout)
+
+    @cached_property
+    def bucket(self) -> BucketSource:
+        """The source, opened by the first try that succeeds in it: a file system may ask the network already here."""
+        try:
+            return BucketSource(self.job.address.text, self.job.act, self.job.timeout)
+        except FetchFailed as error:
+            if isinstance(error.__cause__, OSError):
+                raise TryFailed(error.__cause__.strerror or "", "Run it again") from None
+            raise
 
     def can_resume(self) -> bool:
         """Return whether the next call can use what has come: its version is known."""
@@ -61,7 +71,7 @@ class _BucketDownload:
         try:
             return self._fetch(retries)
         except TimedOut:
-            found = f"no answer of {self.bucket.protocol}:// in {format_seconds(self.job.timeout)}, twice"
+            found = f"no answer of {protocol_of(self.job.address)}:// in {format_seconds(self.job.timeout)}, twice"
             next_step = "Check the network or allow more seconds with timeout=, then run it again"
             next_step = self.job.advice(next_step, self.can_resume())
             raise TimedOut(cannot(self.job.act, found, "one in this time", next_step)) from None

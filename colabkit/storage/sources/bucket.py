@@ -7,7 +7,7 @@ import errno
 import io
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _WHOLE_BYTES = 8 << 20  # objects up to this size are read by one request
 _RANGE_BYTES = 4 << 20  # of larger ones at least so much, since each request costs a latency
+_CLOSE_S = 1.0
 _LISTING_S = 600.0  # a listing shows no sign of life until it is whole: five million objects take so long
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _LATEST_S = 1 << 33
@@ -80,13 +81,13 @@ class BucketSource:
         if self._address.kind != FSSPEC:
             needed = "the address of a bucket, as in 'gs://bucket/birds'"
             raise InvalidOption(cannot(self._act, f"a {self._address.kind} address", needed, "Fetch it first"))
-        self.protocol = _protocol_of(self._address)
+        self.protocol = protocol_of(self._address)
         try:
             self._fs, root, self.via = self._ask(lambda: _file_system_of(self._address, self._act))
         except ColabkitError:
             raise
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise self._unreadable(error) from error  # whose text is without secrets
         self._root = root.rstrip("/")
         self._is_object: bool | None = None
 
@@ -155,7 +156,7 @@ class BucketSource:
     def stream(self, path: str, block_bytes: int) -> Iterator[bytes]:
         """Yield an object's bytes in order, in blocks of so many: for objects that ranges do not suit."""
         file = self._ask(lambda: self._fs.open(self._key(path), "rb", block_size=_RANGE_BYTES), tries=1)
-        with closing(file):
+        try:
             block = b""
             while more := self._ask(partial(file.read, block_bytes - len(block)), tries=1):
                 block += more
@@ -164,6 +165,9 @@ class BucketSource:
                     block = b""
             if block:
                 yield block
+        finally:
+            with suppress(Exception):  # it was only read; a file system that hangs answers no close either
+                answer_of(file.close, self.can_hang, _CLOSE_S, tries=1)
 
     def close(self) -> None:
         """Do nothing: no object stays open."""
@@ -270,13 +274,14 @@ def _mtime_ns(info: Mapping[str, Any]) -> int:
     return 0
 
 
-def _protocol_of(address: Address) -> str:
+def protocol_of(address: Address) -> str:
+    """Return the protocol of an address, as in `"gs"`; of a chain that of its first link."""
     return address.text.partition("://")[0].partition("::")[0].lower()
 
 
 def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
     """Return the file system of an address, the path in it, and both programs' names for a report."""
-    protocol = _protocol_of(address)
+    protocol = protocol_of(address)
     purpose, package = f"to read {protocol}://", _PACKAGES.get(protocol)
     advice = f"Run pip install {package}" if package else ""
     fsspec = import_optional("fsspec", act, purpose, next_step=advice)
