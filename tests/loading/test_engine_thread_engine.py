@@ -238,6 +238,16 @@ def test_an_error_comes_after_the_batches_before_it_and_nothing_after_it(start, 
     assert not running.ready()
 
 
+@pytest.mark.parametrize("threads", [1, 8])
+def test_an_exit_that_a_thread_raises_comes_after_the_batches_before_it(start, threads):
+    for step, sample, whole in (("begin", 16, 4), ("fill", 16 + 2 * PIECE, 5), ("finish", 16 + SIZE, 5)):
+        running = start(plans(8), FakeBuilder(raises_at(step, sample, SystemExit(3))), threads, ahead=6)
+        got: list[Batch] = []
+        with pytest.raises(SystemExit):
+            got.extend(taken(running))
+        assert [batch.end for batch in got] == [SIZE * number for number in range(1, whole + 1)]
+
+
 @pytest.mark.parametrize("threads", [0, 3])
 def test_an_error_of_the_portions_comes_after_the_batches_before_it(start, threads):
     def plan() -> Iterator[BatchPlan]:

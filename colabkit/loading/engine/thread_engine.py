@@ -75,6 +75,8 @@ class ThreadPool:
         self._plans = plans
         self._builder = builder
         self._on_wait = on_wait
+        # In the caller's thread an interrupt is no error of a batch.
+        self._errors: type[BaseException] = BaseException if threads else Exception
         self._ready: queue.SimpleQueue[BatchGroup | BaseException | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards what follows
         self._room = groups_ahead
@@ -173,7 +175,9 @@ class ThreadPool:
         try:
             plan = next(self._plans, _NO_PLAN)
             group = self._builder.begin(plan) if plan is not _NO_PLAN else None
-        except Exception as error:
+        except Cancellation:
+            raise
+        except self._errors as error:
             group = BatchGroup(plan)
             group.error, group.failed_at = error, 0
         with self._changed:
@@ -194,7 +198,9 @@ class ThreadPool:
         try:
             if start < group.failed_at:  # nothing after a failure is delivered
                 self._builder.fill(group, start, stop)
-        except Exception as error:
+        except Cancellation:
+            raise
+        except self._errors as error:
             with self._changed:
                 if start < group.failed_at:
                     group.failed_at, group.error = start, error
@@ -210,7 +216,9 @@ class ThreadPool:
                 group.batches.append(batch)
                 if self._is_over:
                     raise Cancellation
-        except Exception as error:
+        except Cancellation:
+            raise
+        except self._errors as error:
             group.error = error
         with self._changed:
             group.is_done = True
