@@ -1,1 +1,1 @@
-"""`pack()` turns many files, arrays or records into one sealed, memory-mapped HDF5 file, or into several."""
+"""`pack()` writes files, arrays or records into one sealed, memory-mapped HDF5 file, or into several shards."""

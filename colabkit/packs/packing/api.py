@@ -1,8 +1,8 @@
-"""`pack()` turns many files, arrays or records into one sealed, memory-mapped HDF5 file, or into several.
+"""`pack()` writes many files, arrays or records into one sealed, memory-mapped HDF5 file, or into several shards.
 
-Files are read many at once and decoded on as many cores as are allowed; each worker writes its own rows at their final
-place in a file whose space was reserved before. The seal comes last, then the rename, so a killed `pack()` leaves
-nothing that opens.
+Files are read concurrently and decoded on all available cores. Space is reserved first, so each worker writes its rows
+directly at their final position. The seal is written last and then the file is renamed, so a killed `pack()` leaves no
+file that opens as a pack.
 """
 
 from __future__ import annotations
@@ -63,31 +63,31 @@ from colabkit.storage import (
 )
 
 _CONTAINER_SUFFIXES = (*TAR_SUFFIXES, ".zip", ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
-"""Suffixes of objects in a bucket that hold many samples, which are staged whole."""
+"""Suffixes of bucket objects that hold many samples; such an object is staged as a whole."""
 
 _LISTED = 5
 
 
 @dataclass(frozen=True, repr=False)
 class PackReport(Report):
-    """What `pack()` made.
+    """Result of `pack()`.
 
     Attributes:
-        path: the pack; of several shards its index.
-        source: where its samples came from.
-        splits: samples of each split.
+        path: path of the pack; for several shards, of their index.
+        source: name of the source.
+        splits: number of samples in each split.
         classes: class names; a label is an index into them.
-        encoding: `raw`, `source`, `jpeg`, or `array` for what came as arrays.
-        sample_shape: height, width and channels of every image, or the shape of every array; () where they differ.
-        pack_bytes: length of the pack, all shards together.
-        shards: how many files hold the samples.
-        seconds: how long it took.
-        made_by: what made the samples: processes, threads, tasks of an executor.
-        retries: reads that failed and were tried again.
-        left_out: files that are no samples, with the reason.
+        encoding: `raw`, `source`, `jpeg`, or `array` for arrays.
+        sample_shape: height, width and channels of every image, or the shape of every array; () if shapes differ.
+        pack_bytes: size of the pack in bytes, including all shards.
+        shards: number of files that hold the samples.
+        seconds: duration of the call in seconds.
+        made_by: workers that made the samples: processes, threads or tasks of an executor.
+        retries: number of reads that failed and were retried.
+        left_out: files that are not samples, with the reason.
         bad: samples that could not be decoded, with the reason.
-        note: what there is to say of the encoding that was chosen.
-        reused: whether the same pack was there already.
+        note: explanation of the encoding that was chosen.
+        reused: whether the same pack already existed.
     """
 
     path: Path
@@ -107,7 +107,7 @@ class PackReport(Report):
     reused: bool
 
     def __fspath__(self) -> str:
-        """Return the path, so that the report stands for its pack."""
+        """Return the path, so the report can be passed wherever a path is expected."""
         return str(self.path)
 
     def _summary(self) -> str:
@@ -163,51 +163,54 @@ def pack(
     overwrite: bool = False,
     progress: bool = True,
 ) -> PackReport:
-    """Pack a source straight into a sealed HDF5 file, without small files in between, and return its report.
+    """Pack a source into a sealed HDF5 file and return a report.
 
-    Samples become `X_<split>`, labels `Y_<split>`, further fields `<name>_<split>`. An existing pack of the same source
-    and options is used again.
+    Samples become `X_<split>`, labels `Y_<split>`, and additional fields `<name>_<split>`. An existing pack of the same
+    source and options is reused.
 
     Args:
-        source: a folder, a zip or tar archive, a table of paths (DataFrame, CSV, Parquet, list), a bucket's folder,
-            `samples:digits`; an LMDB, WebDataset shards, TFRecord files; an https address or Drive link, which is
-            staged first; arrays, as `{"X": images, "Y": labels}`, also by split; a map-style torch data set, or one
-            for each split.
-        out: the pack's path, by custom ending in `.h5`.
-        size: height and width, or one number for both, to which images are scaled (to cover it, bilinear with
-            antialiasing) and cropped around the center; None keeps the size of each.
-        encoding: `"raw"` stores `uint8 [N, H, W, C]`, all of one size; `"source"` the files' own bytes; `"jpeg"` images
-            re-encoded; `"auto"` is raw if the images are of one size and fit in disk and RAM, else source, with
-            `size` jpeg.
-        quality: of `"jpeg"`, 1 to 100.
+        source: a folder; a zip or tar archive; a table of paths (DataFrame, CSV, Parquet, list); a folder in a bucket;
+            `samples:digits`; an LMDB; WebDataset shards; TFRecord files; an https URL or Drive link, which is staged
+            first; arrays as `{"X": images, "Y": labels}`, optionally by split; a map-style PyTorch dataset, or one for
+            each split.
+        out: path of the pack, usually ending in `.h5`.
+        size: height and width, or one number for both. Images are scaled to cover it (bilinear with antialiasing) and
+            cropped around the center. None keeps each image's size.
+        encoding: `"raw"` stores `uint8 [N, H, W, C]`, which requires images of one size; `"source"` stores the original
+            file bytes; `"jpeg"` stores re-encoded images. `"auto"` chooses raw if all images have one size and fit on
+            disk and in RAM, otherwise jpeg if `size` is given, otherwise source.
+        quality: JPEG quality for `"jpeg"`, 1 to 100.
         channels: 3 for RGB, 1 for luminance.
-        labels: `"auto"` takes a column that is named like labels, else the folders; else a column, several, a function
-            of a sample's path, or None for no labels. Words and whole numbers are classes, floating-point numbers
-            regression, lists and several columns of 0 and 1 multi-label.
-        splits: shares of `train`, `dev`, `test`, dealt by class; a column; a function of a sample's path. None takes
-            folders or a column named so, else all is `train`.
-        fields: further columns to keep, or for each field a column or a function of a sample's path.
-        seed: decides which sample goes to which split.
-        on_bad: what becomes of a file that cannot be decoded: `"raise"` an error, `"skip"` leaves it out, `"blank"`
-            keeps a black image in its place. The pack and the report list each.
-        max_bad: more bad files than that are an error: a share, as 0.1, or a whole number of them. A share above 0
-            allows at least one.
-        shard_bytes: write several files of about this size, as `"256MiB"`, and `out` as their index; an interrupted
-            call resumes after its last whole shard.
-        executor: any executor of `concurrent.futures`, as `Client.get_executor()` of Dask: packs one shard a task. All
-            machines have to see source and target at the same paths.
-        threads: files read at once; `"auto"` measures what the source rewards.
-        resume: take over whole shards that an interrupted call left.
-        overwrite: replace what is at `out`.
+        labels: `"auto"` uses a column with a usual label name, otherwise the folder names. Or pass a column, several
+            columns, a function of a sample's path, or None for no labels. Text and integers are classes, floating-point
+            numbers are regression targets, lists and several columns of 0 and 1 are multi-label.
+        splits: shares of `train`, `dev` and `test`, stratified by class; a column; or a function of a sample's path.
+            None uses a split column or split folders if the source has them; otherwise all samples are `train`.
+        fields: additional columns to store, or for each field a column or a function of a sample's path.
+        seed: seed for assigning samples to splits.
+        on_bad: what to do with a file that cannot be decoded: `"raise"` an error, `"skip"` it, or store a `"blank"`
+            (black) image in its place. The pack and the report list all of them.
+        max_bad: maximum number of bad files before an error is raised: a share such as 0.1, or a whole number. A share
+            above 0 allows at least one.
+        shard_bytes: write several files of about this size, for example `"256MiB"`, and `out` as their index. An
+            interrupted call resumes after the last complete shard.
+        executor: a `concurrent.futures` executor, such as `Client.get_executor()` of Dask, that packs one shard per
+            task. All machines must see source and target at the same paths.
+        threads: number of files read concurrently; `"auto"` adapts it to the source.
+        resume: reuse complete shards that an interrupted call left.
+        overwrite: replace an existing pack at `out`.
         progress: show a progress bar.
 
+    Returns:
+        A report, which can be passed wherever a path is expected.
+
     Raises:
-        InvalidOption: if options make no sense, or not for this source.
-        SourceMissing, BadSource, BadArchive: if the source is not there, has no classes, or is broken.
-        BadImage: if a file is no image, or not of the common size; it is named. Also if too many are bad.
-        TargetExists: if something else is at `out` and `overwrite` is false.
-        NotEnoughSpace: before anything is written.
-        PackingFailed: if processes die.
+        InvalidOption: if an option is invalid, or does not apply to this source.
+        SourceMissing, BadSource, BadArchive: if the source does not exist, has no classes, or is damaged.
+        BadImage: if a file is not an image or differs in size from the others, or if too many files are bad.
+        TargetExists: if something else exists at `out` and `overwrite` is false.
+        NotEnoughSpace: if the pack does not fit; raised before anything is written.
+        PackingFailed: if worker processes die.
     """
     started = time.monotonic()
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
@@ -254,7 +257,7 @@ def pack(
 
 
 def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
-    """Open the source; one that is read faster from a local copy is staged first."""
+    """Open the source; stage it first if a local copy is faster to read."""
     address = None if isinstance(source, Source) else identity_of(source, extract=False)[2]
     if address is not None and address.kind != FSSPEC:
         source = stage(source, extract=False, refresh=overwrite, progress=progress).path
@@ -266,14 +269,15 @@ def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
     opened = open_records(source) or open_source(source)
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, overwrite=overwrite, progress=progress)
-    if opened.can_hang and isinstance(opened, TarSource) and opened.is_sequential:  # labels need a pass, data another
+    if opened.can_hang and isinstance(opened, TarSource) and opened.is_sequential:
+        # Listing and reading the samples each need a full pass over the archive.
         opened.close()
         return TarSource(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
     return opened
 
 
 def _staged_records(far: RangeSource, *, overwrite: bool, progress: bool) -> Source:
-    """Stage the files of records whole, which is faster than reading sample by sample, and open the local copy."""
+    """Stage record files as a whole, which is faster than reading single samples, and open the local copy."""
     files = [os.path.abspath(file) for file in far.files]
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     folder = stage(files, extract=False, refresh=overwrite, progress=progress).path
@@ -297,10 +301,10 @@ class _PackCall:
     progress: bool
 
     def reused(self, key: str | None) -> PackReport | None:
-        """Return the report of the existing pack if it is the one that would be made.
+        """Return the report of the existing pack if it is identical to the one that would be written.
 
         Raises:
-            TargetExists: if something else is there, unless it may be replaced.
+            TargetExists: if something else exists at the path and must not be replaced.
         """
         final = self.write_options.final
         if not os.path.lexists(final):
@@ -313,14 +317,16 @@ class _PackCall:
         try:
             info = read_pack(final)
             for _ in shards_of(info):
-                pass  # each is there, and the one that was sealed
+                # Iterating checks that each shard exists and matches its seal.
+                pass
         except ColabkitError as error:
             raise self._taken("holds something else, or a pack that is damaged") from error
         if key is None:
             raise self._taken("is there, and a data set cannot be compared with it")
         if info.meta["plan"] != key:
             raise self._taken(f"is a pack of {info.meta['source']!r} with other samples or options")
-        reclaim(final)  # of a call that was killed at its end
+        # Remove what a call left that was killed just before it finished.
+        reclaim(final)
         return _report(info, time.monotonic() - self.started, None)
 
     def _taken(self, how: str) -> TargetExists:
@@ -328,14 +334,15 @@ class _PackCall:
         return TargetExists(cannot(self.options.act, found, "a free path", next_step))
 
     def run(self, plan: PackPlan) -> PackReport:
-        """Write the pack of a plan."""
+        """Write the planned pack, or reuse an identical one."""
         if (reused := self.reused(plan.about["plan"])) is not None:
             return reused
         try:
             with ProgressBar("pack", plan.samples, " samples", self.progress) as bar:
                 written = write_plan(plan, self.write_options, bar)
         except TargetExists:
-            if (reused := self.reused(plan.about["plan"])) is None:  # another process was faster
+            # Another process may have written the same pack in the meantime.
+            if (reused := self.reused(plan.about["plan"])) is None:
                 raise
             return reused
         return _report(read_pack(self.write_options.final), time.monotonic() - self.started, written)

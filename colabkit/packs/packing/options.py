@@ -1,4 +1,4 @@
-"""The options of `pack()`, checked, and the names that a pack's fields may have."""
+"""Validated options of `pack()`, and the names allowed for fields."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from colabkit.packs.packing.pack_plan import Encoding, OnBad
 
 Size: TypeAlias = int | tuple[int, int]
 Fields: TypeAlias = Sequence[str] | Mapping[str, str | Callable[[str], Any]]
-"""Further fields: names of columns, or for each field a column or a function of the sample's path."""
+"""Additional fields: column names, or for each field a column or a function of the sample's path."""
 
 _OWN_NAMES = frozenset("XY") | {"crc", "colabkit"}
 
 
 @dataclass(frozen=True)
 class PackOptions:
-    """The options that decide what a pack holds; arguments as of `pack()`.
+    """The options that determine the contents of a pack; see `pack()` for their meaning.
 
     Raises:
-        InvalidOption: if one of them is invalid.
+        InvalidOption: if an option is invalid.
     """
 
     act: str
@@ -55,17 +55,17 @@ class PackOptions:
             raise InvalidOption(cannot(act, found, needed, "Leave size out, or use encoding='jpeg'"))
         object.__setattr__(self, "quality", check_whole_number(act, "quality", self.quality, 1, 100))
         object.__setattr__(self, "seed", check_whole_number(act, "seed", self.seed, 0))
-        # These two check what they return.
+        # Computing these properties validates the options behind them.
         _ = self.image_size, self.sources_of_fields
 
     @cached_property
     def image_size(self) -> tuple[int, int] | None:
-        """Height and width of all images; None keeps their own."""
+        """Height and width of all images; None keeps each image's own size."""
         return height_and_width(self.act, self.size)
 
     @cached_property
     def sources_of_fields(self) -> Mapping[str, str | Callable[[str], Any]]:
-        """For each further field its column, or its function of a sample's path."""
+        """Each additional field's column, or its function of a sample's path."""
         fields = [self.fields] if isinstance(self.fields, str) else self.fields
         named = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields or ()}
         check_field_names(self.act, named)
@@ -76,7 +76,7 @@ class PackOptions:
         return named
 
     def most_bad(self, samples: int) -> int:
-        """Return how many of so many samples may be bad."""
+        """Return how many of `samples` may be bad."""
         if self.on_bad == "raise":
             return 0
         if isinstance(self.max_bad, int) or self.max_bad > 1:
@@ -84,7 +84,7 @@ class PackOptions:
         return max(1, int(self.max_bad * samples)) if self.max_bad else 0
 
     def plain(self) -> list[Any]:
-        """Return the options as plain values, by which packs are compared; functions by what they do."""
+        """Return the options as plain values for comparing packs; functions as digests of their behavior."""
         size, seed = self.image_size, self.seed if isinstance(self.splits, Mapping) else None
         return [
             *(size and list(size), self.encoding, self.quality, self.channels, _plain(self.labels)),
@@ -93,7 +93,7 @@ class PackOptions:
 
 
 def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
-    """Return the size as a pair, None for the images' own; raises `InvalidOption` for anything else."""
+    """Return the size as a pair, or None to keep each image's size; raises `InvalidOption` for anything else."""
     if size is None:
         return None
     height, width = check_size(act, "size", size)
@@ -104,7 +104,7 @@ def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
 
 
 def check_field_names(act: str, names: Iterable[object]) -> None:
-    """Refuse names that no further field can have; raises `InvalidOption`."""
+    """Raise `InvalidOption` for names that an additional field cannot have."""
     for name in names:
         if not isinstance(name, str) or not name or name in _OWN_NAMES or "/" in name or "\0" in name:
             found, needed = f"a field named {name!r}", "a name without '/', other than X, Y and crc"

@@ -1,1 +1,1 @@
-"""`prepare()` is the shortest way to a near pack: the one that is near, else the one on Drive, else a new one."""
+"""`prepare()`: return the local pack of a source, fetching a saved pack or packing the source if there is none."""

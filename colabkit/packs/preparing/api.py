@@ -1,8 +1,8 @@
-"""`prepare()` returns a local pack by the shortest way: the existing one, else the one on Drive, else a new one.
+"""`prepare()` returns a local pack of a source by the fastest route: local pack, saved pack or packing the source.
 
-Local packs of one source and one set of options lie in a folder of their own, each under a digest of the state that the
-source was in. One process at a time makes one there. The folder's notes hold how long each way took, and which pack is
-saved.
+All local packs of one source with one set of options share a folder. Each file name contains a digest of the source's
+state. A lock lets one process at a time create packs in the folder. The notes file in the folder records how long each
+route took and where the pack is saved.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from colabkit.storage import (
     stage,
 )
 
-# With two digests a name takes at most 255 bytes, also of 4 a character.
+# With two digests, a file name stays within 255 bytes even at 4 bytes per character.
 _NAME_CHARS = 56
 _LOCK, _NOTES = "lock", "notes.json"
-# Entries of a folder whose sizes and times count; of those beyond, only the names.
+# Number of folder entries whose size and time are compared; of further entries only the names are.
 _STATED_ENTRIES = 1000
 
 
@@ -80,37 +80,47 @@ def prepare(
     refresh: bool = False,
     progress: bool = True,
 ) -> PreparedPack:
-    """Return a local pack of a source by the shortest way there is; its `report` names the way.
+    """Return a local pack of a source by the fastest route; its `report` shows which one was used.
 
-    A local pack of the same source and options is used without touching a source on a mount; one of a source on this
-    machine only if that is in the same state or gone. Else one that was saved in `save_to`, for the same source,
-    options and state, is staged, one file, and all its samples are checked. Else the source is packed. A local pack
-    that is not saved yet is then saved, so that the next session stages one file; if that fails, the report says why.
+    The routes, in order:
 
-    The state of a source is the names, sizes and times of what lies directly in it, or its own size and time if it is a
-    file; what changes deeper is seen with `refresh=True`, and so are changes of addresses and of the files that a table
-    names. Packs that were saved of former states stay until they are removed by hand. While another process prepares
-    the same, this one waits for its pack.
+    1. A local pack of the same source and options. If the source is on a mount, the source is not read. If it is on
+       this machine, the pack is used only if the source is unchanged or no longer exists.
+    2. A pack saved in `save_to` of the same source, options and source state. It is staged as one file, and all its
+       samples are verified.
+    3. Pack the source.
+
+    A local pack that is not saved yet is then saved, so the next session only has to stage one file. If saving fails,
+    the report contains the reason.
+
+    The state of a folder is the names, sizes and modification times of its direct entries; the state of a file is its
+    size and modification time. Pass `refresh=True` after changes deeper in the tree, behind a URL, or in files that a
+    table lists. Saved packs of earlier states are never removed. If another process is preparing the same source, this
+    call waits for its pack.
 
     Args:
-        source: as `pack()` takes it, also an address.
-        size: as of `pack()`.
-        encoding: as of `pack()`; so are the next eight.
-        quality: of `"jpeg"`.
-        channels: of images.
-        labels: where they come from.
-        splits: shares, or where they come from.
-        fields: further columns.
-        seed: of the splits.
-        on_bad: what becomes of files that cannot be decoded.
-        max_bad: how many there may be; a share above 0 allows at least one.
-        save_to: the folder that keeps packs; None saves nothing. Where Drive is not mounted nothing is saved on it.
-        threads: reads in flight, or `"auto"`.
-        refresh: pack the source again, whatever is there, and save the new pack in place of the old one.
+        source: any source that `pack()` accepts, including a URL.
+        size: as in `pack()`.
+        encoding: as in `pack()`.
+        quality: as in `pack()`.
+        channels: as in `pack()`.
+        labels: as in `pack()`.
+        splits: as in `pack()`.
+        fields: as in `pack()`.
+        seed: as in `pack()`.
+        on_bad: as in `pack()`.
+        max_bad: as in `pack()`.
+        save_to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not
+            mounted.
+        threads: number of concurrent reads, or `"auto"`.
+        refresh: pack the source again even if a pack exists, and replace the saved pack.
         progress: show progress bars.
 
+    Returns:
+        The open pack, a mapping of split names to datasets.
+
     Raises:
-        ColabkitError: what `pack()` raises.
+        ColabkitError: any error that `pack()` raises.
     """
     name, key, _ = identity_of(source, extract=True)
     act = f"prepare {name!r}"
@@ -131,7 +141,7 @@ def prepare(
     folder = near_folder(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{_digest(key, options)}"
 
     def pack_to(path: Path) -> None:
-        # overwrite=True also looks again at what was fetched or staged for it.
+        # overwrite=True also checks fetched or staged copies of the source for changes.
         pack(source, path, **given, threads=threads, overwrite=True, progress=progress)
 
     work = _Preparation(name, folder.absolute(), save_folder, unsaved, pack_to, threads, refresh, progress)
@@ -144,11 +154,11 @@ class _Preparation:
     """One call of `prepare()`.
 
     Attributes:
-        name: the source's, an absolute path if it has one.
-        folder: of the local packs of this source and these options.
-        save_folder: the folder that keeps packs, None where none are saved, as `unsaved` explains.
+        name: name of the source; an absolute path if it has one.
+        folder: folder of the local packs of this source and these options.
+        save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
         pack_to: packs the source to a path.
-        state: of the source; None before it is read, and where there is no source.
+        state: state of the source; None if it has not been read yet or the source does not exist.
     """
 
     name: str
@@ -168,14 +178,15 @@ class _Preparation:
         self.notes = self.read_notes()
 
     def run(self) -> PreparedPack:
-        """Go the shortest way there is."""
+        """Use the fastest route."""
         if not self.is_far:
             self.read_state()
         found = self.find_local()
         if found is not None and (self.save_folder is None or self.is_saved(found.path)):
             return self.prepared(found, "near")
         if found is None and self.read_state() is None:
-            self.pack_to(self.path)  # an error, unless the source has just come
+            # Raises an error, unless the source was created in the meantime.
+            self.pack_to(self.path)
         way: Way = "near"
         with self.alone() as is_alone:
             self.notes = self.read_notes()
@@ -191,13 +202,13 @@ class _Preparation:
         return self.prepared(found, way)
 
     def read_state(self) -> str | None:
-        """Return the source's state, None where there is no source; that of one on a mount is read late, and once."""
+        """Return the source's state, or None if it does not exist; reads it once, and on a mount only when needed."""
         if self.state is None:
             self.state = state_of(self.name, is_far=self.is_far)
         return self.state
 
     def find_local(self) -> PackInfo | None:
-        """Return the local pack of the source's state, or the newest where that is not known; None if none is whole."""
+        """Return the local pack of the source's state, or the newest if that is unknown; None if none can be opened."""
         if self.refresh:
             return None
         started = time.monotonic()
@@ -208,23 +219,23 @@ class _Preparation:
 
     @property
     def path(self) -> Path:
-        """The local pack of the source's state."""
+        """Path of the local pack of the source's state."""
         return self.folder / f"{_digest(self.state or '')}.h5"
 
     def saved_path(self, local: Path) -> Path:
-        """Return where a local pack is saved."""
+        """Return the path at which a local pack is saved."""
         assert self.save_folder is not None
         return self.save_folder / f"{self.folder.name}-{local.name}"
 
     def is_saved(self, local: Path) -> bool:
-        """Return whether a local pack is known to be saved."""
+        """Return whether the notes record that a local pack is saved."""
         return self.save_folder is not None and self.notes.get("saved") == str(self.saved_path(local))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool | None]:
-        """Yield whether this process alone works in the folder, None where the file system has no locks.
+        """Yield whether this process holds the folder's lock; None if the file system does not support locks.
 
-        Another process is waited for, until its pack is there or nothing changes in the folder any more.
+        If another process holds it, wait until its pack exists or until nothing in the folder changes any more.
         """
         file_changes.make_folder(self.folder)
         fd = file_changes.open_lock(self.folder / _LOCK)
@@ -250,7 +261,8 @@ class _Preparation:
         if way == "packed":
             self.note(saved="")
             if _opened(self.path) is None:
-                file_changes.remove(self.path)  # pack() overwrites nothing that is damaged
+                # pack() would not replace a file that does not begin like a pack.
+                file_changes.remove(self.path)
             started = time.monotonic()
             self.pack_to(self.path)
             self.note(packed_s=time.monotonic() - started)
@@ -260,7 +272,7 @@ class _Preparation:
         return way, info
 
     def stage_saved(self, saved: Path) -> bool:
-        """Stage the saved pack if there is one and it is whole; return whether it was."""
+        """Stage the saved pack if it exists and is undamaged; return whether that succeeded."""
         act = f"use {str(saved)!r}"
         copy = self.path.with_suffix(".staged")
         try:
@@ -281,7 +293,7 @@ class _Preparation:
         return True
 
     def save(self, local: Path) -> None:
-        """Save a local pack, or note why that failed."""
+        """Save a local pack, or record why that failed."""
         try:
             publish(local, self.saved_path(local), progress=self.progress)
             self.note(saved=str(self.saved_path(local)))
@@ -289,21 +301,21 @@ class _Preparation:
             self.unsaved = str(error)
 
     def remove_all_but(self, local: Path) -> None:
-        """Remove packs of former states, and what killed processes left."""
+        """Remove packs of earlier states and leftovers of killed processes."""
         for path in list(self.folder.iterdir()):
             if path.name not in (local.name, _LOCK, _NOTES):
                 with contextlib.suppress(OSError):
                     file_changes.remove(path)
 
     def read_notes(self) -> dict[str, Any]:
-        """Return what earlier calls noted."""
+        """Return the notes of earlier calls."""
         try:
             return dict(json.loads((self.folder / _NOTES).read_bytes()))
         except (OSError, ValueError, TypeError):
             return {}
 
     def note(self, **values: object) -> None:
-        """Write notes for the next call, which can do without them."""
+        """Write notes for later calls; failures are ignored because the notes are optional."""
         self.notes.update(values)
         with contextlib.suppress(OSError), partials.Partial(self.folder / _NOTES) as partial:
             file_changes.write_file(partial.path, json.dumps(self.notes).encode())
@@ -327,7 +339,7 @@ class _Preparation:
 
 
 def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, str]:
-    """Return where packs of a source are saved, else why they are not."""
+    """Return the folder in which packs of a source are saved, or None and the reason why they are not."""
     if save_to is None:
         return None, "save_to=None"
     try:
@@ -340,7 +352,7 @@ def _save_folder(save_to: str | os.PathLike[str] | None, name: str) -> tuple[Pat
 
 
 def state_of(name: str, *, is_far: bool) -> str | None:
-    """Return text that differs for most changes of a source, cheap on a slow mount; None where there is no source."""
+    """Return text that changes when a source changes, cheap even on a slow mount; None if the source does not exist."""
     if not os.path.isabs(name):
         return ""
     retries = Retries()
@@ -360,16 +372,17 @@ def state_of(name: str, *, is_far: bool) -> str | None:
 
 
 def _entry_state(path: str) -> tuple[int, int, int]:
-    """Return kind, size and time of a file, a folder or a link; a folder has no size that means anything."""
+    """Return type, size and time of a file, folder or link; a folder's size is meaningless and returned as 0."""
     try:
         found = os.lstat(path)
-    except FileNotFoundError:  # it was removed meanwhile
+    except FileNotFoundError:
+        # The entry was removed in the meantime.
         return 0, 0, 0
     return stat.S_IFMT(found.st_mode), 0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return the packs in a folder, which other processes may remove meanwhile."""
+    """Return the packs in a folder, newest first; other processes may remove them in the meantime."""
     times = {}
     for path in folder.glob("*.h5"):
         with contextlib.suppress(OSError):
@@ -385,7 +398,7 @@ def _opened(path: Path) -> PackInfo | None:
 
 
 def _is_whole(path: Path, *, progress: bool) -> bool:
-    """Return whether a pack and all its samples are as they were sealed."""
+    """Return whether a pack and all its samples match their checksums."""
     try:
         return verify(path, progress=progress).is_good
     except ColabkitError:

@@ -1,4 +1,4 @@
-"""What `prepare()` returns: a pack with its report."""
+"""The pack that `prepare()` returns, with its report."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ Way: TypeAlias = Literal["near", "saved", "packed"]
 
 @dataclass(frozen=True, repr=False)
 class PrepareReport(Report):
-    """The way that `prepare()` went, and what the three ways take.
+    """The route that `prepare()` used, and how long each route takes.
 
     Attributes:
-        path: the near pack.
-        way: `"near"`: it existed; `"saved"`: the one in `save_to` was staged; `"packed"`: the source was packed.
-        near_s: seconds that finding and opening the near pack took.
-        saved_s: seconds that staging the saved one took, here or earlier on this machine; None if that is not known.
-        packed_s: seconds that packing from the source took, likewise.
-        saved_path: the saved pack, None where there is none.
-        unsaved: why there is none.
-        unused: why a saved pack that is there was not used, empty if it was or there was none.
-        pack_bytes: the pack's length.
+        path: path of the local pack.
+        way: `"near"`: a local pack existed; `"saved"`: the pack in `save_to` was staged; `"packed"`: the source was
+            packed.
+        near_s: seconds to find and open the local pack.
+        saved_s: seconds to stage the saved pack, in this call or an earlier one on this machine; None if unknown.
+        packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
+        saved_path: path of the saved pack; None if there is none.
+        unsaved: why there is no saved pack.
+        unused: why an existing saved pack was not used; empty if it was used or there was none.
+        pack_bytes: size of the pack in bytes.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class PrepareReport(Report):
 
 
 class PreparedPack(Pack):
-    """A pack with the report of the way by which `prepare()` made it."""
+    """A pack with a `report` of how `prepare()` obtained it."""
 
     def __init__(self, info: PackInfo, report: PrepareReport) -> None:
         super().__init__(info, partial(open_sealed, info.path.absolute(), info.seal))
@@ -78,11 +79,11 @@ class PreparedPack(Pack):
 
     @property
     def is_good(self) -> bool:
-        """True, as of a report: there is a pack."""
+        """Always true: `prepare()` raises an error if there is no pack."""
         return self.report.is_good
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that `json.dumps` takes."""
+        """Return the report as plain values that `json.dumps` accepts."""
         return self.report.to_dict()
 
     def __repr__(self) -> str:
