@@ -9,11 +9,11 @@ loader = colabkit.Loader(colabkit.open_pack(packed.path)["train"], batch_size=64
 for images, labels in loader: ...
 ```
 
-The code is in seven rooms, in the order in which data flows; each imports only from rooms above it in this list:
-`foundation`, `storage`, `packs`, `loading`, `training`, `monitoring`, `notebook`. The docstring of each room lists what
-it holds, and its `__init__.pyi` the names that other rooms use.
+The code is in seven subpackages, in the order in which data flows: `foundation`, `storage`, `packs`, `loading`,
+`training`, `monitoring`, `notebook`. Each imports only from those before it in this list. The docstring of a subpackage
+describes its modules, and its `__init__.pyi` lists the names that other subpackages use.
 
-Names load on first use: `import colabkit` imports nothing heavy and has no side effects.
+Names are imported on first use: `import colabkit` imports nothing heavy and has no side effects.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""The orders of epochs: pure functions of a seed and an epoch, for any range of positions, in the time of that range.
+"""Sample orders: pure functions of the seed and the epoch that compute any range of positions directly.
 
-No permutation is kept, so a billion samples start at once and a resumed epoch is a slice.
+No permutation is stored, so an epoch of a billion samples starts immediately, and resuming an epoch is slicing it.
 """
 
 from colabkit.foundation import epoch_order

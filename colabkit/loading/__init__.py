@@ -1,9 +1,10 @@
-"""Loading: from the order of an epoch to batches on the device.
+"""Load batches onto the device, in a resumable order.
 
-- `sampler`: orders of an epoch as pure functions of seed, epoch and position.
-- `augment`: transforms of whole batches, random by seed, epoch and position.
-- `loader`, `inspection`: `Loader` yields batches on the device, in an order that can be resumed, and describes itself.
-- `engine`: what builds them: plans of an epoch, gather, decoding, threads, worker processes, copies to a GPU.
+- `sampler`: the sample order of an epoch, a pure function of seed, epoch and position.
+- `augment`: transforms of whole batches, whose randomness depends only on seed, epoch and position.
+- `loader`: the public class `Loader`, which yields batches.
+- `inspection`: names, paths, sample counts and sizes of any data set, loader or batch.
+- `engine`: the implementation: batch plans, row gathering, image decoding, threads, worker processes and GPU copies.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Data sets, loaders and batches seen from outside, also those of other packages: names, paths, samples and bytes."""
+"""Inspect data sets, loaders and batches, including those of other packages: names, paths, sample counts and sizes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NO_BATCHES = (str, bytes, int, float, type(None), os.PathLike, type, torch.nn.M
 
 
 def may_be_loader(of: Any) -> bool:
-    """Return whether something may be a loader: it can be iterated, and is not known to give anything but batches.
+    """Return whether an object may be a loader: an iterable that is not known to yield anything other than batches.
 
-    Models, arrays and tables can be iterated as well, and a list is a loader if it may hold batches.
+    Models, arrays and tables are iterable but are not loaders. A list is one if it may hold batches.
     """
     if isinstance(of, str | bytes | Mapping | set | range | torch.nn.Module) or hasattr(of, "shape"):
         return False
@@ -30,7 +30,7 @@ def may_be_loader(of: Any) -> bool:
 
 
 def _may_be_batch(one: Any) -> bool:
-    """Return whether something holds arrays, or is an object of which nothing is known, as batches of graphs are."""
+    """Return whether an object holds arrays or has an unknown type, such as a batch of graphs."""
     if isinstance(one, _HOLDERS):
         return any(map(_may_be_batch, one.values() if isinstance(one, Mapping) else one))
     is_loader = isinstance(getattr(one, "meters", None), LoaderMeters)
@@ -38,19 +38,20 @@ def _may_be_batch(one: Any) -> bool:
 
 
 def samples_in(batch: Any, unknown: int = 1) -> int:
-    """Return how many samples a batch holds: by its last field, as labels are, whose length cannot be mistaken.
+    """Return the number of samples in a batch, which is the length of its last field.
 
-    A transform that draws several views of each sample leaves the labels alone, too.
+    The last field usually holds labels. Their length is reliable even if a transform makes several views per sample.
 
     Args:
-        batch: as a loader gives it.
-        unknown: how many are in an object that does not tell.
+        batch: batch of any loader.
+        unknown: result for an object whose size is unknown.
     """
     shape = _attribute(batch, "shape")
     if shape is not None:
         try:
             return int(shape[0]) if len(shape) else 1
-        except Exception:  # what others call so may be anything
+        # A `shape` of another package may be anything.
+        except Exception:
             return 1
     if isinstance(batch, Mapping):
         return samples_in((*batch.values(),))
@@ -66,13 +67,15 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
     if isinstance(last, tuple | list):
         samples = samples_in(first)
         if is_stacked and all(_attribute(one, "shape") is not None and samples_in(one) == samples for one in last):
-            return samples  # several targets
-        return len(last)  # things that differ in size, one for each sample
+            # The list holds several targets, each with a row per sample.
+            return samples
+        # The list holds one object per sample, because they differ in size.
+        return len(last)
     return samples_in(first) if is_stacked or isinstance(first, Mapping) else len(batch)
 
 
 def bytes_in(batch: Any) -> int:
-    """Return the bytes of all tensors and arrays of a batch; sparse tensors count as if they were dense."""
+    """Return the size in bytes of all tensors and arrays in a batch; sparse tensors count as dense."""
     if isinstance(batch, torch.Tensor):
         return batch.numel() * batch.element_size()
     if isinstance(batch, Mapping):
@@ -84,13 +87,13 @@ def bytes_in(batch: Any) -> int:
 
 
 def _fields(values: Iterable[Any]) -> list[Any]:
-    """Return what has a place for each sample, without weights, counters and the like; all where nothing has."""
+    """Return the values with an entry per sample, without scalars such as weights; all values if there are none."""
     every = [*values]
     return [value for value in every if _attribute(value, "shape") or (isinstance(value, _HOLDERS) and value)] or every
 
 
 def _attribute(of: Any, name: str) -> Any:
-    """Return an attribute, None where there is none: sparse and nested tensors raise errors of their own."""
+    """Return an attribute, or None on any error: sparse and nested tensors do not raise `AttributeError`."""
     try:
         return getattr(of, name, None)
     except Exception:
@@ -98,20 +101,21 @@ def _attribute(of: Any, name: str) -> Any:
 
 
 def is_far(path: str | None) -> bool | None:
-    """Return whether another program or machine serves a path; None if the path is unknown."""
+    """Return whether a path is remote, that is, served by another machine or process; None if it is unknown."""
     return None if path is None else can_hang(os.path.abspath(path), mounts())
 
 
 def path_of(dataset: Any) -> str | None:
-    """Return the path of a data set's samples, also of torchvision's data sets and of views; None if unknown."""
+    """Return the path of a data set's samples, including torchvision data sets and views; None if unknown."""
     try:
         return _path_of(dataset)
-    except Exception:  # properties of other people's data sets may do anything
+    # Properties of custom data sets may raise anything.
+    except Exception:
         return None
 
 
 def files_of(dataset: Any) -> str | None:
-    """Return the folder of a data set that lists its files, as torchvision's `ImageFolder` does; None of others."""
+    """Return the folder of a data set that lists its files, such as torchvision's `ImageFolder`; None for others."""
     try:
         inner = getattr(dataset, "dataset", None)
         if inner is not None:
@@ -125,10 +129,11 @@ def files_of(dataset: Any) -> str | None:
 
 
 def name_of(dataset: Any, index: int) -> str:
-    """Return the name of a sample, or its path; empty if the data set has no names."""
+    """Return the name or the path of a sample; empty if the data set has no names."""
     try:
         return _name_of(dataset, index)
-    except Exception:  # of other people's code, while one of their errors is reported
+    # Custom data sets may raise anything, and the name is needed while another error is reported.
+    except Exception:
         return ""
 
 
@@ -150,7 +155,8 @@ def _path_of(dataset: Any) -> str | None:
         return str(dataset.info.path)
     if isinstance(dataset, FileDataset):
         return dataset.source.name
-    inner = getattr(dataset, "dataset", None)  # of torch's Subset
+    # torch's Subset holds the data set that it is a view of.
+    inner = getattr(dataset, "dataset", None)
     if inner is not None and inner is not dataset:
         return _path_of(inner)
     root = getattr(dataset, "root", None)

@@ -1,4 +1,4 @@
-"""`Loader` yields batches on the device at memory speed, in an order that can be resumed."""
+"""`Loader` yields batches on the device at memory speed, in a resumable order."""
 
 from __future__ import annotations
 
@@ -52,76 +52,79 @@ from colabkit.loading.engine.user_code import (
 from colabkit.loading.inspection import bytes_in, name_of
 from colabkit.loading.sampler.orders import Order
 
-_SETTLED_EVERY = 64  # batches: a GPU's clock keeps the marks of a few times as many
+# In batches. A GPU's clock holds the events of unsettled steps, so their number has to stay bounded.
+_SETTLED_EVERY = 64
 
 
 class Loader:
-    """Yields batches of a data set, made in the background, in an order that can be resumed.
+    """Load batches of a data set in the background, in a resumable order.
 
-    The data set is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, a tuple or a dict
-    of them), or any map-style torch data set. A batch has the data set's fields, in its order: `images, labels` as a
-    rule, one tensor alone where there is one field.
+    The data set is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, or a tuple or
+    dict of them), or any map-style torch data set. A batch holds the data set's fields in order, usually
+    `images, labels`. If there is only one field, the batch is that tensor.
 
-    - Images of a pack or of files are `uint8 [B, C, H, W]` in channels-last memory, or what `transform` makes of them;
-      other samples keep their stored shape and dtype. Class labels are `int64 [B]`, others as stored. Text and bytes
-      come as lists.
-    - A batch stays valid as long as you hold it. Each iteration is one epoch; with `shuffle` each epoch has its own
-      order, which depends on `seed` and the epoch's number alone.
-    - Rows are not checked against their CRCs, which would take as long as gathering them: `verify()` does that. Image
-      files of a pack are checked.
-    - Under `torch.distributed` every process gets its share of each global batch; every sample comes once in an epoch,
-      and all processes get equally many batches. A custom sampler must shard samples across ranks itself.
-    - A map-style data set, a `collate_fn`, a transform of torchvision and `augment.PerSample` run in worker processes,
-      and so does a subclass with its own `__getitem__`. On the CPU the transforms of `colabkit.augment`, including
-      `PerBatch`, run in worker threads. Other callables on a batch run where the batch is handed over, with the global
-      generators seeded by its position, so that they draw the same after a resume. On a GPU all transforms run there,
-      in the caller's stream.
+    - Images of a pack or of files are `uint8 [B, C, H, W]` in channels-last memory format, or the result of
+      `transform`. Other samples keep their stored shape and dtype. Class labels are `int64 [B]`; other labels keep
+      their stored dtype. Text and bytes are returned as lists.
+    - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
+      order, which depends only on `seed` and the epoch number.
+    - The loader checks the CRCs of image files in a pack. It does not check the CRCs of rows, which would take as long
+      as gathering them; use `verify()` for that.
+    - Under `torch.distributed` every process gets its share of each global batch. Each sample occurs once per epoch,
+      and all processes get the same number of batches. A custom sampler must shard samples across ranks itself.
+    - These run in worker processes: map-style data sets, subclasses with their own `__getitem__`, `collate_fn`,
+      torchvision transforms and `augment.PerSample`. On the CPU, transforms of `colabkit.augment`, including
+      `PerBatch`, run in worker threads. Any other callable runs in your thread when you request the batch; the global
+      random generators are seeded by the batch's position, so it draws the same numbers after a resume. On a GPU all
+      transforms of batches run there, in the caller's stream.
 
     Args:
-        dataset: what to load.
-        batch_size: samples of a batch, of each process.
-        shuffle: shuffle the samples in every epoch; `"block"` shuffles within a window of blocks, for packs beyond RAM.
-        seed: of the orders and of the transforms.
-        drop_last: leave out a last batch that is not full; not with a sampler that yields batches.
-        device: where batches go; None leaves them on the CPU.
-        transform: applied to the images of each batch: of `colabkit.augment`, of torchvision, or any callable. Combine
-            several with `Compose([...])`: of `colabkit.augment` for batches, of torchvision for single samples.
-        sampler: the order, instead of `shuffle`: one of `colabkit.sampler`, such as `Balanced(labels)`, or any iterable
-            with a length, of indices of samples, or of lists of them that are batches. The order of torch's samplers
-            depends on the seed of their generator, on `seed` and the epoch. So does that of others that draw from the
-            global generators before they yield their first, equally in all processes. One that draws later resumes if
-            it has its own generator and seeds it in `set_epoch`, which is called if it exists.
-        collate_fn: makes a batch of a list of samples, as of `DataLoader`. It may leave samples out, but not beside a
-            transform of `colabkit.augment`, which draws for each.
-        fields: names of the fields that batches have, in this order; None for all. Packs and files call their samples
-            `X` and their labels `Y`, arrays of a tuple are `0`, `1` and so on. The transform applies to the field that
-            comes first in the data set.
-        as_dict: batches are dicts by the fields' names, as in `batch["X"]`.
-        size: of decoded image files: one side, or height and width; resized and cropped as by `pack()`. Images that are
-            decoded to one size are cached, so that later epochs run at the speed of rows. `size=` is allowed for rows
-            if it matches.
-        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` by what is free; `tier` reports the choice.
-        on_bad: what to do about image files that cannot be decoded: `"raise"`, `"skip"` in a single process, or a
-            `"blank"` image. Good images that differ in size, where one size is needed, are always an error.
-        num_workers: threads that decode and transform, or processes; None for as many as CPUs may be used. With 0 all
-            work happens where a batch is requested, except what is sent to a GPU.
-        prefetch_batches: how many batches are made ahead; None chooses by their size.
-        persistent_workers: keep worker processes between epochs, which saves a tenth of a second for each epoch; they
-            do not see changes of the data set. Threads do not need it.
-        rank: number of this process; None asks `torch.distributed`.
-        world_size: how many processes there are; None likewise.
+        dataset: data set to load.
+        batch_size: samples per batch, in each process.
+        shuffle: whether to shuffle the samples in every epoch. `"block"` shuffles within a window of blocks, for packs
+            larger than RAM.
+        seed: seed of the order and of the transforms.
+        drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.
+        device: device of the batches; None means the CPU.
+        transform: transform of the images of each batch: of `colabkit.augment`, of torchvision, or any callable.
+            Combine several with `Compose([...])`: of `colabkit.augment` for batches, of torchvision for single samples.
+        sampler: order of the samples, instead of `shuffle`: one of `colabkit.sampler`, such as `Balanced(labels)`, or
+            any iterable with a length that yields sample indices, or lists of them (batches). For torch's samplers the
+            order depends on their generator's seed, on `seed` and on the epoch. The same holds for other samplers that
+            draw from the global generators only before they yield their first index. A sampler that draws later can be
+            resumed if it has its own generator and seeds it in `set_epoch`, which the loader calls if it exists.
+        collate_fn: makes a batch from a list of samples, as in `DataLoader`. It may drop samples, but not together
+            with a transform of `colabkit.augment`, which draws random numbers for every sample.
+        fields: names of the fields that batches hold, in this order; None for all. Packs and files name their samples
+            `X` and their labels `Y`; the arrays of a tuple are `0`, `1` and so on. The transform applies to the first
+            field of the data set.
+        as_dict: whether batches are dicts keyed by field name, as in `batch["X"]`.
+        size: size in pixels of decoded image files: one side, or height and width. They are resized and cropped as in
+            `pack()`. Images decoded to one size are cached, so later epochs skip decoding. For samples that are stored
+            decoded, `size=` is allowed if it matches.
+        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"`, which decides by the free memory; `tier`
+            reports the choice.
+        on_bad: how to handle image files that cannot be decoded: `"raise"`, `"skip"` (only in a single process), or
+            `"blank"` for an empty image. Valid images of different sizes are always an error if one size is needed.
+        num_workers: number of worker threads or processes; None for one per usable CPU. With 0 all work happens in
+            your thread when you request a batch, except for copies to a GPU.
+        prefetch_batches: number of batches to make ahead; None chooses by their size.
+        persistent_workers: whether to keep worker processes between epochs, which saves about 0.1 s per epoch. They do
+            not see later changes of the data set. Threads do not need it.
+        rank: rank of this process; None asks `torch.distributed`.
+        world_size: number of processes; None asks `torch.distributed`.
 
     Raises:
         InvalidOption: if an argument is invalid.
-        BadImage: while it is iterated, if an image cannot be decoded, or none in an epoch.
-        LoaderFailed: while it is iterated, if a data set, a transform or `collate_fn` fails; its cause is the error.
+        BadImage: during iteration, if an image cannot be decoded, or if no image of an epoch can.
+        LoaderFailed: during iteration, if the data set, a transform or `collate_fn` fails; its cause is the error.
 
     Attributes:
-        meters: counts and seconds of each part, and of the user's waiting.
-        tier: where samples live, and why: `tier.name` is `"gpu"`; `"ram"`; `"disk"`, from where the kernel or the
-            loader fetches them; or `"source"`, if each epoch decodes them or asks the data set again. `tier.reason` has
-            the bytes that decided, and `tier.rows` is the number of decoded samples that are cached.
-        bad_samples: names and reasons of image files that could not be decoded.
+        meters: counts and seconds of each stage, and the time that you waited for batches.
+        tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (the kernel or the loader reads
+            them ahead) or `"source"` (each epoch decodes them or calls the data set again). `tier.reason` names the
+            deciding sizes, and `tier.rows` is the number of cached decoded samples.
+        bad_samples: names of image files that could not be decoded, with the reasons.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class Loader:
         self.meters.facts = self._pipeline.facts(self.dataset, self._count, transform and _name_of(transform))
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch."""
+        """Return the number of batches of a full epoch."""
         return self._planner().batches(0)
 
     def __repr__(self) -> str:
@@ -225,54 +228,70 @@ class Loader:
 
     @property
     def bad_samples(self) -> dict[str, str]:
-        """Names of image files that could not be decoded so far, with the reason; the first 1,000."""
+        """Names of the image files that could not be decoded so far, with the reasons; the first 1,000."""
         return dict(self._bad.reasons)
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch that the next iteration begins, or resumes after `load_state_dict`."""
+        """Number of the epoch that the next iteration starts, or resumes after `load_state_dict`."""
         return self._position.next[0]
 
     @property
     def received(self) -> tuple[int, int]:
-        """Epoch, and samples of it that all processes have received: `epoch` and `samples` of `state_dict()`.
+        """Epoch, and number of its samples that all processes have received: `epoch` and `samples` of `state_dict()`.
 
-        With a custom sampler, samples that this process has received.
+        With a custom sampler, this counts only the samples that this process has received.
         """
         return self._position.received
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
+        """Set the epoch of the next iteration; a loaded position inside this epoch is preserved.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Raises:
+            InvalidOption: if it is not a whole number of 0 or more.
+        """
         self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the user, so that `load_state_dict` resumes after the last batch received.
+        """Return the current position, from which `load_state_dict` resumes after the last batch that you received.
 
-        Positions count the samples that all processes together have received, so a state of one process serves all.
-        With a custom sampler they count those that each process has received, so it serves all as long as these are
-        equally many.
+        A position counts the samples that all processes together have received, so the state of one process is valid
+        for all. With a custom sampler it counts the samples of one process, so it is valid for all only if each has
+        received the same number.
         """
         return self._position.state_dict(self.batch_size, self._share().world_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration resume where `state` was taken, in the same order.
+        """Resume the next iteration at the position of `state`, in the same order.
 
-        Batch size, number of processes and threads, device, transform and prefetching may differ; seed and shuffle are
-        taken from the state. With a custom sampler the number of processes may differ only if the state was taken at
-        the end of an epoch.
+        Batch size, number of processes and threads, device, transform and prefetching may differ. Seed and shuffle are
+        restored from the state. With a custom sampler the number of processes may differ only if the state was taken
+        at the end of an epoch.
+
+        Args:
+            state: result of `state_dict()`.
 
         Raises:
-            InvalidOption: if the state is of other data, of another sampler, of another number of processes with a
-                custom sampler, of an unknown version, or incomplete.
+            InvalidOption: if the state belongs to other data, to another sampler or (with a custom sampler) to another
+                number of processes, or if it is incomplete or of an unknown version.
         """
         world_size = self._share().world_size
         self._position.load(state, lambda samples: not self._planner().batches(samples), world_size)
         self.seed = self._position.seed
 
     def peek(self, batches: int = 1) -> list[Any]:
-        """Return copies of the next `batches` batches, or fewer at the end of the epoch; the position stays.
+        """Return copies of the next batches without moving the position.
 
-        It may be called in the middle of an iteration.
+        You may call it during an iteration.
+
+        Args:
+            batches: number of batches; near the end of the epoch fewer are returned.
+
+        Raises:
+            InvalidOption: if `batches` is not a whole number of 1 or more.
         """
         check_whole_number("look at the next batches", "batches", batches, 1)
         with self.aside(), closing(self._batches()) as coming:
@@ -280,9 +299,10 @@ class Loader:
 
     @contextmanager
     def aside(self) -> Iterator[meters.LoaderMeters]:
-        """Return a block whose iterations begin at the current position, and after which the position is restored.
+        """Iterate inside a `with` block from the current position, and restore the position after it.
 
-        They publish no events; the block's own meters count them, except for what the loader's parts do.
+        These iterations publish no events. The block's own meters, which `with` returns, count their batches; the
+        loader's meters still count the work of its stages.
         """
         before, self._aside = self._aside, meters.LoaderMeters(facts=self.meters.facts)
         try:
@@ -292,13 +312,14 @@ class Loader:
             self._aside = before
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch, which begins when the first one is asked for."""
+        """Yield the batches of the next epoch, which starts when the first one is requested."""
         self._check_counts("load batches", self._share())
         return self._batches()
 
     def _batches(self) -> Generator[Any]:
         epoch, start = self._position.begin()
-        order, seed = self._position.pure_order, self.seed  # a state that is loaded meanwhile is for the next one
+        # Read once: a state that is loaded during this iteration applies to the next one.
+        order, seed = self._position.pure_order, self.seed
         planner, engine, is_published = self._planner(), self._pipeline.current_engine(), self._aside is None
         counts = self.meters if self._aside is None else self._aside
         if is_published:
@@ -342,13 +363,14 @@ class Loader:
                 found = f"{format_things(planner.samples(0), 'image file')} of which none can be decoded"
                 next_step = "See loader.bad_samples"
                 raise BadImage(cannot("load an epoch", found, "at least one readable image", next_step))
-            self._position.receive(epoch, 0, is_over=True)  # also if the last batches held bad samples only
+            # The epoch is over even if its last batches held only bad samples, and so were not yielded.
+            self._position.receive(epoch, 0, is_over=True)
         finally:
             batches.close()
             counts.settle(clock)
 
     def _finished(self, order: Order | None, seed: int, epoch: int, made: Batch) -> Any:
-        """Return a batch as the user gets it, after the last steps of the transform."""
+        """Apply the last steps of the transform to a batch and return it in the user's structure."""
         whole: Callable[[Sequence[Any]], Any]
         if self._columns is not None:
             values, whole, label_place = [*made.values], self._columns.batch, self._columns.label_place
@@ -378,11 +400,11 @@ class Loader:
             values[0] = transform(values[0])
         if place is not None:
             values[place] = labels
-        # The host's seconds; no CPU seconds, which are of workers and say what more of them would bring.
+        # Wall time only: CPU seconds are counted for workers, to predict the effect of adding more of them.
         self.meters.add("augment", len(draws.positions), size, time.perf_counter() - began)
 
     def _describe(self, order: Order | None, draws: Draws) -> str:
-        """Return the samples of a batch for a message; those of a custom sampler by their position."""
+        """Describe the samples of a batch for a message; those of a custom sampler by their position."""
         if order is None:
             count, first = len(draws.positions), draws.positions.item(0)
             return f"{format_things(count, 'sample')} from position {first} of epoch {draws.epoch}"
@@ -393,7 +415,7 @@ class Loader:
         return share_of("load batches", *self._given_share)
 
     def _planner(self) -> OrderPlanner | SamplerPlanner:
-        """Return what plans the batches of this process, for as many processes as there are now."""
+        """Return the planner of this process's batches, for the current number of processes."""
         position, share = self._position, self._share()
         if position.pure_order is not None:
             return OrderPlanner(position.pure_order, self.batch_size, self.drop_last, share)
@@ -402,7 +424,7 @@ class Loader:
         )
 
     def _check_counts(self, act: str, share: Share) -> None:
-        """Raise `InvalidOption` for a loader that would yield no batch, or not equally many on each rank."""
+        """Raise `InvalidOption` if the loader would yield no batch, or different numbers of batches on the ranks."""
         check_skipping(act, self._bad.on_bad, share)
         if self._position.pure_order is not None:
             check_counts(act, self._position.pure_order, self.batch_size, self.drop_last, share)
@@ -413,5 +435,5 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _name_of(transform: Callable[..., Any]) -> str:
-    """Return the name of a function, or the text of a transform in one line."""
+    """Return the name of a function, or the one-line `repr` of a transform."""
     return str(getattr(transform, "__name__", None) or shown(transform))

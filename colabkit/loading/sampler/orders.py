@@ -1,4 +1,4 @@
-"""Orders of epochs: the one protocol, and the orders that hold every sample once: as stored, shuffled, by blocks."""
+"""Sample orders: their protocol, and the orders with every sample once: sequential, shuffled, shuffled by blocks."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from colabkit.foundation import (
 
 @runtime_checkable
 class Order(Protocol):
-    """Which sample stands where in each epoch: a pure function, for any range of positions."""
+    """Protocol of a sample order: a pure function from the epoch and a range of positions to sample indices."""
 
     def __len__(self) -> int:
-        """Return how many positions an epoch has."""
+        """Return the number of positions per epoch."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Positions:
-        """Return the samples at positions `start` to `stop` of an epoch, `int64 [stop - start]`."""
+        """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`."""
 
     @property
     def n(self) -> int:
-        """Samples in the data set."""
+        """Number of samples in the data set."""
 
     @property
     def policy(self) -> str:
-        """What tells this order from others in a saved state, as a short text; the seed is apart."""
+        """Short text that identifies this order, without its seed, in a saved state."""
 
     @property
     def seed(self) -> int:
-        """What tells orders of the same policy apart; 0 where nothing is random."""
+        """Seed that distinguishes orders of the same policy; 0 for an order without randomness."""
 
 
 def set_whole_number(order: object, name: str, value: int, least: int, most: int | None = None) -> None:
-    """Set a checked whole number on a frozen order; raises `InvalidOption` for anything else."""
+    """Set a whole number on a frozen order; raise `InvalidOption` for any other value or one outside the range."""
     object.__setattr__(order, name, check_whole_number(f"make {kind_of(order)} order", name, value, least, most))
 
 
 class PureOrder:
-    """Base of the orders; a subclass returns the samples of any chunk of positions."""
+    """Base class of the orders; a subclass computes the samples of any chunk of positions in `_samples`."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Positions:
-        """Return the samples at positions `start` to `stop` of an epoch, `int64 [stop - start]`.
+        """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`.
 
         Raises:
-            InvalidOption: if the range does not lie inside the epoch.
+            InvalidOption: if the range is not inside the epoch.
         """
         check_range(start, stop, len(self))
         joined = np.empty(stop - start, np.int64)
@@ -76,13 +76,13 @@ class PureOrder:
 
 @dataclass(frozen=True)
 class Sequential(PureOrder):
-    """The order in which samples are stored: position i holds sample i, in every epoch.
+    """Keep the stored order: position i holds sample i in every epoch.
 
     Args:
-        n: samples in the data set.
+        n: number of samples in the data set.
 
     Raises:
-        InvalidOption: if n is no whole number of 0 or more.
+        InvalidOption: if n is not a whole number of 0 or more.
     """
 
     n: int
@@ -94,7 +94,7 @@ class Sequential(PureOrder):
         return self.n
 
     def indices(self, epoch: int, start: int, stop: int) -> Positions:
-        """Return `start` to `stop`, `int64 [stop - start]`."""
+        """Return the numbers from `start` to `stop`, `int64 [stop - start]`."""
         check_range(start, stop, self.n)
         return np.arange(start, stop, dtype=np.int64)
 
@@ -105,20 +105,20 @@ class Sequential(PureOrder):
 
     @property
     def seed(self) -> int:
-        """0: nothing is random."""
+        """0: this order has no randomness."""
         return 0
 
 
 @dataclass(frozen=True)
 class Shuffled(PureOrder):
-    """Every sample once, in an order of its own for each epoch: `epoch_order`.
+    """Shuffle all samples, in a different order for each epoch, given by `epoch_order`.
 
     Args:
-        n: samples in the data set.
-        seed: a whole number of 0 or more.
+        n: number of samples in the data set.
+        seed: seed of the order, a whole number of 0 or more.
 
     Raises:
-        InvalidOption: if an argument is no whole number of 0 or more.
+        InvalidOption: if an argument is not a whole number of 0 or more.
     """
 
     n: int
@@ -132,7 +132,7 @@ class Shuffled(PureOrder):
         return self.n
 
     def indices(self, epoch: int, start: int, stop: int) -> Positions:
-        """Return the samples at positions `start` to `stop` of an epoch: those of `epoch_order`."""
+        """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`."""
         return epoch_order(self.n, self.seed, epoch, start, stop)
 
     @property
@@ -143,21 +143,21 @@ class Shuffled(PureOrder):
 
 @dataclass(frozen=True)
 class BlockShuffled(PureOrder):
-    """Every sample once, mixed over a window of blocks: reading touches `window_blocks` blocks at a time.
+    """Shuffle all samples within windows of blocks, so reading touches only `window_blocks` blocks at a time.
 
-    Blocks of consecutive samples are put into a random order, and each `window_blocks` consecutive blocks of it are a
-    window, inside which all samples are mixed. A last block that is not full stands at any place, too. All of this is
-    anew in each epoch, in the time and memory of the range that is asked for, and of 65,536 blocks at most.
+    Blocks of consecutive samples are shuffled, and every `window_blocks` blocks of the result form a window, inside
+    which all samples are shuffled. A short last block may land anywhere. Each epoch has a different order. Time and
+    memory depend only on the length of the requested range, plus a table of at most 65,536 blocks.
 
     Args:
-        n: samples in the data set.
-        seed: a whole number of 0 or more.
-        block_samples: consecutive samples that are read together. 64 images of 224 x 224 x 3 bytes are 10 MB, which
-            disks and networks read at full speed.
-        window_blocks: blocks whose samples are mixed; they have to fit in RAM together.
+        n: number of samples in the data set.
+        seed: seed of the order, a whole number of 0 or more.
+        block_samples: consecutive samples that are read together. 64 images of 224 x 224 x 3 bytes are 10 MB, enough
+            for disks and networks to read at full speed.
+        window_blocks: blocks whose samples are shuffled together; they have to fit in RAM together.
 
     Raises:
-        InvalidOption: if an argument is no whole number in its range.
+        InvalidOption: if an argument is not a whole number in its range.
     """
 
     n: int
@@ -176,12 +176,12 @@ class BlockShuffled(PureOrder):
 
     @property
     def policy(self) -> str:
-        """`"block "` and the samples of a block x the blocks of a window."""
+        """`"block {block_samples}x{window_blocks}"`, for example `"block 64x32"`."""
         return f"block {self.block_samples}x{self.window_blocks}"
 
     def _samples(self, epoch: int, start: int, stop: int) -> Positions:
-        # Places count as if the short block were full, so that all blocks and windows begin at multiples; what it
-        # lacks is skipped. Full blocks are permuted among themselves and the short one is put in between.
+        # Places are numbered as if the short block were full, so all blocks and windows start at multiples; the missing
+        # samples are skipped. Only the full blocks are permuted, and the short one is inserted between them.
         block = min(self.block_samples, self.n)
         full_blocks, rest = divmod(self.n, block)
         lack = block - rest if rest else 0
@@ -206,7 +206,8 @@ class BlockShuffled(PureOrder):
         places -= numbers * block
         is_short = numbers == short
         numbers -= numbers > short
-        np.minimum(numbers, full_blocks - 1, out=numbers)  # there is one number more where the short block is last
+        # If the short block is last, its own number is one too large for the permutation.
+        np.minimum(numbers, full_blocks - 1, out=numbers)
         permute(numbers, full_blocks, key_of(self.seed, epoch, Stream.BLOCKS))
         numbers[is_short] = full_blocks
         places += numbers * block

@@ -1,4 +1,4 @@
-"""Orders that depend on the data and may repeat samples: every class equally often, and draws by weight."""
+"""Sample orders that depend on the data and may repeat samples: balanced classes, and weighted draws."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ _MASK = (1 << 62) - 1
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Balanced(PureOrder):
-    """Every class equally often: each run of K positions holds each of the K classes once, in a random order.
+    """Draw every class equally often: each run of K positions holds each of the K classes once, in a random order.
 
-    Inside a class samples come in a shuffled order of the class, anew for each pass through it. A pass goes on from one
-    epoch to the next: a sample comes again only when all others of its class have had their turn. Where `num_samples`
-    is no multiple of K, an epoch's last run is cut short, and classes that it lacks leave out one sample. Any range
-    takes the time of that range; the samples' numbers by class are kept (8 bytes a sample).
+    The samples of a class are shuffled again for each pass through the class. A pass continues from one epoch to the
+    next, so a sample repeats only after all others of its class. If `num_samples` is not a multiple of K, the last run
+    of an epoch is truncated, and each class missing from it skips one sample. The time for a range of positions depends
+    only on its length. The order stores the sample indices by class (8 bytes per sample).
 
     Args:
-        labels: `[N]` whole numbers, the class of each sample: an array, list or tensor.
-        num_samples: positions of an epoch; None takes as many as there are labels.
-        seed: a whole number of 0 or more.
+        labels: class of each sample, whole numbers `[N]`: an array, list or tensor.
+        num_samples: positions per epoch; None for the number of labels.
+        seed: seed of the order, a whole number of 0 or more.
 
     Raises:
-        InvalidOption: if labels are no whole numbers, or an argument is no whole number in its range.
+        InvalidOption: if labels are not whole numbers, or another argument is not a whole number in its range.
     """
 
     num_samples: int
     seed: int
-    _members: Positions  # the samples, class after class
-    _sizes: Positions  # of the classes, [K]
-    _starts: Positions  # of the classes in _members, [K]
+    # Sample indices sorted by class, [N].
+    _members: Positions
+    # Number of samples of each class, [K].
+    _sizes: Positions
+    # Start of each class in _members, [K].
+    _starts: Positions
 
     def __init__(self, labels: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0) -> None:
         checked = _numbers("a Balanced order", "labels", labels)
@@ -84,7 +87,7 @@ class Balanced(PureOrder):
 
     @cached_property
     def policy(self) -> str:
-        """`"balanced "` and a digest of all but the seed."""
+        """`"balanced "` and a digest of everything except the seed."""
         digest = hashlib.sha256(f"{self.num_samples} ".encode())
         digest.update(self._sizes.astype("<i8", copy=False).data)
         digest.update(self._members.astype("<i8", copy=False).data)
@@ -118,23 +121,24 @@ class Balanced(PureOrder):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Weighted(PureOrder):
-    """Samples drawn with a chance proportional to their weights, anew in each epoch.
+    """Draw samples with probabilities proportional to their weights, independently in each epoch.
 
-    With replacement each position is drawn for itself, in the time of the range that is asked for. Without, each sample
-    comes at most once: samples are sorted by exponential random numbers divided by their weights, which is the same as
-    drawing one after the other from what is left; this takes O(n log n) once per epoch, and the last epoch's order is
-    kept (8 bytes a sample). A sample of weight 0 is never drawn; with replacement this holds in practice for one whose
-    weight is below 2**-53 of the sum.
+    With replacement, each position is drawn independently, and the time for a range of positions depends only on its
+    length. Without replacement, each sample occurs at most once per epoch: samples are sorted by exponential random
+    numbers divided by their weights, which is equivalent to drawing one at a time from the remaining samples. This
+    takes O(n log n) once per epoch, and the order of the last epoch is cached (8 bytes per sample). A sample of weight
+    0 is never drawn. With replacement, a weight below 2**-53 of the sum is in practice never drawn either.
 
     Args:
-        weights: `[N]` numbers of 0 or more that need not add up to 1: an array, list or tensor.
-        num_samples: positions of an epoch; None takes as many as there are weights, or, without replacement, as many
-            as there are weights above 0.
-        seed: a whole number of 0 or more.
-        replacement: whether a sample may come more than once.
+        weights: weight of each sample, numbers of 0 or more `[N]`: an array, list or tensor. The sum need not be 1.
+        num_samples: positions per epoch; None for the number of weights, or without replacement for the number of
+            weights above 0.
+        seed: seed of the order, a whole number of 0 or more.
+        replacement: whether a sample may occur more than once per epoch.
 
     Raises:
-        InvalidOption: if weights are negative, not finite or all 0, or do not suffice for `num_samples`.
+        InvalidOption: if a weight is negative or not finite, if all are 0, or if without replacement fewer than
+            `num_samples` are above 0.
 
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006): exponential keys.
     """
@@ -178,7 +182,7 @@ class Weighted(PureOrder):
 
     @cached_property
     def policy(self) -> str:
-        """`"weighted "` and a digest of all but the seed."""
+        """`"weighted "` and a digest of everything except the seed."""
         digest = hashlib.sha256(f"{self.num_samples} {self.replacement} ".encode())
         digest.update(self.weights.astype("<f8", copy=False).data)
         return f"weighted {digest.hexdigest()[:16]}"
@@ -191,7 +195,7 @@ class Weighted(PureOrder):
 
     @cached_property
     def _cumulative(self) -> npt.NDArray[np.float64]:
-        # A sum reached by rounding ends in 1 exactly, and every draw is below 1.
+        # Dividing by the last sum makes the last entry exactly 1 despite rounding, so every draw in [0, 1) is below it.
         sums = np.cumsum(self.weights)
         sums /= sums[-1]
         return sums
@@ -209,9 +213,9 @@ class Weighted(PureOrder):
 
 
 def _exponential(words: Words64) -> npt.NDArray[np.float64]:
-    """Return words as exponential random numbers, -log(u): the same on every machine, unlike `np.log`.
+    """Return exponential random numbers, -log(u), from random words: identical on every machine, unlike `np.log`.
 
-    The logarithm of the mantissa m is the series of 2 artanh((m - 1) / (m + 1)), cut off below 2**-60.
+    The logarithm of the mantissa m is the series of 2 artanh((m - 1) / (m + 1)), truncated below 2**-60.
     """
     mantissas, exponents = np.frexp(uniforms(words) + 2.0**-54)
     is_low = mantissas < math.sqrt(0.5)
@@ -229,7 +233,7 @@ def _exponential(words: Words64) -> npt.NDArray[np.float64]:
 
 
 def _numbers(order: str, name: str, values: npt.ArrayLike, dtype: Any = None) -> npt.NDArray[Any]:
-    """Return values as `[N]` with N > 0; they are copied if a dtype is given."""
+    """Return values as an array `[N]` with N > 0, copied if a dtype is given; raise `InvalidOption` otherwise."""
     try:
         array = np.asarray(values)
         array = array if dtype is None else array.astype(dtype)
