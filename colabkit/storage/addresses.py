@@ -1,4 +1,4 @@
-"""What a source is, told from its text alone, and how it may be shown: without userinfo, query and fragment."""
+"""Parse source addresses: find the kind of a source from its text alone, and remove secrets before it is shown."""
 
 from __future__ import annotations
 
@@ -17,30 +17,34 @@ DRIVE_FOLDER = "Drive folder"
 FSSPEC = "fsspec"
 
 _SHOWN_CHARS = 300
-_NAME_BYTES = 200  # of the 255 that file systems allow
-_DRIVE_ID = re.compile(r"[-\w]{25,}", re.ASCII)  # 28, 33 and 44 characters are seen; gdown asks for 25 as well
+# File systems allow 255 bytes.
+_NAME_BYTES = 200
+# Known IDs have 28, 33 or 44 characters; gdown also requires at least 25.
+_DRIVE_ID = re.compile(r"[-\w]{25,}", re.ASCII)
 _DRIVE_HOSTS = frozenset({"drive.google.com", "docs.google.com", "drive.usercontent.google.com"})
 _DRIVE_PATHS = (
     (DRIVE_FOLDER, re.compile(r"/folders/([-\w]+)", re.ASCII)),
     (DRIVE_FILE, re.compile(r"/d/([-\w]+)", re.ASCII)),
 )
 _DRIVE_FOLDER_PAGES = ("folderview", "embeddedfolderview")
-_EXPORT = re.compile(r"/(export|pub)$")  # of a document, in a format that its query names: a file like any other
+# An exported Google document is an ordinary file, in the format that the query names.
+_EXPORT = re.compile(r"/(export|pub)$")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})
-_SECRET_CHARS = 8  # shorter values of a query, as in download=1, are words that occur elsewhere
+# Shorter query values, as in `download=1`, are common words that also occur elsewhere in a message.
+_SECRET_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A source.
+    """The address of a file or folder to fetch.
 
     Attributes:
         kind: `WEB`, `DRIVE_FILE`, `DRIVE_FOLDER` or `FSSPEC`.
-        text: all of it, never to be shown; of a Drive link the id.
-        shown: what messages and reports may hold.
-        name: the file name that the path of a web address ends with, empty where there is none.
-        resource_key: what some older Drive links need beside the id.
+        text: the complete address, which can hold secrets and is never shown; for a Drive link, its ID.
+        shown: the address as messages and reports show it, without userinfo, query and fragment.
+        name: the file name at the end of a web address's path; empty if there is none.
+        resource_key: the key that some older Drive links need besides the ID; empty if there is none.
     """
 
     kind: str
@@ -50,11 +54,11 @@ class Address:
     resource_key: str = field(default="", repr=False)
 
     def digest(self, *more: str) -> str:
-        """Return hexadecimal digits that tell this source, and `more`, from any other."""
+        """Return a SHA-256 hex digest that identifies this address combined with `more`."""
         return hashlib.sha256(os.fsencode("\0".join([self.kind, self.text, *more]))).hexdigest()
 
     def scrubbed(self, text: object) -> str:
-        """Return what another program said in one line of bounded length, without secrets of any address in it."""
+        """Return another program's message as one line of limited length, without the secrets of any address in it."""
         found = " ".join(str(text).split())
         for secret in sorted(_secrets(self.text), key=len, reverse=True):
             found = found.replace(secret, "...")
@@ -64,10 +68,10 @@ class Address:
 
 
 def address_of(source: str) -> Address:
-    """Return what a source is.
+    """Parse the text of a source into an `Address`.
 
     Raises:
-        InvalidOption: if it is none that can be fetched.
+        InvalidOption: if the text is not an address that can be fetched.
     """
     if not isinstance(source, str) or not source.strip():
         found = "an empty text as source" if isinstance(source, str) else f"a source of type {type(source).__name__}"
@@ -83,7 +87,7 @@ def address_of(source: str) -> Address:
         return Address(FSSPEC, text, _shown(text))
     if not scheme and _DRIVE_ID.fullmatch(text) and not os.path.lexists(text):
         return Address(DRIVE_FILE, text, f"{DRIVE_FILE} {text}")
-    # It may be an address whose beginning was lost, and hold as many secrets.
+    # It may be an address whose scheme is missing, so it can hold secrets too.
     bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
     act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
     needed = "a Drive id or link, an https address or an fsspec URL"
@@ -115,10 +119,10 @@ def _web(text: str) -> Address:
 
 
 def safe_name(name: str) -> str:
-    """Return the one path component that a name from elsewhere may be, empty if there is none in it.
+    """Return an untrusted name as one safe path component, or an empty string if nothing usable is left.
 
-    Only what follows the last slash of either kind counts; a leading dot, with which a server could place a file that
-    programs read, becomes an underscore.
+    Only the text after the last slash or backslash counts. A leading dot becomes an underscore, so that a server cannot
+    create hidden files that programs read as configuration.
     """
     name = "".join(char for char in re.split(r"[/\\]", name)[-1] if char.isprintable()).strip()
     if not name.strip("."):
@@ -133,14 +137,15 @@ def safe_name(name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return an address without userinfo, query and fragment, of each link of a chain (`zip://a::https://...`)."""
+    """Return an address without userinfo, query and fragment, for each link of a chain (`zip://a::https://...`)."""
     links = []
     for link in text.split("::"):
         scheme, separator, rest = re.split(r"[?#]", link, maxsplit=1)[0].partition("://")
         host, slash, path = rest.partition("/")
         host = host.rpartition("@")[2]
         if not re.fullmatch(r"(\[.*\]|[^:]*)(:\d*)?", host):
-            host = "..."  # a password with a character in it that ends the host
+            # An unescaped password character ended the host early, so the rest may be part of the password.
+            host = "..."
         links.append(f"{scheme}{separator}{host}{slash}{path}")
     return _limited(printable("::".join(links)))
 
@@ -150,10 +155,11 @@ def _limited(text: str) -> str:
 
 
 def _secrets(text: str) -> set[str]:
-    """Return what no message may hold of an address, of each link of a chain."""
+    """Return the parts of an address that no message may show, for each link of a chain."""
     found: set[str] = set()
     for link in text.split("::"):
-        with contextlib.suppress(ValueError):  # brackets around what is no address
+        # `urlsplit` raises ValueError for brackets that hold no IP address.
+        with contextlib.suppress(ValueError):
             parts = urlsplit(link)
             userinfo = parts.netloc.rpartition("@")[0]
             values = [pair.partition("=")[2] for pair in parts.query.split("&")]

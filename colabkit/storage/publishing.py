@@ -1,6 +1,6 @@
-"""`publish()` copies a finished file or folder to a slow mount, atomically; `SlowMount` bounds work on such a mount.
+"""`publish()` atomically copies a finished file or folder to a slow mount; `SlowMount` adds deadlines to work on one.
 
-`publish()` and the checkpoints bring a file to a mount in three steps: `write_blocks()` under a hidden name,
+`publish()` and checkpoints write a file to a mount in three steps: `write_blocks()` under a hidden name,
 `check_written()`, and a rename.
 """
 
@@ -45,17 +45,19 @@ from colabkit.storage.sources.reads import Retries, read_blocks
 T = TypeVar("T")
 
 MOVED_BLOCK_BYTES = 4 << 20
-"""Files are moved in blocks of this size."""
+"""Block size, in bytes, for copying files."""
 
 SLOWEST_BYTES_S = 10e6
-"""A slow rate: some mounts send a whole file when it is closed, and answer nothing meanwhile."""
+"""Slowest expected rate in bytes/s. Some mounts upload the whole file on close and do not respond meanwhile."""
 
-_SLOWEST_FILES_S = 10.0  # a former folder is removed in one go
-_MOST_ABANDONED = 3  # each abandoned thread holds memory for as long as the mount hangs
+# The old folder is removed in one call, which takes longer the more files it has.
+_SLOWEST_FILES_S = 10.0
+# Each abandoned thread holds memory for as long as the mount hangs.
+_MOST_ABANDONED = 3
 
 
 STALLED_S = 600.0
-"""Seconds in which a mount has to answer each operation."""
+"""Seconds within which a mount must answer each operation."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,12 +65,12 @@ class PublishReport(Report):
     """The report of `publish()`.
 
     Attributes:
-        path: the finished file or folder.
-        published_bytes: its bytes.
-        seconds: how long it took.
-        replaced: whether a former one was there.
-        is_sent: whether the bytes lie where they stay; on a mount that sends later they are on their way.
-        checked: what was compared after writing.
+        path: the published file or folder.
+        published_bytes: total size of the published files.
+        seconds: duration of the call.
+        replaced: whether an earlier version was replaced.
+        is_sent: whether the bytes have reached their destination; False on a mount that uploads later.
+        checked: the comparison made after writing.
     """
 
     path: Path
@@ -101,31 +103,35 @@ def publish(
     verify: Literal["size", "full"] = "full",
     progress: bool = True,
 ) -> PublishReport:
-    """Copy a finished file or folder to a slow mount, such as `drive:`, and return where it is.
+    """Copy a finished file or folder to a slow mount, such as `drive:`, and report its final path.
 
-    The copy is written under a hidden name beside the final one, synced, compared and renamed. After a kill at any
-    instant, the final path of a file holds the complete old or the complete new file. Replacing a folder takes two
-    renames: a kill between them leaves the old folder hidden beside its path, and the next run puts it back first.
-    Links, special files and empty folders inside a folder are left out. Drive's mounts send files later: `flush()`
-    waits for that.
+    The copy is written under a hidden name in the destination folder, synced, compared and renamed. After a kill at any
+    time, the final path of a file holds the complete old or the complete new file. Replacing a folder takes two
+    renames: a kill between them leaves the old folder under a hidden name in the same directory, and the next call
+    first restores it. Links, special files and empty folders inside a folder are skipped. Drive mounts upload files
+    later: call `flush()` to wait for that.
 
     Args:
-        path: a file, as a pack, or a folder.
-        to: an existing folder, or one named with a slash behind it, in which the name is kept; else the final path. An
-            existing folder of the same name as the one that is published is its former version, and is replaced.
-        verify: `"full"` reads back what was written and compares all bytes; `"size"` compares the byte counts.
+        path: a file, for example a pack, or a folder.
+        to: an existing folder, or a path that ends with a slash, to keep the name; otherwise the final path. An
+            existing folder with the name of the published folder counts as its earlier version and is replaced.
+        verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
 
+    Returns:
+        The final path, the size, and the check that was made.
+
     Raises:
-        SourceMissing: if nothing is at `path`.
-        BadSource: if it is neither a file nor a folder.
-        SourceChanged: if it is written to meanwhile.
-        TargetExists: if a folder is where a file should go, or the reverse, or the place is in what is published.
-        NotEnoughSpace: before anything is written, where that can be known.
+        SourceMissing: if `path` does not exist.
+        BadSource: if `path` is neither a file nor a folder.
+        SourceChanged: if the source changes during the copy.
+        TargetExists: if a folder is in the place of the file or a file in that of the folder, or if source and target
+            are the same or one contains the other.
+        NotEnoughSpace: before anything is written, if the free space is known.
         FileFailed: if the target cannot be written.
-        Corrupt: if other bytes are read back than were written.
-        TimedOut: if the mount answers nothing for ten minutes, and a second more for each 10 MB of the largest file and
-            for each 10 files; the unfinished copy stays hidden there.
+        Corrupt: if the bytes read back differ from those written.
+        TimedOut: if the mount does not respond for ten minutes, plus one second for each 10 MB of the largest file and
+            for each 10 files; the unfinished copy stays there under its hidden name.
     """
     started = time.monotonic()
     act = f"publish {str(path)!r}"
@@ -171,7 +177,7 @@ def _source_at(act: str, local: Path) -> FileSource | FolderSource:
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
-    """The copying; `advance` is called with the bytes and files that are done."""
+    """One call of `publish()`; `advance` is called with the numbers of bytes and files completed."""
 
     act: str
     source: FileSource | FolderSource
@@ -181,7 +187,7 @@ class _Publication:
     advance: Callable[[int, int], None]
 
     def run(self, target: Path, answered: MoveCallback) -> tuple[Path, bool]:
-        """Copy, compare and rename; return the final path and whether something was replaced."""
+        """Copy, compare and rename; return the final path and whether an earlier version was replaced."""
 
         def moved(size: int = 0) -> None:
             answered()
@@ -209,7 +215,8 @@ class _Publication:
         except ColabkitError:
             raise
         except OSError as error:
-            error.filename = str(final)  # writes name no file, others the hidden one
+            # Write errors name no file and other errors name the hidden one, so report the final path.
+            error.filename = str(final)
             raise
         return final, is_replaced
 
@@ -235,22 +242,22 @@ class _Publication:
 
 
 class MoveCallback(Protocol):
-    """Called by the work whenever the mount has answered, with the bytes that it took or gave."""
+    """A callback that the work calls after each answer of the mount, with the number of bytes transferred."""
 
     def __call__(self, size: int = 0) -> None:
-        """Note an answer; raises `AbandonedError` if the caller has abandoned the work."""
+        """Record an answer; raises `AbandonedError` if the caller no longer waits for the work."""
 
 
 class AbandonedError(Exception):
-    """The caller has abandoned this work."""
+    """The caller no longer waits for this work."""
 
 
 class SlowMount:
-    """A folder whose mount may hang.
+    """A folder on a mount that may hang.
 
     Args:
-        name: of the folder, for messages.
-        stalled_s: seconds in which the mount has to answer each operation.
+        name: the folder's name in messages.
+        stalled_s: seconds within which the mount must answer each operation.
     """
 
     def __init__(self, name: str, stalled_s: float) -> None:
@@ -267,19 +274,19 @@ class SlowMount:
         files: int = 0,
         on_wait: Callable[[], None] | None = None,
     ) -> T:
-        """Return what `work` returns; it runs in a thread, and no longer than the mount answers.
+        """Run `work` in a thread and return its result; give up when the mount stops responding.
 
-        Abandoned work ends by an exception at the mount's next answer, so it can remove what it had begun.
+        Abandoned work gets an exception at the mount's next answer, so it can clean up.
 
         Args:
             act: verb and object for messages.
-            work: is given a function to call whenever the mount has answered.
-            largest_bytes: of the largest file that it moves; each 10 MB add a second to the deadline.
-            files: that it moves; each 10 add a second to the deadline.
-            on_wait: called some times a second meanwhile; may raise to abandon the work.
+            work: receives a function that it must call after each answer of the mount.
+            largest_bytes: size of the largest file that `work` copies; each 10 MB add a second to the deadline.
+            files: number of files that `work` copies; each 10 add a second to the deadline.
+            on_wait: called several times a second while waiting; may raise to abandon the work.
 
         Raises:
-            TimedOut: if the mount answers nothing.
+            TimedOut: if the mount does not respond.
         """
         stop, ended = threading.Event(), threading.Event()
 
@@ -316,11 +323,11 @@ class SlowMount:
 
 
 def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCallback) -> int:
-    """Write blocks to a new file, bring them to the medium as far as the mount does that, and return their CRC32."""
+    """Write blocks to a new file, sync it to storage as far as the mount supports that, and return their CRC32."""
     crc = offset = 0
     fd = file_changes.create(path)
     try:
-        # An error that somebody keeps must not keep the file open that the blocks come from.
+        # Close the generator even if a stored exception keeps it alive: it holds the source file open.
         with closing(blocks):
             for block in blocks:
                 file_changes.write_at(fd, block, offset, path)
@@ -336,9 +343,9 @@ def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCa
 
 
 def check_written(act: str, name: str, path: Path, size: int, crc: int | None, moved: MoveCallback) -> None:
-    """Raise `Corrupt` unless a file has the size and, if `crc` is not None, the CRC32 of the bytes written to it.
+    """Raise `Corrupt` unless a file has the expected size and, if `crc` is not None, the expected CRC32.
 
-    `act` and `name` are for the message; `moved` is called with the bytes of each block that is read back.
+    `act` and `name` are for the message; `moved` is called with the size of each block that is read back.
     """
     moved()
     arrived = path.stat().st_size
@@ -357,7 +364,7 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
 
 
 def _blocks_of_medium(path: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's bytes, read from the medium where the system can drop its cache, and at most a block too many."""
+    """Yield a file's blocks, bypassing the page cache where possible; stop at most one block after `size`."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

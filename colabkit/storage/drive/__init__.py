@@ -1,1 +1,1 @@
-"""Google Drive's mount, by its exact type: mount, find, repair, flush, unmount, clear its cache."""
+"""Mount, find, repair, flush and unmount Google Drive and clear its cache, by the exact type of the mount."""

@@ -1,7 +1,7 @@
-"""`mount()`, `unmount()`, `flush()` and `clear_cache()` of Google Drive, by the exact type of the mount.
+"""`mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive, adapted to the exact type of the mount.
 
-The kernel's table of mounts is read first, and a mount is only touched by children with a deadline: a dead or hanging
-mount never takes the notebook with it.
+The mount table is read first, and only child processes with a deadline touch a mount, so that a dead or hanging mount
+cannot freeze the notebook.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ COLAB_POINT = "/content/drive"
 
 @dataclass(frozen=True, repr=False)
 class MountReport(Report):
-    """Where Drive is.
+    """The report of `mount()`.
 
     Attributes:
-        path: My Drive, the folder that `drive:` stands for.
-        mountpoint: where Drive is mounted.
+        path: the My Drive folder, which `drive:` stands for.
+        mountpoint: folder where Drive is mounted.
         kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
-        state: `"mounted"`, `"was mounted already"` or `"repaired"`, where a dead mount was replaced.
-        readonly: whether writes are refused; None where that cannot be told, as of a DriveFS that was there already.
-        seconds: how long it took.
-        notes: what else has to be known, such as writes that may be lost.
+        state: `"mounted"`, `"was mounted already"`, or `"repaired"` if a dead mount was replaced.
+        readonly: whether writes are refused; None if unknown, for example for a DriveFS mounted by another process.
+        seconds: duration of the call.
+        notes: further information, such as a warning about writes that may be lost.
     """
 
     path: Path
@@ -99,7 +99,7 @@ class _WritesReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class UnmountReport(_WritesReport):
-    """What `unmount()` did; `sent` is what is known about the writes."""
+    """The report of `unmount()`; `sent` is the known state of the writes."""
 
     seconds: float
 
@@ -109,14 +109,14 @@ class UnmountReport(_WritesReport):
 
 @dataclass(frozen=True, repr=False)
 class FlushReport(_WritesReport):
-    """What `flush()` did.
+    """The report of `flush()`.
 
     Attributes:
-        mountpoint: whose writes.
-        kind: of the mount.
-        sent: what is known about the writes; that they reached Drive cannot be seen from here.
-        remounted: whether the mount was taken away and put back for it.
-        seconds: how long it took.
+        mountpoint: folder where Drive is mounted.
+        kind: type of the mount.
+        sent: the known state of the writes; colabkit cannot see whether they reached Drive's servers.
+        remounted: whether flushing unmounted Drive and mounted it again.
+        seconds: duration of the call.
     """
 
     remounted: bool
@@ -129,19 +129,19 @@ class FlushReport(_WritesReport):
 
 @dataclass(frozen=True, repr=False)
 class CacheReport(Report):
-    """What `clear_cache()` did, or would do.
+    """The report of `clear_cache()`.
 
     Attributes:
-        mountpoint: whose cache.
-        kind: of the mount.
-        folder: where the cache is; None where it is in the memory of the mount's program only.
-        cached_bytes: disk space that the cache held.
-        freed_bytes: of these, what was given back, or would be.
-        unsent: files that are not sent yet; None where that cannot be told.
-        steps: what was done, or would be.
-        loss: what is lost, or would be; empty for nothing.
-        dry_run: whether nothing was done.
-        seconds: how long it took.
+        mountpoint: folder where Drive is mounted.
+        kind: type of the mount.
+        folder: the cache folder; None if the cache is only in the memory of the mount's program.
+        cached_bytes: disk space that the cache took.
+        freed_bytes: disk space that was freed, or would be with `dry_run`.
+        unsent: number of files not yet uploaded; None if unknown.
+        steps: the steps that were done, or would be with `dry_run`.
+        loss: the data that was lost, or would be with `dry_run`; empty for none.
+        dry_run: whether nothing was changed.
+        seconds: duration of the call.
     """
 
     mountpoint: Path
@@ -182,21 +182,23 @@ class CacheReport(Report):
 def mount(
     path: str | os.PathLike[str] | None = None, *, readonly: bool = False, timeout: float = 120.0, force: bool = False
 ) -> MountReport:
-    """Mount Google Drive, or find its existing mount, and return where it is.
+    """Mount Google Drive, or find its existing mount, and report its path.
 
-    An existing mount that is alive is used without asking for consent again; one whose program died is repaired.
-    Elsewhere than in Colab a mount by google-drive-ocamlfuse or rclone is found; without one the error says what works
-    there.
+    A working mount is reused without asking for consent again; a mount whose program died is repaired. Outside Colab,
+    an existing mount by google-drive-ocamlfuse or rclone is used; without one, the error lists the alternatives.
 
     Args:
-        path: where to mount it; by default where it is, else `/content/drive`.
+        path: where to mount Drive; defaults to its present mount point, else `/content/drive`.
         readonly: refuse writes, which makes reading for training safer.
-        timeout: seconds for the consent, and again for Drive. Drive also takes it as the time that it may list one
-            folder in, for the life of the mount: folders of very many files need more.
-        force: mount it again also where it is alive, after its writes are sent, or hangs, losing what is not sent.
+        timeout: seconds to wait for consent, and again for Drive. DriveFS also uses it as the limit for listing one
+            folder until it is unmounted: folders with very many files need more.
+        force: also remount a working mount, after sending its writes, and a hanging mount, which loses unsent writes.
+
+    Returns:
+        The path of My Drive, and the state of the mount.
 
     Raises:
-        MountFailed: with the cause in plain words and as its attribute `cause`.
+        MountFailed: if Drive cannot be mounted; the attribute `cause` holds the reason.
         UnsentWrites: if writes could not be sent before mounting again.
     """
     started = time.monotonic()
@@ -244,7 +246,7 @@ def mount(
 
 
 def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
-    """Return the error for a mount that somebody else made; a dead one is unmounted first, for them to mount again."""
+    """Return the error for a mount that google.colab did not make; if it is dead, unmount it first."""
     kind = DRIVE_TYPES[found.fstype]
     command = f"rclone mount {found.source}" if found.fstype == RCLONE else kind
     if state == "dead":
@@ -258,7 +260,7 @@ def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountF
 
 
 def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: float, started: float) -> MountReport:
-    """Replace a DriveFS mount: its writes are sent first; dead or hung, it is taken away as it is."""
+    """Replace a DriveFS mount: send its writes first, unless it is dead or hangs."""
     if state in ("alive", "failing"):
         DriveFs(found).unmount("mount Drive again", timeout, progress=True)
         made = mount_in_colab(point, readonly, timeout, force=False)
@@ -271,19 +273,22 @@ def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: floa
 def unmount(
     path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0, force: bool = False, progress: bool = True
 ) -> UnmountReport:
-    """Send all writes and take the Drive mount away; the report says what can be said of the writes.
+    """Send all writes and unmount Drive.
 
     Args:
-        path: anything on the mount; by default the Drive mount.
-        timeout: seconds for sending; sending continues afterwards.
-        force: take it away at once, also if it is dead, hangs, or has not sent everything.
-        progress: show the seconds that pass.
+        path: any path on the mount; defaults to the only Drive mount.
+        timeout: seconds to wait for the upload, which continues afterwards.
+        force: unmount at once, even if the mount is dead, hangs, or has unsent writes.
+        progress: show the elapsed seconds.
+
+    Returns:
+        The mount point, and the known state of the writes.
 
     Raises:
-        NotMounted: if there is no such mount.
-        TimedOut: if writes are not sent in time.
-        UnsentWrites: if they cannot be sent.
-        MountFailed: if files on it are open.
+        NotMounted: if Drive is not mounted.
+        TimedOut: if the writes are not sent in time.
+        UnsentWrites: if the writes cannot be sent.
+        MountFailed: if files on the mount are open.
     """
     started = time.monotonic()
     found = find_mount(path, "unmount Drive", timeout)
@@ -298,20 +303,23 @@ def unmount(
 
 
 def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0, progress: bool = True) -> FlushReport:
-    """Send all writes; the report says what can be said of them.
+    """Send all writes to Drive.
 
-    DriveFS sends them only when it ends: in Colab the mount goes away and comes back, so no file on it may be in use,
+    DriveFS sends them only when it ends: in Colab, Drive is unmounted and mounted again. No file on it may be in use,
     and Drive can ask for consent again.
 
     Args:
-        path: anything on the mount; by default the Drive mount.
-        timeout: seconds for sending; sending continues afterwards.
-        progress: show the seconds that pass.
+        path: any path on the mount; defaults to the only Drive mount.
+        timeout: seconds to wait for the upload, which continues afterwards.
+        progress: show the elapsed seconds.
+
+    Returns:
+        The known state of the writes, and whether Drive was remounted.
 
     Raises:
-        NotMounted: if there is no such mount.
-        TimedOut: if writes are not sent in time.
-        UnsentWrites: if they cannot be sent.
+        NotMounted: if Drive is not mounted.
+        TimedOut: if the writes are not sent in time.
+        UnsentWrites: if the writes cannot be sent.
         MountFailed: if Drive cannot be mounted again.
     """
     started = time.monotonic()
@@ -334,23 +342,27 @@ def clear_cache(
     force: bool = False,
     progress: bool = True,
 ) -> CacheReport:
-    """Clear the local cache of the Drive mount, to see new files and to get disk space back.
+    """Clear the local cache of the Drive mount, to see new files and to free disk space.
 
-    By the exact type of the mount: DriveFS sends its writes, ends, loses its cache and is mounted again;
-    google-drive-ocamlfuse uploads, is unmounted, cleared with `-cc` and mounted again; rclone forgets its listings.
+    The steps depend on the type of the mount. DriveFS sends its writes and ends, its cache is removed, and Drive is
+    mounted again. google-drive-ocamlfuse uploads, is unmounted, cleared with `-cc` and mounted again. rclone only
+    forgets its directory listings.
 
     Args:
-        path: anything on the mount; by default the Drive mount.
-        dry_run: change nothing; return what would be freed and lost.
+        path: any path on the mount; defaults to the only Drive mount.
+        dry_run: change nothing; report what would be freed and lost.
         timeout: seconds for sending writes, and for each further step.
-        force: clear also what has not been sent, which is then lost.
-        progress: show the seconds that pass.
+        force: clear the cache even if writes are unsent, which loses them.
+        progress: show the elapsed seconds.
+
+    Returns:
+        The disk space freed, and the writes lost.
 
     Raises:
-        NotMounted: if there is no such mount.
-        TimedOut: if writes are not sent in time; the cache stays unchanged.
+        NotMounted: if Drive is not mounted.
+        TimedOut: if the writes are not sent in time; the cache stays unchanged.
         UnsentWrites: if clearing would lose writes, unless `force`.
-        MountFailed: if files on it are open, or it cannot be mounted again.
+        MountFailed: if files on the mount are open, or Drive cannot be mounted again.
     """
     started = time.monotonic()
     found = find_mount(path, "clear the cache of Drive", timeout)
@@ -387,7 +399,7 @@ def _served(found: Mount, act: str) -> DriveMount:
 
 
 def _take_away(found: Mount, timeout: float) -> str:
-    """Take a mount away at once, dead or alive; return what becomes of what it had not sent."""
+    """Unmount at once, dead or alive; return the fate of its unsent writes."""
     if found.fstype == DRIVEFS:
         DriveFs(found).drop(timeout)
         return "what DriveFS had not sent is lost"

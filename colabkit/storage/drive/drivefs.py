@@ -1,8 +1,9 @@
-"""Colab's own mount, DriveFS, driven through `google.colab.drive`.
+"""Mount, flush and unmount DriveFS, Colab's own Drive mount, through `google.colab.drive`.
 
-Facts that shape this module: `google.colab.drive.mount` asks the browser for consent before it looks whether Drive is
-mounted, waits for the answer without a way to stop it, must run in the kernel's main thread, and with `force_remount`
-kills DriveFS with all that it has not sent. `flush_and_unmount` blocks without a word, so it runs in a child.
+Four properties of `google.colab.drive.mount` shape this module: it asks the browser for consent before it checks
+whether Drive is mounted, it waits for the answer without a way to cancel, it must run in the kernel's main thread, and
+with `force_remount` it kills DriveFS, which loses all unsent writes. `flush_and_unmount` blocks silently, so it runs in
+a child process.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ from colabkit.storage.drive.mountpoints import (
 )
 
 _PUSH = "import sys; from google.colab import drive; drive.flush_and_unmount(timeout_ms=int(sys.argv[1]))"
-_WAITS = 2  # google.colab allows `timeout` once for consent and once for DriveFS,
-_GRACE_S = 30.0  # and this much more for its shell; after that the deadline is ours
-_TIMEOUT_S = 120.0  # google.colab's own default
-_END_S = 15.0  # in which DriveFS and its mount are gone, once it said that it ended
+# google.colab applies `timeout` twice: to the consent and to DriveFS.
+_WAITS = 2
+# Extra time for google.colab's shell before our own deadline interrupts it.
+_GRACE_S = 30.0
+# The default of google.colab.
+_TIMEOUT_S = 120.0
+# Time limit for DriveFS and its mount to disappear after it reports its end.
+_END_S = 15.0
 _ELSEWHERE = {
     "Kaggle": (
         "Kaggle has no Drive mount",
@@ -78,7 +83,7 @@ _ANYWHERE = (
 
 
 def check_can_mount(place: Place, act: str = "mount Drive") -> None:
-    """Raise `MountFailed` where `google.colab` cannot mount Drive, with what works there instead."""
+    """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message names an alternative."""
     if not place.can_mount_drive:
         if place.name.startswith("Colab") and place.name not in _ELSEWHERE:
             found, next_step = "this runs outside the notebook's kernel", "Run %mount in a cell of the notebook"
@@ -90,10 +95,11 @@ def check_can_mount(place: Place, act: str = "mount Drive") -> None:
 
 
 def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> Mount:
-    """Mount Drive through `google.colab` and return the mount, alive; raises `MountFailed` with its cause."""
+    """Mount Drive through `google.colab` and return the working mount; raises `MountFailed` with its cause."""
     check_can_mount(current_place())
     holding = mount_holding(point, mounts())
-    if holding is not None and holding.is_remote:  # google.colab would look into it, and could hang there
+    # google.colab would access this folder, and could hang there.
+    if holding is not None and holding.is_remote:
         found = f"{point!r} lies on the mount at {holding.point!r} ({holding.fstype})"
         raise mount_failed("folder", found, "an empty folder of its own", "Choose another path, or unmount that first")
     drive = importlib.import_module("google.colab.drive")
@@ -117,19 +123,21 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     return made
 
 
-_EXPECTED = ("Mounted at", "Drive already mounted at")  # the report says it better
+# The report gives the same information in more detail.
+_EXPECTED = ("Mounted at", "Drive already mounted at")
 _AGAIN = (
     "Look for a dialog in the browser that asks for access and try again; if it stays, use Runtime > Disconnect and "
     "delete runtime"
 )
-_options: dict[str, tuple[bool, float]] = {}  # what Drive was mounted with: read-only, time-out
+# Options that Drive was mounted with, by mount point: read-only, timeout in seconds.
+_options: dict[str, tuple[bool, float]] = {}
 
 
 def options_of(mount: Mount) -> tuple[bool | None, float | None]:
-    """Return whether a mount is read-only and the seconds it may take to list a folder; None where it is not known.
+    """Return whether a mount is read-only and its limit in seconds for listing a folder; None for what is unknown.
 
-    DriveFS has both of its own, so the kernel's table does not show them. This process knows what it mounted; of what
-    was there before the program's arguments tell.
+    DriveFS keeps both to itself, so the mount table does not show them. They are known for mounts of this process; for
+    others, they are parsed from DriveFS's command line.
     """
     if mount.point in _options:
         return _options[mount.point]
@@ -141,7 +149,7 @@ def options_of(mount: Mount) -> tuple[bool | None, float | None]:
 
 
 def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
-    """Return the error of `mount()` for an exception of `google.colab` and the causes in DriveFS's log."""
+    """Translate an exception of `google.colab`, with the causes found in DriveFS's log, into the error of `mount()`."""
     name, text = type(error).__name__, " ".join(str(error).split())
     if name == "MessageError":
         return mount_failed(
@@ -191,7 +199,7 @@ def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFa
 
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Interrupt the block, which runs in the main thread, at its deadline."""
+    """Raise `TimeoutError` in the block, which must run in the main thread, when its time is up."""
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"no end after {seconds:g} s")
@@ -204,13 +212,14 @@ def alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-        if left:  # another alarm continues
+        # Restart a timer that was already running.
+        if left:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 
 @dataclass(frozen=True)
 class DriveFs(DriveMount):
-    """Colab's mount of Drive."""
+    """Colab's own mount of Drive."""
 
     mount: Mount
 
@@ -218,7 +227,7 @@ class DriveFs(DriveMount):
     is_remounted = True
 
     def unsent(self) -> int | None:
-        """Return None: DriveFS does not tell what it has not sent."""
+        """Return None: DriveFS does not report unsent files."""
         return None
 
     def cache_folder(self) -> Path:
@@ -226,12 +235,12 @@ class DriveFs(DriveMount):
         return Path.home() / DRIVEFS_FOLDER
 
     def cached(self) -> list[Path]:
-        """Return what is in the cache folder apart from the logs, which tell why something failed."""
+        """Return the contents of the cache folder except the logs, which show why something failed."""
         folder = self.cache_folder()
         return [path for path in sorted(folder.iterdir()) if path.name != "Logs"] if folder.is_dir() else []
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes, which ends DriveFS, and mount it again."""
+        """Send all writes, which ends DriveFS, and mount Drive again."""
         check_can_mount(current_place(), act)
         before = options_of(self.mount)
         said = self.unmount(act, timeout, progress)
@@ -239,7 +248,7 @@ class DriveFs(DriveMount):
         return said
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
-        """Mount as it was mounted before; DriveFS sometimes fails at once after it ended, so twice if need be."""
+        """Mount with the former options; try twice, since DriveFS sometimes fails right after it ended."""
         readonly, timeout = before
         for again in (True, False):
             try:
@@ -258,7 +267,8 @@ class DriveFs(DriveMount):
             finished = processes.run(
                 processes.python(_PUSH, str(math.ceil(timeout * 1000)), isolated=False),
                 act,
-                timeout + _GRACE_S,  # DriveFS is given the deadline too, and says best what it found
+                # DriveFS has the same deadline, and its own error is more precise, so let it fail first.
+                timeout + _GRACE_S,
                 next_step="DriveFS may go on sending: allow more with timeout=, or try again later",
                 on_tick=tick,
             )
@@ -271,7 +281,7 @@ class DriveFs(DriveMount):
         return "DriveFS says that it sent all writes; that they reached Drive cannot be seen from here"
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Send all writes, end DriveFS, remove its cache and mount it again; return what was lost."""
+        """Send all writes, end DriveFS, remove its cache and mount Drive again; return the data that was lost."""
         check_can_mount(current_place(), act)
         before = options_of(self.mount)
         loss = ""
@@ -294,7 +304,7 @@ class DriveFs(DriveMount):
         return loss
 
     def drop(self, timeout: float) -> str:
-        """End DriveFS at once and take the mount away; return what was lost."""
+        """Kill DriveFS and unmount at once; return the data that was lost."""
         for daemon in daemons("drive"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(daemon.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What holds for every type of mount: finding it, its liveness, taking it away, and the program that serves it."""
+"""Find, check and detach Drive mounts of any type, and find the program that serves one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ from colabkit.foundation import (
 Liveness = Literal["alive", "failing", "dead", "hung"]
 
 PROBE_S = 15.0
-"""A mount that does not answer for its size in this time hangs; that answer is never cached, and lists no folder."""
+"""Seconds after which a mount that does not answer `statvfs` counts as hanging. The answer is never cached, and no
+folder is listed for it."""
 
 GIVE_UP = "give up what is unsent with colabkit.unmount(force=True)"
 NOTHING_WAITS = "nothing waits to be sent; that it reached Drive cannot be seen from here"
 
-_DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})  # what the kernel answers for a program that is gone
+# The kernel returns these errors when the mount's program is gone.
+_DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 _POLL_S = 0.25
 _PROBE = """
 import os, sys
@@ -56,22 +58,22 @@ except OSError as error:
 
 
 def counted_files(count: int | None) -> str:
-    """Return a number of files as text; None is one that is not known."""
+    """Return a number of files as text; None stands for an unknown number."""
     return "an unknown number of files" if count is None else format_things(count, "file")
 
 
 def mount_failed(cause: str, found: str, needed: str, next_step: str, act: str = "mount Drive") -> MountFailed:
-    """Return a `MountFailed` with its cause."""
+    """Return a `MountFailed` error with its cause."""
     error = MountFailed(cannot(act, found, needed, next_step))
     error.cause = cause
     return error
 
 
 def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Liveness, str]:
-    """Return whether a mount answers, and the reason where it does not: its program is dead, hangs, or answers errors.
+    """Return whether a mount answers, and otherwise the reason: its program is dead, it hangs, or it returns errors.
 
-    A child asks, since a mount whose program hangs keeps every process that touches it, beyond the reach of signals.
-    All folders must be there and answer.
+    A child process accesses the mount, since a hanging mount blocks every process that touches it, immune to signals.
+    All `folders` must exist and answer.
     """
     command = processes.python(_PROBE, *folders)
     try:
@@ -88,16 +90,16 @@ def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Livene
 
 
 def mounts_at(point: str) -> int:
-    """Return how many mounts lie on a folder, one over the other."""
+    """Return the number of mounts stacked on a folder."""
     return sum(mount.point == point for mount in mounts())
 
 
 def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
-    """Unmount; `lazily` at once, also where files are open or the program does not answer.
+    """Unmount; with `lazily`, at once, even if files are open or the program does not answer.
 
     Raises:
-        MountFailed: if it is in use, or not this user's.
-        TimedOut: if it takes too long.
+        MountFailed: if the mount is in use, or belongs to another user.
+        TimedOut: if unmounting takes too long.
     """
     act = f"unmount {mount.point!r}"
     commands = [
@@ -122,17 +124,18 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """The program that serves a mount: its process number, its name, its arguments, its environment, its folder."""
+    """The program that serves a mount: process ID, path, arguments, environment and working folder."""
 
     pid: int
     program: str
-    arguments: tuple[str, ...] = field(repr=False)  # both can hold secrets
+    # Arguments and environment can hold secrets.
+    arguments: tuple[str, ...] = field(repr=False)
     environ: dict[str, str] = field(repr=False)
     folder: str = "/"
 
 
 def daemons(name: str) -> Iterator[Daemon]:
-    """Yield this user's running programs of a name, also those that Python runs."""
+    """Yield this user's running programs with this name, including Python scripts."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -146,14 +149,14 @@ def daemons(name: str) -> Iterator[Daemon]:
 
 
 def serving(name: str, point: str) -> Iterator[Daemon]:
-    """Yield the programs of a name that have a folder among their arguments, of those that can be seen."""
+    """Yield the visible programs with this name that have the folder `point` among their arguments."""
     for daemon in daemons(name):
         if any(os.path.normpath(os.path.join(daemon.folder, word)) == point for word in daemon.arguments):
             yield daemon
 
 
 def wait_until(is_done: Callable[[], bool], timeout: float, tick: Callable[[float], None] | None = None) -> bool:
-    """Return whether a condition came true before the deadline, asking some times a second."""
+    """Poll a condition several times a second; return whether it came true before the deadline."""
     started = time.monotonic()
     while not is_done():
         passed = time.monotonic() - started
@@ -169,9 +172,9 @@ class DriveMount(ABC):
     """A mount of Drive and the program that serves it.
 
     Attributes:
-        mount: its entry in the kernel's table.
-        steps: what `clear` does, for the report.
-        is_remounted: whether `send` takes the mount away and puts it back.
+        mount: its entry in the mount table.
+        steps: the steps of `clear`, for the report.
+        is_remounted: whether `send` unmounts Drive and mounts it again.
         frees_contents: whether `clear` removes file contents from the disk.
     """
 
@@ -182,43 +185,43 @@ class DriveMount(ABC):
 
     @abstractmethod
     def unsent(self) -> int | None:
-        """Return how many files wait to be uploaded, None where that cannot be known."""
+        """Return the number of files waiting to be uploaded; None if unknown."""
 
     @abstractmethod
     def cache_folder(self) -> Path | None:
-        """Return the folder of the cache, None where it is not known."""
+        """Return the cache folder; None if unknown."""
 
     def cached(self) -> list[Path]:
         """Return the files and folders that `clear` removes."""
         return []
 
     def cache_bytes(self) -> int:
-        """Return the disk space that the cache takes."""
+        """Return the disk space that the cache takes, in bytes."""
         return sum(map(file_changes.disk_bytes, self.cached()))
 
     @abstractmethod
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes; return what is known about them.
+        """Send all writes and return their known state.
 
         Raises:
-            TimedOut: if they are not sent in time; sending continues.
-            UnsentWrites: if they cannot be sent, or nobody knows.
-            MountFailed: if the mount, taken away for it, cannot be mounted again.
+            TimedOut: if the writes are not sent in time; sending continues.
+            UnsentWrites: if the writes cannot be sent, or their state is unknown.
+            MountFailed: if the mount had to be unmounted and cannot be mounted again.
         """
 
     @abstractmethod
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes and take the mount away; return what is known about them. Raises as `send` does."""
+        """Send all writes, unmount, and return the known state of the writes. Raises the errors of `send`."""
 
     @abstractmethod
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache, of which only `force` loses unsent writes; return what was lost. Raises as `send` does."""
+        """Clear the cache and return the data lost; only `force` may lose unsent writes. Raises errors as `send`."""
 
     def wait_for_uploads(self, act: str, timeout: float, progress: bool) -> None:
         """Wait until no file is left to upload.
 
         Raises:
-            TimedOut: with the number of files that are left.
+            TimedOut: if files are left at the deadline; the message gives their number.
         """
         with heartbeat("upload", timeout, progress) as tick:
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
@@ -228,7 +231,7 @@ class DriveMount(ABC):
 
 
 def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
-    """Return the mount that `mount()` finds, None if it has to make one: in Colab, only Colab's own counts."""
+    """Return the mount that `mount()` can reuse, or None; in Colab, only Colab's own mount counts."""
     table = mounts()
     table = [mount for mount in table if mount.point == point and mount.fstype in DRIVE_TYPES] or table
     if place.can_mount_drive:
@@ -237,7 +240,7 @@ def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
 
 
 def find_mount(path: str | os.PathLike[str] | None, act: str, timeout: float) -> Mount:
-    """Return the mount of Drive that holds a path, by default the only one.
+    """Return the Drive mount that holds a path; defaults to the only Drive mount.
 
     Raises:
         NotMounted: if Drive is not mounted, or nothing is mounted at the path.
@@ -261,7 +264,7 @@ def find_mount(path: str | os.PathLike[str] | None, act: str, timeout: float) ->
 
 
 def _only_drive(act: str, table: list[Mount]) -> Mount | None:
-    """Return the Drive mount, None where there is none; several raise `NotMounted`."""
+    """Return the Drive mount, or None if there is none; raises `NotMounted` if there are several."""
     found = drive_mounts(table)
     if len(found) > 1:
         points = ", ".join(repr(mount.point) for mount in found)
@@ -271,7 +274,7 @@ def _only_drive(act: str, table: list[Mount]) -> Mount | None:
 
 
 def check_not_inside(found: Mount, act: str) -> None:
-    """Raise `MountFailed` if this process's working folder lies on a mount that is to be taken away."""
+    """Raise `MountFailed` if this process's working folder is on a mount that is about to be unmounted."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -282,7 +285,7 @@ def check_not_inside(found: Mount, act: str) -> None:
 
 
 def check_alive(found: Mount, act: str, timeout: float) -> None:
-    """Raise `MountFailed` if a mount does not answer; one that answers errors may still send its writes."""
+    """Raise `MountFailed` if a mount is dead or hangs; one that returns errors may still send its writes."""
     state, reason = liveness((found.point,), timeout)
     if state in ("alive", "failing"):
         return

@@ -1,8 +1,8 @@
-"""A mount by google-drive-ocamlfuse: where its cache is, what it has not sent, and how to clear it without losing that.
+"""Drive mounts by google-drive-ocamlfuse: find the cache, count unsent files, and clear the cache without losing them.
 
-`google-drive-ocamlfuse -cc` removes every file of the cache folder, `cache.db` with the queue of uploads among them,
-and does not talk to a running mount. So the order is: wait for the uploads, unmount, look at the queue once more (it is
-exact only now, as the program may keep it in memory), `-cc`, mount again with the arguments that it had.
+`google-drive-ocamlfuse -cc` removes every file of the cache folder, including `cache.db` with the upload queue, and
+does not coordinate with a running mount. So the order is: wait for the uploads, unmount, check the queue again (it is
+exact only then, as the program may keep it in memory), run `-cc`, and mount again with the same arguments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNSENT = (
 
 @dataclass(frozen=True)
 class Ocamlfuse(DriveMount):
-    """A google-drive-ocamlfuse mount, its program, its configuration file and its cache folder."""
+    """A google-drive-ocamlfuse mount with its program, configuration file and cache folder."""
 
     mount: Mount
     daemon: Daemon
@@ -60,7 +60,7 @@ class Ocamlfuse(DriveMount):
 
     @classmethod
     def of(cls, mount: Mount, act: str) -> Ocamlfuse:
-        """Return the mount with its program; raises `NotMounted` if that cannot be found."""
+        """Return the mount with its program; raises `NotMounted` if the program is not found."""
         daemon = next(serving(PROGRAM, mount.point), None)
         if daemon is None:
             found = f"no {PROGRAM} of this user serves {mount.point!r}"
@@ -69,7 +69,7 @@ class Ocamlfuse(DriveMount):
         return cls(mount, daemon, config, cache)
 
     def unsent(self) -> int | None:
-        """Return how many files wait to be uploaded, None where its database is missing or damaged."""
+        """Return the number of files waiting to be uploaded; None if the database is missing or damaged."""
         database = self.cache / "cache.db"
         try:
             with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=1)) as connection:
@@ -99,14 +99,14 @@ class Ocamlfuse(DriveMount):
         return f"{PROGRAM} says that {NOTHING_WAITS}"
 
     def _take_away(self, act: str, timeout: float) -> None:
-        """Take the mount away and wait for its program to end."""
+        """Unmount and wait for the program to end."""
         detach(self.mount, timeout)
         if not wait_until(lambda: not os.path.exists(f"/proc/{self.daemon.pid}"), timeout):
             found = f"{PROGRAM} still runs after {timeout:g} s"
             raise TimedOut(cannot(act, found, "its end", "It goes on uploading: allow more with timeout="))
 
     def _mount_again(self, timeout: float) -> None:
-        """Mount with the arguments that the program had."""
+        """Mount again with the program's former arguments."""
         act = f"mount {self.mount.point!r} again"
         finished = self._run(list(self.daemon.arguments), act, timeout)
         state, reason = liveness((self.mount.point,), timeout)
@@ -116,7 +116,7 @@ class Ocamlfuse(DriveMount):
             raise mount_failed("unknown", found, "a mount that answers", f"Run it as before: {command}", act)
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache in the order that loses nothing; where files are unsent, all stays or is mounted again."""
+        """Clear the cache in the order that loses nothing; if files are unsent, keep the mount or mount again."""
         try:
             self.wait_for_uploads(act, timeout, progress)
         except TimedOut:
@@ -130,7 +130,8 @@ class Ocamlfuse(DriveMount):
                 needed = "none, as they would be lost"
                 raise UnsentWrites(cannot(act, found, needed, "Try again, or give them up with force=True"))
             finished = self._run(["-cc", *self._identity()], act, timeout)
-            # Without stored consent it ends with status 1, but after it has cleared: what counts is what is left.
+            # Without stored consent it ends with status 1 although it has cleared the cache, so check the remaining
+            # files.
             if left := [path for path in self.cached() if not path.name.startswith("cache.db")]:
                 found = f"{PROGRAM} -cc left {format_things(len(left), 'file')} and said {_said(finished)!r}"
                 raise mount_failed("unknown", found, "an empty cache", f"Look at {str(self.cache)!r}", act)
@@ -143,7 +144,7 @@ class Ocamlfuse(DriveMount):
         return "" if unsent == 0 else f"{counted_files(unsent)} not uploaded"
 
     def _identity(self) -> list[str]:
-        """Return the arguments that say whose cache is meant: all but the mountpoint and what only mounting needs."""
+        """Return the arguments that select the cache: all except the mount point and options for mounting only."""
         kept: list[str] = []
         words = iter(self.daemon.arguments)
         for word in words:
@@ -164,11 +165,11 @@ class Ocamlfuse(DriveMount):
 
 
 def folders(daemon: Daemon) -> tuple[Path, Path]:
-    """Return a program's configuration file and cache folder, by its arguments and environment.
+    """Return a program's configuration file and cache folder, derived from its arguments and environment.
 
-    The label is `default` unless `-label` says otherwise. Files are below `~/.gdfuse/LABEL`, or what `gdfroot=` names
-    instead of `~/.gdfuse`; with `-xdgbd`, or where such a configuration exists, below the XDG folders. The
-    configuration's `cache_directory` comes before all (google-drive-ocamlfuse, doc/Configuration.md and src/appDir.ml).
+    The label is `default` unless `-label` sets another. The files are in `~/.gdfuse/LABEL`, or below the folder in
+    `gdfroot=` instead of `~/.gdfuse`; with `-xdgbd`, or if such a configuration exists, they are in the XDG folders.
+    The configuration's `cache_directory` has priority (google-drive-ocamlfuse, doc/Configuration.md and src/appDir.ml).
     """
     arguments = list(daemon.arguments)
     options = ",".join(value for word, value in itertools.pairwise(arguments) if word == "-o").split(",")
@@ -193,7 +194,7 @@ def folders(daemon: Daemon) -> tuple[Path, Path]:
 
 
 def _said(finished: processes.ProcessResult) -> str:
-    """Return the last line of what a program said, without addresses, which can hold tokens."""
+    """Return the last line of a program's output, without addresses, which can hold tokens."""
     last = (finished.output.strip().splitlines() or ["nothing"])[-1]
     return re.sub(r"\w+://\S+", "(address)", last)
 

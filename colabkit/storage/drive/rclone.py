@@ -1,7 +1,8 @@
-"""A mount by rclone: its remote control, what it has not sent, and how to make it forget what it listed.
+"""Drive mounts by rclone: the remote control, unsent files, and clearing the cached directory listings.
 
-The remote control (`--rc`) is asked over HTTP with a deadline; without it rclone still forgets its listings on SIGHUP.
-Contents kept by `--vfs-cache-mode` are rclone's own to evict, by `--vfs-cache-max-size` and `--vfs-cache-max-age`.
+The remote control (`--rc`) is called over HTTP with a deadline; without it, SIGHUP still makes rclone forget its
+listings. rclone itself evicts contents cached by `--vfs-cache-mode`, by `--vfs-cache-max-size` and
+`--vfs-cache-max-age`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _RC_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Rclone(DriveMount):
-    """An rclone mount, its program, and its remote control, None without one that answers."""
+    """An rclone mount, its program, and its remote control, which is None if none answers."""
 
     mount: Mount
     daemon: Daemon
@@ -44,7 +45,7 @@ class Rclone(DriveMount):
 
     @classmethod
     def of(cls, mount: Mount, act: str) -> Rclone:
-        """Return the mount with its program; raises `NotMounted` if that cannot be found."""
+        """Return the mount with its program; raises `NotMounted` if the program is not found."""
         daemon = next((one for one in serving("rclone", mount.point) if _is_mount(one.arguments)), None)
         if daemon is None:
             found = f"no rclone of this user serves {mount.point!r}"
@@ -53,21 +54,21 @@ class Rclone(DriveMount):
         return cls(mount, daemon, control if control and control.answers(mount) else None)
 
     def _stats(self) -> dict[str, Any]:
-        """Return the remote control's figures of the cache on disk, empty without one."""
+        """Return the remote control's statistics of the disk cache; empty without a remote control."""
         if self.control is None:
             return {}
         answer = self.control.ask("vfs/stats", self.control.named(self.mount)).get("diskCache")
         return answer if isinstance(answer, dict) else {}
 
     def unsent(self) -> int | None:
-        """Return how many files wait to be uploaded, None where rclone cannot be asked."""
+        """Return the number of files waiting to be uploaded; None without a remote control."""
         if self.control is None:
             return None
         stats = self._stats()
         return int(stats.get("uploadsQueued", 0)) + int(stats.get("uploadsInProgress", 0))
 
     def send(self, act: str, timeout: float, progress: bool) -> str:
-        """Wait for all uploads; raises `UnsentWrites` where rclone cannot be asked."""
+        """Wait for all uploads; raises `UnsentWrites` if there is no remote control to query."""
         if self.control is None:
             found = "rclone runs without --rc, so that it cannot be asked what it has not sent"
             next_step = f"Start it with --rc, or {GIVE_UP}"
@@ -82,7 +83,7 @@ class Rclone(DriveMount):
         return said
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Make rclone forget what it listed, by its remote control, else by SIGHUP; nothing is lost."""
+        """Make rclone forget its listings, through its remote control or else by SIGHUP; nothing is lost."""
         if self.control is not None:
             self.control.ask("vfs/forget", self.control.named(self.mount))
         else:
@@ -95,28 +96,28 @@ class Rclone(DriveMount):
         return ""
 
     def cache_folder(self) -> Path | None:
-        """Return the folder of file contents, None where rclone does not say."""
+        """Return the folder of cached file contents; None if rclone does not report it."""
         path = self._stats().get("path")
         return Path(path) if isinstance(path, str) else None
 
     def cache_bytes(self) -> int:
-        """Return the bytes of file contents that rclone keeps on disk."""
+        """Return the size in bytes of the file contents that rclone caches on disk."""
         return int(self._stats().get("bytesUsed", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """An rclone remote control: host, port, and the authorization header that its user and password make."""
+    """An rclone remote control: host, port, and the Authorization header made from its user and password."""
 
     host: str
     port: int
     authorization: str = field(repr=False)
 
     def ask(self, command: str, values: dict[str, str]) -> dict[str, Any]:
-        """Return the answer to a command.
+        """Send a command and return the answer.
 
         Raises:
-            MountFailed: if there is none in five seconds, or rclone refuses.
+            MountFailed: if no answer arrives within five seconds, or rclone refuses.
         """
         headers = {"Content-Type": "application/json"}
         if self.authorization:
@@ -139,7 +140,7 @@ class Control:
         return answer
 
     def answers(self, mount: Mount) -> bool:
-        """Return whether it can be asked about a mount."""
+        """Return whether the remote control answers for a mount."""
         try:
             self.ask("vfs/stats", self.named(mount))
         except MountFailed:
@@ -147,14 +148,14 @@ class Control:
         return True
 
     def named(self, mount: Mount) -> dict[str, str]:
-        """Return the value that says which file system is meant, needed where the program serves several."""
+        """Return the parameter that selects a mount's file system, needed if the program serves several."""
         names = [str(name) for name in self.ask("vfs/list", {}).get("vfses", [])]
         mine = [name for name in names if name.rstrip(":/") == mount.source.rstrip(":/")]
         return {"fs": mine[0]} if len(names) > 1 and mine else {}
 
 
 def control_of(daemon: Daemon) -> Control | None:
-    """Return the remote control that a program was started with, by its arguments and environment, over plain HTTP."""
+    """Return the plain-HTTP remote control that a program was started with, from its arguments and environment."""
     given = dict(_flags(daemon.arguments))
 
     def value(flag: str, default: str = "") -> str:
@@ -171,7 +172,7 @@ def control_of(daemon: Daemon) -> Control | None:
 
 
 def _is_mount(arguments: tuple[str, ...]) -> bool:
-    """Return whether the subcommand mounts: another, as `rclone copy`, can name the same folder and dies of SIGHUP."""
+    """Return whether the subcommand mounts; others, such as `rclone copy`, may name the folder and die of SIGHUP."""
     for number, word in enumerate(arguments):
         if word in _MOUNTING:
             return True
@@ -181,7 +182,7 @@ def _is_mount(arguments: tuple[str, ...]) -> bool:
 
 
 def _flags(arguments: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return flags with their values, of both spellings: `--flag=value` and `--flag value`."""
+    """Return flags with their values, given as `--flag=value` or `--flag value`."""
     found = []
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word.startswith("--"):
