@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from local_copies import MemorySource
+from local_copies import MemorySource, WalkedSource
 from reader_threads import no_reader_threads, reader_threads
 from waiting import LONG_S, comes_true
 
@@ -363,17 +363,14 @@ def test_retries_are_told_to_the_reading_that_is_under_way(folder):
     assert retries.count == 3
 
 
-def test_an_archive_that_is_read_from_its_front_is_passed_through_once():
-    class Walked(MemorySource):
-        is_sequential = True
-
-        def walk(self, wanted: set[str]) -> Iterator[tuple[Item, BinaryIO]]:
-            for item in self.list().items:
-                if item.path in wanted:
-                    yield item, self.open(item)
-
-    source = Walked(DATA)
-    whole = [Wanted(item, 0, item.size) for item in source.list().items if item.path != "large2"]
+def test_what_is_read_from_its_front_is_passed_through_once_in_whole_items_or_in_the_blocks_that_are_wanted():
+    source = WalkedSource(DATA)
+    items = [item for item in source.list().items if item.path != "large2"]
+    expected = {path: data for path, data in DATA.items() if path != "large2"}
+    for some in ([Wanted(item, 0, item.size) for item in items], wanted(source, items)):
+        with Reading(source, "auto", Retries()) as reading:
+            assert put_together(reading.blocks(some)) == expected
+    assert source.passes == 2
     with Reading(source, "auto", Retries()) as reading:
-        found = put_together(reading.blocks(whole))
-    assert found == {path: data for path, data in DATA.items() if path != "large2"}
+        rest = [one for one in wanted(source, only(source, "large3")) if one.offset not in (0, 3 * BLOCK)]
+        assert [block.offset // BLOCK for block in reading.blocks(rest)] == [1, 2, 4, 5]

@@ -8,17 +8,21 @@ import shutil
 import sys
 import tarfile
 import threading
+from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from http_servers import served
-from local_copies import copy, data_of, tarred, zipped
+from local_copies import WalkedSource, copy, data_of, tarred, zipped
 from sampling import sampled
 from trees import leftovers
 
-from colabkit.errors import BadArchive, MissingPackage, SourceMissing
+from colabkit.errors import BadArchive, MissingPackage, SourceChanged, SourceMissing
 from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.sources.items import Item, Listing
 from colabkit.storage.staging.api import unstage
+from colabkit.storage.staging.local_copy import LocalCopy
 
 
 @pytest.mark.parametrize("suffix", sampled([".tar", ".tar.gz", ".tar.bz2", ".tar.xz"], 2))
@@ -62,6 +66,57 @@ def test_a_hostile_tar_writes_nothing(tmp_path, near_storage):
             copy(archive)
     assert list(near_storage.iterdir()) == []
     assert not (tmp_path / "out").exists()
+
+
+def test_any_source_that_is_read_from_its_front_is_staged_block_by_block(tmp_path):
+    files = {
+        "a block": os.urandom(BLOCK_BYTES),
+        "empty": b"",
+        "large/2.4 blocks": os.urandom(10_000_001),
+        "small": b"x",
+    }
+    source = WalkedSource(files)
+    report = copy(source, verify="full")
+    assert data_of(report.path) == files
+    assert source.passes == 2, "one to copy, one to verify"
+    assert source.largest_read <= BLOCK_BYTES
+    sealed = LocalCopy.at(report.path)
+    assert sealed is not None
+    assert [len(crcs) for _, crcs in sealed.manifest()] == [1, 1, 3, 1]
+    assert sealed.verify(progress=False).damaged == ()
+    assert copy(source, verify="full").reused
+    (report.path / "large/2.4 blocks").write_bytes(bytes(10_000_001))
+    assert sealed.verify(progress=False).damaged == ("large/2.4 blocks",)
+    assert data_of(copy(source, refresh=True).path) == files
+    assert source.passes == 3
+
+
+class ListedOtherwise(WalkedSource):
+    """Lists other sizes, and perhaps other items, than it passes by, as if they changed between; named as its case."""
+
+    def __init__(self, name: str, sizes: dict[str, int], files: dict[str, bytes], *, knows_sizes: bool) -> None:
+        super().__init__(files)
+        self.name, self.sizes, self.knows_sizes = name, sizes, knows_sizes
+
+    def list(self) -> Listing:
+        return Listing(tuple(Item(path, size) for path, size in self.sizes.items()), ())
+
+    def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
+        for item, file in WalkedSource(self.files).walk(wanted):
+            yield item if self.knows_sizes else Item(item.path, self.sizes[item.path]), file
+
+
+def test_a_source_that_is_read_from_its_front_is_refused_each_time_where_it_is_not_as_listed():
+    for source in (
+        ListedOtherwise("longer", {"a": 2}, {"a": b"abc"}, knows_sizes=False),
+        ListedOtherwise("shorter", {"a": 4}, {"a": b"abc"}, knows_sizes=False),
+        ListedOtherwise("no longer empty", {"a": 0}, {"a": b"abc"}, knows_sizes=False),
+        ListedOtherwise("another size", {"a": 4}, {"a": b"abc"}, knows_sizes=True),
+        ListedOtherwise("gone", {"a": 3, "b": 1}, {"a": b"abc"}, knows_sizes=True),
+    ):
+        for _ in range(2):
+            with pytest.raises(SourceChanged, match=f"^Cannot read '[ab]' of '{source.name}': "):
+                copy(source)
 
 
 def test_a_list_of_paths_is_staged_below_their_common_folder(image_tree):

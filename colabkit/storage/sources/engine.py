@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
 from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, Threads, concurrently
-from colabkit.storage.sources.items import Item, SequentialSource, Source
-from colabkit.storage.sources.reads import Retries, SharedFile, read_item
+from colabkit.storage.sources.items import Item, SequentialSource, Source, changed_item, unknown_item
+from colabkit.storage.sources.reads import Retries, SharedFile, blocks_passed, read_item
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -114,11 +114,26 @@ class Reading:
             yield from self._calls.results(wanted, _SIZE)
 
     def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
-        """Yield what is wanted whole of an archive that can only be read from its front, in one pass."""
-        paths = {one.item.path for one in wanted}
-        for item, file in source.walk(paths):
-            data = file.read()
-            yield Block(item, 0, item.size, crc32(data), data)
+        """Yield what is wanted, in one pass: items whole, or those of their blocks that are wanted."""
+        items: dict[str, Item] = {}
+        offsets: dict[str, set[int]] = {}  # of items that are wanted in blocks
+        for one in wanted:
+            items[one.item.path] = one.item
+            if one.file is not None:
+                offsets.setdefault(one.item.path, set()).add(one.offset)
+        left = set(items)
+        for item, file in source.walk(items):
+            if item != items[item.path]:
+                raise changed_item(source.name, items[item.path], item.size)
+            left.discard(item.path)
+            some = offsets.get(item.path)
+            offset = 0
+            for data in blocks_passed(source.name, item, file, item.size if some is None else BLOCK_BYTES):
+                if some is None or offset in some:
+                    yield Block(item, offset, len(data), crc32(data), data)
+                offset += len(data)
+        if left:
+            raise unknown_item(source.name, items[min(left)])
 
     def _read(self, one: Wanted) -> Block:
         if one.file is None:

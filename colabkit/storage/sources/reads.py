@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
@@ -114,6 +114,27 @@ def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) 
             except OSError as error:
                 tries += 1
                 retries.pause(error, tries)
+
+
+def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> Iterator[bytes]:
+    """Yield the bytes of an item that `walk()` came to, in blocks, of an empty item one of no bytes.
+
+    Raises:
+        SourceChanged: if there are fewer or more bytes than listed.
+    """
+    done = 0
+    with translated(f"read {item.path!r} of {source!r}"):
+        while True:
+            wanted = min(block_bytes, item.size - done)
+            block = _read_full(file, wanted, wanted)
+            done += len(block)
+            # The last block counts only where nothing is behind it.
+            excess = len(file.read(1)) if done == item.size else 0
+            if len(block) < wanted or excess:
+                raise changed_item(source, item, done + excess)
+            yield block
+            if done == item.size:
+                return
 
 
 class SharedFile:

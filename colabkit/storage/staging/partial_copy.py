@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -19,7 +18,7 @@ from colabkit.foundation import BadSource, Corrupt, cannot, file_changes
 from colabkit.storage.sources.concurrency import Threads
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block, Reading, Wanted, block_offsets
 from colabkit.storage.sources.items import Item, Source
-from colabkit.storage.sources.reads import Retries, SharedFile, read_blocks
+from colabkit.storage.sources.reads import Retries, SharedFile, blocks_passed, read_blocks
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 from colabkit.storage.staging.local_copy import Crcs, LocalCopy, block_crcs, good_blocks
@@ -290,7 +289,7 @@ def check_extracted(archive: Archive, items: list[Item], copy: PartialCopy, retr
 def _member_blocks(archive: Archive, items: list[Item], retries: Retries) -> Iterator[tuple[Item, Iterator[bytes]]]:
     if isinstance(archive, TarSource) and archive.is_sequential:
         for item, file in archive.walk({item.path for item in items}):
-            yield item, iter(partial(file.read, BLOCK_BYTES), b"")
+            yield item, blocks_passed(archive.name, item, file, BLOCK_BYTES)
     else:
         for item in items:
             yield item, read_blocks(archive, item, BLOCK_BYTES, retries)
