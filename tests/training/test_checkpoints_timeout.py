@@ -69,6 +69,7 @@ def test_without_waiting_a_write_that_hangs_is_a_failure_that_is_said_once(tmp_p
         for step in (10, 20, 30):
             kept.save(step, content(step))
         assert sorted(step for step, _ in kept.failures) == [10, 20, 30]
+        assert all(f"save the checkpoint of step {step}:" in reason for step, reason in kept.failures)
         assert len(caplog.records) == 1
         disk.release()
 

@@ -252,12 +252,14 @@ class CheckpointFolder:
                 continue
             job.stop.set()
             found = f"{str(self.local_folder)!r} has answered nothing for {format_seconds(job.limit_s)}"
-            error = TimedOut(cannot(act, found, "a disk that answers", "Check the disk, or save to another one"))
+            needed, next_step = "a disk that answers", "Check the disk, or save to another one"
             if not job.is_given_up:
                 job.is_given_up = True
-                self._last_error = error
-                self._note_failure(job.step, str(error), is_told=job.is_raised)
-            raise error
+                # Another call may wait than the one that saves.
+                own = TimedOut(cannot(f"save the checkpoint of step {job.step}", found, needed, next_step))
+                self._last_error = own
+                self._note_failure(job.step, str(own), is_told=job.is_raised)
+            raise TimedOut(cannot(act, found, needed, next_step))
 
     def _await_publisher(self) -> None:
         """Return when nothing is being published; the caller holds `_changed`."""
