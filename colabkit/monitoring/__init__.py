@@ -1,9 +1,9 @@
-"""Monitoring: what training is waiting for, and what would fix it.
+"""Monitoring: find the bottleneck of a training run and suggest fixes.
 
 - `doctor`: `diagnose()` and `watch()` turn meters and telemetry into a verdict and advice.
 - `panel`: `dashboard()` records a run and shows it live, as HTML or text.
 
-To add a rule of the doctor, write a function in `doctor/data_rules.py` or `doctor/machine_rules.py`, and list it in
+To add a doctor rule, write a function in `doctor/data_rules.py` or `doctor/machine_rules.py`, and list it in
 `doctor/rules.py`.
 """
 

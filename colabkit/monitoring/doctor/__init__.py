@@ -1,5 +1,5 @@
-"""The doctor: what training waits for, and what would fix it.
+"""The doctor: find the bottleneck of a training run and suggest fixes.
 
-`api` has `diagnose()` and `watch()`. A run becomes a `run_profile`; the rules that `rules` lists give advice about it,
-with speeds from `forecast`; `verdict` makes a `diagnosis` of them.
+`api` holds `diagnose()` and `watch()`. `run_profile` summarizes a run. The rules listed in `rules` give advice about
+the profile, with speeds predicted by `forecast`. `verdict` combines them into a `diagnosis`.
 """

@@ -1,4 +1,4 @@
-"""`diagnose()` judges a report, a used loader, or a loader that it times; `watch()` times the steps of any loader."""
+"""`diagnose()` analyzes a training report or a loader; `watch()` times the steps of any loader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ T_co = TypeVar("T_co", covariant=True)
 _RECENT_S = 60.0
 _WARM_UP = 3
 _SETTLED_EVERY = 16  # batches
-_OF_A_STEP = ("wrong_device",)  # rules about steps, of which a loader by itself knows nothing
+# Rules about training steps, which do not apply when a loader is timed without training.
+_OF_A_STEP = ("wrong_device",)
 
 
 def diagnose(
@@ -47,22 +48,26 @@ def diagnose(
     seconds: float = 5.0,
     headspace: HeadspaceReport | None = None,
 ) -> Diagnosis:
-    """Return what training waits for, where the time of a step goes, and at most three pieces of advice.
+    """Find the bottleneck of a training run, split up the step time, and give up to three pieces of advice.
 
     Args:
-        of: a `TrainReport`, or the path of a saved one; a `Loader`, or another loader wrapped by `watch()`, that a loop
-            has used; or any loader, such as torch's `DataLoader`, which is then iterated by itself for a while to
-            measure its speed. None for what this process trained or looped over last; of loaders used in turn, as for
-            training and validation, for the first.
-        seconds: how long to iterate it, if it was not used before.
-        headspace: what `headspace()` returned for the same step, which has to do all that a watched loop does with a
-            batch: the speeds after each fix are then predicted from what the step takes alone. Without it they follow
-            from the least disturbed steps, which are few, and still disturbed, where loader and step share a CPU.
+        of: a `TrainReport` or the path of a saved one; a `Loader`, or another loader wrapped by `watch()`, that a
+            training loop has used; or any unused loader, such as torch's `DataLoader`, which is then iterated without
+            training to measure its speed. None for the most recent training run or loop in this process; if that loop
+            alternated between loaders, as with training and validation, the first one used.
+        seconds: how long to iterate a loader that has not been used, in seconds.
+        headspace: the result of `headspace()` for the same step, which must do everything that the watched loop does
+            with a batch. The speeds after each fix are then predicted from the step's time without a loader. Otherwise
+            they are estimated from the fastest steps, which is less accurate if loader and step share a CPU.
+
+    Returns:
+        The diagnosis: the verdict, the shares of the step time, and the advice.
 
     Raises:
-        InvalidOption: if it is none of these, gives no batch, or nothing was trained yet; if `seconds` is no number or
-            never ends; if `headspace` is something else, or no step was taken with the loader.
-        SourceMissing, BadSource: if a path is not that of a saved report.
+        InvalidOption: if `of` is none of these, the loader yields no batches, or nothing has been trained yet; if
+            `seconds` is not a finite number; if `headspace` has another type, or the loader was not used for training.
+        SourceMissing: if nothing is at the path of the report.
+        BadSource: if the file at the path is not a saved report.
     """
     next_step = "Pass headspace=colabkit.headspace(step, loader)"
     kinds = (HeadspaceReport, type(None))
@@ -108,13 +113,13 @@ def _profile(
 
 
 def _host_now() -> HostSnapshot:
-    """Return one snapshot of the machine, where nothing has watched it."""
+    """Return one snapshot of the machine, for runs during which no sampler was running."""
     with closing(Telemetry()) as telemetry:
         return telemetry.snapshot()
 
 
 def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis:
-    """Return how fast a loader is that is iterated by itself."""
+    """Measure the speed of a loader by iterating it without training."""
     check_number("diagnose the loader", "seconds", seconds, example=5)
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
@@ -153,15 +158,18 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float) -> Diagnosis
 
 
 def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
-    """Return a loader that gives what `loader` gives, and can be diagnosed and shown by `dashboard()`.
+    """Wrap a loader so that `diagnose()` and `dashboard()` can time its steps.
 
-    For torch's `DataLoader` and whatever else gives batches. Its attributes are those of `loader`.
+    The wrapper yields the same batches and forwards all attributes to `loader`.
 
     Args:
-        loader: gives batches each time that it is iterated.
+        loader: torch's `DataLoader` or any other iterable of batches; each iteration is one pass.
+
+    Returns:
+        The wrapped loader.
 
     Raises:
-        InvalidOption: if it gives no batches, as a model or a tensor does not.
+        InvalidOption: if `loader` is not an iterable of batches, for example a model or a tensor.
     """
     if isinstance(loader, WatchedLoader):
         return loader
@@ -172,16 +180,16 @@ def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
 
 
 class WatchedLoader(Generic[T_co]):
-    """A loader whose batches are timed.
+    """A loader whose steps are timed.
 
-    While it waits inside `loader`, nothing else can run in this thread, so a panel stands still.
+    While `loader` produces a batch, it blocks this thread, so a panel is not updated.
 
     Args:
-        loader: gives the batches.
+        loader: yields the batches.
 
     Attributes:
-        watched: the loader itself.
-        meters: counts, and where each step's time goes; there are no parts, since nothing is known of the inside.
+        watched: the wrapped loader.
+        meters: counts and step times. They have no parts, since the stages inside `loader` are unknown.
     """
 
     def __init__(self, loader: Iterable[T_co]) -> None:
@@ -202,7 +210,7 @@ class WatchedLoader(Generic[T_co]):
         return f"watch({self.watched!r})"
 
     def __iter__(self) -> Iterator[T_co]:
-        """Yield the batches of one pass."""
+        """Yield the batches of one pass and time each step."""
         counts, now = self.meters, time.perf_counter
         clock = _clock(counts.spent)
         counts.begin_pass(clock)
@@ -233,7 +241,7 @@ class WatchedLoader(Generic[T_co]):
 
 
 def _clock(totals: meters.StepTotals) -> meters.Clock:
-    """Return a clock of the GPU if this process uses one, else of the host, which counts its steps in `totals`."""
+    """Return a GPU clock if this process uses a GPU, else a host clock that adds its steps to `totals`."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
         return meters.DeviceClock(lambda: set_mark(device))
@@ -241,7 +249,7 @@ def _clock(totals: meters.StepTotals) -> meters.Clock:
 
 
 def _device() -> str:
-    """Return the GPU that holds tensors of this process, else the CPU."""
+    """Return the current GPU if this process has tensors on it, else the CPU."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return "cpu"
     number = torch.cuda.current_device()
@@ -251,12 +259,13 @@ def _device() -> str:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except Exception:  # torch's raises several, for data sets and samplers without a length
+    except Exception:
+        # torch raises several types for datasets and samplers without a length.
         return None
 
 
 def _facts_of(loader: Any) -> meters.LoaderFacts:
-    """Return the facts that a loader such as torch's has as attributes."""
+    """Return the facts found in the attributes of a loader such as torch's `DataLoader`."""
     dataset = getattr(loader, "dataset", None)
     batch_size, workers = getattr(loader, "batch_size", None), getattr(loader, "num_workers", None)
     pins, keeps = getattr(loader, "pin_memory", None), getattr(loader, "persistent_workers", None)

@@ -1,4 +1,4 @@
-"""Rules about the input: what reading and decoding wait for, and where data should be instead."""
+"""Rules about the input: what limits reading and decoding, and where the data should be stored."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from colabkit.monitoring.doctor.forecast import forecast_run
 from colabkit.monitoring.doctor.run_profile import RunProfile
 
 _SMALL_READ = 256 << 10
-_IDLE = 0.6  # of the CPUs
-_ROOMY_RAM = 0.85  # of the RAM may be in use after data was put there
+# Share of the CPUs below which CPUs count as idle.
+_IDLE = 0.6
+# Share of the RAM that may be in use after data is copied there.
+_ROOMY_RAM = 0.85
 _SLOW_START = 0.1
 _BURSTY = 0.1
 _THROTTLED = 2.0
 _READ_TWICE = 2.0
-_LEAST_LEFT = 0.1  # of the time, whatever is saved
-_SIZING = ("ResizedCrop", "CenterCrop", "Resize")  # transforms that make large samples small
+# Share of the time assumed to remain after a fix, at least.
+_LEAST_LEFT = 0.1
+# Transforms that shrink samples.
+_SIZING = ("ResizedCrop", "CenterCrop", "Resize")
 _HDF5 = (".h5", ".hdf5")
-_NAMELESS = "a table of paths"  # what a source is called that was made of a list or a table in memory
+# Source name of loaders made from a list or table in memory.
+_NAMELESS = "a table of paths"
 _LOAD_PACK = "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
 
 
 def far_files(run: RunProfile) -> Advice | None:
-    """Files are read from a mount or a network, one by one, in every epoch; or rows of a pack there."""
+    """Advise staging if every epoch reads files, or rows of a pack, from a mount or a network."""
     path = _quoted(run.facts.path)
     if not (run.is_starved and run.facts.is_far and run.bottleneck in ("read", "gather")):
         return None
@@ -39,7 +44,7 @@ def far_files(run: RunProfile) -> Advice | None:
 
 
 def far_files_to_pack(run: RunProfile) -> Advice | None:
-    """Files are far and many: one packed file saves opening them, and decoding them."""
+    """Advise packing if every epoch opens and decodes many remote files."""
     files, encoding = run.facts.files, run.facts.encoding
     if not (run.is_starved and run.facts.is_far) or encoding in (None, "raw") or _is_hdf5(run) or files == 1:
         return None
@@ -54,7 +59,7 @@ def far_files_to_pack(run: RunProfile) -> Advice | None:
 
 
 def small_files(run: RunProfile) -> Advice | None:
-    """Many small files of a local disk cost a seek and an open each."""
+    """Advise packing if opening many small local files takes much of the loading time."""
     read, decode = run.part("read"), run.part("decode")
     if not run.is_starved or run.facts.is_far or not read.samples or run.facts.files is None:
         return None
@@ -71,7 +76,7 @@ def small_files(run: RunProfile) -> Advice | None:
 
 
 def slow_disk(run: RunProfile) -> Advice | None:
-    """Rows or files come from a disk that is not fast enough, and do not stay in memory."""
+    """Advise tmpfs or smaller samples if a local disk is too slow and the data is not cached in RAM."""
     if not run.is_starved or run.facts.is_far or run.is_cpu_full:
         return None
     stalled = run.machine.io_stall_rate
@@ -96,7 +101,7 @@ def slow_disk(run: RunProfile) -> Advice | None:
 
 
 def slow_decoding(run: RunProfile) -> Advice | None:
-    """The CPU decodes the same images in every epoch."""
+    """Advise storing decoded images if decoding is the bottleneck."""
     if not run.is_starved or run.bottleneck != "decode":
         return None
     part, is_kept = run.part("decode"), run.passes < 2 and run.facts.tier in ("gpu", "ram", "disk")
@@ -112,7 +117,7 @@ def slow_decoding(run: RunProfile) -> Advice | None:
 
 
 def slow_transform(run: RunProfile) -> Advice | None:
-    """A transform or a data set in Python makes samples one by one."""
+    """Advise batched or GPU transforms, or smaller samples, if Python code processes samples one at a time."""
     waits = run.bottleneck == "read" and run.facts.kind == "processes" and not run.facts.is_far
     if not run.is_starved or not (waits or run.bottleneck in ("samples", "augment")):
         return None
@@ -137,7 +142,7 @@ def slow_transform(run: RunProfile) -> Advice | None:
 
 
 def slow_foreign(run: RunProfile) -> Advice | None:
-    """Another loader keeps the step waiting, and what it does inside is not known."""
+    """Advise `colabkit.Loader` if a third-party loader, whose stages are unknown, is too slow."""
     facts = run.facts
     if not run.is_starved or facts.kind != "foreign" or facts.is_far:
         return None
@@ -165,15 +170,16 @@ def slow_foreign(run: RunProfile) -> Advice | None:
 
 
 def more_workers(run: RunProfile) -> Advice | None:
-    """CPUs are idle while too few workers make batches."""
+    """Advise more workers if CPUs are idle and there are fewer workers than CPUs."""
     facts, rate = run.facts, run.machine.cpu_rate
     if not run.is_starved or facts.workers is None or rate is None or rate >= _IDLE or facts.is_far:
         return None
     most = round(run.machine.cpus)
-    one_transforms = facts.kind == "processes" and run.bottleneck == "augment"  # where batches are handed over
+    # This transform runs in the one thread that hands batches over, so workers do not speed it up.
+    one_transforms = facts.kind == "processes" and run.bottleneck == "augment"
     if facts.workers >= most or facts.kind in ("gathered", "device") or one_transforms:
         return None
-    # One worker's pace is known where it is all that is waited for, or the wait itself is the work.
+    # The step waits for the workers only. Without workers, the wait is the time to make a batch.
     a_batch_s = run.step.seconds * facts.workers if facts.workers else run.step.wait_s
     speed = min(forecast_run(run).samples_per_s(workers=most), run.step.samples * most / max(a_batch_s, 1e-9))
     workers, cpus = format_things(facts.workers, "worker"), format_things(most, "CPU")
@@ -187,12 +193,13 @@ def more_workers(run: RunProfile) -> Advice | None:
 
 
 def held_by_python(run: RunProfile) -> Advice | None:
-    """One core is busy and others are not: threads wait for Python's lock."""
+    """Advise processes if only one core is busy, since threads then wait for the GIL."""
     machine = run.machine
     if not run.is_starved or machine.cpus < 2 or machine.busiest_core_rate is None or machine.cpu_rate is None:
         return None
     is_alone = machine.busiest_core_rate > 0.9 and machine.cpu_rate < 0.7
-    if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":  # others work in processes
+    if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":
+        # Only loaders of this kind run Python code in several threads.
         return None
     return Advice(
         "one core is busy and the others are not, so threads wait for Python's lock",
@@ -203,7 +210,7 @@ def held_by_python(run: RunProfile) -> Advice | None:
 
 
 def too_many_workers(run: RunProfile) -> Advice | None:
-    """More workers than CPUs take each other's time."""
+    """Advise fewer workers if there are more than two per CPU and the CPU is full."""
     facts = run.facts
     if not run.is_starved or facts.workers is None or not run.is_cpu_full or facts.is_far:
         return None
@@ -219,7 +226,7 @@ def too_many_workers(run: RunProfile) -> Advice | None:
 
 
 def slow_start(run: RunProfile) -> Advice | None:
-    """Each epoch begins with a long wait."""
+    """Advise persistent workers if each epoch starts with a long wait."""
     spent, facts = run.spent, run.facts
     if run.passes < 2 or not spent.seconds or facts.keeps_workers is not False:
         return None
@@ -235,7 +242,7 @@ def slow_start(run: RunProfile) -> Advice | None:
 
 
 def bursts(run: RunProfile) -> Advice | None:
-    """Data is there as a rule, but a few steps wait long."""
+    """Advise more prefetching if data is usually ready but a few steps wait long."""
     facts = run.facts
     if run.shares.wait >= HIGH or run.late < _BURSTY or facts.is_far or facts.kind == "device":
         return None
@@ -253,7 +260,10 @@ def bursts(run: RunProfile) -> Advice | None:
 
 
 def chunks_do_not_fit(run: RunProfile) -> Advice | None:
-    """Far more is read than used: chunks of somebody else's HDF5 file, or pages of a pack that RAM cannot hold."""
+    """Advise repacking, or block shuffling, if far more bytes are read than used.
+
+    The cause is the chunking of a third-party HDF5 file, or a pack that does not fit in RAM.
+    """
     facts, gathered, read = run.facts, run.part("gather"), run.part("read")
     if not run.is_starved or facts.kind != "gathered" or not _is_hdf5(run) or facts.tier not in ("disk", "source"):
         return None
@@ -280,13 +290,14 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
 
 
 def cache_too_small(run: RunProfile) -> Advice | None:
-    """Later epochs read from storage what the first one has read."""
+    """Advise freeing RAM, or block shuffling, if later epochs read the data from storage again."""
     size, free, read = _data_bytes(run), run.machine.ram_free_bytes, run.machine.read_bytes_per_s
     if run.passes < 2 or not run.is_starved or size is None or free is None or read is None:
         return None
     needed = _needed_bytes_per_s(run)
     if run.facts.is_far or run.facts.path is None or not needed or read < 0.5 * needed:
-        return None  # samples without a path are made or in memory, and it is something else that reads
+        # Samples without a path are generated or in memory, so something else is reading.
+        return None
     if _fits_in_ram(run):
         action = "Let go of what fills the RAM, or keep the data in tmpfs"
         call = f"colabkit.stage({_quoted(run.facts.path)}, to='tmpfs')"
@@ -298,7 +309,7 @@ def cache_too_small(run: RunProfile) -> Advice | None:
 
 
 def throttled(run: RunProfile) -> Advice | None:
-    """A far source gets slower and slower."""
+    """Advise staging if a remote source becomes slower or reads fail and are retried."""
     if not (run.is_starved and run.facts.is_far):
         return None
     is_slower, retries = run.slowdown >= _THROTTLED, run.spent.retries
@@ -316,7 +327,7 @@ def throttled(run: RunProfile) -> Advice | None:
 
 
 def _speed_near(run: RunProfile) -> float:
-    """Return the speed when what is far lies on the local disk."""
+    """Return the predicted speed with the remote data on the local disk."""
     forecast = forecast_run(run)
     if run.facts.encoding == "raw":
         return forecast.from_rows(_row_bytes(run))
@@ -339,13 +350,13 @@ def _place(run: RunProfile) -> str:
 
 
 def _fits_in_ram(run: RunProfile) -> bool:
-    """Return whether the data is known to fit, and leaves some room."""
+    """Return whether the data is known to fit in RAM with some room left."""
     size, used, total = _data_bytes(run), run.machine.ram_used, run.machine.ram_total_bytes
     return size is not None and used is not None and total is not None and used * total + size <= _ROOMY_RAM * total
 
 
 def _row_bytes(run: RunProfile) -> float | None:
-    """Return the bytes of a decoded sample."""
+    """Return the bytes of a decoded sample, or of a stored one if nothing was decoded."""
     for name in ("decode", "augment"):
         part = run.part(name)
         if part.samples:
@@ -359,22 +370,22 @@ def _data_bytes(run: RunProfile) -> float | None:
 
 
 def _needed_bytes_per_s(run: RunProfile) -> float:
-    """Return the stored bytes a second that the samples come to."""
+    """Return the stored bytes that training consumes per second."""
     return run.samples_per_s * (run.facts.sample_bytes or 0.0)
 
 
 def _quoted(path: str | None) -> str:
-    """Return a path as Python text; dots where it is not known."""
+    """Return a path as a Python string literal, or `...` if it is unknown."""
     return "..." if path in (None, _NAMELESS) else repr(path)
 
 
 def _is_hdf5(run: RunProfile) -> bool:
-    """Return whether samples lie in a pack, or in somebody else's HDF5 file."""
+    """Return whether samples are in a pack or in a third-party HDF5 file."""
     return (run.facts.path or "").endswith(_HDF5)
 
 
 def _packing(run: RunProfile) -> str:
-    """Return the call that packs the samples decoded: of their files, also where these are in a pack as they were."""
+    """Return the call that packs the samples decoded, from the original files even if an encoded pack is loaded."""
     facts = run.facts
     if facts.source is None and facts.encoding == "python":
         return "colabkit.pack(dataset, 'pack.h5')"

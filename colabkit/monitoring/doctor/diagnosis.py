@@ -1,4 +1,4 @@
-"""The doctor's report: a verdict, where the time of a step goes, and at most three pieces of advice."""
+"""The doctor's report: a verdict, the shares of the step time, and up to three pieces of advice."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Literal, TypeAlias
 from colabkit.foundation import Report, format_rate, format_seconds, format_share
 
 MODERATE, HIGH = 0.05, 0.20
-"""Shares of a step that waiting for data may take. Source: TensorFlow's profiler, input_pipeline_analysis.py."""
+"""Thresholds for the share of the step time spent waiting for data, as in TensorFlow's input_pipeline_analysis.py."""
 
 Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "unknown"]
-_MOST_TIMES = 100  # as fast: more than that is a loop that does nothing else
+# Larger speedups are reported as "over 100"; they occur in loops that do no work.
+_MOST_TIMES = 100
 Confidence: TypeAlias = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of a step's time in [0, 1]; they add up to 1, or are all 0 where nothing was timed.
+    """Shares of the step time, in [0, 1]. They add up to 1, or are all 0 if nothing was timed.
 
     Attributes:
         wait: waiting for data.
-        copy: waiting for a copy to the device that nothing hid.
+        copy: copies to the device that do not overlap with compute.
         compute: the step itself.
-        other: other work of the host.
+        other: other work on the host.
     """
 
     wait: float = 0.0
@@ -34,17 +35,18 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What would make a run faster, or safer.
+    """A way to make a run faster or safer.
 
     Attributes:
-        found: what was found, with its numbers.
-        action: what to do, one sentence in the imperative.
-        call: the line of Python that does it; empty if there is none.
-        samples_per_s: speed after it at most: that of the slowest part which remains; None where it is not about speed.
-        saved_s: seconds that it saves in an epoch; None where not known.
-        confidence: in the prediction.
-        check: how to check it.
-        rule: name of the rule that gave it.
+        found: the observation, with its numbers.
+        action: the recommended action, one imperative sentence.
+        call: Python code for the action; empty if there is none.
+        samples_per_s: upper bound of the speed after the fix, set by the slowest remaining part; None if the advice is
+            not about speed.
+        saved_s: seconds saved per epoch; None if unknown.
+        confidence: confidence in the prediction.
+        check: how to verify the effect.
+        rule: name of the rule that gave the advice.
     """
 
     found: str
@@ -59,20 +61,22 @@ class Advice:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Report):
-    """What training waits for, and what would fix it.
+    """The bottleneck of a training run and how to fix it.
 
     Attributes:
-        verdict: what limits the speed: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (work of the host
-            beside it), or `"unknown"`.
-        sentence: the verdict in words, with its numbers.
-        shares: where the time of a typical step goes: the mean of the middle half, so that a few stragglers, starts of
-            epochs and pauses for checkpoints, which are part of a `TrainReport`'s averages, do not count.
-        step_s: seconds of such a step.
-        samples_per_s: samples a second of such steps.
-        ceiling_samples_per_s: samples a second if data were always there; None where not known.
-        bottleneck: the loader's part that limits it, as in `"decode"`; None where data does not, or it is not known.
-        advice: what would help, the best first, at most three.
-        steps: how many steps this is judged by.
+        verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work on the host),
+            or `"unknown"`.
+        sentence: the verdict as a sentence, with its numbers.
+        shares: how the time of a typical step is split. It is the mean of the middle half of the steps, so that
+            stragglers, starts of epochs and pauses for checkpoints do not count, unlike in the averages of a
+            `TrainReport`.
+        step_s: seconds of a typical step.
+        samples_per_s: samples per second at typical steps.
+        ceiling_samples_per_s: samples per second if data were always ready; None if unknown.
+        bottleneck: the loader part that limits the speed, for example `"decode"`; None if data is not the bottleneck
+            or the part is unknown.
+        advice: up to three pieces of advice, the best first.
+        steps: number of steps that the diagnosis is based on.
     """
 
     verdict: Verdict
@@ -87,12 +91,12 @@ class Diagnosis(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing holds training up but the step itself."""
+        """Whether the verdict is `"compute"` or `"unknown"`, so that no bottleneck was found outside the step."""
         return self.verdict in ("compute", "unknown")
 
     @property
     def needs_nothing(self) -> bool:
-        """Whether data keeps up, so that without advice there is nothing to fix in how it is loaded."""
+        """Whether data keeps up with the step, so that loading needs no fix unless there is advice."""
         return self.verdict == "compute" and self.shares.wait < MODERATE
 
     def _summary(self) -> str:
@@ -132,5 +136,5 @@ def _gain(advice: Advice, now: float) -> str:
         return ""
     saved = "" if advice.saved_s is None else f", {format_seconds(advice.saved_s)} less an epoch"
     times = advice.samples_per_s / now
-    # A prediction is a bound: the speed of the slowest part that remains.
+    # A prediction is an upper bound: the speed of the slowest remaining part.
     return f" ({f'up to {times:.1f}' if times <= _MOST_TIMES else f'over {_MOST_TIMES}'} times as fast{saved})"

@@ -1,13 +1,13 @@
-"""Predict the speed after a fix: at most that of the slowest part which remains.
+"""Predict the speed after a fix, which is at most the speed of the slowest remaining part.
 
-This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021). What
-the step and the loader's workers cost comes from the run itself. What a fix adds is measured on this machine when a
-rule first needs it: how fast rows are gathered, and what opening a cached file costs. Caches and memory bandwidth that
-step and loader share are not modelled, so a prediction is an upper bound, and users read "up to".
+This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021). The
+costs of the step and of the loader's workers come from the run itself. Costs that a fix adds are measured on this
+machine when a rule first needs them: gathering rows, and opening a cached file. Caches and memory bandwidth shared by
+step and loader are not modelled, so a prediction is an upper bound and is shown as "up to".
 
-A step on the CPU competes with its own loader: a step of several threads stands still while a worker has one of its
-cores, threads that need Python's lock run one at a time beside it, and worker processes get the cores that the step
-leaves. So on the CPU the two take turns.
+On the CPU, a step competes with its loader. A multithreaded step stalls while a worker occupies one of its cores,
+threads that need the GIL run one at a time, and worker processes get the cores that the step leaves idle. So on the
+CPU the model lets step and loader take turns.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _WORD = 8  # bytes
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step takes alone, and what its loader costs.
+    """The costs of a step and its loader, each measured without the other.
 
     Attributes:
-        samples: of a step.
-        step_s: seconds of the step with its other work, alone on the machine.
-        held_s: of these, seconds in which it needs the CPU.
-        cpu_s: seconds of a CPU that the loader's workers take for a sample.
-        wall_s: seconds of a worker for a sample, alone on the machine.
-        workers: how many there are.
-        cpus: how many CPUs may be used.
-        are_threads: whether the workers are threads of the step's process.
-        near_read_s: seconds of a CPU to read a sample's file once it is local; 0 where workers read it already.
+        samples: samples per step.
+        step_s: seconds of the step and its other host work, without a loader.
+        held_s: seconds of `step_s` in which the step needs the CPU.
+        cpu_s: CPU seconds that the loader's workers take per sample.
+        wall_s: seconds that a worker takes per sample, without a step.
+        workers: number of workers.
+        cpus: number of CPUs that this process may use.
+        are_threads: whether the workers are threads of the process that runs the step.
+        near_read_s: CPU seconds to read a sample's file once it is local; 0 if `cpu_s` includes reading.
     """
 
     samples: int
@@ -60,14 +60,14 @@ class Forecast:
         here_s: float = 0.0,
         saved_s: float = 0.0,
     ) -> float:
-        """Return the speed with a loader that costs something else.
+        """Return the samples per second with changed costs.
 
         Args:
-            cpu_s: seconds of a CPU for a sample; None for as much as now.
-            wall_s: seconds of a worker for a sample; None likewise.
-            workers: how many; None likewise.
-            here_s: seconds for a batch in the thread of the step.
-            saved_s: seconds that the step itself gets shorter.
+            cpu_s: CPU seconds per sample; None for the current value.
+            wall_s: seconds of a worker per sample; None for the current value.
+            workers: number of workers; None for the current value.
+            here_s: seconds per batch that the loader takes in the step's thread.
+            saved_s: seconds by which the step becomes shorter.
         """
         cpu_s = self.cpu_s if cpu_s is None else cpu_s
         wall_s = max(cpu_s, self.wall_s if wall_s is None else wall_s)
@@ -83,26 +83,26 @@ class Forecast:
         return self.samples / max(alone_s, self.samples * wall_s / workers, in_turns_s if cpu_s else 0.0)
 
     def without_loader(self) -> float:
-        """Return the speed if data were always ready."""
+        """Return the samples per second if data were always ready."""
         return self.samples_per_s(cpu_s=0.0, wall_s=0.0)
 
     def from_rows(self, row_bytes: float | None) -> float:
-        """Return the speed from rows in memory, which this machine gathers as fast as it was measured to."""
+        """Return the samples per second with rows in memory, at the measured gathering speed."""
         gather_s = self.samples * row_bytes / gather_bytes_per_s(row_bytes) if row_bytes else 0.0
         return self.samples_per_s(cpu_s=0.0, wall_s=0.0, here_s=gather_s)
 
     def from_near_files(self) -> float:
-        """Return the speed when files are read from the local disk, which is cached.
+        """Return the samples per second with files on the local disk, in the page cache.
 
-        The workers' CPU time for a sample is the measured one. Workers that wait for each file run with cold CPU
-        caches, so local files may cost them less.
+        Uses the measured CPU time per sample. It may be too high, since workers that wait for each file run with cold
+        CPU caches.
         """
         near_s = self.cpu_s + self.near_read_s
         return self.samples_per_s(cpu_s=near_s, wall_s=near_s)
 
 
 def forecast_run(run: RunProfile) -> Forecast:
-    """Return what a step takes alone, by what was measured while a loader ran beside it."""
+    """Estimate the separate costs of step and loader from a run in which both were active."""
     step, cpus = run.step, max(run.machine.cpus, 1e-3)
     loader_cpu_s = run.cpu_s or 0.0
     own_s = run.alone_s + step.other_s + run.at_last_s * step.samples
@@ -124,7 +124,7 @@ def forecast_run(run: RunProfile) -> Forecast:
 
 
 def _share_of_cpu(run: RunProfile) -> float:
-    """Return the share of a core that a thread got when it wanted one, in (0, 1]."""
+    """Return the share of a core that a runnable thread got, in (0, 1]."""
     if not run.is_cpu_full:
         return 1.0
     busy_s = sum(part.busy_s for part in run.spent.parts if part.cpu_s)
@@ -133,14 +133,18 @@ def _share_of_cpu(run: RunProfile) -> float:
 
 
 def gather_bytes_per_s(row_bytes: float) -> float:
-    """Return how fast this machine gathers rows of about this size in a random order: measured once, in some 10 ms."""
+    """Return the bytes per second at which this machine gathers rows of about this size in random order.
+
+    The first call for a size takes about 10 ms to measure it.
+    """
     words = max(1, -(-int(row_bytes) // _WORD))
     return _gathered_bytes_per_s(min(1 << (words - 1).bit_length(), _PROBE_BYTES // _WORD // 4))
 
 
 @cache
 def _gathered_bytes_per_s(words: int) -> float:
-    import torch  # a panel is loaded without it
+    # Imported here, since the panel loads this module without torch.
+    import torch
 
     rows = torch.ones((min(_PROBE_ROWS, _PROBE_BYTES // _WORD // words), words), dtype=torch.int64)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
@@ -155,14 +159,15 @@ def _gathered_bytes_per_s(words: int) -> float:
 
 @cache
 def file_read_s() -> float:
-    """Return the seconds of a CPU that opening and reading a small cached file takes on this machine: measured once."""
+    """Return the CPU seconds for opening and reading a small file in the page cache, measured once."""
     took_s = []
     for _ in range(_PROBES):
         began_s = time.thread_time()
         for _ in range(_PROBE_FILES):
             try:
                 Path(__file__).read_bytes()
-            except OSError:  # the package lies in no folder
+            except OSError:
+                # The package is not in a folder, for example in a zip file.
                 return 0.0
         took_s.append((time.thread_time() - began_s) / _PROBE_FILES)
     return min(took_s)

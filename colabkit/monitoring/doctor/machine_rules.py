@@ -1,4 +1,4 @@
-"""Rules about the step and the machine: copies to the device, sizes of batches, other work, what may end the run."""
+"""Rules about the step and the machine: GPU copies, batch size, other host work, and risks that may end the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from colabkit.monitoring.doctor.forecast import forecast_run
 from colabkit.monitoring.doctor.run_profile import RunProfile
 
 _EXPOSED_COPY = 0.05
-_SLOW_LINK = 4e9  # bytes a second; a T4 copies about 12 GB/s from page-locked memory
+# In bytes/s; a T4 copies about 12 GB/s from pinned memory.
+_SLOW_LINK = 4e9
 _IDLE_GPU, _BUSY_GPU = 0.5, 0.9
 _OTHER_WORK = 0.10
 _TINY_STEP_S, _TINY_BATCH = 0.005, 16
@@ -18,19 +19,23 @@ _TENSOR_CORES = frozenset(
 )
 _SLOWED = 0.2
 _SLOWED_BY = {"power": "its power limit"}
-_OTHERS_BYTES = 2 << 30  # what CUDA itself takes is a few hundred MiB for each process
+# Above the few hundred MiB that CUDA itself takes per process.
+_OTHERS_BYTES = 2 << 30
 _ON_GPU = "model.to('cuda'); colabkit.Loader(..., device='cuda')"
-_FOREIGN_CPUS = 0.25  # of those that may be used
+# Share of the usable CPUs.
+_FOREIGN_CPUS = 0.25
 _RAM = 0.85
 _SHM = 0.1
 _DISK_BYTES = 2 << 30
 _PANEL = 0.01
-_PANEL_SETTLED_S = 20.0  # its first frames are the nearest; a costly one doubles the time to the next, up to 8 s
+# The first frames come at the shortest interval; each costly frame doubles it, up to 8 s.
+_PANEL_SETTLED_S = 20.0
 
 
 def pageable_copies(run: RunProfile) -> Advice | None:
-    """Batches are copied out of memory that is not page-locked, where the step waits for them."""
-    is_foreign = run.facts.kind == "foreign"  # which copies within the step
+    """Advise pinned memory if the step waits for copies from pageable memory."""
+    # A third-party loader leaves the copies to the step, so they count as compute.
+    is_foreign = run.facts.kind == "foreign"
     if run.facts.is_pinned is not False or not run.is_on_gpu:
         return None
     if is_foreign and not run.is_starved:
@@ -51,7 +56,7 @@ def pageable_copies(run: RunProfile) -> Advice | None:
 
 
 def slow_copies(run: RunProfile) -> Advice | None:
-    """Copies take long: too many bytes, or too many small ones."""
+    """Advise sending fewer bytes if copies are slow, or large although the memory is pinned."""
     part = run.part("transfer")
     if run.shares.copy < _EXPOSED_COPY or not part.busy_s:
         return None
@@ -70,7 +75,7 @@ def slow_copies(run: RunProfile) -> Advice | None:
 
 
 def tiny_batches(run: RunProfile) -> Advice | None:
-    """Steps are so short that what comes around them counts most."""
+    """Advise larger batches if steps are so short that launch overhead dominates."""
     samples, seconds = run.step.samples, run.step.seconds
     if run.shares.wait >= HIGH or not 0 < samples <= _TINY_BATCH or not 0 < seconds <= _TINY_STEP_S:
         return None
@@ -83,7 +88,7 @@ def tiny_batches(run: RunProfile) -> Advice | None:
 
 
 def launches(run: RunProfile) -> Advice | None:
-    """The GPU is idle though its stream always has work: kernels are too short."""
+    """Advise larger batches or `torch.compile` if the GPU is often idle because kernels are too short."""
     gpu = run.machine.gpu
     if not run.is_on_gpu or run.shares.wait >= HIGH or gpu is None or gpu.utilization_rate is None:
         return None
@@ -98,7 +103,7 @@ def launches(run: RunProfile) -> Advice | None:
 
 
 def host_work(run: RunProfile) -> Advice | None:
-    """Logging, `.item()`, checkpoints or the like hold the loop up between steps."""
+    """Advise less frequent logging and saving if host work between steps takes too long."""
     if run.shares.other < _OTHER_WORK:
         return None
     seconds = format_seconds(run.step.other_s)
@@ -112,7 +117,7 @@ def host_work(run: RunProfile) -> Advice | None:
 
 
 def no_mixed_precision(run: RunProfile) -> Advice | None:
-    """A card with tensor cores computes in float32."""
+    """Advise mixed precision if a GPU with tensor cores computes in float32."""
     gpu = run.machine.gpu
     if not run.is_on_gpu or run.precision != "fp32" or gpu is None or run.shares.compute < HIGH:
         return None
@@ -127,7 +132,7 @@ def no_mixed_precision(run: RunProfile) -> Advice | None:
 
 
 def room_on_the_gpu(run: RunProfile) -> Advice | None:
-    """Half of the GPU's memory is free, and it is not always busy."""
+    """Advise larger batches if half of the GPU's memory is free and the GPU is not fully used."""
     gpu = run.machine.gpu
     if not run.is_on_gpu or gpu is None or gpu.used is None or run.is_starved or gpu.used >= _ROOMY:
         return None
@@ -143,7 +148,7 @@ def room_on_the_gpu(run: RunProfile) -> Advice | None:
 
 
 def full_gpu(run: RunProfile) -> Advice | None:
-    """Hardly any memory is left on the GPU."""
+    """Advise smaller batches if the GPU's memory is almost full."""
     gpu = run.machine.gpu
     if not run.is_on_gpu or gpu is None or gpu.used is None or gpu.used <= _FULL:
         return None
@@ -155,7 +160,7 @@ def full_gpu(run: RunProfile) -> Advice | None:
 
 
 def slowed_gpu(run: RunProfile) -> Advice | None:
-    """The card itself holds its clocks down."""
+    """Report that the GPU throttles its clocks."""
     gpu = run.machine.gpu
     if gpu is None or gpu.slowed <= _SLOWED or not gpu.slowed_by:
         return None
@@ -167,7 +172,7 @@ def slowed_gpu(run: RunProfile) -> Advice | None:
 
 
 def lost_gpu(run: RunProfile) -> Advice | None:
-    """The card does not answer any more."""
+    """Advise a restart if the GPU no longer responds."""
     gpu = run.machine.gpu
     if gpu is None or not gpu.is_lost:
         return None
@@ -175,7 +180,7 @@ def lost_gpu(run: RunProfile) -> Advice | None:
 
 
 def wrong_device(run: RunProfile) -> Advice | None:
-    """There is a GPU, and everything runs on the CPU."""
+    """Advise using the GPU if there is one but everything runs on the CPU."""
     gpu = run.machine.gpu
     if gpu is None or run.is_on_gpu or gpu.is_lost or (gpu.torch_bytes or 0) > 0 or (gpu.utilization_rate or 0) > 0.05:
         return None
@@ -192,7 +197,7 @@ def wrong_device(run: RunProfile) -> Advice | None:
 
 
 def others_on_the_gpu(run: RunProfile) -> Advice | None:
-    """Somebody else holds memory of the GPU."""
+    """Report that other processes occupy the GPU's memory."""
     gpu = run.machine.gpu
     if not run.is_on_gpu or gpu is None or gpu.torch_bytes is None or (gpu.other_bytes or 0) < _OTHERS_BYTES:
         return None
@@ -204,7 +209,7 @@ def others_on_the_gpu(run: RunProfile) -> Advice | None:
 
 
 def others_on_the_cpu(run: RunProfile) -> Advice | None:
-    """Other processes take the CPU's time."""
+    """Report that other processes use much of a full CPU."""
     foreign, cpus = run.machine.foreign_cpus, run.machine.cpus
     if foreign is None or foreign < _FOREIGN_CPUS * cpus or not run.is_cpu_full or run.is_on_gpu:
         return None
@@ -218,7 +223,7 @@ def others_on_the_cpu(run: RunProfile) -> Advice | None:
 
 
 def full_ram(run: RunProfile) -> Advice | None:
-    """RAM is nearly full: the kernel kills without a message."""
+    """Warn if RAM is nearly full, since the operating system then kills the process without a message."""
     machine = run.machine
     if machine.ram_used is None or machine.ram_used <= _RAM or machine.ram_total_bytes is None:
         return None
@@ -233,7 +238,7 @@ def full_ram(run: RunProfile) -> Advice | None:
 
 
 def full_shm(run: RunProfile) -> Advice | None:
-    """Shared memory, through which worker processes send batches, is nearly full."""
+    """Warn if `/dev/shm`, through which worker processes send batches, is nearly full."""
     free, workers = run.machine.shm_free, run.facts.workers or 0
     if free is None or free >= _SHM or not workers:
         return None
@@ -247,7 +252,7 @@ def full_shm(run: RunProfile) -> Advice | None:
 
 
 def full_disk(run: RunProfile) -> Advice | None:
-    """Hardly any room is left for checkpoints and staged data."""
+    """Warn if the local disk has little space left for checkpoints and staged data."""
     free = run.machine.disk_free_bytes
     if free is None or free >= _DISK_BYTES:
         return None
@@ -259,7 +264,7 @@ def full_disk(run: RunProfile) -> Advice | None:
 
 
 def costly_panel(run: RunProfile) -> Advice | None:
-    """Watching takes more than a hundredth of the time, also after the panel has slowed down by itself."""
+    """Advise fewer frames if the panel takes over 1% of the time even after reducing its own frame rate."""
     if run.cost_share is None or run.cost_share <= _PANEL or run.spent.seconds < _PANEL_SETTLED_S:
         return None
     return Advice(

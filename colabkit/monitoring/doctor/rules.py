@@ -1,9 +1,9 @@
 """The table of the doctor's rules.
 
-To add a rule, write a function in `data_rules` or `machine_rules` and list it here. Its docstring says when it speaks.
-It looks at a run and returns advice, or None where it has nothing to say; what is unknown is no reason to speak. If
-two pieces of advice promise the same, the rule listed first wins. A rule needs a run at which it speaks, and neighbours
-of that run at which it is silent, in `tests/monitoring/test_doctor_rules.py`.
+To add a rule, write a function in `data_rules` or `machine_rules` and list it here. Its docstring states when it
+applies. It takes a run and returns advice, or None if it does not apply or a value that it needs is unknown. If two
+pieces of advice predict the same speed, the rule listed first wins. Each rule is tested in
+`tests/monitoring/test_doctor_rules.py`, with a run to which it applies and similar runs to which it does not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from colabkit.monitoring.doctor.run_profile import RunProfile
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the doctor, known by the name of its function.
+    """A rule of the doctor, identified by the name of its function.
 
     Attributes:
         look: returns advice about a run, or None.
-        is_urgent: whether its advice comes before all that is about speed.
-        silences: rules whose advice would make worse, or say again, what this one's is about.
+        is_urgent: whether its advice is listed before all advice about speed.
+        silences: rules whose advice is dropped if this rule applies, since it would repeat or worsen the problem.
     """
 
     look: Callable[[RunProfile], Advice | None]
@@ -32,11 +32,11 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Name of the function."""
+        """The name of the rule's function."""
         return self.look.__name__
 
     def __call__(self, run: RunProfile) -> Advice | None:
-        """Return its advice about a run, with its name."""
+        """Return the rule's advice about a run, marked with the rule's name."""
         advice = self.look(run)
         return None if advice is None else replace(advice, rule=self.name)
 

@@ -1,4 +1,4 @@
-"""The profile of a run that the rules read: its typical step, what its loader counted, and the machine meanwhile."""
+"""The profile of a run that the rules read: its typical step, its loader's meters, and the state of the machine."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ from colabkit.foundation import (
 from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Shares
 
 ENOUGH_STEPS = 50
-_FEW_STEPS, _LONG_S = 8, 5.0  # slow steps are judged sooner
-_WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2  # SPDL drops 20 steps: caches, cuDNN's trials, compilation
+# Long steps need fewer samples: 8 steps are enough if they took 5 seconds together.
+_FEW_STEPS, _LONG_S = 8, 5.0
+# SPDL also drops 20 steps, which fill caches, run cuDNN's benchmarks and compile.
+_WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
 _BLOCKS = 24
-_BURST = 32  # batches that a loader gives together at most
+# Largest number of batches that a loader delivers at once.
+_BURST = 32
 _LATE = 3.0
 _QUICK = 0.01
-_GREEDY = 0.15  # of the CPUs: what a loader has to take to slow a step
-_SATURATED = 0.85  # of the CPUs
-_STORAGE_BOUND = 0.6  # of its time a worker has a CPU, where one was free: the rest it waits for storage
+# Share of the CPUs that a loader must use before it counts as slowing the step.
+_GREEDY = 0.15
+# Share of the CPUs above which the CPU counts as full.
+_SATURATED = 0.85
+# A worker with a smaller share of CPU time, while CPUs are free, waits for storage.
+_STORAGE_BOUND = 0.6
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
 _MEAN_RATES = ("cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate")
 SNAPSHOT_S = 1.0
-"""Seconds that a snapshot of the machine tells of, or a little more."""
+"""Interval, in seconds, that a snapshot of the machine covers, rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """The machine over a window; None is what is not known.
+    """The machine over a time window; unknown values are None.
 
-    Rates are shares in [0, 1]: `own_cpu_rate` is that of this process and its children, `io_stall_rate` the share of
-    the time that some task waited for storage. RAM, disk and `/dev/shm` are those at the end. `gpu` is the GPU that
-    this process uses most.
+    Rates are shares in [0, 1]: `own_cpu_rate` covers this process and its children, and `io_stall_rate` is the share of
+    the time in which some task waited for storage. RAM, disk and `/dev/shm` are values at the end of the window. `gpu`
+    is the GPU that this process uses most.
     """
 
     cpus: float = 1.0
@@ -59,7 +65,7 @@ class MachineProfile:
 
     @property
     def foreign_cpus(self) -> float | None:
-        """CPUs that other processes used."""
+        """Number of CPUs used by other processes; None if unknown."""
         if self.cpu_rate is None or self.own_cpu_rate is None:
             return None
         return max(0.0, self.cpu_rate - self.own_cpu_rate) * self.cpus
@@ -67,7 +73,7 @@ class MachineProfile:
 
 @dataclass(frozen=True, slots=True)
 class GpuProfile:
-    """A GPU over a window: its median utilisation, its memory at the end, and how often its clocks were held down."""
+    """A GPU over a time window: median utilization, memory at the end, and share of the time with throttled clocks."""
 
     name: str | None = None
     utilization_rate: float | None = None
@@ -81,22 +87,22 @@ class GpuProfile:
 
 @dataclass(frozen=True)
 class RunProfile:
-    """A run as the rules see it.
+    """The summary of a run that the rules read.
 
     Attributes:
         step: the typical step.
-        steps: how many steps it is judged by.
-        is_enough: whether they are enough.
-        quick_s: seconds that the step itself takes when nothing disturbs it.
-        late: share of the time that a few long waits take.
-        slowdown: seconds of the newest third of the steps over those of the oldest.
-        spent: what the loader counted while these steps were taken.
-        passes: over the loader that began, of all.
-        facts: what is known of the loader.
-        machine: what the machine was like.
-        cost_share: share of the time that the panel took; None where there is none.
-        precision: of the step: `"fp32"`, `"bf16"`, `"fp16"`; None if not known.
-        measured_alone_s: seconds a sample that the step took with nothing beside it, if that was measured.
+        steps: number of steps that the profile is based on.
+        is_enough: whether these steps are enough for a verdict.
+        quick_s: seconds of compute of the fastest steps, which nothing disturbed.
+        late: share of the time taken by a few long waits, in [0, 1].
+        slowdown: duration of the newest third of the steps divided by that of the oldest third.
+        spent: the loader's meters over these steps.
+        passes: number of passes over the loader that have begun in the whole run.
+        facts: facts about the loader.
+        machine: state of the machine during these steps.
+        cost_share: share of the time that the panel took, in [0, 1]; None without a panel.
+        precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
+        measured_alone_s: seconds per sample of the step without a loader; None if not measured.
     """
 
     step: StepTimes
@@ -115,23 +121,23 @@ class RunProfile:
 
     @property
     def shares(self) -> Shares:
-        """Shares of the typical step."""
+        """How the time of the typical step is split."""
         total = self.step.seconds
         return Shares(*(seconds / total for seconds in self.step[:4])) if total else Shares()
 
     @property
     def stolen_s(self) -> float:
-        """Seconds by which the loader's workers slow the step down by taking the CPU from it."""
+        """Seconds by which the loader's workers slow the step down by competing for the CPU."""
         if self.is_on_gpu or not self.is_cpu_full or self.loader_cpus < _GREEDY * self.machine.cpus:
             return 0.0
         return max(0.0, self.step.compute_s - self.quick_s)
 
     @property
     def alone_s(self) -> float:
-        """Seconds of the step itself if nothing disturbed it: what was measured, else what the quickest steps took.
+        """Seconds of the undisturbed step: the measured time, else the time of the fastest steps.
 
-        On the CPU long pauses disturb it too, since caches cool. On a GPU events time the step beside the loader, and a
-        longer measurement includes the wait for the result.
+        On the CPU, long pauses also disturb the step, since caches become cold. On a GPU, the smaller of both times
+        counts: events time the step correctly next to the loader, and a measurement includes the wait for the result.
         """
         if self.measured_alone_s is not None:
             measured_s = self.measured_alone_s * self.step.samples
@@ -141,22 +147,22 @@ class RunProfile:
 
     @property
     def input_share(self) -> float:
-        """Share of the step that its data costs: waiting, and the CPU that the workers take from the step."""
+        """Share of the step time lost to data: waiting, plus the slowdown by workers that compete for the CPU."""
         return (self.step.wait_s + self.stolen_s) / self.step.seconds if self.step.seconds else 0.0
 
     @property
     def loader_cpus(self) -> float:
-        """CPUs that the loader's workers use."""
+        """Number of CPUs used by the loader's workers."""
         return (self.cpu_s or 0.0) * self.samples_per_s
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second of the typical step."""
+        """Samples per second at the typical step."""
         return self.step.samples / self.step.seconds if self.step.seconds else 0.0
 
     @property
     def is_starved(self) -> bool:
-        """Whether data costs a share that is worth mending."""
+        """Whether data takes a share of the step that is worth fixing."""
         return self.input_share >= MODERATE
 
     @property
@@ -166,33 +172,33 @@ class RunProfile:
 
     @property
     def is_cpu_full(self) -> bool:
-        """Whether the CPUs that may be used are busy, or were wanted by more threads than there are."""
+        """Whether the CPUs that this process may use are saturated."""
         rate = self.machine.cpu_rate
         return rate is not None and rate >= _SATURATED
 
     def part(self, name: str) -> PartSnapshot:
-        """Return a part of the loader; one that did nothing if there is none of the name."""
+        """Return the meters of a loader part by name; all zero if there is no such part."""
         return next((part for part in self.spent.parts if part.name == name), _NO_PART)
 
     @property
     def worker_s(self) -> float:
-        """Seconds of one worker that a sample took, reads of a far source by others apart."""
+        """Worker seconds per sample, without reads of a remote source that other threads do ahead of time."""
         others = ("gather", "transfer", "augment") if self.facts.kind == "processes" else ("gather", "transfer")
         own = [part for part in self.spent.parts if part.name not in others and not self._is_ahead(part)]
         return sum(part.busy_s for part in own) / self._handled if self._handled else 0.0
 
     @property
     def at_last_s(self) -> float:
-        """Seconds that a sample takes where its batch is handed over, after worker processes have made it."""
+        """Seconds per sample spent on transforming batches after worker processes have made them."""
         if self.facts.kind != "processes" or not self._handled:
             return 0.0
         return self.part("augment").busy_s / self._handled
 
     @property
     def cpu_s(self) -> float | None:
-        """Seconds of a CPU that a sample took in the loader's workers; None if that was not measured.
+        """CPU seconds per sample in the loader's workers; None if not measured.
 
-        Workers of a foreign loader are this process's children.
+        For a third-party loader, the child processes count as its workers.
         """
         if self.facts.kind == "foreign":
             rate = self.machine.children_cpu_rate
@@ -204,29 +210,31 @@ class RunProfile:
 
     @property
     def _handled(self) -> int:
-        """Samples that went through the loader."""
+        """Number of samples that passed through the loader."""
         return max((part.samples for part in self.spent.parts), default=0)
 
     @property
     def bottleneck(self) -> str | None:
-        """The loader's most expensive part if data is late; None if it is not, or if the part is unknown."""
+        """The loader's slowest part; None if data is not the bottleneck or the part is unknown."""
         if not self.is_starved:
             return None
         if self.facts.kind == "foreign":
             return "read" if self.facts.is_far and not self.is_cpu_full else None
         if self.facts.kind == "processes":
-            if self.at_last_s > self.worker_s / max(1, self.facts.workers or 1):  # what is at last, one thread does
+            if self.at_last_s > self.worker_s / max(1, self.facts.workers or 1):
+                # One thread transforms the finished batches of all workers.
                 return "augment"
             return "read" if self._waits_for_storage else "samples"
         decode = self.part("decode")
-        if self.facts.is_far and decode.wait_s > decode.busy_s:  # for files that are read ahead by others
+        if self.facts.is_far and decode.wait_s > decode.busy_s:
+            # Decoding waits for files that other threads read ahead.
             return "read"
         busiest = max(self.spent.parts, key=lambda part: 0.0 if self._is_ahead(part) else part.busy_s, default=None)
         return busiest.name if busiest is not None and busiest.busy_s else None
 
     @property
     def _waits_for_storage(self) -> bool:
-        """Whether worker processes have no CPU most of their time although one is free."""
+        """Whether worker processes use little CPU time although CPUs are free, so that they wait for storage."""
         part = self.part("samples")
         if not part.busy_s or not part.cpu_s:
             return bool(self.facts.is_far)
@@ -244,21 +252,23 @@ def profile_run(
     cost_share: float | None = None,
     precision: str | None = None,
 ) -> RunProfile:
-    """Return what the doctor sees of a run.
+    """Summarize a run for the rules.
 
     Args:
-        spent: what its loader counted; the newest steps are judged by, without those of the first pass as soon as there
-            are enough.
-        facts: what is known of the loader.
-        hosts: snapshots of the machine meanwhile.
-        cost_share: of the panel.
-        precision: of the step.
+        spent: meters of the loader. The newest steps are used, without those of the first pass once there are enough
+            others.
+        facts: facts about the loader; None if unknown.
+        hosts: snapshots of the machine during the run.
+        cost_share: share of the time that the panel took, in [0, 1].
+        precision: precision of the step.
     """
     passes, first = spent.passes, spent.first_pass
     if first is not None and has_enough_steps(settled_steps((spent - first).recent, 0)):
-        spent = spent - first  # the first pass is not like the others: it fills caches
+        spent = spent - first
+        # The first pass differs from the others, since it fills caches.
         hosts = [host for host in hosts if host.at_s >= hosts[-1].at_s - spent.seconds - SNAPSHOT_S]
-    is_whole = spent.passes == passes and spent.steps <= len(spent.recent)  # the run's first steps are among them
+    # Whether the steps include the first ones of the run.
+    is_whole = spent.passes == passes and spent.steps <= len(spent.recent)
     steps = settled_steps(spent.recent) if is_whole else settled_steps(spent.recent, 0)
     third = len(steps) // 3
     slowdown = 1.0
@@ -282,7 +292,7 @@ def profile_run(
 
 
 def _machine_over(hosts: Sequence[HostSnapshot]) -> MachineProfile:
-    """Return the means of some snapshots, and the newest of what changes slowly."""
+    """Average the rates of some snapshots, and take slowly changing values from the newest."""
     if not hosts:
         return MachineProfile(cpus=usable_cpus())
     last = hosts[-1]
@@ -310,7 +320,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _gpu_of(snapshots: Sequence[Sequence[GpuSnapshot]]) -> GpuProfile | None:
-    """Return the state of the GPU that this process uses most, by its tensors, else by its utilisation."""
+    """Return the state of the GPU that this process uses most, by tensor memory, then by utilization."""
     last = snapshots[-1]
     if not last:
         return None
@@ -332,27 +342,28 @@ def _gpu_of(snapshots: Sequence[Sequence[GpuSnapshot]]) -> GpuProfile | None:
 
 
 def settled_steps(steps: Sequence[StepTimes], warm: int = _WARM_UP_STEPS) -> list[StepTimes]:
-    """Return the steps to judge by: without the first ones of a run and of each pass, whose waiting is a start.
+    """Return the steps without the warm-up of the run and the first step of each pass, which includes startup.
 
     Args:
-        steps: oldest first.
-        warm: steps at the run's beginning to leave out, though no more than a fifth of all.
+        steps: all steps, oldest first.
+        warm: number of warm-up steps to drop, at most a fifth of all steps.
     """
     skipped = min(warm, int(_WARM_UP_SHARE * len(steps)))
     settled = [step for step in steps[skipped:] if not step.is_first]
-    return settled or [*steps[skipped:]]  # passes of one step each
+    # Keep first steps if each pass has one step only.
+    return settled or [*steps[skipped:]]
 
 
 def has_enough_steps(steps: Sequence[StepTimes]) -> bool:
-    """Return whether so many steps tell anything: 50, or fewer that took several seconds."""
+    """Return whether the steps are enough for a verdict: 50, or at least 8 that took 5 seconds together."""
     return len(steps) >= ENOUGH_STEPS or (len(steps) >= _FEW_STEPS and sum(step.seconds for step in steps) >= _LONG_S)
 
 
 def typical_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """Return the mean step of the middle half of blocks of steps, by their length, so that stragglers do not count.
+    """Return the mean step over the middle half of blocks of steps, sorted by duration, to exclude stragglers.
 
-    Blocks, since a loader gives several batches at once: of single steps the median would wait for nothing. The mean,
-    since it adds up.
+    Steps are grouped into blocks because a loader delivers several batches at once, so that the median single step
+    would show no wait. The mean is used because its parts add up to the total.
     """
     size = max(1, -(-len(steps) // _BLOCKS), min(_BURST, len(steps) // 8))
     blocks = [steps[start : start + size] for start in range(0, len(steps) - size + 1, size)]
@@ -365,17 +376,17 @@ def typical_step(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 def quick_compute_s(steps: Sequence[StepTimes]) -> float:
-    """Return the seconds that the step itself takes among its quickest hundredth, for a batch of the usual size.
+    """Return the compute seconds at the fastest 1% of the steps, scaled to a batch of typical size.
 
-    On a CPU that loader and step share, a step now and then goes through undisturbed: measured beside decoding, which
-    made the usual step two to six times as long, the quickest took what steps take alone, within a tenth.
+    On a CPU shared by loader and step, a few steps run undisturbed. Measured next to decoding, which made typical steps
+    two to six times as long, the fastest steps were within 10% of the time without a loader.
     """
     sized = sorted(step.compute_s / step.samples for step in steps if step.samples)
     return sized[int(_QUICK * len(sized))] * typical_step(steps).samples if sized else 0.0
 
 
 def late_share(steps: Sequence[StepTimes]) -> float:
-    """Return the share of all time that waiting took in steps that waited for more than three usual steps."""
+    """Return the share of the total time spent on waits longer than three typical steps, in [0, 1]."""
     usual_s = typical_step(steps).seconds
     total_s = sum(step.seconds for step in steps)
     late_s = sum(step.wait_s for step in steps if step.wait_s > _LATE * usual_s)

@@ -1,4 +1,4 @@
-"""The verdict about a run and the advice that helps most; a verdict changes only when the run has changed clearly."""
+"""The verdict about a run and the most useful advice. A verdict changes only if the run has clearly changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from colabkit.monitoring.doctor.run_profile import ENOUGH_STEPS, RunProfile, pro
 
 _THRESHOLDS: dict[Verdict, float] = {"data": HIGH, "copy": 0.10, "other": HIGH}
 _HYSTERESIS = 0.03
-_CONVINCED = 2  # looks in a row that say the same
+# Consecutive looks that must agree before the verdict changes.
+_CONVINCED = 2
 _MOST_ADVICE = 3
 _LEAST_GAIN = 1.03
 _PARTS = {
@@ -27,10 +28,10 @@ _PARTS = {
 
 
 class Doctor:
-    """Judges one run, at any time; a verdict stands until another one has been clear twice.
+    """Diagnoses one run while it continues; the verdict changes after two looks in a row with a different result.
 
     Args:
-        precision: of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if not known.
+        precision: precision of the step: `"fp32"`, `"bf16"` or `"fp16"`; None if unknown.
     """
 
     def __init__(self, *, precision: str | None = None) -> None:
@@ -46,22 +47,22 @@ class Doctor:
         cost_share: float | None = None,
         is_over: bool = False,
     ) -> Diagnosis:
-        """Return the diagnosis of this instant.
+        """Return the current diagnosis.
 
         Args:
-            spent: what the loader's meters counted in the run so far.
-            facts: what is known of the loader.
+            spent: the loader's meters for the run so far.
+            facts: facts about the loader; None if unknown.
             hosts: the newest snapshots of the machine, oldest first.
-            cost_share: share of the time that the panel took.
-            is_over: whether no more steps will come.
+            cost_share: share of the run time that the panel took, in [0, 1]; None if unknown.
+            is_over: whether the run has ended.
         """
         run = profile_run(spent, facts, hosts, cost_share=cost_share, precision=self.precision)
         settled = self._settled(run)
-        # The last look says what diagnose() says.
+        # The last look reports the same verdict as diagnose().
         return judge(run, None if is_over else settled, is_over=is_over)
 
     def _settled(self, run: RunProfile) -> Verdict:
-        """Return the verdict that stands."""
+        """Update and return the current verdict."""
         if not run.is_enough:
             return self._verdict
         now = find_verdict(run, self._verdict)
@@ -76,7 +77,7 @@ class Doctor:
 
 
 def find_verdict(run: RunProfile, standing: Verdict = "unknown") -> Verdict:
-    """Return what limits the speed: the largest avoidable share of a step if it is large, else the step itself."""
+    """Return the bottleneck: the largest avoidable share of the step if it is above its threshold, else `"compute"`."""
     shares = run.shares
     found: list[tuple[float, Verdict]] = [(run.input_share, "data"), (shares.copy, "copy"), (shares.other, "other")]
     large = [
@@ -89,9 +90,9 @@ def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = Tr
     """Return the diagnosis of a run.
 
     Args:
-        run: what is known of it.
-        verdict: the one that stands; None for the one of this run alone.
-        is_over: whether no more steps will come.
+        run: profile of the run.
+        verdict: verdict to report; None to derive it from the profile.
+        is_over: whether the run has ended.
     """
     if verdict is None:
         verdict = find_verdict(run) if run.is_enough else "unknown"
@@ -111,7 +112,7 @@ def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = Tr
 
 
 def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
-    """Return the most useful pieces of advice: first what may end the run, then by what is gained."""
+    """Return the most useful advice: urgent advice first, then by predicted speed."""
     now = run.samples_per_s
     useful: dict[str, Advice] = {}
     for advice in given:

@@ -1,1 +1,4 @@
-"""The live panel. `api`: `dashboard()`; a `recorder` gathers the `content`, shown as `html` or `text` on `screens`."""
+"""The live panel.
+
+`api` holds `dashboard()`. A `recorder` collects the `content`, which `html` and `text` render and `screens` display.
+"""

@@ -1,7 +1,8 @@
-"""`dashboard()` shows a live panel beside `train()` or any loop over a `Loader`.
+"""`dashboard()` shows a live panel during `train()` or any loop over a `Loader`.
 
-It listens to the meters and is painted by the thread that runs the loop, at most twice a second, also while that thread
-waits for data. The loop knows nothing of it; if painting fails, the panel continues as text and the run continues.
+The panel subscribes to the meters. The thread that runs the loop paints it at most twice per second, even while it
+waits for data. The loop does not depend on the panel: if painting fails, the panel falls back to text, and the run
+continues.
 """
 
 from __future__ import annotations
@@ -28,27 +29,31 @@ _open: list[Dashboard] = []
 
 
 def is_any_open() -> bool:
-    """Return whether a panel is shown, or kept from being shown by `screen="none"`."""
+    """Return whether a panel is open, including one with `screen="none"`, which shows nothing."""
     return bool(_open)
 
 
 def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboard:
     """Return a context manager that shows a live panel while its block runs.
 
-    It says what training waits for and what would help, beside `train()`, beside any loop over a `Loader`, and beside
-    one over another loader that `watch()` watches. It appears when such a loop begins. Beside a loop, epochs are
-    numbered as the loader does it, the ones before the panel included. It shows the share of the time that it takes
-    itself, and is painted less often where painting takes more than 0.5%.
+    The panel shows the bottleneck and advice during `train()`, a loop over a `Loader`, or a loop over another loader
+    wrapped by `watch()`. It appears when the loop begins. In a loop, epochs are numbered by the loader and include
+    those before the panel was opened. The panel shows its own share of the run time, and reduces its frame rate if
+    painting takes more than 0.5%.
 
     Args:
         refresh_s: seconds between frames, at least 0.5.
-        screen: `"notebook"`, an output of the cell whose last frame stays in the saved notebook; `"widgets"`, an
-            ipywidgets one that turns into the same at the end; `"text"`; `"none"`, which also keeps the panel away
-            that `%load_ext colabkit` shows; or `"auto"`, the notebook where a kernel runs, else text.
+        screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
+            notebook. `"widgets"` is an ipywidgets widget, replaced by such an output at the end. `"text"` writes to
+            the terminal. `"none"` shows nothing and also suppresses the panel of `%load_ext colabkit`. `"auto"` is
+            `"notebook"` if an IPython kernel is running, otherwise `"text"`.
+
+    Returns:
+        The panel, as a context manager.
 
     Raises:
-        InvalidOption: if an argument cannot be meant.
-        MissingPackage: if `"widgets"` is asked for and ipywidgets is not installed.
+        InvalidOption: if an argument has an invalid value.
+        MissingPackage: if `screen="widgets"` and ipywidgets is not installed.
     """
     check_number("show the panel", "refresh_s", refresh_s, 0.5, example=0.5)
     check_one_of("show the panel", "screen", screen, get_args(ScreenName))
@@ -56,42 +61,49 @@ def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboa
 
 
 def show_beside_training() -> Callable[[], None]:
-    """Show a panel beside every `train()` from now on, unless one is open; return the function that ends this."""
-    shown: list[Dashboard | None] = []  # of each run that goes on, as a step may train something itself
+    """Show a panel during every later `train()` call, unless a panel is already open.
+
+    Returns:
+        A function that stops showing panels.
+    """
+    # One entry per active run; runs are nested if a step itself trains something.
+    shown: list[Dashboard | None] = []
 
     def listen(event: meters.Event) -> None:
         if isinstance(event, meters.RunStarted):
             panel = None if is_any_open() else dashboard()
             if panel is not None:
                 panel.__enter__()
-                panel.listen(event)  # it subscribed while this event was being told
+                # The panel subscribed while this event was being delivered, so it has not received it.
+                panel.listen(event)
             shown.append(panel)
         elif isinstance(event, meters.RunEnded) and shown:
             panel = shown.pop()
             if panel is not None:
-                panel.listen(event)  # it may have been told already; the first end counts
+                # The panel may have received this event already; it ignores the second one.
+                panel.listen(event)
                 panel.__exit__(None, None, None)
 
     return meters.subscribe(listen)
 
 
 class Dashboard:
-    """A panel; it listens to the meters and is painted by the thread that opened it, also while that waits for data.
+    """A live panel, painted by the thread that opened it.
 
-    It appears with the first event, so that a block without a loop shows nothing. Of several that are open the one
-    opened last is shown, and of a run within a run nothing. Whatever fails while it is painted, the run goes on: the
-    panel goes on as text, and if that fails too, not at all.
+    It appears with the first event, so a block without a loop shows nothing. If several panels are open, only the one
+    opened last is shown. Runs nested in another run are not shown. If painting fails, the panel falls back to text, and
+    if that fails too, it disappears; the run continues.
 
     Args:
-        screen: where it is shown; None for nowhere.
+        screen: where the panel is shown; None to show nothing.
         refresh_s: seconds between frames.
-        machine: gives what is seen of the machine.
-        doctor: makes a doctor, one for each run.
-        clock: tells seconds.
-        cpu_clock: tells the CPU seconds of the calling thread.
+        machine: opens the sampler of the machine's state.
+        doctor: creates the doctor of a run.
+        clock: returns the current time in seconds.
+        cpu_clock: returns the CPU seconds of the calling thread.
 
     Attributes:
-        has_heard: whether anything has happened that a panel shows since it was entered, if it is shown anywhere.
+        has_heard: whether an event has arrived since the panel was entered; always true if `screen` is None.
     """
 
     def __init__(
@@ -114,7 +126,8 @@ class Dashboard:
         self._held = ExitStack()
         self._screens: list[Screen] = []
         self._is_begun = False
-        self._runs = 0  # that go on, one within the other, as a step may train something itself
+        # Number of active runs; runs are nested if a step itself trains something.
+        self._runs = 0
         self._beginning = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -143,19 +156,21 @@ class Dashboard:
             self._screens = []
 
     def listen(self, event: meters.Event) -> None:
-        """Take in an event, and paint if it is time to."""
+        """Record an event, and paint a frame if one is due."""
         self.has_heard = True
         kind = type(event)
         self._runs += kind is meters.RunStarted
         is_inner = self._runs > 1
         if kind is meters.RunEnded:
-            self._runs = max(0, self._runs - 1)  # an end may be told twice, and one of a run that began before
+            # An end may arrive twice, or belong to a run that began before the panel was opened.
+            self._runs = max(0, self._runs - 1)
         if self._asked is None or _open[-1:] != [self]:
             return
         try:
             self._take_in(event, is_inner)
         except BaseException:
-            self._runs -= kind is meters.RunStarted  # a run that is interrupted as it starts tells no end
+            # A run that is interrupted while it starts sends no end.
+            self._runs -= kind is meters.RunStarted
             raise
 
     def _take_in(self, event: meters.Event, is_inner: bool) -> None:
@@ -208,18 +223,19 @@ def _closed(screen: Screen) -> None:
 
 
 class FramePace:
-    """Counts what frames cost and tells when the next one is due.
+    """Measures the cost of frames and schedules the next one.
 
-    A frame that takes more than 5 ms, or a share of the time above 0.5%, doubles the time to the next frame, up to 8 s;
-    each frame after which neither holds halves it again. The first frame loads what it is shown by, and comes before
-    the run; it counts for neither.
+    The interval doubles, up to 8 s, after a frame that takes more than 5 ms or raises the panel's share of the time
+    above 0.5%. It halves after any other frame. The first frame does not count, since it loads the display and comes
+    before the run.
 
-    A frame lets others have the interpreter: the thread that sends it, and those that load data. What they do in up to
-    two of its turns, 5 ms each by default, is theirs; a frame that is longer away than that waits for a front end.
+    While a frame is painted, other threads may get the GIL, such as those that send the frame or load data. Up to two
+    switch intervals, 5 ms each by default, are therefore not counted. A longer wait is caused by the front end, and
+    counts.
 
     Args:
-        refresh_s: seconds between frames that cost little.
-        clock: tells seconds.
+        refresh_s: shortest interval between frames, in seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(self, refresh_s: float, clock: Callable[[], float]) -> None:
@@ -232,18 +248,18 @@ class FramePace:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a frame."""
+        """Whether the next frame is due."""
         return self._clock() >= self._next_s
 
     @property
     def cost_share(self) -> float | None:
-        """Share of the time since the first frame that went into frames; None before the second."""
+        """Share of the time since the first frame spent on painting, in [0, 1]; None before the second frame."""
         if self._began_s is None or not self._spent_s:
             return None
         return self._spent_s / max(self._clock() - self._began_s, 1e-9)
 
     def painted(self, wall_s: float, cpu_s: float) -> None:
-        """A frame has taken so long by the clock, and so much of this thread's CPU time."""
+        """Record the wall time and the CPU time of a frame, both in seconds."""
         now_s = self._clock()
         cost_s = max(cpu_s, wall_s - 2 * sys.getswitchinterval())
         if self._began_s is None:

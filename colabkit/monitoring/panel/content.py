@@ -1,6 +1,6 @@
-"""The content of the panel: what is known at one instant, and the texts, bars, curves and gauges that show it.
+"""The content of the panel: its state at one instant, and the texts, bars, curves and gauges derived from it.
 
-HTML and terminal show the same content.
+HTML and text show the same content.
 """
 
 from __future__ import annotations
@@ -25,44 +25,48 @@ from colabkit.monitoring.doctor.diagnosis import Diagnosis
 Phase: TypeAlias = Literal["starting", "running", "waiting", "finished", "stopped"]
 
 UNKNOWN = "n/a"
-_MOST_TIMES = 100  # beyond, a factor says nothing
-_LONG_WAIT_S = 1.0  # shorter ones come and go too fast to be read
+# Larger speedup factors are not shown.
+_MOST_TIMES = 100
+# Shorter waits end before the text can be read.
+_LONG_WAIT_S = 1.0
 _MOST_VALUES = 6
-_MOST_OF_A_CALL = 240  # characters; half a call is of no use
+# In characters.
+_MOST_OF_A_CALL = 240
 _CLIPPED = "colabkit.supervised_step(..., clip=1.0)"
 
 
 @dataclass(frozen=True, slots=True)
 class PanelState:
-    """Everything that `render` draws; what is not known is None, and a curve without points is empty.
+    """The state that the panel shows. Unknown values are None, and curves without points are empty.
 
-    Curves run from the oldest point to the newest: over the last minute while a run goes on, over all of it afterwards.
-    That of the losses is always over all of it.
+    Curves are ordered from the oldest point to the newest. During the run they cover the last minute, afterwards the
+    whole run. The loss curve always covers the whole run. Rates cover the last seconds during the run, afterwards the
+    whole run.
 
     Attributes:
-        phase: where the run stands; `"waiting"` is for a batch.
+        phase: phase of the run; `"waiting"` means waiting for a batch.
         stopped_by: name of the error that stopped the run.
         epoch: number of the epoch, from 1.
-        epochs: how many there will be.
-        step: steps done in this epoch.
-        steps_per_epoch: steps of an epoch.
+        epochs: total number of epochs.
+        step: number of finished steps in this epoch.
+        steps_per_epoch: number of steps per epoch.
         elapsed_s: seconds since the start.
-        remaining_s: seconds that are left at the pace so far.
-        waiting_s: for how long the loop has been waiting for a batch.
-        diagnosis: what the doctor says.
-        samples_per_s: samples a second, of the last seconds while running, else of all; the next ones likewise.
-        data_bytes_per_s: bytes a second that the loader read or, where it counts no reads, gathered.
-        queue_rate: how full the queue of ready batches was, in [0, 1].
-        values: what a step returned lately.
-        validation: what the last validation returned, by label, as in `"val_loss"`.
-        host: the machine.
-        gpu_number: which of the machine's GPUs the batches go to.
-        load_curve: utilisation of that GPU or, without one, of the CPUs, in [0, 1].
-        speed_curve: samples a second.
-        data_curve: bytes a second.
-        queue_curve: how full the queue was.
-        loss_curve: the losses.
-        cost_share: share of the time that the panel itself takes, its measuring included.
+        remaining_s: estimated seconds to the end.
+        waiting_s: seconds that the loop has been waiting for a batch.
+        diagnosis: the doctor's diagnosis.
+        samples_per_s: samples per second.
+        data_bytes_per_s: bytes per second that the loader read, or gathered if it does not count reads.
+        queue_rate: mean fill level of the queue of ready batches, in [0, 1].
+        values: values returned by a recent step.
+        validation: values returned by the last validation, by label, for example `"val_loss"`.
+        host: the newest snapshot of the machine.
+        gpu_number: index of the GPU that the batches go to.
+        load_curve: utilization of that GPU, or of the CPUs without one, in [0, 1].
+        speed_curve: samples per second.
+        data_curve: bytes per second.
+        queue_curve: fill level of the queue, in [0, 1].
+        loss_curve: training loss.
+        cost_share: share of the time that the panel takes, including its measurements, in [0, 1].
     """
 
     phase: Phase
@@ -96,25 +100,25 @@ class PanelState:
 
     @property
     def gpu(self) -> GpuSnapshot | None:
-        """The GPU that the batches go to; None where there is none."""
+        """The GPU that the batches go to; None without a GPU."""
         gpus = self.host.gpus if self.host else ()
         return gpus[self.gpu_number if self.gpu_number < len(gpus) else 0] if gpus else None
 
 
 class Segment(NamedTuple):
-    """A part of a step's time: its share in [0, 1], None if nothing was timed."""
+    """A segment of the step time and its share in [0, 1]; None if nothing was timed."""
 
     name: str
     share: float | None
 
     @property
     def text(self) -> str:
-        """Share as text."""
+        """The share as text."""
         return UNKNOWN if self.share is None else format_share(self.share)
 
 
 class Curve(NamedTuple):
-    """A curve: its name, what its newest value is and was as text, its points, the ends of its axis that are fixed."""
+    """A curve: its name, its newest value as text, its points, the formatter of its unit, and fixed axis limits."""
 
     name: str
     text: str
@@ -125,7 +129,7 @@ class Curve(NamedTuple):
 
 
 class Gauge(NamedTuple):
-    """How full something is: its share in [0, 1], of which `apart` is shown apart; None is not known."""
+    """A fill level in [0, 1], None if unknown. `apart` is a portion of it that is drawn separately."""
 
     name: str
     text: str
@@ -135,7 +139,7 @@ class Gauge(NamedTuple):
 
 
 class AdviceText(NamedTuple):
-    """The action, the reason, the predicted gain and the line of Python that does it; empty where there is none."""
+    """The action, the reason, the predicted gain and the Python code of a piece of advice; empty if missing."""
 
     action: str
     found: str = ""
@@ -144,13 +148,13 @@ class AdviceText(NamedTuple):
 
 
 def clipped(text: object, most: int) -> str:
-    """Return a text in one line, without control characters, of at most so many characters."""
+    """Return a text as one line without control characters, cut to at most `most` characters."""
     line = printable(text)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def verdict(state: PanelState) -> tuple[str, str]:
-    """Return the one sentence that matters, and what in it changes all the time."""
+    """Return the verdict, and a separate suffix that changes with every frame."""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:
         return "Waiting for data", f"since {format_seconds(state.waiting_s)}"
     sentence = clipped(state.diagnosis.sentence, 140) if state.diagnosis else ""
@@ -159,7 +163,7 @@ def verdict(state: PanelState) -> tuple[str, str]:
 
 
 def position(state: PanelState) -> str:
-    """Return what stopped the run, epoch, step and time."""
+    """Return the position in the run: the error that stopped it, epoch, step and time."""
     parts = [f"stopped by {clipped(state.stopped_by, 60)}"] if state.phase == "stopped" else []
     if state.epoch is not None:
         parts.append(f"epoch {_of(state.epoch, state.epochs)}")
@@ -174,7 +178,7 @@ def position(state: PanelState) -> str:
 
 
 def done_share(state: PanelState) -> float | None:
-    """Return how much of the run is done, of the epoch where nobody tells how many there will be."""
+    """Return the finished share of the run, or of the epoch if the number of epochs is unknown."""
     if not state.steps_per_epoch or state.epoch is None:
         return 1.0 if state.phase == "finished" else None
     done = state.step / state.steps_per_epoch
@@ -182,7 +186,7 @@ def done_share(state: PanelState) -> float | None:
 
 
 def segments(state: PanelState) -> tuple[Segment, ...]:
-    """Return where the time of a step goes."""
+    """Return how the step time is split."""
     shares = state.diagnosis.shares if state.diagnosis else None
     is_known = shares is not None and shares.wait + shares.copy + shares.compute + shares.other > 0
     return tuple(
@@ -207,7 +211,7 @@ def curves(state: PanelState) -> tuple[Curve, ...]:
 
 
 def gauges(state: PanelState) -> tuple[Gauge, ...]:
-    """Return how full GPU memory, RAM, disk and tmpfs are."""
+    """Return the fill levels of GPU memory, RAM, disk and tmpfs."""
     host, gpu = state.host, state.gpu
     if host is None:
         return tuple(Gauge(name, UNKNOWN, None) for name in ("GPU memory", "RAM", "Disk", "tmpfs"))
@@ -230,7 +234,7 @@ def gauges(state: PanelState) -> tuple[Gauge, ...]:
 
 
 def advice_text(state: PanelState) -> AdviceText:
-    """Return the best piece of advice; where the loss is no number, more speed is of no use."""
+    """Return the best piece of advice. If the loss is not finite, it is about the loss, not about speed."""
     loss = state.values.get("loss")
     if loss is not None and not math.isfinite(loss):
         return AdviceText("Lower the learning rate, or clip gradients", f"the loss is {_number(loss)}", "", _CLIPPED)
@@ -252,7 +256,7 @@ def advice_text(state: PanelState) -> AdviceText:
 
 
 def values(state: PanelState) -> str:
-    """Return what stands beside the loss: each number of a validation follows its counterpart of training."""
+    """Return the values shown next to the loss; each validation value follows its training value."""
     found = {**state.values, **state.validation}
     names = [label for name in ("loss", *found) for label in (name, f"val_{name}") if label in found]
     rest = [name for name in dict.fromkeys(names) if name != "loss"]
@@ -260,12 +264,12 @@ def values(state: PanelState) -> str:
 
 
 def cost(state: PanelState) -> str:
-    """Return what the panel itself costs."""
+    """Return the share of the time that the panel takes, as text."""
     return f"panel {UNKNOWN if state.cost_share is None else format_share(state.cost_share)}"
 
 
 def thinned(points: Sequence[float], most: int) -> tuple[float, ...]:
-    """Return at most so many points: means of neighbours, from the oldest to the newest."""
+    """Reduce a curve to at most `most` points by averaging neighbors, from the oldest to the newest."""
     if len(points) <= most:
         return tuple(points)
     edges = [round(number * len(points) / most) for number in range(most + 1)]
@@ -316,5 +320,6 @@ def _filled(name: str, used_bytes: int | None, total_bytes: int | None) -> Gauge
         return Gauge(name, UNKNOWN, None)
     share = min(1.0, max(0.0, used_bytes / total_bytes))
     number, _, unit = format_bytes(total_bytes).partition(" ")
-    used = share * float(number)  # in the unit of the whole
+    # In the unit of the total.
+    used = share * float(number)
     return Gauge(name, f"{used:.{0 if used >= 99.95 else 1}f}/{number} {unit}", share)

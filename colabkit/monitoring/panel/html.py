@@ -1,10 +1,11 @@
-"""The panel as HTML: inline style only, pictures as data URLs, no scripts.
+"""The panel as HTML: inline styles only, pictures as data URLs, no scripts.
 
-So it looks the same live, in a saved notebook, and where scripts and style sheets are removed; without any style it
-still reads from top to bottom. Its colours are the theme's own, its height depends on its width alone.
+It therefore looks the same live, in a saved notebook, and in front ends that remove scripts and style sheets. Without
+any styles it still reads from top to bottom. It uses the colors of the theme, and its height depends only on its width.
 
-Pictures are small SVG images, in which no colour of the page applies: theirs pass 3:1 contrast on white and on #131314
-(blue, vermillion, green and purple of Okabe and Ito, and a grey), and nothing is said by colour alone.
+The pictures are small SVG images, to which the colors of the page do not apply. Their colors have a contrast of 3:1 on
+white and on #131314 (blue, vermillion, green and purple of Okabe and Ito, and a gray). No information is shown by color
+alone.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from colabkit.foundation import escape, plotting
 from colabkit.monitoring.panel import content
 from colabkit.monitoring.panel.content import PanelState, thinned
 
-_PLAIN = ' "=/:;,()'  # what a data URL may hold as it is
-_STEPS = 64  # vertical resolution of a curve
-PALE = "#fff8"  # of the patterns
+# Characters that a data URL may contain unquoted.
+_PLAIN = ' "=/:;,()'
+# Vertical resolution of a curve.
+_STEPS = 64
+# Color of the patterns.
+PALE = "#fff8"
 _HATCH = (
     '<pattern id="h" width="6" height="6" patternUnits="userSpaceOnUse">'
     f'<path d="M0,0H6V6H0" fill="{plotting.VERMILLION}"/>'
@@ -31,15 +35,18 @@ _TRACK = "#8884"
 _FAINT = "opacity:.72"
 _CUT = "overflow:hidden;text-overflow:ellipsis"
 _COLORS = (plotting.VERMILLION, plotting.PURPLE, plotting.BLUE, plotting.GREY)
-_SIGNS = ("▨", "▥", "■", "⊟")  # of the parts of a step, as they are drawn in the bar
+# Legend symbols of the segments, in the style of the bar.
+_SIGNS = ("▨", "▥", "■", "⊟")
 _LIVE_POINTS, _FINAL_POINTS = 32, 120
-_NARROW_PX = 600  # below this width texts have two lines
+# Below this width, texts have two lines.
+_NARROW_PX = 600
 _ALMOST_FULL = 0.9
-_SHOWN_OF_A_CALL = 140  # characters that two lines hold at most
+# In characters: the capacity of two lines.
+_SHOWN_OF_A_CALL = 140
 
 
 def as_html(state: PanelState) -> str:
-    """Return the panel as HTML, at most 8 kB while the run goes on, and 20 kB afterwards."""
+    """Return the panel as HTML, at most 8 kB during the run and 20 kB afterwards."""
     return (
         "<div role='group' aria-label='Training panel' style='container-type:inline-size;box-sizing:border-box;"
         f"max-width:760px;padding:14px 18px;border:1px solid {_LINE};border-radius:8px;color:{_TEXT};"
@@ -50,7 +57,7 @@ def as_html(state: PanelState) -> str:
 
 def _verdict(state: PanelState) -> str:
     sentence, ticking = content.verdict(state)
-    # What changes all the time is shown, but not read out each time.
+    # Screen readers skip the part that changes with every frame.
     rest = f" <span aria-hidden='true'>{escape(ticking)}</span>" if ticking else ""
     return f"<div role='status' style='font-weight:600;font-size:16px;{_lines(22)}'>{escape(sentence)}{rest}</div>"
 
@@ -78,7 +85,7 @@ def _time(state: PanelState) -> str:
 
 
 def _cells(state: PanelState) -> str:
-    """Return curves and gauges in six columns, or three where it is narrow, so that their edges are in line."""
+    """Return curves and gauges in a grid of six columns, or three if the panel is narrow."""
     width = f"clamp((100cqw - 72px)/6,({_NARROW_PX}px - 100cqw)*999,(100cqw - 30px)/3)"
     style = f"display:grid;grid-template-columns:repeat(auto-fit,minmax({width},1fr));gap:10px 14px"
     curves = "".join(_curve(state, curve) for curve in content.curves(state))
@@ -135,20 +142,20 @@ def _bar(height_px: int, said: str, share: float, color: str, style: str, inside
 
 
 def _lines(height_px: int) -> str:
-    """Return a height that depends on the panel's width alone: one line, or two where it is narrow."""
+    """Return a style with a height of one line, or of two lines if the panel is narrow."""
     height = f"clamp({height_px}px,({_NARROW_PX}px - 100cqw)*999,{2 * height_px}px)"
     return f"line-height:{height_px}px;overflow:hidden;height:{height}"
 
 
 def line_chart(alt: str, points: Sequence[float], low: float | None, high: float | None, height: int) -> str:
-    """Return a curve above its shaded area; without two points a dashed line that is no value.
+    """Return a curve with a shaded area below it; with fewer than two points, a dashed placeholder.
 
     Args:
-        alt: the picture in content.
-        points: from left to right.
-        low: value at the bottom; by default the least.
-        high: value at the top; by default the greatest.
-        height: of the picture in pixels; it is as wide as its place.
+        alt: text alternative of the picture.
+        points: values from left to right.
+        low: value at the bottom; None for the smallest point.
+        high: value at the top; None for the largest point.
+        height: height of the picture in pixels; it fills the available width.
     """
     if len(points) < 2:
         dashes = (
@@ -159,14 +166,14 @@ def line_chart(alt: str, points: Sequence[float], low: float | None, high: float
     room = ((max(points) if high is None else high) - bottom) or 1.0
     tops = [_STEPS - round(min(1.0, max(0.0, (value - bottom) / room)) * _STEPS) for value in points]
     steps = " ".join(f"1 {after - before}" for before, after in itertools.pairwise(tops)).replace(" -", "-")
-    # The area's other edges lie outside of the picture, so that no line is drawn but the curve.
+    # The other edges of the area are outside the picture, so that only the curve is drawn as a line.
     path = f"M-9,99V{tops[0]}H0l{steps}h9V99"
     line = f'fill="{plotting.GREEN}26" stroke="{plotting.GREEN}" stroke-width="1.5" vector-effect="non-scaling-stroke"'
     return _image(alt, f"0 -3 {len(points) - 1} {_STEPS + 6}", f'<path d="{path}" {line}/>', height)
 
 
 def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> str:
-    """Return a bar of shares in [0, 1] side by side, each with its colour and a pattern of its own."""
+    """Return a stacked bar of shares in [0, 1], each with its own color and pattern."""
     drawn, left = f'{_HATCH}<rect width="100%" height="100%" fill="{plotting.GREY}30"/>', 0.0
     for share, color in parts:
         x, width, left = f"{100 * left:.1f}%", f"{100 * share:.1f}%", left + share
@@ -185,6 +192,6 @@ def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> st
 def _image(alt: str, view: str | None, drawn: str, height: int, style: str = "") -> str:
     box = f' viewBox="{view}" preserveAspectRatio="none"' if view else ""
     svg = f'<svg xmlns="http://www.w3.org/2000/svg"{box}>{drawn}</svg>'
-    # The height is said twice: pages have style sheets of their own, and some take styles out.
+    # The height is set twice: style sheets of the page may override one, and some front ends remove styles.
     shape = f"width='100%' height='{height}' style='display:block;height:{height}px{style}'"
     return f"<img alt='{escape(alt)}' {shape} src='data:image/svg+xml,{quote(svg, _PLAIN)}'/>"

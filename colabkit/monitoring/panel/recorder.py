@@ -1,4 +1,4 @@
-"""Record a run: the meters' events, the machine's figures and the doctor's diagnosis become the panel's state."""
+"""Record a run: combine meter events, samples of the machine and the doctor's diagnosis into the panel's state."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from colabkit.monitoring.doctor.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
 
 _NOW_S = 5.0
-_LATELY_S = 15.0  # loaders work in groups of batches, so what they do comes in bursts
+# Long enough to average over bursts, since loaders make batches in groups.
+_LATELY_S = 15.0
 _MINUTE_S = 60.0
-_NEWEST, _WHOLE = 60, 240  # points of a curve
-_LOOK_S = 2.0  # the doctor's look costs more than all else, and a verdict that stays can be read
+# Points per curve, of the last minute and of the whole run.
+_NEWEST, _WHOLE = 60, 240
+# The doctor is the most expensive part, and a verdict needs time to be read.
+_LOOK_S = 2.0
 
 
 class RunRecorder:
-    """Gathers the events of one run, or of a plain loop over a loader, into `PanelState`s.
+    """Turns the events of one run, or of a plain loop over a loader, into `PanelState`s.
 
-    Noting an event takes about half a microsecond and reads nothing from the device.
+    Recording an event takes about half a microsecond and reads nothing from the device.
 
     Args:
-        doctor: judges the run.
-        clock: tells seconds, on the scale of `HostSnapshot.at_s`.
+        doctor: diagnoses the run.
+        clock: returns the current time in seconds, on the scale of `HostSnapshot.at_s`.
     """
 
     def __init__(self, doctor: Doctor, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,12 +69,12 @@ class RunRecorder:
         }
 
     def note(self, event: meters.Event) -> None:
-        """Take in an event; after the end of the run none counts."""
+        """Record an event; events after the end of the run are ignored."""
         if self._ended_s is None:
             self._noters[type(event)](event)
 
     def end(self, error: str | None) -> None:
-        """The run is over; `error` names what stopped it. The first end counts."""
+        """Record the end of the run and the name of the error that stopped it; later calls are ignored."""
         if self._ended_s is None:
             self._phase = "stopped" if error else "finished"
             self._stopped_by = error
@@ -98,7 +101,7 @@ class RunRecorder:
             self._phase, self._waiting_s = "waiting", event.wait_s
 
     def _epoch_started(self, event: meters.EpochStarted) -> None:
-        """Follow the first loader that is seen, and no other, such as that of a validation."""
+        """Follow the first loader and ignore others, such as the loader of a validation."""
         if self._meters is None or (event.meters is self._meters and not self._in_run):
             self._watch(event.meters)
             self._epoch, self._step, self._steps_per_epoch = event.epoch + 1, 0, event.batches
@@ -115,11 +118,11 @@ class RunRecorder:
             self._started_s = self._clock()
 
     def state(self, machine: Sampler, cost_share: float | None) -> PanelState:
-        """Return the state of this instant.
+        """Return the current state.
 
         Args:
-            machine: what is seen of the machine.
-            cost_share: share of the time that the panel takes.
+            machine: sampler of the machine's state.
+            cost_share: share of the time that the panel takes, in [0, 1]; None if unknown.
         """
         is_over = self._ended_s is not None
         now_s = self._clock() if self._ended_s is None else self._ended_s
@@ -167,15 +170,16 @@ class RunRecorder:
         )
 
     def _read(self, is_over: bool) -> None:
-        """Read values from the device: the last ones for certain, the others as they come."""
+        """Read values from the device: wait for them at the end of the run, otherwise take those that have arrived."""
         is_new = False
-        with contextlib.suppress(Exception):  # a device that has failed says so in the loop
+        with contextlib.suppress(Exception):
+            # If the device has failed, the training loop raises the error.
             is_new = self._values.read_all() if is_over else self._values.read()
         if is_new:
             self._loss.add(self._values.values.get("loss"))
 
     def _lately(self, now_s: float, spent: MetersSnapshot) -> tuple[float, MetersSnapshot]:
-        """Return seconds and what was counted in them: the last ones while running, all when it is over."""
+        """Return a time window in seconds and its meters: a recent one during the run, all of it afterwards."""
         if self._ended_s is not None:
             return now_s - self._started_s, spent
         self._window.append((now_s, spent))
@@ -185,7 +189,7 @@ class RunRecorder:
         return now_s - then_s, spent - then
 
     def _samples_per_s(self, spent: MetersSnapshot) -> float | None:
-        """Return samples a second by the newest steps, and by the wait that has not ended."""
+        """Return the samples per second over the newest steps, including the current wait."""
         if self._ended_s is not None:
             return spent.samples / spent.seconds if spent.seconds else None
         samples, seconds = 0, self._waiting_s
@@ -204,7 +208,7 @@ class RunRecorder:
 
 
 def _bytes_per_s(spent: MetersSnapshot, lately: MetersSnapshot, seconds: float) -> float | None:
-    """Return bytes a second of what was read or, where reads are not counted, of what was gathered."""
+    """Return the bytes per second that were read, or gathered if reads are not counted."""
     if not seconds:
         return None
     whole = {part.name: part.handled_bytes for part in spent.parts}
@@ -218,7 +222,7 @@ def _gpu_number(device: str) -> int:
 
 
 def _loads(hosts: Sequence[HostSnapshot], gpu_number: int) -> tuple[float, ...]:
-    """Return the utilisation of a GPU or, where there is none, of the CPUs."""
+    """Return the utilization of a GPU over time, or of the CPUs without a GPU."""
     found = []
     for host in hosts:
         gpus = host.gpus[gpu_number:] or host.gpus
@@ -229,13 +233,13 @@ def _loads(hosts: Sequence[HostSnapshot], gpu_number: int) -> tuple[float, ...]:
 
 
 class StepValues:
-    """The values of the newest steps that have arrived from the device.
+    """The newest step values that have arrived from the device.
 
-    A value on a GPU is there when the stream has come by, so reading it would make the loop wait. Here its copy to
-    the host is put into the stream, and read the next time it is asked for, if it has arrived.
+    Reading a GPU tensor directly would block the loop until the stream has computed it. Instead, an asynchronous copy
+    to the host is queued in the stream, and its result is read in a later call, once it has arrived.
 
     Args:
-        mark: sets a mark in the stream that the value belongs to.
+        mark: records an event in the stream of a tensor; by default a CUDA event.
     """
 
     def __init__(self, mark: Callable[[Any], Mark] | None = None) -> None:
@@ -246,11 +250,11 @@ class StepValues:
         self.values: dict[str, float] = {}
 
     def note(self, values: Mapping[str, object]) -> None:
-        """These are what the newest step returned; nothing is read yet."""
+        """Remember the values of the newest step without reading them."""
         self._newest = values
 
     def read(self) -> bool:
-        """Take over what has arrived, and send for what is newer; return whether `values` is new."""
+        """Take values that have arrived, and start copying newer ones; return whether `values` changed."""
         is_new = self._take()
         if self._coming is None and self._newest is not None:
             self._coming, self._newest = {name: self._sent(value) for name, value in self._newest.items()}, None
@@ -258,7 +262,7 @@ class StepValues:
         return is_new
 
     def read_all(self) -> bool:
-        """Wait for the newest values, and return whether `values` is new."""
+        """Wait for the newest values; return whether `values` changed."""
         newest, self._newest, self._coming, self._marks = self._newest or self._coming, None, None, []
         if newest is None:
             return False
@@ -280,7 +284,7 @@ class StepValues:
 
 
 class TimeSeries:
-    """A figure over time: its newest minute, and all of it in at most 240 points."""
+    """A value over time: its newest 60 points, and the whole run averaged to at most 240 points."""
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque(maxlen=_NEWEST)
@@ -290,7 +294,7 @@ class TimeSeries:
         self._count = 0
 
     def add(self, value: float | None) -> None:
-        """Add a point; one that is no number is left out."""
+        """Add a point; ignore None, NaN and infinity."""
         if value is None or not math.isfinite(value):
             return
         self._newest.append(value)
@@ -311,7 +315,7 @@ class TimeSeries:
 
     @property
     def whole(self) -> tuple[float, ...]:
-        """All of it, oldest first; in a long series each point is the mean of some."""
+        """The whole series, oldest first; in a long series, each point is a mean of several values."""
         rest = (self._sum / self._count,) if self._count else ()
         return (*self._whole, *rest)
 

@@ -1,4 +1,4 @@
-"""Where the panel appears: under a notebook's cell, as a widget, or in a terminal."""
+"""The places where the panel is shown: below a notebook cell, as a widget, or in a terminal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ ScreenName: TypeAlias = Literal["auto", "notebook", "widgets", "text", "none"]
 
 
 class Screen(Protocol):
-    """Shows frames, each in place of the one before."""
+    """Shows frames, each replacing the previous one."""
 
     def paint(self, html: str, text: str, final: bool) -> None:
-        """Show a frame; the final one stays."""
+        """Show a frame; the final one stays visible."""
 
     def close(self) -> None:
-        """Let go of what is held; what is shown stays. May be called twice."""
+        """Release resources but keep the output; may be called twice."""
 
 
 class NotebookScreen:
-    """Updates one output of the running cell; its last frame stays in the saved notebook, as HTML and as text.
+    """Updates one output of the running cell; the last frame stays in the saved notebook as HTML and text.
 
-    A display handle needs neither widgets nor scripts, so it looks the same in Colab, Jupyter, Kaggle and VS Code.
+    The display handle needs neither widgets nor scripts, so it looks the same in Colab, Jupyter, Kaggle and VS Code.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class NotebookScreen:
         self._is_shown = False
 
     def paint(self, html: str, text: str, final: bool) -> None:
-        """Show a frame; call it from the thread that runs the cell."""
+        """Show a frame; must be called from the thread that runs the cell."""
         self._show({"text/html": html, "text/plain": text})
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: this screen holds no resources."""
 
     def _show(self, bundle: dict[str, Any]) -> None:
         from IPython.display import display
@@ -47,12 +47,12 @@ class NotebookScreen:
 
 
 class WidgetScreen(NotebookScreen):
-    """Updates one HTML widget; the last frame takes its place as HTML and text, and the widget is closed.
+    """Updates one HTML widget; at the end, the last frame replaces it as HTML and text.
 
-    So the messages of a frame are small, and the saved notebook needs no widgets to be read.
+    The messages per frame are small, and the saved notebook can be read without widgets.
 
     Args:
-        widgets: the package ipywidgets.
+        widgets: the module `ipywidgets`.
     """
 
     def __init__(self, widgets: Any) -> None:
@@ -61,20 +61,20 @@ class WidgetScreen(NotebookScreen):
         self._widget: Any = None
 
     def paint(self, html: str, text: str, final: bool) -> None:
-        """Show a frame; call it from the thread that runs the cell."""
+        """Show a frame; must be called from the thread that runs the cell."""
         if final:
             super().paint(html, text, final)
             self.close()
         elif self._widget is None:
             self._widget = self._widgets.HTML(value=html)
-            # As the widget would show itself, but in an output that the last frame can take the place of.
+            # Displays the widget as it does itself, but in an output that the last frame can replace.
             view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
             self._show({"application/vnd.jupyter.widget-view+json": view, "text/plain": text})
         else:
             self._widget.value = html
 
     def close(self) -> None:
-        """Close the widget, and those that it is made of."""
+        """Close the widget and its layout and style."""
         widget, self._widget = self._widget, None
         if widget is not None:
             for part in (widget, widget.layout, widget.style):
@@ -82,10 +82,10 @@ class WidgetScreen(NotebookScreen):
 
 
 class TerminalScreen:
-    """Rewrites some lines in place on a terminal; writes only the final frame to anything else.
+    """Updates the panel in place in a terminal; writes only the final frame to other streams.
 
     Args:
-        stream: where to write; standard output by default.
+        stream: output stream; standard output by default.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -98,7 +98,8 @@ class TerminalScreen:
             return
         encoding = self._stream.encoding or "utf-8"
         lines = text.encode(encoding, "replace").decode(encoding).splitlines()
-        if not final:  # lines that the terminal breaks or scrolls away could not be rewritten
+        # Lines that the terminal wraps or scrolls out cannot be rewritten.
+        if not final:
             columns, rows = shutil.get_terminal_size()
             lines = [line[: columns - 1] for line in lines[: rows - 1]]
         up = f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
@@ -107,14 +108,16 @@ class TerminalScreen:
         self._lines = len(lines)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: this screen holds no resources."""
 
 
 def choose_screen(name: ScreenName) -> Screen | None:
-    """Return a screen by name, None for `"none"`; `"auto"` is the notebook where a kernel runs, else the terminal.
+    """Return a screen by name, or None for `"none"`.
+
+    `"auto"` is the notebook if an IPython kernel is running, otherwise the terminal.
 
     Raises:
-        MissingPackage: if ipywidgets is asked for and not installed.
+        MissingPackage: if `name` is `"widgets"` and ipywidgets is not installed.
     """
     if name == "auto":
         ipython = sys.modules.get("IPython")

@@ -1,4 +1,4 @@
-"""The panel as text, for terminals and for notebooks that show no HTML: at most twelve lines."""
+"""The panel as text of at most twelve lines, for terminals and for notebooks that do not show HTML."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from colabkit.monitoring.panel import content
 from colabkit.monitoring.panel.content import PanelState, thinned
 
 _HEIGHTS = "▁▂▃▄▅▆▇█"
-_FILLS = ("▒", "▓", "█", "░")  # of the parts of a step
+# Fill characters of the segments of the step time.
+_FILLS = ("▒", "▓", "█", "░")
 _BAR = 24
 _CURVE = 24
 
 
 def as_text(state: PanelState) -> str:
-    """Return the panel as eleven lines of text, twelve where advice has more to say."""
+    """Return the panel as eleven lines of text, or twelve if the advice has a gain or a call."""
     parts = content.segments(state)
     done = round(_BAR * (content.done_share(state) or 0.0))
     load, speed, data, queue, loss = content.curves(state)
@@ -37,7 +38,7 @@ def as_text(state: PanelState) -> str:
 
 
 def _stacked(shares: Sequence[float | None]) -> str:
-    """Return a bar whose parts have the shares, rounded so that together they fill it."""
+    """Return a stacked bar of the shares, rounded so that all segments together fill it."""
     drawn, passed = "", 0.0
     for fill, share in zip(_FILLS, shares, strict=True):
         passed += share or 0.0
