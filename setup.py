@@ -10,8 +10,16 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', (HERE / "colabkit/__init__.py").read_text(encoding="utf-8"), re.MULTILINE
 )
 
+# For the owner to fill in, here and in CITATION.cff; nothing else names them.
+AUTHOR = "The colabkit authors"
+AUTHOR_EMAIL = None
+PROJECT_URLS: dict[str, str] = {}
+
 setup(
     name="colabkit",
+    author=AUTHOR,
+    author_email=AUTHOR_EMAIL,
+    project_urls=PROJECT_URLS,
     version=VERSION[1] if VERSION else None,
     description="Data near, packed and prefetched, for training in Colab and Jupyter notebooks",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
@@ -84,9 +92,12 @@ setup(
     },
     entry_points={"console_scripts": ["colabkit = colabkit.notebook.command_line:main"]},
     classifiers=[
+        "Development Status :: 4 - Beta",
         "Framework :: IPython",
         "Framework :: Jupyter",
         "License :: OSI Approved :: MIT License",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",

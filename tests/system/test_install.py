@@ -47,7 +47,7 @@ def tree(tmp_path: Path) -> Path:
     """Return a copy of what pip builds the package from."""
     copy = tmp_path / "tree"
     shutil.copytree(ROOT / "colabkit", copy / "colabkit", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     return copy
 

@@ -16,7 +16,7 @@ from notebook_runs import kernel, with_parameters
 from trees import needs
 
 ROOT = FOLDER.parent
-BUILT_FROM = ("setup.py", "README.md", "LICENSE")
+BUILT_FROM = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 WHERE = "import colabkit\n\ncolabkit.__file__"
 
 
