@@ -1,1 +1,1 @@
-"""`read_probe()`: what a folder, a file or a mount can do, measured before anybody waits for it."""
+"""`read_probe()` measures how fast a folder, file or mount can be listed and read."""

@@ -1,7 +1,7 @@
-"""`read_probe()`: what a folder, a file or a mount can do, measured before anybody waits for it.
+"""`read_probe()` measures how fast a folder, file or mount can be listed and read.
 
-The path is touched by a child process alone, which has a deadline: a mount that is dead or hangs cannot hold the
-caller. Nothing is written, and no byte is read twice, since it would come from a cache the second time.
+Only a child process with a deadline touches the path, so a dead or hanging mount cannot block the caller. The probe
+writes nothing, and reads no byte twice, since the second read would come from a cache.
 """
 
 from __future__ import annotations
@@ -32,41 +32,48 @@ from colabkit.foundation import (
 from colabkit.storage.probing import child
 from colabkit.storage.probing.report import ProbeReport, ReadRate, advise, doubt
 
-_CHILD_END_S = 1.5  # what the child may take beyond its seconds, before it counts as hung
+# Time for the child to end after its deadline, before it counts as hung.
+_CHILD_END_S = 1.5
 
 _Records = defaultdict[str, list[dict[str, Any]]]
 
 
 class _LastRecord(Exception):
-    """The last record came; the child may be unable to end."""
+    """The last record arrived; stop reading, since the child may be unable to exit."""
 
 
 def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: bool = True) -> ProbeReport:
-    """Return how fast a folder or a file can be listed, opened and read, and what follows from that.
+    """Measure how fast a folder or file can be listed, opened and read, and recommend how to use it.
 
-    Measured are the latency of opening a file, the rate of listing, whole small files with 1, 4, 16 and 32 threads, and
-    the largest file, if it has 16 MiB or more, in 1, 2, 4 and 8 ranges at once. Small are files of up to 1 MiB; where
-    there are hardly any, those of less than 16 MiB. What there are too few files or too little time for is None. Each
-    file is read once at most, in random order, and no more than some thousand files and 600 MiB of the large one. Links
-    below the path are not followed.
+    The probe measures the latency of opening a file, the rate of listing, reads of whole small files with 1, 4, 16 and
+    32 threads, and reads of the largest file, if it has at least 16 MiB, with 1, 2, 4 and 8 concurrent ranges. Files of
+    up to 1 MiB count as small, or of less than 16 MiB if there are fewer than five smaller ones. A value is None if
+    there were too few files or too little time. Each file is read at most once, in random order, with a limit of about
+    15,000 small files and 600 MiB of the large one. Symbolic links below the path are not followed.
 
     Args:
         path: a folder or a file; `drive:` and `~` work.
-        seconds: it may take; less where everything is known earlier, about two more where the mount hangs.
-        progress: show the seconds that pass.
+        seconds: time limit in seconds. The probe ends earlier if all is measured, and about two seconds later if the
+            mount hangs.
+        progress: show the elapsed seconds.
+
+    Returns:
+        The measured rates with a recommendation.
 
     Raises:
-        SourceMissing: if nothing is at the path.
+        SourceMissing: if the path does not exist.
         NotMounted: if the path begins with `drive:` and Drive is not mounted.
-        FileFailed: if the mount is dead, or the path cannot be listed or opened at all.
-        BadSource: if it is neither a folder nor a file.
+        FileFailed: if the mount is dead, or the path cannot be listed or opened.
+        BadSource: if the path is neither a folder nor a file.
     """
     started = time.monotonic()
     act = f"probe {str(path)!r}"
     check_seconds(act, "seconds", seconds)
-    table = mounts()  # as it is now: a mount can go away meanwhile
+    # Read the table before the probe, as the mount can disappear meanwhile.
+    table = mounts()
     with file_changes.translated(act):
-        text = os.path.abspath(user_path(path, act, table))  # fails in a working folder that was removed
+        # Raises if the working folder was removed.
+        text = os.path.abspath(user_path(path, act, table))
     records = _run_child(act, text, seconds, progress)
     _check(act, records)
     facts: dict[str, Any] = {}
@@ -102,7 +109,8 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
         try:
             record = json.loads(line)
         except ValueError:
-            return  # a warning of the interpreter
+            # A warning of the interpreter.
+            return
         records[record["kind"]].append(record["values"])
         records["errors"].append(record["errors"])
         if record["kind"] in ("end", "stalled"):
@@ -120,7 +128,7 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
 
 
 def _check(act: str, records: _Records) -> None:
-    """Raise what the first touch of the path says, if that was an error."""
+    """Raise the error of the first access to the path, if there was one."""
     if failed := _last(records, "failed"):
         error = OSError(failed["errno"], os.strerror(failed["errno"]), failed["path"])
         if isinstance(error, FileNotFoundError | NotADirectoryError):

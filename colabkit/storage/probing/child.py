@@ -1,7 +1,7 @@
-"""The part of the probe that touches the path, run as a script in a process of its own with the standard library alone.
+"""The part of a probe that accesses the path, run as a script in a separate process with only the standard library.
 
-It prints its figures at once, one JSON record a line, since it may never come to its end; they are named as the fields
-of the report. Every touch of the path happens on a thread, so that the main thread can say which one does not end.
+It prints each result at once, as one JSON record per line, since it may hang before its end; the keys are the fields of
+the report. Only threads access the path, so that the main thread can report an operation that hangs.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ BLOCK_BYTES = 8 << 20
 SMALL_LEVELS = (1, 4, 16, 32)
 LARGE_LEVELS = (1, 2, 4, 8)
 QUICK_S = 0.001
-"""Through a FUSE mount a file that takes less than this, all in all, did not come over a network."""
+"""Seconds. A whole file that a FUSE mount delivers in less time did not come over a network."""
 
-_PIECE_BYTES = 1 << 20  # of a block, so that a slow mount is left in time
-_WEIGHTS = {"list": 0.2, "size": 0.1, "small": 0.1, "open": 0.05, "large": 0.065}  # shares of the time
+# Blocks are read in pieces, so that the probe of a slow mount ends in time.
+_PIECE_BYTES = 1 << 20
+# Share of the remaining time for each phase, relative to the others.
+_WEIGHTS = {"list": 0.2, "size": 0.1, "small": 0.1, "open": 0.05, "large": 0.065}
 _STAT_THREADS = 16
 _KEPT_FILES = 200_000
 _ENOUGH_FILES = 5
-_ENOUGH_LISTED = 500  # until so many files are found, listing may take up to half of the time
+# Until this many files are found, listing may take up to half of the time.
+_ENOUGH_LISTED = 500
 _TICK_S = 0.02
-_OVERTIME_S = 0.7  # in which the operations that run at the end may end
+# Extra time for operations that are still running at the end.
+_OVERTIME_S = 0.7
 _LEAST_STALL_S = 2.0
 
 now = time.perf_counter
 
 
 class Op(NamedTuple):
-    """One operation that ended: when it began and ended, and the bytes it brought."""
+    """A finished operation: its start and end times in seconds, and the bytes it read."""
 
     start: float
     end: float
@@ -53,14 +57,15 @@ class Op(NamedTuple):
 
 T = TypeVar("T")
 Work: TypeAlias = Callable[[], Op | None]
-File: TypeAlias = tuple[str, int]  # path, bytes
+# Path and size in bytes.
+File: TypeAlias = tuple[str, int]
 
 
 def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float] | None:
-    """Return operations and bytes per second from `start` on, or None if nothing ended.
+    """Return operations and bytes per second from `start` on, or None if nothing finished.
 
-    When no more work is begun, threads wait for the last one to end. So of the last ends, one for each other thread,
-    only those count that raise the rate: a single straggler does not lower it.
+    At the end, idle threads wait for the last operation. So the last operations, one per other thread, count only if
+    they raise the rate, and a single slow one does not lower it.
     """
     ended = sorted(done, key=lambda op: op.end)
     brought = list(accumulate(op.bytes for op in ended))
@@ -73,7 +78,7 @@ def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float]
 
 
 def portions(count: int, levels: Sequence[int], least: Callable[[int], int], most: Callable[[int], int]) -> list[int]:
-    """Return how many of `count` things each level may use up; 0 where too few are left for it."""
+    """Split `count` items among the levels; a level gets 0 if too few are left for it."""
     given: list[int] = []
     for level in levels:
         given.append(least(level) if sum(given) + least(level) <= count and 0 not in given else 0)
@@ -84,11 +89,11 @@ def portions(count: int, levels: Sequence[int], least: Callable[[int], int], mos
 
 
 class Probe:
-    """One probe of a path, phase after phase, in a given time.
+    """One probe of a path, in phases within a time limit.
 
     Args:
         path: a folder or a file.
-        seconds: it may take.
+        seconds: time limit.
     """
 
     def __init__(self, path: str, seconds: float) -> None:
@@ -97,9 +102,11 @@ class Probe:
         self.end = self.start + seconds
         self.last_end = self.end + _OVERTIME_S
         self.patience_s = seconds / 2
-        self.stalled: tuple[str, str, float] | None = None  # operation, path, seconds
+        # Operation, path and seconds.
+        self.stalled: tuple[str, str, float] | None = None
         self.is_over = False
-        self.errors: list[str] = []  # threads append their names
+        # Names of errors, appended by threads.
+        self.errors: list[str] = []
         self.files: list[str] = []
         self.opens: list[float] = []
         self.small_bytes = SMALL_BYTES
@@ -107,7 +114,7 @@ class Probe:
         self._plan = ["list", "size", *["small"] * len(SMALL_LEVELS), "open", *["large"] * len(LARGE_LEVELS)]
 
     def run(self) -> None:
-        """Measure everything that there is and time for, and print it."""
+        """Run all phases that apply and fit into the time, and print the results."""
         kind = self._look()
         if kind not in ("folder", "file"):
             return
@@ -129,12 +136,12 @@ class Probe:
             self._read_large(others[-1][0], blocks, of_large)
 
     def say(self, kind: str, **values: Any) -> None:
-        """Print a record."""
+        """Print a record as one JSON line."""
         sys.stdout.write(json.dumps({"kind": kind, "errors": Counter(list(self.errors)), "values": values}) + "\n")
         sys.stdout.flush()
 
     def _slice(self) -> float:
-        """Return until when the next phase of the plan may begin operations: its share of the time that is left."""
+        """Return the time until which the next phase may start operations: its share of the remaining time."""
         weights = [_WEIGHTS[phase] for phase in self._plan]
         del self._plan[0]
         return now() + (self.end - now()) * weights[0] / sum(weights)
@@ -162,7 +169,8 @@ class Probe:
                     self.errors.append(errno.errorcode.get(error.errno or 0, type(error).__name__))
                     continue
                 if op is None:
-                    is_done.set()  # fewer threads than are measured must not go on
+                    # The rate is measured for this number of threads, so the others must not continue alone.
+                    is_done.set()
                 else:
                     done.append(op)
 
@@ -178,7 +186,7 @@ class Probe:
         return list(done), start
 
     def _watch(self) -> None:
-        """End the probe where its time is over or an operation cannot be waited for any longer."""
+        """End the probe if its time is over or an operation has been hanging for too long."""
         moment = now()
         is_late = moment > self.last_end
         patience_s = self.patience_s if is_late else max(self.patience_s, _LEAST_STALL_S)
@@ -189,7 +197,7 @@ class Probe:
         self.is_over = is_late or self.stalled is not None
 
     def _look(self) -> str:
-        """Touch the path for the first time; return what it is, or nothing if that cannot be known."""
+        """Access the path for the first time; return its type, or an empty string if that is unknown."""
         kind = ""
 
         def look() -> None:
@@ -214,7 +222,7 @@ class Probe:
         return kind
 
     def _list(self, until: float) -> None:
-        """List the tree, breadth first; links are entries, and are not followed."""
+        """List the tree, breadth first; symbolic links count as entries and are not followed."""
         folders = deque([self.path])
         entries = files = 0
         start = last = now()
@@ -240,7 +248,8 @@ class Probe:
                         if len(self.files) < _KEPT_FILES:
                             self.files.append(entry.path)
                     if not goes_on():
-                        folders.appendleft(folder)  # not listed to its end
+                        # This folder is not completely listed.
+                        folders.appendleft(folder)
                         break
             last = now()
             return Op(begun, last, entries - before)
@@ -249,10 +258,11 @@ class Probe:
         is_complete = not folders and not self.errors and not self.is_over
         rate = entries / (last - start) if entries and last > start else None
         self.say("facts", listed_entries=entries, files=files, listing_rate=rate, is_complete=is_complete)
-        random.shuffle(self.files)  # a second probe reads other files, which no cache knows
+        # A second probe then reads other files, which no cache holds.
+        random.shuffle(self.files)
 
     def _size(self, until: float) -> list[File]:
-        """Return the sizes of as many files as time allows."""
+        """Return paths and sizes of as many files as the time allows."""
         sized: list[File] = []
         waiting = deque(self.files)
 
@@ -278,7 +288,7 @@ class Probe:
         return found
 
     def _read_small(self, small: list[File], given: list[int]) -> None:
-        """Read whole files with each number of threads, each file once; note how long the opens of one thread take."""
+        """Read whole files with each number of threads, each file once; with one thread, also time the opens."""
         for threads, portion in zip(SMALL_LEVELS, given, strict=True):
             if not portion:
                 break
@@ -306,7 +316,7 @@ class Probe:
             self._say_rates("small", read_next, threads)
 
     def _open(self, paths: list[str], until: float) -> None:
-        """Open files without reading them, one by one, where few have been opened; say how long opening takes."""
+        """If few files have been opened, open more, one at a time, without reading them; report the latencies."""
         waiting = deque(paths[: max(0, _ENOUGH_FILES - len(self.opens))])
 
         def open_next() -> Op | None:
@@ -325,8 +335,9 @@ class Probe:
             self.say("facts", open_s=statistics.median(times), open_p95_s=p95)
 
     def _read_large(self, path: str, count: int, given: list[int]) -> None:
-        """Read blocks of one file with each number of ranges at once, each block once."""
-        blocks = random.sample(range(count), count)  # what is read ahead of one level must not help the next
+        """Read blocks of one file with each number of concurrent ranges, each block once."""
+        # In random order, since data read ahead for one level must not speed up the next.
+        blocks = random.sample(range(count), count)
         descriptors: list[int] = []
         levels = [(ranges, portion) for ranges, portion in zip(LARGE_LEVELS, given, strict=True) if portion]
         unopened = deque(range(levels[-1][0]))
@@ -351,14 +362,16 @@ class Probe:
             def read_next(waiting: deque[int] = waiting, free: deque[int] = free, own: Any = own) -> Op | None:
                 if not hasattr(own, "descriptor"):
                     own.descriptor, own.offset, own.end = free.popleft(), 0, 0
-                    own.buffer = mmap.mmap(-1, _PIECE_BYTES)  # starts on a page, so that no request is cut in two
+                    # A page-aligned buffer, so that no request is split.
+                    own.buffer = mmap.mmap(-1, _PIECE_BYTES)
                 if own.offset >= own.end:
                     block = _next(waiting)
                     if block is None:
                         return None
                     own.offset, own.end = block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES
                 start, offset = now(), own.offset
-                own.offset += _PIECE_BYTES  # also if it fails: nothing is read twice
+                # Advance before the read, so that a failed read is not repeated.
+                own.offset += _PIECE_BYTES
                 with self._touch("read", path):
                     got = os.preadv(own.descriptor, [own.buffer], offset)
                 return Op(start, now(), got)
@@ -389,7 +402,7 @@ def _next(waiting: deque[T]) -> T | None:
 
 
 def _forget(descriptor: int) -> None:
-    """Drop the kernel's copy of a file, so that a local disk is measured and not its cache."""
+    """Drop a file from the page cache, so that the disk is measured instead of the cache."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -403,7 +416,8 @@ def main() -> None:
         operation, path, seconds = probe.stalled
         probe.say("stalled", operation=operation, path=path, seconds=seconds)
     probe.say("end")
-    os._exit(0)  # threads that hang would keep the interpreter
+    # Hanging threads would keep the interpreter from exiting.
+    os._exit(0)
 
 
 if __name__ == "__main__":

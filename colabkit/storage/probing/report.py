@@ -1,4 +1,4 @@
-"""What `read_probe()` returns: the figures, as text and as bars, and the advice that follows from them."""
+"""The report of `read_probe()`: measured rates, as text and as bar charts, and a recommendation."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _TEXT_BAR = 24
 _THOUSAND = 1000
 _QUICK_S = 2.0
-"""A local folder whose 1,000 files take less than this is quick enough to be packed without a copy."""
+"""Seconds. A local folder that delivers 1,000 files in less time can be packed directly, without a local copy."""
 _LONG_S = 600.0
 _CACHED_SHARE = 0.2
 _CACHED_BYTES_PER_S = float(2 << 30)
-"""More than networks and disks of hosted machines deliver; memory does."""
+"""Faster than the networks and disks of hosted machines, so the data must come from memory."""
 _BEST = f"the fewest threads or ranges that reach {format_share(_NEAR_BEST)} of the highest rate"
 
 
 @dataclass(frozen=True)
 class ReadRate:
-    """What so many reads at once achieve; the rates are None where there were too few files or too little time.
+    """The read rate at one level of concurrency; rates are None if there were too few files or too little time.
 
     Attributes:
-        concurrency: threads that read a file each, or ranges of one file.
-        reads: small files that were read, or reads of up to 1 MiB of a large one.
-        read_bytes: their bytes.
-        reads_per_s: while all threads were busy.
-        bytes_per_s: while all threads were busy.
-        quick_reads: those of less than a millisecond.
+        concurrency: number of threads that each read a file, or of ranges of one file.
+        reads: number of small files read, or of reads of up to 1 MiB from a large file.
+        read_bytes: number of bytes read.
+        reads_per_s: rate while all threads were busy.
+        bytes_per_s: rate while all threads were busy.
+        quick_reads: number of reads that took less than a millisecond.
     """
 
     concurrency: int
@@ -56,14 +56,14 @@ class ReadRate:
 
 
 def best_rate(rates: Sequence[ReadRate], *, of_bytes: bool) -> ReadRate | None:
-    """Return the smallest concurrency that reaches 90% of the best rate, or None if nothing was measured."""
+    """Return the lowest concurrency that reaches 90% of the best rate, or None if nothing was measured."""
     known = [(rate, (rate.bytes_per_s if of_bytes else rate.reads_per_s) or 0.0) for rate in rates]
     best = max((value for _, value in known), default=0.0)
     return next((rate for rate, value in known if best and value >= _NEAR_BEST * best), None)
 
 
 class RateBar(NamedTuple):
-    """A bar: its number of threads or ranges, their name, its height, its value as text, whether it is best."""
+    """One bar: number of threads or ranges, their name, height, value as text, and whether it is the best."""
 
     concurrency: int
     axis: str
@@ -73,7 +73,7 @@ class RateBar(NamedTuple):
 
 
 class RatePanel:
-    """The rates of small files, or those of one large file, as bars."""
+    """A bar chart of the rates of small files, or of one large file."""
 
     def __init__(self, rates: Sequence[ReadRate], *, of_bytes: bool) -> None:
         self.title = "One large file, per second" if of_bytes else "Small files, files/s"
@@ -90,34 +90,34 @@ class RatePanel:
 
 @dataclass(frozen=True, repr=False)
 class ProbeReport(Report):
-    """What `read_probe()` measured, and what follows from it.
+    """The report of `read_probe()`: measured rates and a recommendation.
 
     Attributes:
-        path: as it was given.
-        type: `"folder"`, `"file"`, or `"unknown"` where the path never answered.
-        fstype: type of the mount that holds it, as the kernel names it; empty where unknown.
+        path: the path as the caller wrote it.
+        type: `"folder"`, `"file"`, or `"unknown"` if the path never answered.
+        fstype: file system type of the mount, as in the mount table; empty if unknown.
         mount_source: the device or remote behind the mount.
-        is_remote: whether another program or machine answers for it.
-        open_s: median of the time that opening a file takes, one at a time; None where no file was opened.
-        open_p95_s: the 95th percentile.
-        listed_entries: files, folders and links seen.
-        listing_rate: entries per second, listed one folder after the other, without asking for sizes.
+        is_remote: whether another program or machine serves the mount.
+        open_s: median seconds to open a file, one at a time; None if no file was opened.
+        open_p95_s: 95th percentile of the seconds to open a file.
+        listed_entries: number of files, folders and links listed.
+        listing_rate: entries per second, listed one folder after the other, without their sizes.
         is_complete: whether the whole tree was listed.
-        files: files seen.
-        sized_files: those of them whose size was asked for.
-        sized_bytes: the bytes of these.
-        small_files: those of the sized files that count as small: up to 1 MiB; where there are hardly any of these,
-            under 16 MiB.
-        small_bytes: the bytes of these.
-        largest_bytes: size of the largest sized file.
-        small: whole small files with 1, 4, 16 and 32 threads.
-        large: the largest file in 1, 2, 4 and 8 ranges at once, if it has 16 MiB or more.
-        errors: names of errors and how many operations failed so.
-        stalled: whether an operation did not end.
-        stall: which, and how long it was waited for.
-        seconds: how long the probe took.
-        recommendation: what follows, in one or two sentences.
-        caveat: why the figures may not hold; mostly empty.
+        files: number of files found.
+        sized_files: number of files whose size was read.
+        sized_bytes: total size of these files.
+        small_files: number of small files among them: up to 1 MiB, or under 16 MiB if there are fewer than five of
+            those.
+        small_bytes: total size of the small files.
+        largest_bytes: size of the largest file whose size was read.
+        small: rates for whole small files with 1, 4, 16 and 32 threads.
+        large: rates for the largest file in 1, 2, 4 and 8 concurrent ranges, if it has at least 16 MiB.
+        errors: pairs of error name and number of operations that failed with it.
+        stalled: whether an operation hung.
+        stall: the hanging operation, and the time waited for it.
+        seconds: duration of the probe.
+        recommendation: one or two sentences of advice.
+        caveat: why the figures may be too optimistic; usually empty.
     """
 
     path: str
@@ -147,7 +147,7 @@ class ProbeReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether everything that was tried worked and ended."""
+        """Whether all operations succeeded and finished."""
         return not self.stalled and not self.errors
 
     @property
@@ -222,7 +222,7 @@ def _count(value: float) -> str:
 
 
 def draw_rates(panels: Sequence[RatePanel]) -> str:
-    """Return the panels side by side as an inline SVG picture; without matplotlib, their text."""
+    """Return the panels side by side as an inline SVG image; without matplotlib, as text."""
     if not panels:
         return ""
     try:
@@ -234,7 +234,7 @@ def draw_rates(panels: Sequence[RatePanel]) -> str:
         drawn = axes.bar(places, [bar.height for bar in panel.bars], 0.7, edgecolor=panel.color)
         texts = axes.bar_label(drawn, [bar.text for bar in panel.bars], padding=2, fontsize=8)
         for bar, shape, text in zip(panel.bars, drawn, texts, strict=True):
-            # The best bar is solid and its value bold: nothing is said by colour alone.
+            # The best bar is solid and its value bold, so that color is not the only cue.
             shape.set_facecolor(panel.color if bar.is_best else f"{panel.color}40")
             text.set_fontweight("bold" if bar.is_best else "normal")
         plotting.style_axes(axes, panel.title, "")
@@ -251,7 +251,7 @@ def draw_rates(panels: Sequence[RatePanel]) -> str:
 
 
 def text_bars(panels: Sequence[RatePanel]) -> str:
-    """Return the panels as lines of text, one a bar."""
+    """Return the panels as text, one line per bar."""
     lines = []
     for panel in panels:
         top = max(bar.height for bar in panel.bars)
@@ -265,12 +265,13 @@ def text_bars(panels: Sequence[RatePanel]) -> str:
 
 
 def advise(report: ProbeReport) -> str:
-    """Return what to do, in one or two sentences.
+    """Return the recommendation, in one or two sentences.
 
-    The rules, in this order: a stall is named, with its cure; where nothing could be read, why; else what 1,000 small
-    files and the whole tree cost with one thread and with the best number of threads, or what a large file costs; then
-    whether to pack directly (a local folder of which 1,000 files take less than 2 s), or to stage first with how many
-    threads, and to keep one pack where even that takes over ten minutes.
+    The rules apply in this order. For a stall, name the operation and the remedy. If nothing could be read, give the
+    reason. Otherwise, state the time for 1,000 small files and for the whole tree, with one thread and with the best
+    number of threads, or the time for a large file. Then recommend packing directly (a local folder that delivers 1,000
+    files in under 2 s), or staging first with the best number of threads, and keeping one pack if even that takes over
+    ten minutes.
     """
     if report.stalled:
         return f"It did not answer in time: {report.stall}. {_cure(report)}"
@@ -281,10 +282,10 @@ def advise(report: ProbeReport) -> str:
 
 
 def doubt(report: ProbeReport) -> str:
-    """Return why the figures may be better than those of files that were never read, or nothing.
+    """Return why the figures may be better than for files that were never read, or an empty string.
 
-    A small file that comes through a FUSE mount, alone, in under a millisecond, was not asked for over a network; over
-    2 GiB/s is the speed of memory.
+    A small file that a FUSE mount delivers to a single thread in under a millisecond did not come over a network, and
+    over 2 GiB/s is the speed of memory.
     """
     alone = report.small[0]
     if report.is_remote and report.fstype.startswith("fuse") and alone.quick_reads > _CACHED_SHARE * alone.reads:
@@ -367,7 +368,7 @@ def _of_large_file(report: ProbeReport, best: ReadRate) -> str:
 
 
 def _tree_seconds(report: ProbeReport, rate: ReadRate) -> float | None:
-    """Return what reading all files takes: the small ones at this rate, the others by their bytes."""
+    """Return the seconds to read all files: small files at this rate, the others by their bytes."""
     if not report.is_complete or not report.sized_files or not rate.reads_per_s:
         return None
     large = best_rate(report.large, of_bytes=True)
