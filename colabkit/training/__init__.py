@@ -1,9 +1,9 @@
-"""Training: the loop around a loader that survives a disconnect.
+"""Training: a training loop that can resume after a disconnect.
 
-- `trainer`, `run`, `report`, `plot`: `train()`, one run of it, the report that it returns, and its figure.
-- `schedule`, `records`: what comes between two steps, and the numbers that are kept of them.
-- `checkpoints`, `run_checkpoints`: snapshots written in the background, sealed, published, loaded; what a run saves.
-- `steps`, `models`: `supervised_step()`, the usual step, and what it does to a model.
+- `trainer`, `run`, `report`, `plot`: `train()`, its internal state, the report that it returns, and the report's plot.
+- `schedule`, `records`: when to save, validate and stop; the numbers recorded for steps and epochs.
+- `checkpoints`, `run_checkpoints`: checkpoint files, written in the background and sealed; saving and resuming a run.
+- `steps`, `models`: `supervised_step()`, and the precision, memory layout and compilation of its model.
 - `ceiling`, `folds`, `ranks`: `headspace()`, `k_fold()` and `notebook_launch()`.
 """
 

@@ -1,4 +1,4 @@
-"""`headspace()`: how fast training would be if it never waited for data."""
+"""`headspace()`: measure how fast training would be if it never waited for data."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _WARM_UP = 3
 
 @dataclass(frozen=True, repr=False)
 class HeadspaceReport(Report):
-    """The speed of a step with batches that are there already.
+    """The speed of a step on cached batches.
 
     Attributes:
-        samples_per_s: samples a second of the median step, the ceiling that no loader can raise.
-        step_s: median seconds of a step.
-        steps: steps timed.
-        batch_size: samples of a step.
-        batches: how many batches were cached.
-        loading_samples_per_s: samples a second at which the loader gave these batches, while nothing else ran.
+        samples_per_s: Samples per second of the median step: the training throughput with an infinitely fast loader.
+        step_s: Median duration of a step in seconds.
+        steps: Number of timed steps.
+        batch_size: Samples per step.
+        batches: Number of cached batches.
+        loading_samples_per_s: Samples per second of the loader alone, measured while it loaded these batches.
     """
 
     samples_per_s: float
@@ -78,26 +78,31 @@ def headspace(
     batches: int = 4,
     seconds: float | str = 3.0,
 ) -> HeadspaceReport:
-    """Return how fast `step` runs on a few batches again and again: the speed if data were always there.
+    """Measure how fast `step` runs on a few cached batches: the training speed if data were always ready.
 
-    Weights, buffers, optimizer, random generators, gradients and the loader's position are afterwards what they were
-    before. `diagnose(..., headspace=)` takes the report.
+    Weights, buffers, optimizer, random generators, gradients and the loader's position are restored afterwards. Pass
+    the report to `diagnose(..., headspace=)`.
 
     Args:
-        step: as for `train()`.
-        loader: gives the batches: a `Loader` the next ones; torch's `DataLoader`, or what else can be iterated again
-            and again, the first ones of a pass.
-        state: what the step changes, by name; None for what `supervised_step` trains.
-        batches: how many are cached.
-        seconds: how long to measure.
+        step: Step function, as for `train()`.
+        loader: Loader of the batches to cache: the next ones of a `Loader`; the first ones of a `DataLoader` or of any
+            other object that can be iterated repeatedly.
+        state: Objects that the step changes, by name, so that they can be restored. None means the model and optimizer
+            of `supervised_step`.
+        batches: Number of batches to cache.
+        seconds: How long to measure, in seconds or as text such as `"5s"`.
+
+    Returns:
+        The speed of the step alone and of the loader alone.
 
     Raises:
-        InvalidOption: if it is not known what the step changes, gradients wait to be applied, or the loader is empty
-            or can be iterated once only.
+        InvalidOption: If a custom step comes without `state`, accumulated gradients are pending, or the loader is
+            empty or can be iterated only once.
     """
     act = "measure the headspace"
     check_step(act, "headspace", step, loader, is_any_loader=True)
-    loader = getattr(loader, "watched", loader)  # nobody is told of batches that are not trained with
+    # Use the loader inside a `watch()` wrapper, so that these batches do not count as training.
+    loader = getattr(loader, "watched", loader)
     if isinstance(loader, Iterator):
         found = f"{kind_of(loader)}, which can be iterated once only"
         raise InvalidOption(cannot(act, found, "a loader that begins anew each time", "Pass the loader itself"))
@@ -120,7 +125,7 @@ def headspace(
         endless = cycle(zip(cached, sizes, strict=True))
         usual_s = [_timed(step, next(endless)[0], _used_gpus(loader)) for _ in range(_WARM_UP)][-1]
         gpus = _used_gpus(loader)
-        # Several processes exchange gradients, so they have to take equally many steps.
+        # Gradients are synchronized, so all processes must take the same number of steps.
         steps = processes.from_first(max(2, round(duration / max(usual_s, 1e-6))))
         taken = [(_timed(step, batch, gpus), size) for batch, size in islice(endless, steps)]
     return HeadspaceReport(
@@ -134,7 +139,7 @@ def headspace(
 
 
 def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
-    """Return copies of the next batches of a `Loader`, of the first ones of another loader, which does not move on."""
+    """Return copies of the next batches of a `Loader`, or the first ones of another loader; its position stays."""
     if isinstance(loader, Loader):
         return loader.peek(batches)
     owners = (loader, getattr(loader, "sampler", None))
@@ -142,7 +147,8 @@ def _first_batches(loader: Iterable[Any], batches: int) -> list[Any]:
     states = [generator.get_state() for generator in generators]
     if isinstance(loader, DataLoader):
         loader = copy.copy(loader)
-        vars(loader)["persistent_workers"] = False  # workers of its own, which may be amid a pass, are left alone
+        # Start new workers, since the user's persistent ones may be in the middle of an epoch.
+        vars(loader)["persistent_workers"] = False
     coming = iter(loader)
     try:
         return [map_tensors(batch, _cloned) for batch in islice(coming, batches)]
@@ -158,7 +164,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
-    """Return the GPUs that the step may have to be waited for."""
+    """Return the GPUs that the step may use, to synchronize with."""
     if isinstance(loader, Loader) and loader.device.type == "cuda":
         return [loader.device]
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
@@ -168,7 +174,7 @@ def _used_gpus(loader: Iterable[Any]) -> list[torch.device]:
 
 
 def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) -> float:
-    """Return the seconds of a step."""
+    """Return the duration of a step in seconds."""
     before = time.perf_counter()
     step(batch)
     for gpu in gpus:
@@ -178,7 +184,7 @@ def _timed(step: Callable[[Any], object], batch: Any, gpus: list[torch.device]) 
 
 @contextmanager
 def _as_it_was(parts: Mapping[str, Stateful]) -> Iterator[None]:
-    """Put everything back at the end of the block."""
+    """Restore states, buffers, gradients, modes and random generators at the end of the block."""
     states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     modules = [part for part in map(plain, parts.values()) if isinstance(part, nn.Module)]
     modes = [(module, module.training) for root in modules for module in root.modules()]

@@ -1,4 +1,4 @@
-"""`k_fold()`: train on all folds but one, in turn, over one pack."""
+"""`k_fold()`: cross-validation over one pack."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ RunFold = Callable[[PackedDataset, PackedDataset, int], TrainReport | Mapping[st
 
 @dataclass(frozen=True, repr=False)
 class KFoldReport(Report):
-    """What came of each fold.
+    """Results of a cross-validation.
 
     Attributes:
-        folds: for each fold what was returned for it: the report of `train()`, or numbers.
-        values: for each fold its numbers: the last of the training, and of the validation as `val_loss` where both
-            have a number of that name.
-        mean: of each number over the folds that have it.
-        spread: standard deviation of each number over these folds (of a sample); 0 for a single one, NaN where one
-            of them is not finite.
-        stopped: what ended the training of the fold after these, as `"deadline"`; None if all folds are here.
+        folds: Return value of `run` for each fold: the report of `train()`, or a dict of numbers.
+        values: Final numbers of each fold. A validation number whose name training also uses gets a prefix, as in
+            `val_loss`.
+        mean: Mean of each number over the folds that have it.
+        spread: Sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
+            finite.
+        stopped: Why training stopped early in the next fold, such as `"deadline"`; None if all folds are complete.
     """
 
     folds: tuple[TrainReport | Mapping[str, float], ...]
@@ -49,7 +49,7 @@ class KFoldReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether all folds are in it."""
+        """Whether all folds are complete."""
         return self.stopped is None
 
     def _summary(self) -> str:
@@ -75,24 +75,27 @@ def k_fold(
     groups: str | Sequence[Any] | npt.NDArray[Any] | None = None,
     seed: int = 0,
 ) -> KFoldReport:
-    """Call `run(train, held_out, fold)` for each fold and return the numbers with mean and spread.
+    """Run a k-fold cross-validation: call `run(train, held_out, fold)` for each fold and average the results.
 
-    `run` makes a new model and calls `train()`, with a `save_to` of its own for each fold, if any: a call that is
-    interrupted then goes on in the fold and at the step where it was. All folds are views of one pack, which is neither
-    copied nor opened again.
+    `run` should create a new model and call `train()`. With a separate `save_to` for each fold, repeating an
+    interrupted call resumes at the fold and step where it stopped. All folds are views of the same open pack; nothing
+    is copied.
 
     Args:
-        run: takes the views for training and for testing and the number of the fold, from 0; returns the report of
+        run: Function of the training view, the held-out view and the fold number, from 0. It returns the report of
             `train()`, or a dict of numbers.
-        dataset: a split of a pack.
-        folds: how many.
-        stratify: keep the shares of the labels in each fold.
-        groups: which samples are never parted, as in `PackedDataset.fold`.
-        seed: of the order in which samples are dealt.
+        dataset: A split of a pack.
+        folds: Number of folds, at least 2.
+        stratify: Keep the proportions of the labels equal in all folds.
+        groups: Groups of samples that must not be split across folds, as in `PackedDataset.fold`.
+        seed: Seed of the assignment of samples to folds.
+
+    Returns:
+        The numbers of each fold, with their mean and standard deviation.
 
     Raises:
-        InvalidOption: if there are fewer samples or groups than folds, or `run` is no function or returns something
-            else.
+        InvalidOption: If there are fewer samples or groups than folds, `run` is not a function, or it returns
+            something else.
     """
     act = "train on folds"
     check_callable(act, "run", run, "Pass k_fold(run, dataset)", optional=False)

@@ -1,4 +1,4 @@
-"""What a step does to a model: its options, precision, memory layout, exchange and compiler; and a small model."""
+"""Options of a supervised step; precision, memory format, DDP and compilation of its model; a small example model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from colabkit.foundation import (
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A model, optimizer or scheduler: anything whose state can be taken and set."""
+    """An object whose state can be saved and restored, such as a model, optimizer or scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Set the state."""
+        """Restore a state."""
 
 
 def plain(part: Any) -> Any:
-    """Return the model inside those that torch wraps around it, so that names in checkpoints are the model's own."""
+    """Return a model without the wrappers of DDP and `torch.compile`, which change the names in its state dict."""
     while isinstance(part, nn.Module):
         inner = getattr(part, "_orig_mod", None)
         if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -58,7 +58,7 @@ _MAKE = "make a supervised step"
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """The options of `supervised_step()`, by the names that they have there."""
+    """The options of `supervised_step()`, under the same names."""
 
     scheduler: LRScheduler | None
     amp: Amp
@@ -68,7 +68,7 @@ class StepOptions:
     compile: bool | str
 
     def check(self) -> None:
-        """Raise `InvalidOption` unless the values are allowed; the scheduler is checked beside its optimizer."""
+        """Raise `InvalidOption` if a value is invalid; `check_training` checks the scheduler."""
         check_one_of(_MAKE, "amp", self.amp, ("auto", "bf16", "fp16", False))
         check_one_of(_MAKE, "channels_last", self.channels_last, (None, True, False))
         check_whole_number(_MAKE, "accumulate", self.accumulate, 1)
@@ -80,7 +80,7 @@ class StepOptions:
 
 
 def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> None:
-    """Raise `InvalidOption` unless these are a model, an optimizer of its parameters, a function, and its scheduler."""
+    """Raise `InvalidOption` unless model, optimizer, loss and scheduler are valid and belong together."""
     next_step = "Pass supervised_step(model, optimizer)"
     check_type(_MAKE, "model", model, nn.Module, "a torch model", next_step)
     check_type(_MAKE, "optimizer", optimizer, Optimizer, "a torch optimizer", next_step)
@@ -89,7 +89,7 @@ def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> Non
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         found, needed = "the optimizer has none of the model's parameters", "which it is to update"
         raise InvalidOption(cannot(_MAKE, found, needed, "Make the optimizer of model.parameters() of this very model"))
-    # Of the class, since a scheduler puts a function in place of the instance's own.
+    # Inspect the class, since a scheduler replaces the instance's `step` with a wrapper.
     if _is_any_needed(list(inspect.signature(type(optimizer).step).parameters.values())[1:]):
         found = f"optimizer is {kind_of(optimizer)}, whose step() takes a closure"
         next_step = "Use an optimizer that needs no closure, such as torch.optim.AdamW, or a step of your own"
@@ -116,11 +116,11 @@ def _is_any_needed(parameters: Iterable[inspect.Parameter]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The numbers that a model computes with.
+    """The precision that a model computes in.
 
     Attributes:
-        name: `"bf16"` or `"fp16"` for mixed precision, False for the model's own.
-        reason: why.
+        name: `"bf16"` or `"fp16"` for mixed precision, False for the dtype of the weights.
+        reason: Why this precision was chosen.
     """
 
     name: Literal["bf16", "fp16", False]
@@ -128,20 +128,20 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type that autocast computes in, None without autocast."""
+        """The dtype for autocast, or None without autocast."""
         return _DTYPES[self.name] if self.name else None
 
 
 def precision_on(device: torch.device, amp: Amp, weights: torch.dtype = torch.float32) -> Precision:
     """Return the precision for a device.
 
-    NVIDIA GPUs compute in bfloat16 from compute capability 8.0 on, and in float16 from 7.0 on. What
-    `torch.cuda.is_bf16_supported()` says is not asked: it is true also where bfloat16 is emulated, and slow.
+    NVIDIA GPUs have fast bfloat16 from compute capability 8.0, and fast float16 from 7.0. This does not use
+    `torch.cuda.is_bf16_supported()`, which is also true where bfloat16 is emulated and slow.
 
     Args:
-        device: where the model is.
-        amp: what the user asks for.
-        weights: type of the model's weights.
+        device: Device of the model.
+        amp: The requested precision.
+        weights: Dtype of the model's weights.
     """
     if amp != "auto":
         return Precision(amp, "as asked for")
@@ -177,7 +177,7 @@ def convolutions(model: nn.Module) -> Iterable[Tensor]:
 
 
 def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
-    """Lay out weights of convolutions by channels last, and what the optimizer knows of each likewise."""
+    """Convert convolution weights, and the optimizer's state tensors for them, to channels-last memory format."""
     for weight in convolutions(model):
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         known = optimizer.state.get(weight, {})
@@ -187,10 +187,10 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def fails_in_channels_last(model: nn.Module) -> bool:
-    """Return whether the backward pass of a model crashes on a CPU, or is wrong, with images in channels-last memory.
+    """Return whether the backward pass on a CPU may crash or be wrong with channels-last images.
 
-    That of strided 1x1 convolutions over fewer channels than a vector has lanes, 16 with AVX-512, writes past its
-    memory.
+    The backward pass of strided 1x1 convolutions writes out of bounds if they have fewer input channels than a vector
+    has lanes (16 with AVX-512).
     Source: https://github.com/uxlfoundation/oneDNN/issues/6035, open in November 2026.
     """
     return any(
@@ -203,14 +203,14 @@ def fails_in_channels_last(model: nn.Module) -> bool:
 
 
 def ddp_in(model: nn.Module) -> DistributedDataParallel | None:
-    """Return what exchanges the gradients of a model, None if nothing does."""
+    """Return the `DistributedDataParallel` in a model, or None."""
     return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
 
 
 def average(ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
-    """Bring gradients that were kept from the exchange to their mean over all processes.
+    """Average gradients accumulated under `no_sync()` over all processes.
 
-    A parameter that no process has a gradient of keeps none, as after the exchange itself.
+    A parameter without a gradient in any process stays without one, as with DDP itself.
     """
     has = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device).int()
     distributed.all_reduce(has, group=ddp.process_group)
@@ -223,7 +223,7 @@ def average(ddp: DistributedDataParallel, parameters: list[Tensor]) -> None:
 
 
 def compiled(module: nn.Module, mode: str | None) -> Forward:
-    """Return a compiled model, which shares all with the model itself; its names in checkpoints stay the model's."""
+    """Return a function that runs the compiled model; it raises `MissingPackage` if there is no C++ compiler."""
     act = f"compile {type(plain(module)).__name__}"
     try:
         run = torch.compile(module, mode=mode)
@@ -242,23 +242,27 @@ def compiled(module: nn.Module, mode: str | None) -> Forward:
     return forward
 
 
-_GRID = 8  # what the first layer brings the shorter side to, about
+_GRID = 8
+"""Approximate size, in pixels, of the shorter side after the first layer of `small_network()`."""
 
 
 def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Module:
-    """Return a small convolutional network for images of one shape, to begin with and to compare with.
+    """Return a small convolutional network, as a first model or a baseline.
 
-    Three convolutions with batch normalisation, a maximum over a grid of 2x2, and a linear layer: some 100,000
-    parameters, in channels-last memory, on the CPU. Its first layer brings images of any size to about 8x8, so it costs
-    little, and sees little of large ones.
+    It consists of three convolutions with batch normalization, 2x2 adaptive max pooling and a linear layer: about
+    100,000 parameters, in channels-last memory format, on the CPU. The first layer reduces images of any size to about
+    8x8, so the network is fast but sees little detail of large images.
 
     Args:
-        classes: how many scores it gives.
-        shape: height, width and channels of the images, as `PackReport.sample_shape`.
-        seed: of the weights; torch's own generators stay as they are.
+        classes: Number of scores that the network outputs.
+        shape: Height, width and channels of the images, such as `PackReport.sample_shape`.
+        seed: Seed of the weights. Torch's global generators are not changed.
+
+    Returns:
+        A network that takes float images `[B, C, H, W]` and returns scores `[B, classes]`.
 
     Raises:
-        InvalidOption: if there is no class, or the shape is none of an image.
+        InvalidOption: If `classes` is less than 1, or `shape` is not that of an image.
     """
     act = "make a small network"
     check_whole_number(act, "classes", classes, 1)

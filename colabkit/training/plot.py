@@ -1,4 +1,4 @@
-"""What the figure of a training shows: where its time went, how fast it was, what the machine did, and its values."""
+"""The figure of a training run: time per epoch, throughput, machine utilization, and the values of the steps."""
 
 from __future__ import annotations
 
@@ -21,19 +21,32 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
-_PARTS = (  # of a step's time: field, name, colour, hatch, and the colour that is read on it
+# Parts of a step's time: field, label, color, hatch, and a text color that is legible on it.
+_PARTS = (
     ("wait_s", "waiting for data", plotting.VERMILLION, "//", "white"),
     ("copy_s", "copy", plotting.PURPLE, "...", "black"),
     ("compute_s", "step", plotting.BLUE, "", "white"),
     ("other_s", "other", plotting.GREY, r"\\", "white"),
 )
 _UNTIMED = ("not timed", "#dddddd", "", "black")
-_VISIBLE = 0.02  # a share of time that was not timed is passed over below this
-_BARS, _WRITTEN_ON = 40, 6  # epochs that are drawn as bars, and bars with room for numbers
-_TALL = 0.09  # share of the highest bar that has room for a number
-_SLOTS = 4  # fewer bars than this are no wider
-_FOLLOWED = 150  # points of a line about the machine that the eye can follow
-_TURNS = 30  # a line over so many means can still turn
+
+_VISIBLE = 0.02
+"""Smallest fraction of untimed time that is drawn."""
+
+_BARS, _WRITTEN_ON = 40, 6
+"""Maximum number of epochs drawn as bars, and of bars with numbers written on them."""
+
+_TALL = 0.09
+"""Minimum height of a bar segment with a number on it, as a fraction of the highest bar."""
+
+_SLOTS = 4
+"""Minimum number of bar widths on the axis, so that few bars do not become too wide."""
+
+_FOLLOWED = 150
+"""Maximum number of points in a line of machine utilization, so that it stays legible."""
+
+_TURNS = 30
+"""The smoothing window of a curve is the number of its points divided by this."""
 
 
 def plot_run(
@@ -43,7 +56,7 @@ def plot_run(
     validations: Sequence[Validation],
     hosts: Sequence[HostSnapshot],
 ) -> Figure:
-    """Return the figure of a run; see `TrainReport` for the arguments."""
+    """Plot a run; the arguments are fields of `TrainReport`."""
     if not curve and not epochs:
         raise InvalidOption(cannot("plot the training", "no steps yet", "at least one", "Train first"))
     rows: list[list[Callable[[Axes], None]]] = []
@@ -55,7 +68,7 @@ def plot_run(
     values = [partial(_draw_value, curve=curve, validations=validations, name=name) for name in names]
     rows += [list(values[first : first + 2]) for first in range(0, len(values), 2)]
     figure = plotting.new_figure("plot the training", 10, 0.6 + 2.6 * len(rows), headline)
-    # All rows share the grid's columns, so that their edges are in line.
+    # A common grid aligns the edges of the axes in all rows.
     grid = figure.add_gridspec(len(rows), 2)
     for row, drawings in enumerate(rows):
         for column, draw in enumerate(drawings):
@@ -69,7 +82,8 @@ def _draw_time(axes: Axes, *, epochs: Sequence[EpochRecord]) -> None:
     unit, unit_s = _unit(durations.max())
     layers = [(np.array([getattr(record, part[0]) for record in epochs], float), *part[1:]) for part in _PARTS]
     untimed = np.maximum(0.0, durations - sum(layer[0] for layer in layers))
-    if untimed.sum() >= _VISIBLE * durations.sum():  # of an earlier version's checkpoint, say
+    # Checkpoints of earlier versions, for example, hold no times.
+    if untimed.sum() >= _VISIBLE * durations.sum():
         layers.append((untimed, *_UNTIMED))
     layers = [layer for layer in layers if layer[0].any()] or layers
     totals = np.maximum(1e-9, sum(layer[0] for layer in layers))
@@ -164,7 +178,7 @@ def _draw_value(
 
 
 def _fill(axes: Axes, numbers: Sequence[int], bottoms: Floats, tops: Floats, **style: Any) -> None:
-    """Fill between two heights of each epoch: with bars, or with one area where bars would be hairs."""
+    """Fill between two heights of each epoch: with bars, or with one area if there are too many epochs for bars."""
     if len(numbers) <= _BARS:
         axes.bar(numbers, tops - bottoms, 0.7, bottom=bottoms, edgecolor="white", linewidth=0, **style)
     else:
@@ -185,24 +199,24 @@ def _number_epochs(axes: Axes, numbers: Sequence[int]) -> None:
 
 
 def _rates(shares: Sequence[float | None]) -> list[float]:
-    """Return shares in per cent, thinned; gaps where they are not known."""
+    """Convert fractions to percent and thin them; unknown values become NaN."""
     return _means([math.nan if share is None else 100 * share for share in shares])
 
 
 def _means(values: Sequence[float]) -> list[float]:
-    """Return the means of groups of neighbours, of which there are at most 150."""
+    """Average groups of neighboring values so that at most 150 values remain."""
     width = -(-len(values) // _FOLLOWED)
     return [_mean(values[first : first + width]) for first in range(0, len(values), width)]
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the finite ones of some values, NaN without any."""
+    """Return the mean of the finite values, or NaN if there are none."""
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Return the exponential moving means of values, those of the first ones over fewer; gaps where they broke."""
+    """Return bias-corrected exponential moving averages, NaN where a value is not finite."""
     kept = 1 - min(1.0, _TURNS / max(1, len(values)))
     found: list[float] = []
     total = weight = 0.0
@@ -218,12 +232,12 @@ def _finite(values: Sequence[float]) -> Floats:
 
 
 def _marks(values: Sequence[float]) -> dict[str, Any]:
-    """Return the marks of a line with few points, of which a single one would not show without."""
+    """Return marker options for a line with few points; a single point would be invisible without a marker."""
     return {"marker": "o", "markersize": 4} if len(values) <= _TURNS else {}
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Return the unit that a duration reads best in, and its seconds."""
+    """Return a suitable unit for a duration, and the number of seconds in it."""
     return ("seconds", 1.0) if seconds < 180 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of one training: what they agree on, and `notebook_launch()`, which starts them from a notebook."""
+"""The ranks of a distributed training: how they agree, and `notebook_launch()`, which starts them from a notebook."""
 
 from __future__ import annotations
 
@@ -47,24 +47,25 @@ _SIGNAL_GRACE_S = 60.0
 _FAILURE_GRACE_S = 5.0
 _MOST_SIGNALS = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from colabkit.training.ranks import run_rank; "
 _START += "run_rank(*map(int, sys.argv[2:]))"
 
 
 def is_one_of_several() -> bool:
-    """Return whether this process trains together with others."""
+    """Return whether this process is one of several ranks."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class Ranks:
-    """The processes that train together; a context manager.
+    """The ranks of a training, as a context manager.
 
-    They agree over a group on the CPU, so that no process waits for its GPU.
+    They communicate over a CPU process group (Gloo), so that no process waits for its GPU.
 
     Attributes:
-        rank: of this process.
-        count: of the processes.
+        rank: Rank of this process.
+        count: Number of processes.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this is rank 0, which writes the checkpoints."""
         return self.rank == 0
 
     def __enter__(self) -> Self:
@@ -90,7 +91,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the others may never come to this point.
+        # After an error, other ranks may never get here, and destroying the group would wait for them.
         if self._own_group and kind is None:
             distributed.destroy_process_group(self._group)
 
@@ -111,10 +112,10 @@ class Ranks:
         return values
 
     def together(self, act: str, work: Callable[[], T]) -> T:
-        """Do work that all ranks do, and return its result; an error of one rank is an error in all.
+        """Run `work` in all ranks and return its result; if it fails in one rank, it raises in all.
 
         Raises:
-            LaunchFailed: if it failed in another rank only.
+            LaunchFailed: If it failed in another rank only.
         """
         if self.count == 1:
             return work()
@@ -133,13 +134,13 @@ class Ranks:
         return cast(T, result)
 
     def agreed(self, step: int, step_s: float, wishes: list[int], at_once: bool = False) -> list[int]:
-        """Return the largest of each wish over all ranks, at steps that all of them take; zeros between.
+        """Return the maximum of each request over all ranks; zeros at steps without communication.
 
         Args:
-            step: number of the step, equal in all ranks.
-            step_s: seconds of a step, which decide how seldom the ranks ask each other.
-            wishes: numbers from 0.
-            at_once: ask at this step; equal in all ranks.
+            step: Number of the step, equal in all ranks.
+            step_s: Duration of a step in seconds; the shorter it is, the more steps lie between two exchanges.
+            wishes: Requests of this rank, integers from 0.
+            at_once: Communicate at this step in any case; equal in all ranks.
         """
         if self.count == 1:
             return wishes
@@ -149,7 +150,7 @@ class Ranks:
         distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
         *agreed, step_us = sent.tolist()
         most = max(1, min(_AGREE_STEPS, int(_AGREE_EVERY_S * 1e6 / max(1, step_us))))
-        # The first steps of a run say little about the others.
+        # The first steps of a run are not typical, so lengthen the interval gradually.
         self._pause = min(2 * self._pause, most)
         self._next_agreement = step + self._pause
         return agreed
@@ -158,18 +159,23 @@ class Ranks:
 def notebook_launch(function: Callable[..., Any], processes: int | None = None, *arguments: Any) -> Any:
     """Call `function(*arguments)` in several processes of one `torch.distributed` group; return rank 0's result.
 
-    Each process has the GPU of its rank, with NCCL; without GPUs the processes share the CPUs, with gloo. Inside,
-    `Loader` and `train()` divide the work among them. The processes are fresh ones: `function` may be defined in the
-    notebook, and it gets copies of the arguments and of the variables that it uses. Make models inside it.
+    Each process uses the GPU of its rank, with NCCL. Without GPUs, the processes share the CPUs, with Gloo. In the
+    function, `Loader` and `train()` distribute the work over the processes. The processes are new ones, not forks:
+    `function` may be defined in the notebook, and receives copies of the arguments and of the variables that it uses.
+    Create the model inside it.
 
     Args:
-        function: what each process runs. It, its arguments and its result must be picklable by `cloudpickle`.
-        processes: how many; None for one per GPU, or two without GPUs.
-        arguments: of the function.
+        function: Function that each process runs. `cloudpickle` must be able to pickle it, its arguments and its
+            result.
+        processes: Number of processes; None for one per GPU, or two without GPUs.
+        *arguments: Arguments of the function.
+
+    Returns:
+        The return value of the function in rank 0.
 
     Raises:
-        InvalidOption: if there are too few GPUs, or the function cannot be copied to another process.
-        LaunchFailed: if a process failed: the first that did, with its traceback as a note.
+        InvalidOption: If there are fewer GPUs than processes, or the function cannot be pickled.
+        LaunchFailed: If a process failed. It describes the first failure and has its traceback as a note.
     """
     act = "launch training"
     gpus = torch.cuda.device_count()
@@ -190,10 +196,10 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
 
 
 def _pickled(act: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Return function and arguments for another process; an error names what cannot be copied there."""
+    """Pickle the function and its arguments; on failure, raise an error that names the object at fault."""
     try:
         return bytes(cloudpickle.dumps((function, arguments)))
-    # Pickling runs the objects' own code.
+    # Pickling runs code of the objects, which may raise anything.
     except Exception as error:
         used: dict[str, Any] = {}
         with suppress(TypeError, ValueError):
@@ -215,7 +221,7 @@ def _is_picklable(value: Any) -> bool:
 
 
 class _Launch:
-    """The processes of one `notebook_launch()`; `stack` ends them."""
+    """The processes of one `notebook_launch()`; closing `stack` kills them."""
 
     def __init__(self, count: int, has_gpus: bool, payload: int, stack: ExitStack) -> None:
         self._count = count
@@ -261,7 +267,7 @@ class _Launch:
                         stderr=written,
                         env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         pass_fds=(payload, writer.fileno()),
-                        # Ctrl-C in a terminal reaches this process only, which passes it on once.
+                        # In a new session, Ctrl-C in a terminal does not reach the child; this process forwards it.
                         start_new_session=True,
                     )
                 self._processes.append(process)
@@ -269,7 +275,7 @@ class _Launch:
             os.close(written)
 
     def result(self) -> Any:
-        """Return rank 0's result when all have ended."""
+        """Wait for all processes and return rank 0's result."""
         with self._signals():
             while any(process.poll() is None for process in self._processes):
                 connection.wait([*self._pipes, *self._output], _TICK_S)
@@ -292,12 +298,12 @@ class _Launch:
         return cloudpickle.loads(self._answers[0][1])
 
     def _look(self) -> None:
-        """Take answers and notice the first failure, after which the others have to end."""
+        """Receive answers; after the first failure, terminate the other processes."""
         ended = {rank: code for rank, process in enumerate(self._processes) if (code := process.poll()) is not None}
         self._take()
         if self._failure or self._received:
             return
-        # A sudden end comes first: the others fail of it.
+        # A crashed process makes the others fail, so report the crash first.
         for rank, code in ended.items():
             if rank not in self._answers:
                 text = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -312,7 +318,7 @@ class _Launch:
             self._kill_at = time.monotonic() + _FAILURE_GRACE_S
 
     def _take(self) -> None:
-        """Show what the processes printed, and take their answers."""
+        """Print the output of the processes and receive their answers."""
         for output in [*self._output]:
             with suppress(BlockingIOError):
                 while data := os.read(output, 1 << 16):
@@ -326,7 +332,7 @@ class _Launch:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Note signals instead of acting on them; only the main thread hears them."""
+        """Record signals instead of acting on them, if this is the main thread."""
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
@@ -357,13 +363,13 @@ class _Launch:
 
 
 def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
-    """Run the function of `notebook_launch()` in one of its processes, and send back what comes of it.
+    """Run the function of `notebook_launch()` in one of its processes, and send back its result or its error.
 
     Args:
-        payload: descriptor of the file with function and arguments.
-        answer: descriptor of the pipe for the answer.
-        has_gpus: whether each process has a GPU.
-        parent: process that launched this one, with which it ends.
+        payload: File descriptor of the pickled function and arguments.
+        answer: File descriptor of the pipe for the answer.
+        has_gpus: Whether each process has a GPU.
+        parent: Process id of the launching process; this process is killed when it dies.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -379,14 +385,14 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
             os.close(payload)
             distributed.init_process_group("nccl" if has_gpus else "gloo")
             if not has_gpus:
-                # A rank that ends while others still connect to it would make them fail.
+                # If a rank ended while others still connect to it, they would fail.
                 distributed.barrier()
             result = function(*arguments)
             packed = _packed_result(result) if rank == 0 else b""
         except Exception as error:
             trace = "".join(traceback.format_exception(error))[-_TRACE_CHARS:]
             pipe.send(("failed", time.monotonic(), f"{type(error).__name__}: {error}"[:_TRACE_CHARS], trace))
-            # The group stays as it is: the others would fail of its end, and might be reported first.
+            # Do not destroy the group: other ranks would fail, and their errors could be reported instead of this one.
             sys.stdout.flush()
             os._exit(1)
         except KeyboardInterrupt:
@@ -399,7 +405,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
 def _packed_result(result: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps(result))
-    # Pickling runs the objects' own code.
+    # Pickling runs code of the objects, which may raise anything.
     except Exception as error:
         found = f"{kind_of(result)} ({error})"
         needed, next_step = "something that can be pickled", "Return numbers, text, or what train() returns"

@@ -1,4 +1,4 @@
-"""What a run records: its epochs and validations, and the values that steps return, kept on the device."""
+"""Records of a run: epochs, validations, and the values that steps return, which stay on the device until read."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class EpochRecord:
     """One epoch of training.
 
     Attributes:
-        epoch: its number, from 0.
-        steps: calls of the step.
-        samples: samples seen, by all processes together.
-        seconds: its duration without validation.
-        wait_s: seconds of its steps spent waiting for data.
-        values: means over samples of what the step returned.
-        validation: what `validate` returned last in it.
-        copy_s: seconds of its steps spent waiting for copies to the device, which nothing hid.
-        compute_s: seconds of its steps that the steps themselves took.
-        other_s: seconds of its steps that went to other work of the host.
+        epoch: Number of the epoch, from 0.
+        steps: Number of step calls.
+        samples: Samples trained on, in all processes together.
+        seconds: Duration in seconds, without validation.
+        wait_s: Seconds spent waiting for data.
+        values: Mean over samples of each value that the step returned.
+        validation: Values of the last validation in the epoch.
+        copy_s: Seconds spent waiting for copies to the device that did not overlap with computation.
+        compute_s: Seconds spent in the step.
+        other_s: Seconds of other work on the host.
     """
 
     epoch: int
@@ -45,13 +45,13 @@ class EpochRecord:
 
     @property
     def shown(self) -> dict[str, float]:
-        """All numbers by label: those of a validation as `val_loss`, where training has a number of that name too."""
+        """All values by label; a validation value whose name training also uses gets a prefix, as in `val_loss`."""
         return {**self.values, **meters.label_validation(self.validation, self.values)}
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """What `validate` returned after a step, whose number counts from 1 over all epochs."""
+    """The values of a validation and the step it followed, counted from 1 over all epochs."""
 
     step: int
     values: Mapping[str, float]
@@ -59,11 +59,11 @@ class Validation:
 
 @dataclass
 class EpochProgress:
-    """The epoch that is under way: as in its record, so far, with the samples of this process.
+    """Progress of the current epoch; fields as in `EpochRecord`, but `samples` counts this process only.
 
     Attributes:
-        loader_epoch: its number in the loader, which may have been used before.
-        is_validation_due: whether a validation comes before its next step.
+        loader_epoch: Number of the epoch in the loader, which may have been used before.
+        is_validation_due: Whether a validation comes before the next step.
     """
 
     epoch: int
@@ -79,12 +79,12 @@ class EpochProgress:
     is_validation_due: bool = False
 
     def spend(self, before: EpochProgress, spent: MetersSnapshot) -> None:
-        """Take in where the time went since `before`, by the loader's meters."""
+        """Set the time fields to those of `before` plus `spent`, measured by the loader's meters since then."""
         for name in _SPENT:
             setattr(self, name, getattr(before, name) + getattr(spent, name))
 
     def record(self, samples: int, values: Mapping[str, float]) -> EpochRecord:
-        """Return the epoch's record, with the samples of all processes and the means over them."""
+        """Return the record of the epoch, with the samples of all processes and the means over them."""
         kept = {name: getattr(self, name) for name in ("epoch", "steps", "seconds", "validation", *_SPENT)}
         return EpochRecord(samples=samples, values=values, **kept)
 
@@ -96,10 +96,10 @@ _POINTS = 1_000
 
 
 def values_of(result: object) -> Values:
-    """Return what a step gave, by name.
+    """Return the values that a step returned, by name.
 
     Raises:
-        InvalidOption: if it is no loss, no dict of numbers, and not None.
+        InvalidOption: If the result is not a loss, a dict of numbers, or None.
     """
     if result is None:
         return {}
@@ -109,10 +109,10 @@ def values_of(result: object) -> Values:
 
 
 def numbers_of(result: object) -> dict[str, float]:
-    """Return what `validate` gave as numbers.
+    """Return the result of `validate` as a dict of floats.
 
     Raises:
-        InvalidOption: if it is no dict of numbers.
+        InvalidOption: If the result is not a dict of numbers.
     """
     values = _checked(result, "validate", "a dict of numbers")
     return {name: float(cast(Any, value)) for name, value in values.items()}
@@ -131,19 +131,19 @@ def _checked(result: object, giver: str, needed: str) -> Values:
 
 
 def _kept(value: object) -> object:
-    """Return a value as it is now: a tensor is read later, and may be one that a step adds to."""
+    """Return a copy of a tensor, since it is read later and the step may modify it in place; other values unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a single number, on whatever device."""
+    """Return whether a value is a single number or a tensor with one element, on any device."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return hasattr(value, "__float__") and not getattr(value, "shape", ())
 
 
 class SampleMeans:
-    """Means over samples, summed one by one, so that a sum taken up again comes to the same bits."""
+    """Means over samples, summed in step order, so that a resumed run gets bit-identical results."""
 
     def __init__(self, sums: Mapping[str, tuple[float, int]] | None = None) -> None:
         self.sums: dict[str, tuple[float, int]] = {
@@ -151,13 +151,13 @@ class SampleMeans:
         }
 
     def add(self, name: str, value: float, samples: int) -> None:
-        """Count a value of so many samples."""
+        """Add a value that is the mean of `samples` samples."""
         total, count = self.sums.get(name, (0.0, 0))
         self.sums[name] = total + value * samples, count + samples
 
     @classmethod
     def of_all(cls, all_sums: list[dict[str, tuple[float, int]]]) -> SampleMeans:
-        """Return the means over the sums of several processes."""
+        """Combine the sums of several processes."""
         whole = cls()
         for sums in all_sums:
             for name, (total, count) in sums.items():
@@ -171,11 +171,11 @@ class SampleMeans:
 
 
 class ValueCurve:
-    """Means of every value over bins of steps; bins grow so that a run of any length has at most 1,000 of them.
+    """Means of each value over bins of steps. Bins double in width so that there are never more than 1,000.
 
     Attributes:
-        width: steps of a bin.
-        bins: for each name, sum and count of each bin, by its number.
+        width: Steps per bin.
+        bins: For each name, the sum and count of each bin, by bin number.
     """
 
     def __init__(self, width: int = 1, bins: Mapping[str, Mapping[int, tuple[float, int]]] | None = None) -> None:
@@ -183,7 +183,7 @@ class ValueCurve:
         self.bins = {name: dict(points) for name, points in (bins or {}).items()}
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Count the value of a step, whose number is from 1."""
+        """Add the value of a step; steps count from 1."""
         points = self.bins.setdefault(name, {})
         number = (step - 1) // self.width
         total, count = points.get(number, (0.0, 0))
@@ -201,7 +201,7 @@ class ValueCurve:
             self.bins[name] = wider
 
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """Return for each name the last step of each bin and the mean over it."""
+        """Return, for each name, pairs of the last step of a bin and the mean over the bin."""
         return {
             name: [((number + 1) * self.width, total / count) for number, (total, count) in sorted(points.items())]
             for name, points in self.bins.items()
@@ -214,19 +214,19 @@ class ValueCurve:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> ValueCurve:
-        """Return the curve of a state."""
+        """Return the curve for a state from `state_dict()`."""
         bins = {name: {point[0]: (point[1], point[2]) for point in points} for name, points in state["bins"].items()}
         return cls(state["width"], bins)
 
 
 class ValueRecorder:
-    """Keeps what steps return where it is, on the device, until `read` brings it to means and curve.
+    """Keeps the values of steps on their device until `read()` adds them to the means and the curve.
 
     Args:
-        curve: of the run.
-        means: of an epoch that was begun before.
-        must_be_finite: whether a NaN or an infinity is an error. Numbers on the CPU are checked at once, those on
-            another device when they are read, since each check there would wait for the device.
+        curve: Curve of the run.
+        means: Means of the epoch so far.
+        must_be_finite: Whether a NaN or infinity is an error. Numbers on the CPU are checked at once; those on another
+            device when they are read, since each check would wait for the device.
     """
 
     def __init__(self, curve: ValueCurve, means: SampleMeans, must_be_finite: bool = False) -> None:
@@ -237,17 +237,18 @@ class ValueRecorder:
         self._stacked: list[tuple[str, list[int], list[int], Tensor]] = []
 
     def add(self, step: int, samples: int, values: Values) -> None:
-        """Note what a step of so many samples returned.
+        """Record the values that a step on `samples` samples returned.
 
         Raises:
-            TrainingDiverged: if a number is not finite and has to be.
+            TrainingDiverged: If `must_be_finite` is set and a CPU value is not finite.
         """
         if self._must_be_finite:
             for name, value in values.items():
                 if not isinstance(value, Tensor) or value.device.type == "cpu":
                     _check_finite(step, name, float(cast(Any, value)))
         self._steps.append((step, samples, values))
-        if len(self._steps) == _STACKED:  # thousands of small tensors on a device would be thousands of allocations
+        # Stacking replaces thousands of small device allocations by one.
+        if len(self._steps) == _STACKED:
             self._stack()
 
     def _stack(self) -> None:
@@ -261,7 +262,7 @@ class ValueRecorder:
             self._stacked.append((name, list(steps), list(samples_of), _joined(found)))
 
     def read(self) -> None:
-        """Bring all to means and curve, which waits for the device."""
+        """Add all recorded values to the means and the curve; this waits for the device."""
         self._stack()
         for name, steps, samples_of, values in self._stacked:
             for step, samples, value in zip(steps, samples_of, values.tolist(), strict=True):
@@ -279,7 +280,7 @@ def _check_finite(step: int, name: str, value: float) -> None:
 
 
 def _joined(values: tuple[object, ...]) -> Tensor:
-    """Return single values as one tensor, on the device of the first tensor among them."""
+    """Stack single values into one float64 tensor, on the device of the first tensor among them."""
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor([float(cast(Any, value)) for value in values], dtype=torch.float64)
     tensors = [value if isinstance(value, Tensor) else torch.tensor(float(cast(Any, value))) for value in values]

@@ -1,4 +1,4 @@
-"""What `train()` did: one record per epoch, the curves, the checkpoints; saved to a file and read again."""
+"""The report of `train()`: epochs, curves, checkpoints and timings; saved to a file and read back."""
 
 from __future__ import annotations
 
@@ -42,37 +42,40 @@ _Record = TypeVar("_Record")
 
 _hints_of = cache(get_type_hints)
 
-_TOLD = 200  # epochs, validations and points of a curve that `to_dict` holds at most
-_TOLD_MACHINES = 240  # snapshots likewise, a GPU counted as a third of one
+_TOLD = 200
+"""Maximum number of epochs, validations and points of a curve in `to_dict()`."""
+
+_TOLD_MACHINES = 240
+"""Size budget for the machine snapshots in `to_dict()`: a snapshot costs 3, plus 1 for each GPU."""
 
 
 @dataclass(frozen=True, repr=False)
 class TrainReport(Report):
-    """What `train()` did.
+    """The report of a `train()` call.
 
     Attributes:
-        epochs: one record for each whole epoch, also of those trained before a resume.
-        trained: epochs that this call brought to their end.
-        steps: steps in all, those before a resume included.
-        seconds: duration of this call.
-        samples_per_s: samples a second of this call, of all processes, validation apart; 0 when nothing was left to do.
-        wait_share: share of that time spent waiting for data, in [0, 1].
-        parts: busy seconds of each part of the loader in this call.
-        curve: of each value that the step returned, up to 1,000 pairs of step and mean over the steps up to it.
-        validations: what `validate` returned, each with its step.
-        stopped: what ended the training before its time: `"Ctrl-C"`, `"SIGTERM"`, `"SIGHUP"` or `"deadline"`; None if
-            nothing did.
-        checkpoint: the newest checkpoint, None without `save_to`.
-        best: the checkpoint with the best value of `monitor`, None if none was measured.
-        best_value: that value.
-        resumed_from: the checkpoint this call went on from, None if it began anew.
-        passed_over: damaged checkpoints that were passed over, with the reason.
-        not_kept: what could not be kept when it was resumed, so that it differs from an uninterrupted run.
-        failed_saves: checkpoints that could not be written or published, with the reason.
-        spent: what the loader counted in this call, and where the time of its steps went.
-        facts: what is known of the loader.
-        hosts: the machine over this call, evenly thinned; empty where nothing watched it.
-        precision: what the step computed in, if it told.
+        epochs: One record per complete epoch, including epochs trained before a resume.
+        trained: Number of epochs that this call completed.
+        steps: Total number of steps, including those before a resume.
+        seconds: Duration of this call in seconds.
+        samples_per_s: Training throughput of this call in samples per second, over all processes and without
+            validation; 0 if no training was left to do.
+        wait_share: Fraction of the training time spent waiting for data, in [0, 1].
+        parts: Busy seconds of each part of the loader in this call.
+        curve: For each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
+        validations: Values of each validation, with its step.
+        stopped: Why training stopped early: `"Ctrl-C"`, `"SIGTERM"`, `"SIGHUP"` or `"deadline"`; None if it did not.
+        checkpoint: The newest checkpoint, or None without `save_to`.
+        best: The checkpoint with the best value of `monitor`, or None if it was never measured.
+        best_value: The best value of `monitor`.
+        resumed_from: The checkpoint that this call resumed from, or None.
+        passed_over: Names of damaged checkpoints that were skipped, with the reason.
+        not_kept: Settings that could not be restored on resuming, so that the run differs from an uninterrupted one.
+        failed_saves: Steps of checkpoints that could not be written or published, with the reason.
+        spent: Counters of the loader in this call, and how the time of its steps was spent.
+        facts: Configuration of the loader.
+        hosts: Snapshots of the machine during this call, evenly thinned; empty if it was not monitored.
+        precision: The precision of a supervised step, such as `"bf16"`; None for a custom step.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -99,21 +102,24 @@ class TrainReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether it came to its end and every checkpoint is where it should be."""
+        """Whether training completed and every checkpoint was saved."""
         return self.stopped is None and not self.failed_saves
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Return a figure: where the time went, speed, use of the machine, and the values over the steps.
+        """Plot how step time was spent, throughput, machine utilization, and the values over the steps.
 
         Args:
-            path: a file to write it to as well, as `"run.png"` or `"run.pdf"`; `drive:` is allowed.
+            path: File to save the figure to, such as `"run.png"` or `"run.pdf"`; may start with `drive:`.
+
+        Returns:
+            The matplotlib figure.
 
         Raises:
-            MissingPackage: without matplotlib.
-            InvalidOption: if nothing was trained yet, or the path's ending names no format of a picture.
-            FileFailed: if it cannot be written.
-            NotEnoughSpace: if the disk is full.
-            NotMounted: if it is on Drive, which is not mounted.
+            MissingPackage: If matplotlib is not installed.
+            InvalidOption: If nothing has been trained, or the file extension is not an image format.
+            FileFailed: If the file cannot be written.
+            NotEnoughSpace: If the disk is full.
+            NotMounted: If `path` is on Drive and Drive is not mounted.
         """
         from colabkit.foundation import plotting
         from colabkit.training.plot import plot_run
@@ -125,10 +131,10 @@ class TrainReport(Report):
         return figure
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that `json.dumps` takes, at most some 200 kB.
+        """Return the report as plain values for `json.dumps`, at most about 200 kB.
 
-        Of long runs `epochs`, `validations`, `curve` and `hosts` are thinned evenly, first and last kept; the single
-        steps of `spent` are left out.
+        For long runs, `epochs`, `validations`, `curve` and `hosts` are thinned evenly, keeping the first and the last
+        entry. The times of single steps in `spent` are left out.
         """
         told = super().to_dict()
         del told["spent"]["recent"]
@@ -139,19 +145,18 @@ class TrainReport(Report):
         return told
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as a JSON file and return its path.
+        """Write the report to a JSON file of at most about 300 kB, which `diagnose()` accepts, and return its path.
 
-        It holds what `to_dict()` returns, the newest single steps as well, so that `diagnose()` takes the file; at most
-        some 300 kB. Numbers that are not finite, which JSON does not know, are null. A file that is there is replaced
-        in one rename.
+        The file holds the values of `to_dict()` and the times of the newest steps. NaN and infinity, which JSON does
+        not have, become null. An existing file is replaced atomically.
 
         Args:
-            path: of the file; `drive:` is allowed.
+            path: File to write; may start with `drive:`.
 
         Raises:
-            FileFailed: if it cannot be written.
-            NotEnoughSpace: if the disk is full.
-            NotMounted: if it is on Drive, which is not mounted.
+            FileFailed: If the file cannot be written.
+            NotEnoughSpace: If the disk is full.
+            NotMounted: If `path` is on Drive and Drive is not mounted.
         """
         act = "save the report"
         target = user_path(path, act).absolute()
@@ -184,7 +189,7 @@ class TrainReport(Report):
         return "\n".join(lines)
 
     def _incidents(self) -> list[tuple[str, str]]:
-        """Return what went differently than in an undisturbed run, each with its label."""
+        """Return pairs of label and text for a resume, skipped checkpoints, lost settings and failed saves."""
         found = [("resumed from", repr(str(self.resumed_from)))] if self.resumed_from else []
         found += [("passed over", f"{name!r}: {reason}") for name, reason in self.passed_over]
         found += [("not kept", what) for what in self.not_kept]
@@ -214,10 +219,10 @@ class TrainReport(Report):
 
 
 class TrainingInterrupted(OneLineError, KeyboardInterrupt):
-    """Training was stopped by Ctrl-C, at the end of a step.
+    """Ctrl-C stopped the training at the end of a step.
 
-    Args:
-        report: what was trained and saved until then; also an attribute.
+    Attributes:
+        report: The `TrainReport` of the training until then.
     """
 
     def __init__(self, report: TrainReport) -> None:
@@ -233,7 +238,7 @@ def _listed(values: Mapping[str, float]) -> str:
 
 
 def _thinned(items: list[Any], most: int) -> list[Any]:
-    """Return at most so many items, evenly apart, first and last among them."""
+    """Return at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return items
     step = (len(items) - 1) / (most - 1)
@@ -241,7 +246,7 @@ def _thinned(items: list[Any], most: int) -> list[Any]:
 
 
 def _short(value: Any) -> Any:
-    """Return plain values with every number to five digits."""
+    """Return plain values with every float rounded to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -250,7 +255,7 @@ def _short(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Return plain values with None for numbers that are not finite."""
+    """Return plain values with None in place of NaN and infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -259,7 +264,7 @@ def _finite(value: Any) -> Any:
 
 
 class SavedRun(NamedTuple):
-    """What is kept of a run: what its loader counted and is, the machine meanwhile, the step's precision."""
+    """The measurements in a saved report: loader counters and configuration, machine snapshots, precision."""
 
     spent: MetersSnapshot
     facts: LoaderFacts | None
@@ -268,15 +273,15 @@ class SavedRun(NamedTuple):
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
-    """Return what `TrainReport.save()` wrote.
+    """Read the measurements from a file that `TrainReport.save()` wrote.
 
     Args:
-        path: of the file; `drive:` is allowed.
+        path: File to read; may start with `drive:`.
 
     Raises:
-        SourceMissing: if there is no such file.
-        FileFailed: if it cannot be read.
-        BadSource: if it is no saved report.
+        SourceMissing: If the file does not exist.
+        FileFailed: If the file cannot be read.
+        BadSource: If the file is not a saved report.
     """
     found = user_path(path, "read the report")
     try:
@@ -321,12 +326,13 @@ def _host_of(told: dict[str, Any]) -> HostSnapshot:
 
 
 def _made(kind: type[_Record], told: dict[str, Any], **made: Any) -> _Record:
-    """Return a record of plain values, and of some that were made of them.
+    """Return a record built from plain values `told` and already converted ones `made`.
 
     Raises:
-        TypeError: if a value is not of its field's type.
+        TypeError: If a plain value does not have the type of its field.
     """
-    hints = _hints_of(kind)  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    # mypy believes that classes are not hashable.
+    hints = _hints_of(kind)  # type: ignore[arg-type]
     for name, value in told.items():
         if name not in made and not _fits(hints.get(name), value):
             raise TypeError(f"{kind.__name__}.{name} is {value!r}")

@@ -1,7 +1,7 @@
-"""One run of `train()`: epochs, steps, validations and checkpoints, from where it goes on to what came of it.
+"""One run of `train()`: resume, epochs, steps, validations, checkpoints, report.
 
-It publishes what happens to `meters` and knows nothing of who listens. It reads no value from the device between two
-checkpoints, so it never makes the host wait for the GPU.
+A run publishes its events to `meters` and does not know the subscribers. It reads no value from the device between
+two checkpoints, so the host never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from colabkit.training.steps import SupervisedStep
 Step: TypeAlias = Callable[[Any], object]
 OnStep: TypeAlias = Callable[[meters.StepDone], None]
 
-_RESERVE = 2.0  # a checkpoint before a deadline may take so many times as long as the slowest so far
+_RESERVE = 2.0
+"""Safety factor: the time reserved for the last checkpoint before a deadline, in units of the slowest one so far."""
 
 
 @dataclass(eq=False, repr=False)
 class TrainingRun:
-    """What changes while `train()` goes on."""
+    """The state of one `train()` call."""
 
     step: Step
     loader: Loader
@@ -65,16 +66,18 @@ class TrainingRun:
         self._is_saved = False
         self._spend: Callable[[], None] = lambda: None
         self._trained = self.loader.received
-        self._is_usual = isinstance(self.step, SupervisedStep)  # whose values need no check
+        # A supervised step always returns valid values, so they are not checked.
+        self._is_usual = isinstance(self.step, SupervisedStep)
 
     def resume(self, resume: bool) -> None:
-        """Go on from the newest checkpoint, or write the first."""
+        """Resume from the newest checkpoint, or write the first one."""
         saved = self.saving.resume(resume)
         if saved is None:
-            # A Loader that was looked into before stands in the middle of an epoch that it will not go on with.
+            # A Loader that was partly iterated before starts with a new epoch.
             self.loader.set_epoch(self.loader.next_epoch)
             self._trained = self.loader.received
-            self._save(wait=True)  # shows that saving works before hours are spent, and where to begin again
+            # Fail now, not after hours of training, if checkpoints cannot be written.
+            self._save(wait=True)
             return
         self._trained = self.loader.received
         self._steps = saved["steps"]
@@ -89,12 +92,13 @@ class TrainingRun:
             self.saving.not_kept += (f"the best by {' '.join(saved['judge'])}, now {' '.join(self.judge.rule)}",)
         self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
         first = self.processes.is_first
-        if self._begun is not None and not first:  # sums of all processes are with the first
+        if self._begun is not None and not first:
+            # The saved sums cover all processes; only rank 0 keeps them, or they would count several times.
             self._begun.samples = 0
         self._recorder = ValueRecorder(self._curve, SampleMeans(saved["means"] if first else None), self.must_be_finite)
 
     def through(self, epochs: int, started: float) -> TrainReport:
-        """Train what is left of so many epochs and return the report."""
+        """Train until `epochs` epochs are complete and return the report."""
         before, trained_before, steps_before = self.loader.meters.snapshot(), len(self._epochs), self._steps
         seconds_before = self._seconds
         error: BaseException | None = None
@@ -112,7 +116,7 @@ class TrainingRun:
         except BaseException as raised:
             error = raised
             if isinstance(raised, Exception) and self.saving.checkpoints is not None:
-                # What has been handed over still comes to its place. The other processes may never come here.
+                # Let pending checkpoint writes finish. Other processes may never get here, so do not wait for them.
                 with suppress(Exception):
                     self.saving.checkpoints.finish()
             raise
@@ -150,16 +154,16 @@ class TrainingRun:
 
     @property
     def _precision(self) -> str | None:
-        """What the step computes in, as far as it tells."""
+        """The precision of a supervised step, such as `"bf16"`; None for a custom step."""
         return (self.step.amp or "fp32") if isinstance(self.step, SupervisedStep) else None  # type: ignore[return-value]
 
     @property
     def _seconds(self) -> float:
-        """Seconds of all epochs so far, validation apart."""
+        """Seconds of all epochs so far, without validation."""
         return sum(record.seconds for record in self._epochs) + (self._begun.seconds if self._begun else 0.0)
 
     def _epoch(self) -> bool:
-        """Train an epoch, or what is left of it; return whether to go on."""
+        """Train an epoch, or the rest of a resumed one; return whether to continue."""
         if self._begun is None:
             self._begun = EpochProgress(len(self._epochs), self._trained[0])
             self._recorder = ValueRecorder(self._curve, SampleMeans(), self.must_be_finite)
@@ -177,7 +181,7 @@ class TrainingRun:
         return not self.stops.look() or self.processes.count > 1
 
     def _batches(self, begun: EpochProgress) -> bool:
-        """Take the batches of an epoch; return false if something ended them before."""
+        """Train on the batches of an epoch; return False if training was stopped before the last one."""
         counts = self.loader.meters
         former, before = counts.snapshot(), copy(begun)
         started, apart_s = time.perf_counter(), 0.0
@@ -220,13 +224,14 @@ class TrainingRun:
                         validate()
                     if not self._goes_on(begun, count):
                         return False
-            self._trained = self.loader.received  # bad samples may have followed the last batch
+            # Bad samples after the last batch move the loader's position, too.
+            self._trained = self.loader.received
         finally:
             count()
         return True
 
     def _next_of(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, None after the last; while it is waited for, Ctrl-C and a deadline end the epoch."""
+        """Return the next batch, None after the last; Ctrl-C or a deadline interrupts the wait."""
         self.stops.begin_wait(self._is_whole)
         try:
             return next(batches, None)
@@ -239,7 +244,8 @@ class TrainingRun:
         self.judge.moved()
         begun.steps += 1
         begun.samples += samples
-        self._trained = self.loader.received  # what is received later and not trained on does not count
+        # Batches received later but not trained on must not count, so remember the position now.
+        self._trained = self.loader.received
         self._recorder.add(self._steps, samples, values)
         if self.on_step is not None or meters.is_heard():
             done = meters.StepDone(begun.epoch, self._steps, begun.steps, values)
@@ -249,11 +255,11 @@ class TrainingRun:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether no gradients wait to be applied, which no checkpoint holds."""
+        """Whether no accumulated gradients are pending; checkpoints do not hold gradients."""
         return bool(getattr(self.step, "is_whole", True))
 
     def _goes_on(self, begun: EpochProgress, count: Callable[[], None]) -> bool:
-        """Save if a checkpoint is due, and return whether to take another batch; all processes come to the same."""
+        """Save a checkpoint if one is due, and return whether to continue; all processes return the same value."""
         if not self._is_whole:
             return True
         due = self.saving.folder is not None and self.schedule.is_due(self._steps)
@@ -268,7 +274,7 @@ class TrainingRun:
         return not strength
 
     def _validate(self, begun: EpochProgress) -> None:
-        """Validate the state; after a resume this comes first if it was interrupted here."""
+        """Validate the current state; an interrupted validation is repeated first after a resume."""
         begun.is_validation_due = True
         random = random_state() if self.saving.folder is not None else None
         received, began = self.loader.received, time.monotonic()
@@ -276,7 +282,8 @@ class TrainingRun:
             with self.stops.wait():
                 found = self.judge.validate(len(self._validations))
         except (WaitInterrupt, Exception):
-            self._save(wait=True, random=random)  # it has drawn from the generators, and will again
+            # The resumed run validates again, so save the random state from before the validation.
+            self._save(wait=True, random=random)
             raise
         self._validate_s = max(self._validate_s, time.monotonic() - began)
         if self.loader.received != received:
@@ -299,12 +306,13 @@ class TrainingRun:
             raise
 
     def _is_last(self, begun: EpochProgress) -> bool:
-        """Return whether an epoch has had its last step: the state is saved once, at its end."""
+        """Return whether the epoch's last step is done; the state is then saved once, by `_end`."""
         return self._trained[0] > begun.loader_epoch
 
     def _end(self, begun: EpochProgress) -> None:
-        """Close an epoch: its record, and its checkpoint."""
-        self._recorder.read()  # which waits for the device: now all of the epoch's steps are over
+        """Finish an epoch: add its record and save a checkpoint if one is due."""
+        # Reading the values waits for the device, so the times below include all of the epoch's steps.
+        self._recorder.read()
         self._spend()
         means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums)).read()
         samples = sum(self.processes.from_all(begun.samples))

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run hold, and how a run resumes from one."""
+"""Save the state of a run in checkpoints, and resume a run from one."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from colabkit.training.ranks import Ranks
 
 
 class RunCheckpoints:
-    """What the checkpoints of a training hold, and its resumption from one.
+    """Saves the complete state of a run, and restores it.
 
     Args:
-        folder: of the checkpoints, None to save nothing.
-        checkpoints: the same folder in the one process that takes care of it for all, else None.
-        state: the objects to save, by name.
-        step: saved as well if it has a state.
-        loader: whose position is saved.
-        processes: those that train together.
+        folder: Path of the checkpoint folder, or None to save nothing.
+        checkpoints: The opened checkpoint folder in rank 0, which reads and writes for all ranks; None in the others.
+        state: Objects to save, by name.
+        step: The step; saved too if it has a state.
+        loader: Loader whose position is saved.
+        processes: The ranks of the training.
 
     Attributes:
-        resumed_from: the checkpoint that was loaded.
-        passed_over: names of newer checkpoints that are damaged, with the reason.
-        not_kept: what could not be restored, so that the run differs from an uninterrupted one.
+        resumed_from: The checkpoint that was loaded.
+        passed_over: Names of newer checkpoints that were skipped because they are damaged, with the reason.
+        not_kept: Settings that could not be restored, so that the run differs from an uninterrupted one.
     """
 
     def __init__(
@@ -55,28 +55,29 @@ class RunCheckpoints:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint that begins now would wait for an earlier one."""
+        """Whether an earlier checkpoint is still being written, so that a new one would have to wait."""
         return self.checkpoints is not None and not self.checkpoints.is_free
 
     @property
     def save_s(self) -> float:
-        """The longest seconds that a checkpoint took to its place so far."""
+        """Seconds that the slowest checkpoint so far took until it was in place."""
         return 0.0 if self.checkpoints is None else self.checkpoints.save_s
 
     def resume(self, resume: bool) -> Mapping[str, Any] | None:
-        """Load the newest good checkpoint, and return what the run had saved in it; None if there is none.
+        """Restore the newest readable checkpoint and return the saved state of the run, or None without a checkpoint.
 
         Raises:
-            TargetExists: if there are checkpoints and `resume` is false.
-            InvalidOption: if a checkpoint is of other data or of another state.
-            Corrupt: if all checkpoints are damaged.
+            TargetExists: If there are checkpoints and `resume` is False.
+            InvalidOption: If the checkpoint is of different data or a different state.
+            Corrupt: If all checkpoints are damaged.
         """
         found: LoadedCheckpoint | None = None
         trouble: BaseException | None = None
         if self.checkpoints is not None:
             try:
                 found = self._found(self.checkpoints, resume)
-            except Exception as error:  # the other processes have to hear of it before it is raised
+            except Exception as error:
+                # All processes must raise it; if only this one did, the others would wait forever.
                 trouble = error
         found, trouble = self._processes.from_first((found, trouble))
         if trouble is not None:
@@ -141,7 +142,8 @@ class RunCheckpoints:
         for name, part, values in parts:
             try:
                 part.load_state_dict(values)
-            except Exception as error:  # each kind of object says in its own way that a state is not its own
+            # Every class raises its own error type if a state does not fit.
+            except Exception as error:
                 act = f"resume {name!r} from {str(found.path)!r}"
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
@@ -158,18 +160,18 @@ class RunCheckpoints:
         random: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Begin to save the state after a step, with the loader's position; all processes call it together.
+        """Start saving the state after a step; all processes must call this together.
 
         Args:
-            step: its number.
-            position: of the loader after it.
-            run: the state of the run itself.
-            score: of the state, or None.
-            random: the state of the generators, if they have moved on since.
-            wait: return when the checkpoint is written.
+            step: Number of the step.
+            position: State of the loader after the step.
+            run: State of the run itself.
+            score: Value that ranks the checkpoint, or None.
+            random: State of the random generators; None for their current state.
+            wait: Wait until the checkpoint is written.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut, InvalidOption: with `wait`, if it cannot be written.
+            NotEnoughSpace, FileFailed, TimedOut, InvalidOption: With `wait`, if it cannot be written.
         """
         if self.folder is None:
             return
@@ -194,10 +196,10 @@ class RunCheckpoints:
             begin()
 
     def finish(self) -> None:
-        """Wait until all checkpoints are where they should be.
+        """Wait until all checkpoints are written and published.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut: if the last one could not be written.
+            NotEnoughSpace, FileFailed, TimedOut: If the last one could not be written.
         """
         finish = (lambda: None) if self.checkpoints is None else self.checkpoints.finish
         self._processes.together("end the training", finish)
@@ -208,9 +210,9 @@ def _kind_of(part: Any) -> str:
 
 
 def _rates_of(state: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the learning rates that optimizers were made with, before any scheduler changed them.
+    """Return the initial learning rates of each optimizer, before any scheduler changed them.
 
-    Groups without one, as of optimizers that find theirs themselves, are left out.
+    Parameter groups without a learning rate are left out; some optimizers set it themselves.
     """
     return {
         name: [

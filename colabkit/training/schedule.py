@@ -1,4 +1,4 @@
-"""What comes between two steps of a run: checkpoints and validations that are due, and requests to stop.
+"""Decide between two steps of a run whether to save a checkpoint, validate or stop.
 
 Ctrl-C, SIGTERM, SIGHUP and a deadline end a training early, but never in the middle of a step.
 """
@@ -26,25 +26,26 @@ Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline"]
 _REASONS: tuple[Reason, ...] = ("deadline", "Ctrl-C", "SIGHUP", "SIGTERM")
 
 RESERVE_S = 5.0
-"""Seconds kept before a deadline, beside those that a checkpoint takes."""
+"""Seconds reserved before a deadline, in addition to those that a checkpoint takes."""
 
 BOUNCE_S = 0.3
-"""Seconds in which a second Ctrl-C is taken for the first: keys bounce."""
+"""Seconds after a Ctrl-C in which another one is ignored as key bounce."""
 
 logger = logging.getLogger("colabkit")
 
 
 def moment(act: str, name: str, value: Moment) -> float:
-    """Return a moment by the clock of `time.monotonic`: a `datetime`, or a duration from now.
+    """Return the `time.monotonic()` value of a `datetime`, or of a duration from now.
 
     Raises:
-        InvalidOption: if it is neither, or over, or outside what the clock can tell.
+        InvalidOption: If `value` is neither, is in the past, or is outside the range of the clock.
     """
     if not isinstance(value, datetime):
         return time.monotonic() + check_duration(act, name, value)
     try:
         left_s = value.timestamp() - time.time()
-    except (ValueError, OverflowError, OSError):  # on the first and the last days that there are
+    except (ValueError, OverflowError, OSError):
+        # Datetimes close to `datetime.min` or `datetime.max` have no timestamp.
         left_s = math.nan
     if not left_s > 0:
         raise InvalidOption(cannot(act, f"{name}={value}", "a moment in the future", f"Use {name}='11h'"))
@@ -52,7 +53,7 @@ def moment(act: str, name: str, value: Moment) -> float:
 
 
 class SaveSchedule:
-    """Says when a checkpoint is due: `every` so many steps, every duration such as `"5min"`, or every `"epoch"`."""
+    """Decides when a checkpoint is due: `every` n steps, every duration such as `"5min"`, or every `"epoch"`."""
 
     def __init__(self, every: int | str) -> None:
         self._steps: int | None = None
@@ -67,35 +68,36 @@ class SaveSchedule:
         self._saved_at = time.monotonic()
 
     def saved(self, step: int) -> None:
-        """Note that the state after a step is being saved."""
+        """Record that the state after a step is being saved."""
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def is_late(self) -> bool:
-        """Return whether one is due by the clock, which may differ between processes."""
+        """Return whether a checkpoint is due by the clock; processes may disagree."""
         return self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
 
     def is_due(self, step: int) -> bool:
-        """Return whether one is due by the number of the step, which is equal in all processes."""
+        """Return whether a checkpoint is due by the step number; all processes agree."""
         return self._steps is not None and step // self._steps > self._saved_step // self._steps
 
 
 class Validator:
-    """Validates, and says which state is the best so far.
+    """Runs validations and tracks the best state so far.
 
     Args:
-        function: returns numbers, given how many validations came before; None to judge by what the step returns.
-        every: steps between two validations, None for the ends of epochs.
-        monitor: the number that judges, None for the loss.
-        mode: whether the lowest or the highest is best.
-        ranks: those that train together; the first one's numbers count.
+        function: Returns a dict of numbers, given the number of earlier validations; None to judge states by the
+            values of the step.
+        every: Steps between two validations, or None for one at the end of each epoch.
+        monitor: Name of the number to judge by; None for the loss.
+        mode: Whether the lowest or the highest value is best.
+        ranks: The ranks of the training; the values of rank 0 are used.
 
     Attributes:
-        rule: mode and name of the number: what two scores need in common to be compared.
-        can_validate: whether there is anything to call.
-        is_by_epoch: whether states are judged at the ends of epochs.
-        best: the best number so far, None before the first.
-        score: the number of the present state, None if it was not judged.
-        is_best: whether the present state is the best so far, and not saved yet.
+        rule: Mode and name of the monitored number; only scores with the same rule are comparable.
+        can_validate: Whether there is a validation function.
+        is_by_epoch: Whether states are judged at the end of epochs.
+        best: The best value so far, or None.
+        score: The value of the current state, or None if it was not judged.
+        is_best: Whether the current state is the best so far and not saved yet.
     """
 
     def __init__(
@@ -118,19 +120,19 @@ class Validator:
         self._ranks = ranks
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation follows a step, not counting the end of an epoch."""
+        """Return whether a validation is due after a step, not counting the one at the end of an epoch."""
         return self._function is not None and self._every is not None and step % self._every == 0
 
     def moved(self) -> None:
-        """Note that the state is another."""
+        """Record that the state has changed."""
         self.score, self.is_best = None, False
 
     def validate(self, number: int) -> dict[str, float]:
-        """Validate in all processes, after `number` validations, and return what the first one found.
+        """Run validation `number`, from 0, in all processes, and return the values of rank 0.
 
         Raises:
-            InvalidOption: if that is no dict of numbers.
-            LaunchFailed: if it failed in another process.
+            InvalidOption: If these are not a dict of numbers.
+            LaunchFailed: If validation failed in another process.
         """
 
         def numbers() -> dict[str, float]:
@@ -141,13 +143,13 @@ class Validator:
         return self._ranks.from_first(self._ranks.together("validate", numbers))
 
     def judge(self, values: Mapping[str, float]) -> None:
-        """Note how good the state is.
+        """Judge the current state by its values.
 
         Raises:
-            InvalidOption: if the number that was asked for is not among the values.
+            InvalidOption: If `monitor` was given and is not among the values.
         """
         mode, monitor = self.rule
-        # Reports label the numbers of a validation so.
+        # Reports show validation values with the prefix "val_", so accept such names too.
         name = monitor if monitor in values else monitor.removeprefix("val_")
         if self._is_required and name not in values:
             found = f"monitor={monitor!r} beside {', '.join(map(repr, values)) or 'no values'}"
@@ -162,23 +164,24 @@ class Validator:
 
 
 class WaitInterrupt(KeyboardInterrupt):
-    """Ends a wait between two steps."""
+    """Interrupts a wait between two steps."""
 
 
 class StopRequests:
-    """Notes what would end a training, and lets the running step finish first.
+    """Collects requests to stop the training, which end it after the running step.
 
-    While a step runs, Ctrl-C, SIGTERM and SIGHUP are noted, and a second Ctrl-C is a `KeyboardInterrupt`, as usual.
-    Between steps, while training waits for data or validates, they end the wait. Only the main thread receives signals,
+    While a step runs, Ctrl-C, SIGTERM and SIGHUP are recorded; a second Ctrl-C raises `KeyboardInterrupt` as usual.
+    While training waits for data or validates, they interrupt the wait. Signals are handled in the main thread only,
     and custom handlers stay in place.
 
     Args:
-        deadline: by `time.monotonic`, or None.
-        waits_for_others: whether other processes train too: then no wait ends, since they have to hear of it first.
-        saves: whether a last checkpoint follows, for the message.
+        deadline: A `time.monotonic()` value, or None.
+        waits_for_others: Whether other processes train too. Waits are then not interrupted, since all processes must
+            agree to stop first.
+        saves: Whether a final checkpoint follows, for the message.
 
     Attributes:
-        reserve_s: seconds before the deadline at which the training has to end.
+        reserve_s: Seconds before the deadline at which training must stop.
     """
 
     def __init__(self, deadline: float | None, waits_for_others: bool, saves: bool) -> None:
@@ -194,16 +197,16 @@ class StopRequests:
 
     @property
     def strength(self) -> int:
-        """What was noted as a number, 0 for nothing; the largest of all processes counts."""
+        """The strongest request so far as a number, 0 for none; ranks use their maximum."""
         return self._strength
 
     @property
     def reason(self) -> Reason | None:
-        """What was noted; the strongest of several, which is SIGTERM."""
+        """The strongest request so far, or None; SIGTERM is the strongest of all."""
         return _REASONS[self._strength - 1] if self._strength else None
 
     def note(self, strength: int) -> None:
-        """Note a strength, as of another process."""
+        """Record a request of the given strength, for example from another process."""
         self._strength = max(self._strength, strength)
 
     def __enter__(self) -> Self:
@@ -224,14 +227,14 @@ class StopRequests:
         self.let_go()
 
     def let_go(self, *numbers: int) -> None:
-        """Restore the former handlers of signals, of all if none is named."""
+        """Restore the previous handlers of the given signals, or of all."""
         for number in numbers or tuple(self._former):
             if number in self._former:
                 signal.signal(number, self._former.pop(number))
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Let a signal or the deadline end the block."""
+        """Let a signal or the deadline interrupt the block."""
         self.begin_wait(may_end=True)
         try:
             yield
@@ -239,7 +242,7 @@ class StopRequests:
             self.end_wait()
 
     def begin_wait(self, may_end: bool) -> None:
-        """Let a signal or the deadline end the wait up to `end_wait()` by a `WaitInterrupt`, at once if it has come."""
+        """Until `end_wait()`, raise `WaitInterrupt` on a signal or the deadline; at once if one is already recorded."""
         if not may_end or self._waits_for_others:
             return
         self._waiting_thread = threading.get_ident()
@@ -249,11 +252,11 @@ class StopRequests:
             raise WaitInterrupt
 
     def end_wait(self) -> None:
-        """Let signals and the deadline wait for the end of a step again."""
+        """Stop interrupting: signals and the deadline wait for the end of the step again."""
         self._may_end = False
 
     def look(self) -> int:
-        """Return the strength of what ends the training now, 0 for nothing."""
+        """Check the deadline and return the strength of the strongest request, 0 for none."""
         if self._is_late():
             self.note(_strength_of("deadline"))
         return self._strength

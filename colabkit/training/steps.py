@@ -1,4 +1,4 @@
-"""The usual training step: forward, loss, backward, update, in the way that suits the device."""
+"""`supervised_step()`: a training step with forward, loss, backward and update, adapted to the device."""
 
 from __future__ import annotations
 
@@ -49,32 +49,37 @@ def supervised_step(
     channels_last: bool | None = None,
     accumulate: int = 1,
     clip: float | None = None,
-    compile: bool | str = False,  # noqa: A002 - the name that torch gives it
+    compile: bool | str = False,  # noqa: A002 - the same name as torch.compile
 ) -> SupervisedStep:
-    """Return the usual step for `train()`: forward, loss, backward, update; it gives the loss, and mostly accuracy.
+    """Return a supervised training step for `train()`: forward, loss, backward and update.
 
-    A batch is `(images, labels)`, or a dict of both. Images that are still `uint8` are brought to [0, 1] first. Labels
-    are class numbers `[B]`, shares of classes `[B, C]`, or whatever else `loss` takes. There is an accuracy where the
-    model gives scores `[B, C]` of two classes or more, and labels are class numbers, or shares beside cross-entropy.
+    A batch is `(images, labels)`, or a dict of both. `uint8` images are first scaled to [0, 1]. Labels are class
+    indices `[B]`, class probabilities `[B, C]`, or anything else that `loss` takes. The step returns the loss. It also
+    returns the accuracy if the model outputs scores `[B, C]` for two or more classes and the labels are class indices,
+    or class probabilities with a cross-entropy loss.
 
-    Under `torch.distributed` the gradients are means over all processes: a model that is not in a
-    `DistributedDataParallel` is put into one.
+    Under `torch.distributed`, gradients are averaged over all processes. The step wraps the model in
+    `DistributedDataParallel` if it is not wrapped yet.
 
     Args:
-        model: takes images; on the device where it is to be trained by the first step.
-        optimizer: of the model's parameters.
-        loss: of what the model returns, in float32, and labels; a single number.
-        scheduler: moved on after each update that was made, or None.
-        amp: mixed precision: `"bf16"`, `"fp16"` with scaled gradients, or False; `"auto"` takes bf16 on GPUs of compute
-            capability 8.0 and more, fp16 on those of 7.0 and more, none elsewhere.
-        channels_last: keep images and the weights of convolutions in channels-last memory; None does so on a GPU, and
-            leaves both as they are on a CPU, but for images of models on which torch fails there.
-        accumulate: batches whose gradients are averaged to one update.
-        clip: the largest norm that all gradients together may have; None leaves them alone.
-        compile: compile the model with `torch.compile`; text is its mode, as `"reduce-overhead"`.
+        model: Model that takes images. It must be on its training device before the first step.
+        optimizer: Optimizer of the model's parameters.
+        loss: Function of the model's output (in float32) and the labels that returns a tensor with one number.
+        scheduler: Learning rate scheduler, stepped after each optimizer update, or None.
+        amp: Mixed precision: `"bf16"`, `"fp16"` with gradient scaling, or False. `"auto"` uses bf16 on CUDA GPUs of
+            compute capability 8.0 or higher, fp16 on those of 7.0 or higher, and no mixed precision elsewhere.
+        channels_last: Whether to keep images and convolution weights in channels-last memory format. None does so on a
+            CUDA GPU; on a CPU, it leaves both unchanged, except that images become contiguous for models that fail
+            with channels-last images.
+        accumulate: Number of batches whose gradients are averaged for one update.
+        clip: Maximum norm of all gradients together, or None for no clipping.
+        compile: Whether to compile the model with `torch.compile`; a string is its mode, such as `"reduce-overhead"`.
+
+    Returns:
+        A callable that trains on one batch and returns a dict of tensors on the device.
 
     Raises:
-        InvalidOption: if an argument cannot be meant, or not with another.
+        InvalidOption: If an argument is invalid, or contradicts another one.
     """
     options = StepOptions(scheduler, amp, channels_last, accumulate, clip, compile)
     check_training(model, optimizer, loss, scheduler)
@@ -83,15 +88,15 @@ def supervised_step(
 
 
 class SupervisedStep:
-    """The usual training step, as `supervised_step()` makes it; its arguments are told there.
+    """The training step that `supervised_step()` returns; see there for the arguments.
 
-    What depends on the device is decided at the first batch, and anew if the model has been moved since. A part of the
-    model that is in evaluation mode stays so while the model itself is in training mode; once the model is not, the
-    next step calls `model.train()`.
+    Precision, memory format and `DistributedDataParallel` are set up at the first batch, and again if the model has
+    moved to another device. If the model is in evaluation mode, the next step calls `model.train()`; submodules in
+    evaluation mode, such as frozen ones, stay so while the model itself is in training mode.
 
     Attributes:
-        parts: model and optimizer, by these names: what checkpoints hold unless told otherwise.
-        updates: how many updates were made.
+        parts: The model and the optimizer, by these names; checkpoints hold them by default.
+        updates: Number of optimizer updates so far.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss, options: StepOptions) -> None:
@@ -118,12 +123,12 @@ class SupervisedStep:
         self._evaluated: Forward = model
 
     def __call__(self, batch: Any) -> Mapping[str, Tensor]:
-        """Train on a batch and return its loss, and the accuracy where there is one, where they are: on the device.
+        """Train on a batch and return its loss, and its accuracy if defined, as tensors on the device.
 
         Raises:
-            InvalidOption: if the batch is none of images and labels, is on another device than the model, or the loss
-                is not a single number.
-            MissingPackage: if compiling needs a compiler that is not there.
+            InvalidOption: If the batch does not consist of images and labels, is on another device than the model, or
+                the loss is not a single number.
+            MissingPackage: If `torch.compile` finds no C++ compiler.
         """
         images, labels = self._taken(batch)
         if not self._model.training:
@@ -145,16 +150,16 @@ class SupervisedStep:
 
     @property
     def amp(self) -> str | bool:
-        """The precision on the device where the model is: `"bf16"`, `"fp16"` or False."""
+        """The mixed precision on the model's current device: `"bf16"`, `"fp16"` or False."""
         return self._precision.name
 
     @property
     def is_whole(self) -> bool:
-        """Whether no gradients are accumulated that have not been applied."""
+        """Whether no accumulated gradients are pending."""
         return self._accumulated == 0
 
     def flush(self) -> None:
-        """Apply the gradients that are accumulated, as their mean, if there are any."""
+        """Apply the mean of the accumulated gradients, if there are any."""
         if self._accumulated == 0:
             return
         if self._ddp is not None:
@@ -165,22 +170,24 @@ class SupervisedStep:
         self._update()
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the means over all samples of loss, and accuracy where there is one, of the model in evaluation mode.
+        """Evaluate the model on `batches` and return the mean `"loss"`, and `"accuracy"` if defined, over all samples.
 
-        Under `torch.distributed` all processes call it together, each with its share of the batches, and get the same.
+        Under `torch.distributed`, call this in every process, each with its own batches; all get the same result.
 
         Raises:
-            InvalidOption: as for a step, or if there are no batches.
+            InvalidOption: As for a step, or if there are no batches.
         """
         self._settle()
         modes = [(module, module.training) for module in self._model.modules()]
         iterator = iter(batches)
         exact = torch.float32 if self._parameter.device.type == "mps" else torch.float64
-        sums = torch.zeros(4, dtype=exact, device=self._parameter.device)  # loss, of samples; right, of samples
+        # Sum of losses, number of samples, correct predictions, number of samples that have an accuracy.
+        sums = torch.zeros(4, dtype=exact, device=self._parameter.device)
         try:
             self._model.eval()
             with torch.no_grad():
-                if self._ddp is not None and self._ddp.broadcast_buffers:  # those that a checkpoint of the first holds
+                # Checkpoints hold rank 0's buffers, such as batch norm statistics, so every rank evaluates with them.
+                if self._ddp is not None and self._ddp.broadcast_buffers:
                     for buffer in self._model.buffers():
                         distributed.broadcast(buffer, 0, group=self._ddp.process_group)
                 for batch in iterator:
@@ -206,7 +213,7 @@ class SupervisedStep:
         return {"loss": loss / samples, **({"accuracy": right / judged} if judged else {})}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and what scaler and scheduler know; model and optimizer are in `parts`."""
+        """Return the update count and the states of scaler and scheduler; model and optimizer are in `parts`."""
         return {
             "updates": self.updates,
             "scaler": dict(self._scaler_state) if self._scaler is None else self._scaler.state_dict(),
@@ -215,16 +222,17 @@ class SupervisedStep:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; gradients that are accumulated are dropped, since they are of other weights.
+        """Restore a state. Accumulated gradients are dropped, since they belong to other weights.
 
         Raises:
-            InvalidOption: if there was a scheduler and now is none, or the other way round, or it was of another kind.
+            InvalidOption: If the state has a scheduler and this step has none, or vice versa, or their classes differ.
         """
         if (state_dict["scheduler"] is None) != (self._scheduler is None):
             found = "the state is of a step " + ("without a scheduler" if self._scheduler is not None else "with one")
             needed = "one with a scheduler" if self._scheduler is not None else "one without"
             raise InvalidOption(cannot("load the state of a step", found, needed, "Make the step as before"))
-        kind = state_dict.get("scheduler_kind", self._scheduler_kind)  # older states do not tell
+        # States of earlier versions lack the scheduler's class.
+        kind = state_dict.get("scheduler_kind", self._scheduler_kind)
         if kind != self._scheduler_kind:
             found, needed = f"the state is of a {kind}", f"one of a {self._scheduler_kind}, the scheduler of this step"
             raise InvalidOption(cannot("load the state of a step", found, needed, "Make the step as before"))
@@ -255,7 +263,7 @@ class SupervisedStep:
         return precision_on(self._parameter.device, self._options.amp, self._parameter.dtype)
 
     def _settle(self) -> None:
-        """Decide what depends on the device, unless it is decided for the one where the model is."""
+        """Set up what depends on the device, unless this is done for the model's current device."""
         device = self._parameter.device
         if device == self._device:
             return
@@ -275,7 +283,8 @@ class SupervisedStep:
             self._layout = torch.contiguous_format
         self._ddp = ddp_in(self._given)
         self._forward = self._given
-        self._evaluated = self._given if self._ddp is None else self._model  # no exchange: ranks may differ in batches
+        # Ranks may evaluate different numbers of batches, so evaluate without DDP's synchronization.
+        self._evaluated = self._given if self._ddp is None else self._model
         if self._ddp is None and is_one_of_several():
             ids = [device.index] if device.type == "cuda" else None
             self._ddp = DistributedDataParallel(self._given, device_ids=ids)
@@ -290,8 +299,8 @@ class SupervisedStep:
     def _wants_channels_last(self) -> bool:
         if self._options.channels_last is not None:
             return self._options.channels_last
-        # On a CPU it is the images' memory that counts, and those of a Loader are in channels-last already. Around a
-        # model there may be a DDP, whose buckets have the strides that the weights had.
+        # On a CPU, only the images' memory format matters, and a Loader's images are channels-last already. If the
+        # model is in a DDP, the weights must keep their strides, since DDP's gradient buckets have the same.
         if self._parameter.device.type != "cuda" or ddp_in(self._given) is not None:
             return False
         return any(True for _ in convolutions(self._model))
@@ -303,7 +312,7 @@ class SupervisedStep:
         return scaler
 
     def _taken(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return images and labels of a batch, as the model takes them."""
+        """Return the images and labels of a batch, with images converted for the model."""
         images, labels = _pair_of(batch)
         device = self._parameter.device
         if device != self._device:
@@ -317,8 +326,9 @@ class SupervisedStep:
         return images, labels
 
     def _elsewhere(self, tensor: Tensor) -> InvalidOption:
-        """Return what is wrong if a batch is not where the model is."""
-        if next(self._model.parameters()) is not self._parameter:  # as `to` does where memory is of another kind
+        """Return the error for a tensor that is not on the model's device."""
+        # `Module.to` replaces parameters instead of moving them in place if the tensor types are incompatible.
+        if next(self._model.parameters()) is not self._parameter:
             found, needed = "a model whose parameters are no longer those of the optimizer", "the same ones"
             return InvalidOption(cannot(_TAKE, found, needed, "Move the model before you make optimizer and step"))
         device = self._parameter.device
@@ -326,17 +336,18 @@ class SupervisedStep:
         return InvalidOption(cannot(_TAKE, f"data on {tensor.device}", f"all on {device} as the model is", next_step))
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
-        """Return what the model gives, and the loss, which is computed in float32."""
+        """Return the model's output and the loss, which is computed in float32."""
         with self._autocast:
             scores = forward(images)
-            if not isinstance(scores, Tensor):  # torch's own list of what needs float32 has to do
+            # Outputs that are not a tensor cannot be cast here, so autocast chooses the precision of the loss.
+            if not isinstance(scores, Tensor):
                 return scores, _single(self._loss(scores, labels))
         if scores.dtype in _HALVES:
             scores = scores.float()
         return scores, _single(self._loss(scores, labels))
 
     def _has_accuracy(self, scores: Any, labels: Tensor) -> bool:
-        """Return whether labels say which score should be the highest; values are not looked at: they are far away."""
+        """Return whether accuracy is defined, from shapes and dtypes only: reading values would wait for the GPU."""
         if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[1] < 2:
             return False
         if labels.is_floating_point():
@@ -358,9 +369,10 @@ class SupervisedStep:
             self._scheduler.step()
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> bool:
-        """Apply scaled gradients; return false if they were not finite and the optimizer was not called.
+        """Apply scaled gradients; return False if they were not finite and the update was skipped.
 
-        A fused optimizer is called always and looks at the gradients on the device, where to ask would mean to wait.
+        A fused optimizer is always called. It checks the gradients on the device, and reading the result would wait
+        for the GPU, so the update counts as made.
         """
         made: list[bool] = []
         hook = self._optimizer.register_step_post_hook(lambda *_: made.append(True))
@@ -375,15 +387,15 @@ class SupervisedStep:
         return bool(made)
 
     def _parameters(self) -> list[Tensor]:
-        """Return what the optimizer updates, as of now: groups may have been added."""
+        """Return the parameters that the optimizer updates now; groups may have been added since the start."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
 def _pair_of(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return images and labels of a batch.
+    """Return the images and labels of a batch.
 
     Raises:
-        InvalidOption: if it is no pair of tensors, and no dict with `"X"` and `"Y"` or of two tensors.
+        InvalidOption: If it is neither a pair of tensors nor a dict with `"X"` and `"Y"` or of two tensors.
     """
     images = labels = None
     if isinstance(batch, tuple | list):
@@ -412,7 +424,7 @@ def _is_cross_entropy(loss: Any) -> bool:
 
 
 def _single(value: Any) -> Tensor:
-    """Return a loss if it is a single number."""
+    """Return the loss; raise `InvalidOption` unless it is a tensor with one element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
     is_tensor = isinstance(value, Tensor)
@@ -422,5 +434,5 @@ def _single(value: Any) -> Tensor:
 
 
 def _right(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return which samples have their highest score where their label is, or where its share is highest."""
+    """Return, per sample, whether the highest score is at the label, or at the class of highest probability."""
     return scores.detach().argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)

@@ -1,4 +1,4 @@
-"""`train()`: a run over a loader, with validation, checkpoints, resume, and a clean end whatever ends it."""
+"""`train()`: a training loop with validation, checkpoints, resuming and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ACT = "train"
 
 
 def check_step(act: str, call: str, step: Any, loader: Any, is_any_loader: bool = False) -> None:
-    """Raise `InvalidOption` unless a step can be called and a loader is one, for `is_any_loader` of any library."""
+    """Raise `InvalidOption` unless `step` is a function and `loader` a `Loader`, or with `is_any_loader` any loader."""
     next_step = f"Pass {call}(step, loader)"
     check_callable(act, "step", step, next_step, optional=False)
     if isinstance(step, nn.Module):
@@ -50,10 +50,10 @@ def check_step(act: str, call: str, step: Any, loader: Any, is_any_loader: bool 
 
 
 def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, Stateful]:
-    """Return the objects whose state counts, by name: those given, else what the usual step trains.
+    """Return the objects to save, by name: `state` if given, otherwise the model and optimizer of a supervised step.
 
     Raises:
-        InvalidOption: if they are to be saved and it is not known what they are.
+        InvalidOption: If `state` is invalid, or `is_saved` and a custom step comes without `state`.
     """
     if state is None:
         if is_saved and not isinstance(step, Stateful):
@@ -69,9 +69,9 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
 
 
 def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], Values] | None:
-    """Return what to call with the number of a validation; None for no validation.
+    """Return a function that runs the validation of a given number, or None for no validation.
 
-    It calls a function, or has the usual step evaluate the pass of that number over a loader: after a resume, too.
+    A validation loader is set to the epoch of that number first, so a resumed run sees the same batches.
     """
     if validate is None:
         return None
@@ -111,51 +111,58 @@ def train(
     timeout: float | str | None = None,
     on_step: OnStep | None = None,
 ) -> TrainReport:
-    """Call `step` on every batch of some epochs and return what came of it.
+    """Train for a number of epochs by calling `step` on every batch, and return a report.
 
-    With `save_to`, checkpoints hold `state`, the step's own state, the loader's position, the random generators of each
-    process, and the history; the same call goes on after the newest good one when it is made again, in the middle of
-    an epoch if need be. They are copied between two steps and written in the background; what is due by steps or time
-    waits until the one before is written, the end of an epoch and the best so far are saved at once.
+    With `save_to`, the run saves checkpoints. They hold `state`, the state of the step, the loader's position, the
+    random generators of each process and the training history. If you make the same call again, it resumes from the
+    newest readable checkpoint, even in the middle of an epoch. A checkpoint is copied between two steps and written in
+    the background. Checkpoints due by steps or time are postponed while an earlier one is being written; those at the
+    end of an epoch and of the best state are not. Without `save_to`, nothing is saved.
 
-    Ctrl-C ends the training after the step that runs, with a last checkpoint; so do SIGTERM and SIGHUP, which are then
-    sent on. Without `save_to` nothing is saved.
+    Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
+    then raised again.
 
-    Under `torch.distributed` every process calls this; the first one writes, and its numbers of `validate` count.
+    Under `torch.distributed`, call this in every process. Rank 0 writes the checkpoints, and its `validate` results
+    are used.
 
     Args:
-        step: takes a batch; returns a loss, a dict of numbers, or None. With `state_dict` and `load_state_dict`, it is
-            saved as well. One that accumulates gradients tells by `is_whole` when none wait to be applied, which
-            checkpoints do not hold, and applies them in `flush()`, at the end of an epoch.
-        loader: gives the batches.
-        epochs: how many in all, those of earlier calls included.
-        state: what a checkpoint holds, by name, as in `{"model": model, "optimizer": optimizer}`; None for what
-            `supervised_step` trains.
-        save_to: folder of the checkpoints, on Drive as well.
-        save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
-        keep_last: how many of the newest checkpoints stay, beside the best.
-        resume: false insists on beginning anew, in a folder without checkpoints.
-        validate: called for numbers to judge by, or a loader that `supervised_step` evaluates: in the first validation
-            its epoch 0, in the next one epoch 1, and so on, wherever it stands.
-        validate_every: steps between two validations, or `"epoch"`.
-        monitor: which number says what checkpoint is best: of `validate` where there is one, else of the step; None
-            for the loss, if there is one.
-        mode: whether the lowest or the highest is best.
-        deadline: when the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. The last
-            checkpoint is begun early enough to be at its place by then.
-        on_nonfinite: what a NaN or an infinity does that a step returns: `"raise"` stops the training, `"continue"`
-            lets it go on. Numbers on a GPU are looked at when they are read, not after each step.
-        timeout: how long the file system of `save_to` may leave one operation of a checkpoint unanswered, in seconds or
-            as text such as `"5min"`; each 10 MB add a second. Then that checkpoint counts as failed. None for two
-            minutes.
-        on_step: called after each step with its record.
+        step: Function that takes a batch and returns a loss, a dict of numbers, or None. A step with `state_dict` and
+            `load_state_dict` is saved too. A step that accumulates gradients must have an attribute `is_whole`, true
+            while no gradients are pending (checkpoints are only taken then), and a method `flush()` that applies
+            pending ones, called at the end of an epoch.
+        loader: `Loader` that supplies the batches.
+        epochs: Total number of epochs, including those of earlier calls.
+        state: Objects to save, by name, such as `{"model": model, "optimizer": optimizer}`. None saves the model and
+            optimizer of `supervised_step`.
+        save_to: Folder for the checkpoints; it may be on Drive.
+        save_every: Steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
+        keep_last: How many of the newest checkpoints to keep, besides the best one.
+        resume: Resume from the newest checkpoint. If False, `save_to` must not contain checkpoints.
+        validate: Function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
+            evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on.
+        validate_every: Steps between two validations, or `"epoch"`.
+        monitor: Name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
+            the step. None uses the loss, if there is one.
+        mode: Whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best.
+        deadline: When the runtime ends: a duration from now, such as `"11h 30min"`, or a `datetime`. Training stops
+            early enough to save a final checkpoint by then.
+        on_nonfinite: Whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
+            (`"continue"`). Numbers on a GPU are checked when they are read, not after each step.
+        timeout: How long one checkpoint operation may wait for the file system of `save_to`, in seconds or as text
+            such as `"5min"`, plus one second for each 10 MB. After that, the checkpoint counts as failed. None means
+            two minutes.
+        on_step: Function called with a record of each step after that step.
+
+    Returns:
+        A `TrainReport` with the records of all epochs, the curves, the checkpoints and the timings.
 
     Raises:
-        TrainingInterrupted: a `KeyboardInterrupt`, after Ctrl-C and a last checkpoint, if any; it holds the report.
-        InvalidOption: if an argument cannot be meant, or the checkpoints are of other data or another `state`.
-        TargetExists: if `resume` is false and there are checkpoints.
-        Corrupt: if all checkpoints are damaged.
-        NotEnoughSpace, FileFailed, TimedOut: if the first or the last checkpoint cannot be written.
+        TrainingInterrupted: After Ctrl-C and the final checkpoint, if any. It is a `KeyboardInterrupt` and holds the
+            report.
+        InvalidOption: If an argument is invalid, or the checkpoints are of different data or a different `state`.
+        TargetExists: If `resume` is False and `save_to` contains checkpoints.
+        Corrupt: If all checkpoints are damaged.
+        NotEnoughSpace, FileFailed, TimedOut: If the first or the last checkpoint cannot be written.
     """
     check_step(_ACT, "train", step, loader)
     check_whole_number(_ACT, "epochs", epochs, 0)

@@ -1,6 +1,6 @@
-"""Checkpoints on disk: written atomically, sealed, and loaded from the newest that is still good.
+"""Checkpoints on disk: written atomically, sealed, and loaded from the newest undamaged one.
 
-A checkpoint is two files: `checkpoint-00000120.pt`, which is what `torch.save` writes, and `checkpoint-00000120.json`,
-its seal, with the name, length and SHA-256 of the first, written last. Without a matching seal a checkpoint counts as
-absent. The number is the step after which it was taken.
+A checkpoint consists of two files. `checkpoint-00000120.pt` is written by `torch.save`. `checkpoint-00000120.json` is
+its seal: it is written last and holds the name, size and SHA-256 of the first file. A checkpoint without a matching
+seal counts as absent. The number is the step after which the checkpoint was taken.
 """

@@ -1,4 +1,4 @@
-"""The checkpoints of one folder: their names and seals, how one is put there, and which of them stay."""
+"""The checkpoints of one folder: read their seals, add a checkpoint, and remove old ones."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ FORMAT = 2
 _SEAL = re.compile(r"checkpoint-(\d{8,})\.json")
 _FILE = re.compile(r"checkpoint-(\d{8,})(-\d+)?\.pt")
 _MADE_BY = re.compile(rb"colabkit checkpoint ([0-9a-f]{8}-\d+-\d+)")
-_HEAD_BYTES = 1024  # the pickle is the first thing in a file of torch, and the marker the first in the pickle
-_KIND = "checkpoint"  # partials of all steps are of one kind: what a killed run began, the next save removes
+# A file of `torch.save` starts with its pickle, and the pickle with the marker.
+_HEAD_BYTES = 1024
+# Partial files of all steps share one kind, so that the next save removes those of a killed run.
+_KIND = "checkpoint"
 _DEAD = frozenset({errno.ENOTCONN, errno.ESTALE})
 _UNREADABLE = "its seal cannot be read"
 _in_hand: set[str] = set()
-"""Files of this process that have their final name and wait for their seal."""
+"""Files of this process that have their final name but no seal yet."""
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was sealed; the text is the reason."""
+    """A checkpoint does not match its seal; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,14 @@ class SealedCheckpoint:
     """A checkpoint that has a seal.
 
     Attributes:
-        seal: the seal's path.
-        path: of the file with the content.
-        step: after which it was taken.
-        size: bytes of the file, as sealed.
-        digest: its SHA-256 in hex, as sealed.
-        score: how good it is, None if that is not known.
-        judge: by what, as `"min loss"`: scores of other judges say nothing about this one.
-        trouble: why the seal says nothing of the above; empty if it does.
+        seal: Path of the seal.
+        path: Path of the file with the content.
+        step: Step after which it was taken.
+        size: Size of the file in bytes, according to the seal.
+        digest: SHA-256 of the file in hex, according to the seal.
+        score: Value that ranks the checkpoint, or None.
+        judge: Mode and name of the score, such as `"min loss"`; only scores of the same judge are comparable.
+        trouble: Why the seal could not be read; empty if it could.
     """
 
     seal: Path
@@ -59,11 +61,11 @@ class SealedCheckpoint:
 
     @property
     def rated(self) -> tuple[float | None, str]:
-        """Score and judge."""
+        """The score and the judge."""
         return self.score, self.judge
 
     def check_size(self) -> None:
-        """Raise `DamagedCheckpoint` unless the file is there with the sealed size."""
+        """Raise `DamagedCheckpoint` unless the file exists and has the sealed size."""
         if self.trouble:
             raise DamagedCheckpoint(self.trouble)
         with readable(self.path):
@@ -72,7 +74,7 @@ class SealedCheckpoint:
             raise DamagedCheckpoint(f"{found} of {self.size} bytes")
 
     def check(self) -> None:
-        """Raise `DamagedCheckpoint` unless the file's bytes are the sealed ones."""
+        """Raise `DamagedCheckpoint` unless the file has the sealed size and digest."""
         self.check_size()
         with readable(self.path):
             digest = file_changes.sha256(self.path)
@@ -80,7 +82,7 @@ class SealedCheckpoint:
             raise DamagedCheckpoint("its bytes are not the sealed ones")
 
     def is_whole(self) -> bool:
-        """Return whether the file is there with the sealed size."""
+        """Return whether the file exists and has the sealed size."""
         try:
             self.check_size()
         except DamagedCheckpoint:
@@ -90,7 +92,7 @@ class SealedCheckpoint:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of reading `path` into `DamagedCheckpoint`; a mount that is dead is no damage."""
+    """Convert an `OSError` while reading `path` to `DamagedCheckpoint`, unless the mount is disconnected."""
     try:
         yield
     except OSError as error:
@@ -106,7 +108,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def sealed_in(folder: Path) -> list[SealedCheckpoint]:
-    """Return a folder's sealed checkpoints, newest first; of these only the seals are read."""
+    """Return a folder's sealed checkpoints, newest first, reading only the seals."""
     return _of_names(folder, _names(folder))
 
 
@@ -124,7 +126,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read(seal: Path, step: int) -> SealedCheckpoint | None:
-    """Return what a seal says, None if it is gone."""
+    """Read a seal; return None if it no longer exists."""
     path = seal.with_suffix(".pt")
     try:
         values = json.loads(seal.read_bytes())
@@ -149,7 +151,7 @@ def _read(seal: Path, step: int) -> SealedCheckpoint | None:
 
 
 def marker() -> str:
-    """Return the text at the beginning of a file that tells whose it is: colabkit's, and of this process."""
+    """Return the text that marks the start of a checkpoint file as written by colabkit and by this process."""
     return f"colabkit checkpoint {partials.owner()}"
 
 
@@ -161,17 +163,17 @@ def put(
     fill: Callable[[Path], tuple[int, str]],
     act: str,
 ) -> SealedCheckpoint:
-    """Put a checkpoint into a folder, sealed last, and return it; one of the same step is replaced by one rename.
+    """Add a sealed checkpoint to a folder and return it; one of the same step is replaced atomically.
 
-    Also removes what killed runs left in the folder unsealed.
+    Also removes unsealed files of killed runs from the folder.
 
     Args:
-        folder: made if missing.
-        step: after which it was taken.
-        rated: its score, or None, and the judge, whose name begins with `"min"` or `"max"`.
-        size: bytes that it will take, about.
-        fill: writes the file at a path and returns its bytes and their SHA-256.
-        act: verb and object for messages.
+        folder: Folder; created if missing.
+        step: Step after which the checkpoint was taken.
+        rated: Its score, or None, and the judge, which starts with `"min"` or `"max"`.
+        size: Approximate size in bytes.
+        fill: Function that writes the file at a path and returns its size in bytes and its SHA-256.
+        act: Verb and object for messages.
     """
     names = _names(folder)
     sealed = _of_names(folder, names)
@@ -179,7 +181,8 @@ def put(
     _remove_leftovers(folder, set(names) - {one.path.name for one in sealed})
     seal = folder / f"checkpoint-{step:08d}.json"
     path, number = seal.with_suffix(".pt"), 2
-    while os.path.lexists(path):  # the former one stays until the new seal takes its place
+    # An earlier checkpoint of this step stays until its seal is replaced.
+    while os.path.lexists(path):
         path, number = seal.with_name(f"{seal.stem}-{number}.pt"), number + 1
     _in_hand.add(os.fspath(path))
     try:
@@ -199,7 +202,8 @@ def put(
             raise
     except OSError as error:
         if not isinstance(error, ColabkitError):
-            error.filename = str(path)  # writes name no file, others the hidden one
+            # Errors of writes name no file, and others the hidden partial file.
+            error.filename = str(path)
         raise
     finally:
         _in_hand.discard(os.fspath(path))
@@ -211,10 +215,10 @@ def put(
 def prune(
     folder: Path, step: int, keep_last: int, judge: str, damaged: Collection[Path] = (), needed: Collection[int] = ()
 ) -> list[SealedCheckpoint]:
-    """Remove a folder's old checkpoints, and return those that are left, newest first.
+    """Remove a folder's old checkpoints and return the remaining ones, newest first.
 
     The newest `keep_last`, the best by `judge` and those of the steps `needed` stay. Nothing is removed while fewer
-    than `keep_last` have the sealed size. Checkpoints after `step` do not count: they are damaged, and were skipped.
+    than `keep_last` have the sealed size. Checkpoints after `step` are ignored: they were skipped as damaged.
     """
     found = sealed_in(folder)
     whole = [one for one in found if one.step <= step and one.path not in damaged and one.is_whole()]
@@ -231,14 +235,14 @@ def prune(
 
 
 def best_of(found: Iterable[SealedCheckpoint], judge: str) -> SealedCheckpoint | None:
-    """Return the checkpoint with the best score by a judge, of equal ones the earliest; None if none has a score."""
+    """Return the checkpoint with the best score by a judge (the earliest of equal ones), or None without scores."""
     sign = -1 if judge.startswith("max") else 1
     scored = [(sign * one.score, one.step, one) for one in found if one.score is not None and one.judge == judge]
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
 def _remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove what has a checkpoint's name and colabkit's marker, and whose maker has ended; `names` have no seal."""
+    """Remove the unsealed files among `names` that have colabkit's marker and whose process has ended."""
     for name in names:
         path = folder / name
         if _FILE.fullmatch(name) and os.fspath(path) not in _in_hand and _is_abandoned(path):
@@ -251,12 +255,13 @@ def _is_abandoned(path: Path) -> bool:
             match = _MADE_BY.search(file.read(_HEAD_BYTES))
     except OSError:
         return False
+    # A file without the marker belongs to another program.
     if match is None:
-        return False  # another program's
+        return False
     maker = match[1].decode()
     return maker == partials.owner() or partials.has_ended(maker, path)
 
 
 def is_marked(value: Any) -> bool:
-    """Return whether `value`, read from a file, is a marker."""
+    """Return whether a value read from a file is a marker."""
     return isinstance(value, str) and _MADE_BY.fullmatch(value.encode()) is not None
