@@ -273,6 +273,14 @@ def test_what_cannot_be_read_is_refused_though_trusted(tmp_path, name):
         open_pack(tmp_path / "p.h5", x="e/images", trusted=True)["train"][0]
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_trust_is_not_advised_for_what_is_no_array_of_numbers(tmp_path, trusted):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        HOSTILE["objects"](file, tmp_path)
+    with pytest.raises(BadSource, match=r"of dtype object, an array of numbers\. Name another data set\.$"):
+        open_pack(tmp_path / "p.h5", x="e/images", trusted=trusted)
+
+
 def test_a_trusted_link_to_nothing_is_no_data_set(tmp_path):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         file["images"], file["labels"] = h5py.SoftLink("/nothing"), LABELS

@@ -87,6 +87,10 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     strange = [number for number in filters if number not in _FILTERS]
     dtype = np.dtype(dataset.dtype)
     shape = tuple(map(int, dataset.shape))
+    varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
+    if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
+        told = f"{name!r} is {'one value' if not shape else f'of dtype {dtype}'}"
+        raise BadSource(cannot(act, told, "an array of numbers", "Name another data set"))
     declared = math.prod(shape) * dtype.itemsize
     dangers = {
         "a virtual data set, which reads other files": layout == h5py.h5d.VIRTUAL,
@@ -100,10 +104,6 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
     if missing := [number for number in strange if not h5py.h5z.filter_avail(number)]:
         told = f"{name!r} is stored with filter {missing[0]}, which is not installed"
         raise BadSource(cannot(act, told, "filters that are installed", "Install hdf5plugin and import it first"))
-    varies = dtype.kind == "O" and h5py.check_vlen_dtype(dtype) in (np.uint8, np.int8)
-    if not shape or not (_is_plain(dtype) or h5py.check_string_dtype(dtype) is not None or varies):
-        told = f"{name!r} is {'one value' if not shape else f'of dtype {dtype}'}"
-        raise BadSource(cannot(act, told, "an array of numbers", "Name another data set"))
     chunk_rows = int(properties.get_chunk()[0]) if layout == h5py.h5d.CHUNKED else 1
     offset = None
     is_here = h5py.h5f.get_name(dataset) == h5py.h5f.get_name(file.id)
