@@ -1,4 +1,4 @@
-"""Several transforms as one, and the part of them that a loader can do while it gathers."""
+"""Compose transforms, and split off the steps that a loader can apply while it gathers a batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Step = tuple[int, Callable[..., Any]]
 
 
 class _Steps(Transform):
-    """Transforms applied one after the other, each with the random numbers of its number.
+    """Transforms applied in sequence, each with the random stream of its step number.
 
-    Crops and flips that follow each other are folded into one box of each sample, so an image is copied once.
+    Consecutive crops and flips are folded into one box per sample, so each image is copied only once.
     """
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         self.steps = steps
-        # What is not ours may look at the whole batch.
+        # A custom callable may depend on the whole batch.
         self.whole_batch = any(getattr(transform, "whole_batch", True) for _, transform in steps)
         self.changes_labels = any(getattr(transform, "changes_labels", False) for _, transform in steps)
 
@@ -49,17 +49,17 @@ class _Steps(Transform):
 
 
 class Compose(_Steps):
-    """Applies transforms one after the other; each has random numbers of its own.
+    """Apply several transforms in sequence, each with its own random stream.
 
-    A `Compose` inside it counts as its transforms. Other callables get the images of the whole batch alone and return
-    them; their random numbers are their own business.
+    A nested `Compose` is flattened. Any other callable receives only the images of the whole batch and returns the new
+    ones. If it draws random numbers, it has to seed them itself.
 
     Args:
-        transforms: a list, in the order in which they apply.
-        others: refused: a list is one argument.
+        transforms: list of transforms, in the order in which they apply.
+        others: always an error: pass one list instead of several arguments.
 
     Raises:
-        InvalidOption: if there are none, one cannot be called, or one is for single samples.
+        InvalidOption: if the list is empty, an item is not callable, or an item transforms single samples.
     """
 
     def __init__(self, transforms: Iterable[Callable[..., Any]], *others: Any) -> None:
@@ -92,7 +92,7 @@ class Compose(_Steps):
 
 
 class _Folded(Geometry):
-    """Crops and flips as one: at most one crop, with the flips around it."""
+    """Consecutive crops and flips combined into one: at most one crop, with the flips around it."""
 
     def __init__(self, steps: tuple[tuple[int, Geometry], ...]) -> None:
         self.steps = steps
@@ -106,7 +106,8 @@ class _Folded(Geometry):
             new = step.boxes(sizes, draws.of(number))
             if step.size is None:
                 found = replace(found, mirrored=found.mirrored ^ new.mirrored)
-            else:  # in a mirrored image, the box is as far from the other side
+            else:
+                # In a mirrored image the distance from the left edge becomes the distance from the right edge.
                 left = np.where(found.mirrored, sizes[:, 1] - new.left - new.width, new.left)
                 found = replace(new, left=left, mirrored=found.mirrored ^ new.mirrored)
         return found
@@ -116,10 +117,10 @@ class _Folded(Geometry):
 
 
 def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None]:
-    """Return the leading geometry of a transform as one, and what is left to do after it; both take the same draws.
+    """Split a transform into its leading crops and flips, combined into one, and the remaining steps.
 
-    One crop, with the flips directly before and after it, is folded into one box of each sample. Applying the two in
-    turn gives, bit for bit, what the transform gives.
+    One crop, with the flips directly before and after it, is folded into one box per sample. Applying the two results
+    in sequence with the same draws is bit-identical to applying the transform.
     """
     if isinstance(transform, Geometry):
         return transform, None
@@ -133,9 +134,9 @@ def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None
 def split_steps(
     transform: Transform, goes_first: Callable[[Callable[..., Any]], bool]
 ) -> tuple[Transform | None, Callable[..., Any] | None]:
-    """Return a transform split in two: its leading steps for which `goes_first` holds, and the rest.
+    """Split a transform in two: its leading steps for which `goes_first` returns True, and the remaining steps.
 
-    Each step keeps its random numbers, so the two in turn give what the transform gives.
+    Each step keeps its random stream, so applying the two in sequence is equivalent to applying the transform.
     """
     if not isinstance(transform, _Steps):
         return (transform, None) if goes_first(transform) else (None, transform)
@@ -146,12 +147,12 @@ def split_steps(
 
 
 def steps_of(transform: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """Return the transforms that a `Compose`, or a piece of one, applies; of another one itself."""
+    """Return the steps of a `Compose` or of a part of one; any other transform is its own single step."""
     return tuple(step for _, step in transform.steps) if isinstance(transform, _Steps) else (transform,)
 
 
 def _leading_geometry(steps: tuple[Step, ...]) -> tuple[tuple[int, Geometry], ...]:
-    """Return the first steps as far as they are flips and at most one crop."""
+    """Return the leading steps that are flips or crops, with at most one crop."""
     leading: list[tuple[int, Geometry]] = []
     for number, step in steps:
         if not isinstance(step, Geometry) or (step.size is not None and any(part.size for _, part in leading)):

@@ -1,7 +1,7 @@
-"""Boxes of images, cut out and resized: `uint8` images on the CPU one at a time, tensors a batch at once.
+"""Cut boxes out of images and resize them: `uint8` images on the CPU one at a time, other tensors as a batch.
 
-torch's kernel is called as `torch.nn.functional.interpolate` calls it, but on a contiguous crop, since it copies others
-slowly, and with the result's memory given, which saves an allocation and a copy: 4 times as fast.
+This calls the kernel behind `torch.nn.functional.interpolate` directly, 4 times as fast. The kernel copies strided
+input slowly, so it gets a contiguous crop. It writes into the given memory, which saves an allocation and a copy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Sizes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """One box of each image, in pixels from its upper left corner; it may reach beyond the image.
+    """One box per image, in pixels from its upper left corner; it may extend beyond the image.
 
     Attributes:
-        top: first row, `int64 [B]`, as the next three.
-        left: first column.
-        height: rows.
-        width: columns.
-        mirrored: whether left and right change places after the cut, `bool [B]`.
+        top: first row, `int64 [B]`.
+        left: first column, `int64 [B]`.
+        height: number of rows, `int64 [B]`.
+        width: number of columns, `int64 [B]`.
+        mirrored: whether the box is flipped horizontally after the cut, `bool [B]`.
     """
 
     top: Sizes
@@ -37,30 +37,30 @@ class Boxes:
 
     @classmethod
     def whole(cls, sizes: Sizes) -> Boxes:
-        """Return boxes that are the images themselves; `sizes` is `int64 [B, 2]`, height and width of each."""
+        """Return boxes that cover the whole images; `sizes` holds height and width of each, `int64 [B, 2]`."""
         corner = np.zeros(len(sizes), np.int64)
         return cls(corner, corner, sizes[:, 0], sizes[:, 1], np.zeros(len(sizes), np.bool_))
 
     @classmethod
     def of_size(cls, top: Sizes, left: Sizes, size: tuple[int, int]) -> Boxes:
-        """Return boxes of one size whose first rows and columns are given."""
+        """Return boxes of one size (height, width) from their first rows and columns."""
         count = len(top)
         return cls(top, left, np.full(count, size[0]), np.full(count, size[1]), np.zeros(count, np.bool_))
 
     def rows(self) -> Iterator[tuple[int, int, int, int, bool]]:
-        """Return top, left, height, width and mirrored of one box after the other, as plain numbers."""
+        """Iterate over the boxes as plain numbers: top, left, height, width and mirrored."""
         columns = self.top, self.left, self.height, self.width, self.mirrored
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def reach_beyond(self, height: int, width: int) -> bool:
-        """Return whether any box lies partly beyond images of this size."""
+        """Return whether any box extends beyond images of this size."""
         inside = self.top.min(initial=0) >= 0 and self.left.min(initial=0) >= 0
         last_row, last_column = (self.top + self.height).max(initial=0), (self.left + self.width).max(initial=0)
         return not (inside and last_row <= height and last_column <= width)
 
 
 _SMALL = 64 * 64
-"""Pixels up to which NumPy mirrors an image sooner than torch, whose call takes longer and whose pixels go faster."""
+"""Pixels up to which NumPy mirrors an image faster than torch, which has more overhead per call but less per pixel."""
 
 _resample: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa  # noqa: SLF001
 
@@ -70,17 +70,17 @@ Pixels = npt.NDArray[np.uint8]
 def cut(
     pixels: Pixels, top: int, left: int, height: int, width: int, mirrored: bool, out: Pixels, fill: int = 0
 ) -> None:
-    """Fill `out` with a box of an image, resized if it has another size, mirrored if so asked.
+    """Fill `out` with a box of an image, resized to the size of `out` and optionally mirrored.
 
-    Resizing is bilinear with antialiasing, byte for byte as `torch.nn.functional.interpolate(antialias=True)`. Any
-    number of threads may call this at once. The box may reach beyond the image, where it gets the value `fill`.
+    Resizing is bilinear with antialiasing, byte-identical to `torch.nn.functional.interpolate(antialias=True)`. This
+    function is thread-safe. The box may extend beyond the image, where it gets the value `fill`.
 
     Args:
-        pixels: `uint8 [H, W, C]`, the pixels of a row side by side; may be read-only.
+        pixels: `uint8 [H, W, C]`, contiguous within each row; may be read-only.
         top, left, height, width: the box, in pixels.
-        mirrored: whether left and right change places.
+        mirrored: whether to flip the box horizontally.
         out: `uint8 [h, w, C]`, C-contiguous.
-        fill: value of what lies beyond the image.
+        fill: pixel value outside the image.
     """
     resized = (height, width) != out.shape[:2]
     rows, columns = pixels.shape[:2]
@@ -96,7 +96,7 @@ def cut(
     if mirrored:
         box = _mirrored(box)
     if resized:
-        # A copy: the kernel takes strided pixels slowly, and torch warns of read-only memory.
+        # Copy the box: the kernel is slow on strided pixels, and torch warns about read-only memory.
         image = torch.from_numpy(box if mirrored else box.copy()).permute(2, 0, 1)[None]
         _resample(image, out.shape[:2], False, out=torch.from_numpy(out).permute(2, 0, 1)[None])
     else:
@@ -104,13 +104,14 @@ def cut(
 
 
 def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) -> Pixels:
-    """Return boxes of one size, `uint8 [B, h, w, C]`, of a C-contiguous batch `uint8 [B, H, W, C]`.
+    """Cut boxes of one size, `uint8 [B, h, w, C]`, out of a C-contiguous batch `uint8 [B, H, W, C]`.
 
-    Each box has the size of the result and may reach beyond its image, where it gets the value `fill`.
+    Each box has the size of the result and may extend beyond its image, where it gets the value `fill`.
     """
     count, rows, columns, channels = pixels.shape
     height, width = size
-    if not count:  # which reaches beyond nothing, whatever the size
+    # An empty batch has no padding to compute from its boxes.
+    if not count:
         return np.empty((0, height, width, channels), np.uint8)
     top, left = boxes.top, boxes.left
     if boxes.reach_beyond(rows, columns):
@@ -120,7 +121,7 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
         padded = np.full((count, padded_rows, padded_columns, channels), fill, np.uint8)
         padded[:, above : above + rows, before : before + columns] = pixels
         pixels, top, left = padded, top + above, left + before
-    # Every stretch of `width` pixels, as one value: a box is then `height` values, each copied at once.
+    # View every run of `width` pixels as one value, so that a box is `height` values and each is copied in one step.
     places = pixels.shape[2] - width + 1
     stretches: npt.NDArray[np.void] = np.ndarray(
         (count, pixels.shape[1], places), f"V{width * channels}", pixels, 0, pixels.strides[:3]
@@ -138,22 +139,23 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
 
 
 def _mirrored(pixels: Pixels) -> Pixels:
-    """Return a new image `uint8 [H, W, C]` with left and right changed."""
+    """Return a horizontally flipped copy of an image `uint8 [H, W, C]`."""
     if pixels.shape[0] * pixels.shape[1] <= _SMALL:
         turned: Pixels = _whole_pixels(pixels)[:, ::-1].copy().view(np.uint8)
         return turned
-    image = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())  # torch warns of read-only memory
+    # torch warns about read-only memory.
+    image = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
     flipped: Pixels = image.permute(2, 0, 1)[None].flip(3)[0].permute(1, 2, 0).numpy()
     return flipped
 
 
 def _whole_pixels(pixels: Pixels) -> npt.NDArray[np.void]:
-    """Return a view `[..., 1]` of pixels `uint8 [..., C]`, each one value."""
+    """View pixels `uint8 [..., C]` as `[..., 1]`, with all channels of a pixel in one value."""
     return pixels.view(f"V{pixels.shape[-1]}")
 
 
 def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float) -> Tensor:
-    """Return boxes of images `[B, C, H, W]` as `crop_rows` does, `[B, C, h, w]` in channels-last memory."""
+    """Cut boxes out of images `[B, C, H, W]` as `crop_rows` does; return `[B, C, h, w]` in channels-last memory."""
     top, left, _, _, mirrored = _on_device(boxes, images.device)
     height, width = images.shape[2:]
     rows = top + torch.arange(size[0], device=images.device)
@@ -170,11 +172,12 @@ def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float)
 
 
 def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
-    """Return the boxes brought to one size, `[B, C, h, w]` in channels-last memory, of the images' dtype.
+    """Resize one box per image to the same size, `[B, C, h, w]` in channels-last memory, with the images' dtype.
 
-    Bilinear with antialiasing as `torch.nn.functional.interpolate` does it, as two products with dense matrices of
-    weights, one for each direction: no loop over samples. Computed in float16 on CUDA, where this changes a byte by at
-    most 1, in float64 for images of float64, in float32 otherwise. The boxes lie inside the images `[B, C, H, W]`.
+    The result matches bilinear `torch.nn.functional.interpolate` with antialiasing. It is computed without a loop over
+    samples, as two products with dense weight matrices, one per direction. `uint8` and float16 images on CUDA are
+    computed in float16, which changes a byte by at most 1; float64 images in float64, all others in float32. The boxes
+    have to lie inside the images `[B, C, H, W]`.
     """
     count, channels, height, width = images.shape
     top, left, rows, columns, mirrored = _on_device(boxes, images.device)
@@ -193,9 +196,9 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
 
 
 def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what each input adds to each output along one direction, `[B, outputs, inputs]`.
+    """Return the weight of each input pixel in each output pixel along one direction, `[B, outputs, inputs]`.
 
-    The box has `length` inputs from `start` on; `mirrored` is 1 where outputs go the other way: `int64 [B, 1]` each.
+    The box covers `length` inputs from `start`; `mirrored` is 1 if the outputs are reversed: `int64 [B, 1]` each.
     """
     scale = (length.double() / outputs)[:, :, None]
     place = torch.arange(outputs, device=start.device)
@@ -208,6 +211,6 @@ def _weights(start: Tensor, length: Tensor, inputs: int, outputs: int, mirrored:
 
 
 def _on_device(boxes: Boxes, device: torch.device) -> tuple[Tensor, ...]:
-    """Return top, left, height, width and mirrored as `int64 [B, 1]`, moved in one go."""
+    """Return top, left, height, width and mirrored as `int64 [B, 1]`, moved to the device in one copy."""
     table = np.stack([boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored.astype(np.int64)])
     return torch.from_numpy(table).to(device, non_blocking=True)[:, :, None].unbind()

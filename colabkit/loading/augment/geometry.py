@@ -1,4 +1,4 @@
-"""Transforms that only move pixels: crops, resizes and flips, as boxes of each image."""
+"""Geometric transforms: crops, resizes and flips, each described by one box per image."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from colabkit.loading.augment.transform import Draws, Transform, check_images
 
 
 class Geometry(Transform):
-    """Base of crops and flips: where the box of each sample lies says all about the result.
+    """Base class of crops and flips; the box of each sample fully defines the result.
 
     Attributes:
-        size: height and width of the result; None: those of the image.
-        resizes: whether the box may have another size than the result.
-        fill: value of what lies beyond the image.
+        size: height and width of the result; None for those of the image.
+        resizes: whether the box may differ in size from the result.
+        fill: pixel value outside the image.
     """
 
     size: tuple[int, int] | None = None
@@ -40,7 +40,7 @@ class Geometry(Transform):
         raise NotImplementedError
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the boxes of the images, in their memory format, and the labels untouched."""
+        """Return the cropped images, in the memory format of the input, and the unchanged labels."""
         check_images("transform a batch", images, self.fill)
         height, width = images.shape[2:]
         sizes = np.broadcast_to(np.array([height, width], np.int64), (len(images), 2))
@@ -57,7 +57,7 @@ class Geometry(Transform):
 
 
 def _resized(pixels: npt.NDArray[np.uint8], boxes: Boxes, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Return the resized boxes of `uint8 [B, H, W, C]`, one after the other."""
+    """Cut and resize one box per image of `uint8 [B, H, W, C]`."""
     out = np.empty((len(pixels), *size, pixels.shape[3]), np.uint8)
     for index, (top, left, height, width, mirrored) in enumerate(boxes.rows()):
         cut(pixels[index], top, left, height, width, mirrored, out[index])
@@ -70,18 +70,18 @@ Uniforms = npt.NDArray[np.float64]
 
 
 class RandomResizedCrop(Geometry):
-    """Takes a box of random area and shape from each image and resizes it: the usual crop for training.
+    """Crop a box of random area and aspect ratio from each image and resize it: the usual crop for training.
 
-    The rule is torchvision's: 10 tries of an area and the logarithm of a shape, both uniform, of which the first box
-    that fits is taken, at a uniform place; else the largest central box of an allowed shape.
+    The algorithm is torchvision's. It tries 10 boxes whose area and log aspect ratio are uniform, and places the first
+    one that fits at a uniform position. If none fits, it takes the largest central box with an allowed aspect ratio.
 
     Args:
-        size: height and width of the result; one number stands for both.
-        scale: smallest and largest area of the box, as shares of the image's.
-        ratio: smallest and largest width of the box divided by its height.
+        size: height and width of the result in pixels; one number means both.
+        scale: smallest and largest area of the box, as fractions of the image's area.
+        ratio: smallest and largest aspect ratio of the box, width divided by height.
 
     Raises:
-        InvalidOption: if an argument cannot be meant.
+        InvalidOption: if an argument is invalid.
     """
 
     resizes = True
@@ -98,7 +98,7 @@ class RandomResizedCrop(Geometry):
         self.ratio = _checked_range(act, "ratio", ratio, (0.75, 1.25), float("inf"))
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
-        """Return the box of each sample; it lies inside the image."""
+        """Return the box of each sample, which lies inside the image."""
         rows, columns = sizes[:, :1], sizes[:, 1:]
         uniforms = draws.uniforms(2 * _TRIES + 2)
         areas = rows * columns * _between(uniforms[:, :_TRIES], *self.scale)
@@ -119,7 +119,7 @@ class RandomResizedCrop(Geometry):
         return Boxes(top, left, height, width, np.zeros(len(sizes), np.bool_))
 
     def _central(self, rows: Sizes, columns: Sizes) -> tuple[Sizes, Sizes]:
-        """Return height and width of the largest box of an allowed shape."""
+        """Return height and width of the largest boxes with an allowed aspect ratio."""
         heights = np.minimum(rows, np.rint(columns / self.ratio[0]).astype(np.int64))
         widths = np.minimum(columns, np.rint(rows * self.ratio[1]).astype(np.int64))
         return np.maximum(heights, 1), np.maximum(widths, 1)
@@ -129,16 +129,16 @@ class RandomResizedCrop(Geometry):
 
 
 class RandomCrop(Geometry):
-    """Takes a box of one size from a random place of each image, after a border was added to it.
+    """Crop each image at a random position, after padding it.
 
     Args:
-        size: height and width of the result; one number stands for both.
-        padding: pixels added on every side; two numbers stand for left and right, top and bottom; four for left, top,
+        size: height and width of the result in pixels; one number means both.
+        padding: pixels added on every side; two numbers mean left and right, top and bottom; four mean left, top,
             right, bottom.
-        fill: value of the border, 0 to 255 for `uint8` images.
+        fill: pixel value of the padding, 0 to 255 for `uint8` images.
 
     Raises:
-        InvalidOption: if an argument cannot be meant, or, when it is used, an image is too small.
+        InvalidOption: if an argument is invalid, or, when it is applied, if an image is too small.
     """
 
     def __init__(self, size: int | tuple[int, int], padding: int | Sequence[int] = 0, fill: float = 0) -> None:
@@ -152,10 +152,10 @@ class RandomCrop(Geometry):
         self.fill = check_number(act, "fill", fill, example=0)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
-        """Return the box of each sample; it may lie partly on the border.
+        """Return the box of each sample, which may lie partly in the padding.
 
         Raises:
-            InvalidOption: if an image with its border is smaller than the box.
+            InvalidOption: if a padded image is smaller than the box.
         """
         height, width = self.size
         left, top, right, bottom = self.padding
@@ -174,23 +174,23 @@ class RandomCrop(Geometry):
 
 
 class CenterCrop(Geometry):
-    """Takes the central box of one size from each image; what lies beyond a smaller image is 0.
+    """Crop each image at its center; smaller images are padded with 0.
 
     Args:
-        size: height and width of the result; one number stands for both.
+        size: height and width of the result in pixels; one number means both.
 
     Raises:
-        InvalidOption: if the size cannot be meant.
+        InvalidOption: if the size is invalid.
     """
 
     def __init__(self, size: int | tuple[int, int]) -> None:
         self.size: tuple[int, int] = check_size("crop images", "size", size)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
-        """Return the box of each sample, placed as torchvision places it."""
+        """Return the box of each sample, at the same position as in torchvision."""
         room = sizes - self.size
-        # A smaller image gets the odd pixel of its border below and to the right, a larger one loses half a pixel to
-        # the nearest even place.
+        # As in torchvision, an odd pixel of padding goes to the bottom and right, and an offset that ends in half a
+        # pixel is rounded to the even number.
         corner = np.where(room < 0, -(-room // 2), np.rint(room / 2).astype(np.int64))
         return Boxes.of_size(corner[:, 0], corner[:, 1], self.size)
 
@@ -199,20 +199,20 @@ class CenterCrop(Geometry):
 
 
 class RandomHorizontalFlip(Geometry):
-    """Mirrors some of the images, left to right.
+    """Flip each image horizontally with a given probability.
 
     Args:
-        p: how likely each image is mirrored.
+        p: probability of the flip.
 
     Raises:
-        InvalidOption: if the probability does not lie in 0 to 1.
+        InvalidOption: if the probability is not between 0 and 1.
     """
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
 
     def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
-        """Return the whole image of each sample, mirrored or not."""
+        """Return the whole image as the box of each sample, mirrored or not."""
         return replace(Boxes.whole(sizes), mirrored=draws.uniforms(1)[:, 0] < self.p)
 
     def __repr__(self) -> str:
@@ -220,17 +220,17 @@ class RandomHorizontalFlip(Geometry):
 
 
 def _between(uniforms: Uniforms, low: float, high: float) -> Uniforms:
-    """Return uniform numbers from low to high."""
+    """Scale uniform numbers in [0, 1) to [low, high)."""
     return low + uniforms * (high - low)
 
 
 def _place(uniforms: Uniforms, room: Sizes) -> Sizes:
-    """Return uniform whole numbers from 0 to the room left over, both included."""
+    """Return uniform whole numbers from 0 to the remaining room, inclusive."""
     return np.floor(uniforms * (room + 1)).astype(np.int64)
 
 
 def _checked_range(act: str, name: str, value: Any, example: tuple[float, float], most: float) -> tuple[float, float]:
-    """Return two numbers above 0 and up to `most`, in rising order; raises `InvalidOption`, which shows an example."""
+    """Return two ascending numbers above 0 and up to `most`; raise `InvalidOption` with an example otherwise."""
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_finite_number, value))
     if not is_pair or not 0 < value[0] <= value[1] <= most:
         needed = "two numbers above 0 in rising order" + (f", at most {most:g}" if math.isfinite(most) else "")

@@ -1,4 +1,4 @@
-"""Transforms that change values: normalization, cutout, mixup."""
+"""Transforms that change pixel values: `Normalize`, `Cutout` and `MixUp`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from colabkit.loading.augment.transform import Draws, Transform, check_images
 
 
 class Normalize(Transform):
-    """Turns images `[B, C, H, W]` into `(x - mean) / std` of a floating dtype, keeping the memory format.
+    """Normalize images `[B, C, H, W]` to `(x - mean) / std` in a floating-point dtype, keeping the memory format.
 
-    `uint8` images are divided by 255 before; floating ones are taken as they are, in [0, 1], as torchvision's are.
-    Computed in float64 for a result of float64, in float32 otherwise, and rounded once to the dtype of the result.
+    `uint8` images are divided by 255 first. Floating-point images are expected in [0, 1], as in torchvision. The result
+    is computed in float64 if `dtype` is float64, otherwise in float32, and rounded once to `dtype`.
 
     Args:
-        mean: one value a channel, or one for all, on the scale [0, 1].
-        std: one value a channel, or one for all, on the same scale.
-        dtype: of the result.
+        mean: one value per channel, or one for all, on the scale [0, 1].
+        std: one value per channel, or one for all, on the same scale.
+        dtype: floating-point dtype of the result.
 
     Raises:
         InvalidOption: if a value is not a finite number, a standard deviation is not positive, the lengths differ, or
-            the dtype is not floating.
+            the dtype is not floating-point.
     """
 
     def __init__(
@@ -58,19 +58,20 @@ class Normalize(Transform):
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self._computed = torch.float64 if dtype == torch.float64 else torch.float32
         self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
-        # (x - mean) / std is one multiplication and one addition, also of x / 255.
+        # (x - mean) / std is one multiplication and one addition, even with the division by 255.
         self._scale = _by_channel([1 / s for s in std])
         self._scale_of_bytes = _by_channel([1 / (255 * s) for s in std])
         self._shift = _by_channel([-m / s for m, s in zip(mean, std, strict=True)])
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the normalised images, on the device they are on, and the labels untouched."""
+        """Return the normalized images, on the same device, and the unchanged labels."""
         check_images("normalize", images)
         if len(self.mean) not in (1, images.shape[1]):
             found, needed = f"images of {images.shape[1]} channels", f"as many as there are means, {len(self.mean)}"
             raise InvalidOption(cannot("normalize", found, needed, "Give one mean and one std for every channel"))
         key = images.device, images.dtype == torch.uint8
-        if key not in self._constants:  # moving them makes the host wait for the device, so once is enough
+        # Moving constants makes the host wait for the device, so they are cached for each device.
+        if key not in self._constants:
             scale = self._scale_of_bytes if key[1] else self._scale
             self._constants[key] = (
                 scale.to(images.device, self._computed),
@@ -88,18 +89,18 @@ def _by_channel(values: list[float]) -> Tensor:
 
 
 class Cutout(Transform):
-    """Fills a square at a random place of some of the images; it is cut at the border.
+    """Fill a square at a random position of each image, with a given probability.
 
-    Source: DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout" (2017): the
-    centre is uniform over the pixels.
+    The center is uniform over the pixels, and the square is clipped at the border. Source: DeVries and Taylor,
+    "Improved Regularization of Convolutional Neural Networks with Cutout" (2017).
 
     Args:
-        size: height and width of the square; one number stands for both.
-        p: how likely an image gets one.
-        fill: value of the square; 0 to 255 for `uint8` images.
+        size: height and width of the square in pixels; one number means both.
+        p: probability that an image gets a square.
+        fill: pixel value of the square, 0 to 255 for `uint8` images.
 
     Raises:
-        InvalidOption: if an argument cannot be meant.
+        InvalidOption: if an argument is invalid.
     """
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0, fill: float = 0) -> None:
@@ -109,11 +110,12 @@ class Cutout(Transform):
         self.fill = check_number(act, "fill", fill, example=0)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the images with their squares, and the labels untouched."""
+        """Return the images with filled squares, and the unchanged labels."""
         check_images("cut squares out of images", images, self.fill)
         uniforms = draws.uniforms(3)
         corner = np.floor(uniforms[:, 1:] * images.shape[2:]).astype(np.int64) - np.array(self.size) // 2
-        corner[uniforms[:, 0] >= self.p] = max(images.shape[2:])  # beyond the image, a square covers nothing
+        # A square outside the image has no effect.
+        corner[uniforms[:, 0] >= self.p] = max(images.shape[2:])
         result = images.clone()
         if images.device.type == "cpu" and images.dtype == torch.uint8:
             pixels = result.permute(0, 2, 3, 1).numpy()
@@ -133,24 +135,24 @@ class Cutout(Transform):
 
 
 def _covered(first: Tensor, side: int, length: int) -> Tensor:
-    """Return which of `length` places lie in the squares that begin at `first`, `bool [B, length]`."""
+    """Return which of `length` rows or columns the squares starting at `first` cover, `bool [B, length]`."""
     at = torch.arange(length, device=first.device)
     return (at >= first) & (at < first + side)
 
 
 class MixUp(Transform):
-    """Mixes each image and its label with those of the sample before it in the batch; the first one with the last.
+    """Mix each image and its label with those of the previous sample in the batch; the first one with the last.
 
-    Labels, `int64 [B]`, become shares of the classes, `float32 [B, classes]`, which `cross_entropy` takes as they are.
-    Each sample has its own share from Beta(alpha, alpha). Images keep their dtype; `uint8` ones are mixed in float32
+    Labels `int64 [B]` become class probabilities `float32 [B, classes]`, which `cross_entropy` accepts directly. Each
+    sample draws its own weight from Beta(alpha, alpha). Images keep their dtype; `uint8` images are mixed in float32
     and rounded. Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
 
     Args:
-        classes: how many there are.
-        alpha: of the beta distribution, 0.001 or more; the smaller, the closer to one of the two images.
+        classes: number of classes.
+        alpha: parameter of the beta distribution, 0.001 or more; with smaller values one of the two images dominates.
 
     Raises:
-        InvalidOption: if an argument cannot be meant, or, when it is used, the labels are not of these classes.
+        InvalidOption: if an argument is invalid, or, when it is applied, if a label is not one of these classes.
     """
 
     whole_batch = True
@@ -161,16 +163,16 @@ class MixUp(Transform):
         self.alpha = check_number("mix images", "alpha", alpha, 0.001, example=0.2)
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return mixed images of the same dtype, and labels `float32 [B, classes]` that sum to 1.
+        """Return the mixed images, of the same dtype, and class probabilities `float32 [B, classes]`.
 
         Args:
-            images: `uint8` or floating `[B, C, H, W]`, on any device.
-            labels: class numbers `int64 [B]`, or shares of the classes, floating `[B, classes]`. Class numbers on a
-                GPU are not compared with `classes`, as this would make the host wait for the device.
+            images: `uint8` or floating-point `[B, C, H, W]`, on any device.
+            labels: class numbers `int64 [B]`, or floating-point class probabilities `[B, classes]`. Class numbers on a
+                GPU are not compared with `classes`, because this would make the host wait for the device.
             draws: the random numbers of the B samples.
 
         Raises:
-            InvalidOption: if these are no such images or labels.
+            InvalidOption: if the images or labels have another shape or dtype.
         """
         check_images("mix images", images)
         one_hot = self._one_hot(labels, len(images))
@@ -184,7 +186,7 @@ class MixUp(Transform):
         return mixed, one_hot.roll(1, 0).lerp_(one_hot, own)
 
     def _one_hot(self, labels: Any, count: int) -> Tensor:
-        """Return labels as shares of the classes."""
+        """Return the labels as class probabilities."""
         if isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape == (count, self.classes):
             return labels
         is_numbers = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.shape == (count,)
@@ -208,11 +210,11 @@ class MixUp(Transform):
 
 
 def _symmetric_beta(alpha: float, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return numbers of Beta(alpha, alpha), `float64 [B]`, from `float64 [B, 2]` in [0, 1): exact for any alpha.
+    """Return samples of Beta(alpha, alpha), `float64 [B]`, from uniform numbers `float64 [B, 2]`: exact for any alpha.
 
     Source: Devroye, "Random variate generation in one line of code" (Winter Simulation Conference 1996), for the
-    symmetric beta: 1/2 + S / (2 sqrt(1 + 1 / ((U^(-1/a) - 1) cos^2(2 pi V)))) with S the sign of the cosine; here
-    without the division by what may be 0.
+    symmetric beta: 1/2 + S / (2 sqrt(1 + 1 / ((U^(-1/a) - 1) cos^2(2 pi V)))) with S the sign of the cosine. The
+    formula is rearranged here to avoid a division by zero.
     """
     power: npt.NDArray[np.float64] = (1 - uniforms[:, 0]) ** (1 / alpha)
     cosine = np.cos(2 * np.pi * uniforms[:, 1])

@@ -1,4 +1,4 @@
-"""What every transform is: a pure function of a batch, its labels and the random numbers of its samples."""
+"""The base of all transforms: pure functions of a batch, its labels and the random numbers of its samples."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from colabkit.foundation import GAMMA, MASK, InvalidOption, cannot, check_callab
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """The random numbers of some samples: a pure function of seed, epoch and position, so resuming saves nothing.
+    """The random numbers of some samples, a pure function of seed, epoch and position.
 
-    SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) started at a hash
-    of seed, epoch, stream and position; nothing is kept between calls.
+    There is no generator state to save, so a resumed run draws the same numbers. They come from SplitMix64 (Steele, Lea
+    and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), started at a hash of seed, epoch, stream
+    and position.
 
     Attributes:
-        seed: any integer; the lowest 64 bits count.
-        epoch: number of the pass.
-        positions: `int64 [B]`, places in the epoch's global order.
-        stream: which of the sample's sequences of numbers; each transform of a `Compose` has its own.
+        seed: any integer; only the lowest 64 bits are used.
+        epoch: number of the epoch.
+        positions: positions of the samples in the epoch's global order, `int64 [B]`.
+        stream: number of the sample's random stream; each transform of a `Compose` has its own.
     """
 
     seed: int
@@ -35,56 +36,60 @@ class Draws:
     stream: int = 0
 
     def uniforms(self, count: int) -> npt.NDArray[np.float64]:
-        """Return numbers in [0, 1), `float64 [B, count]`; the first columns do not depend on `count`."""
+        """Return uniform numbers in [0, 1), `float64 [B, count]`; the first columns do not depend on `count`.
+
+        Args:
+            count: random numbers per sample.
+        """
         key = _hashed(_hashed(_hashed(operator.index(self.seed)) + operator.index(self.epoch)) + self.stream)
         states = hashed(key, self.positions)
         return uniforms(hashed(states[:, None], np.arange(1, count + 1)))
 
     def of(self, number: int) -> Draws:
-        """Return the draws of the `number`-th transform inside a `Compose`: a stream of its own."""
+        """Return the draws of the `number`-th transform inside a `Compose`, which has its own stream."""
         return Draws(self.seed, self.epoch, self.positions, _hashed(self.stream + number + 1))
 
     def part(self, start: int, stop: int) -> Draws:
-        """Return the draws of the samples from `start` to `stop` of these."""
+        """Return the draws of the samples from index `start` to `stop`."""
         return Draws(self.seed, self.epoch, self.positions[start:stop], self.stream)
 
 
 def _hashed(value: int) -> int:
-    """Return the number that SplitMix64 gives after the state `value`."""
+    """Return the number that SplitMix64 generates after the state `value`."""
     return mixed((value + GAMMA) & MASK)
 
 
 class Transform:
-    """Base of all transforms; two are equal when their texts are.
+    """Base class of all transforms; two are equal if they have the same type and `repr`.
 
     Attributes:
-        whole_batch: whether the result of a sample depends on its neighbours, so the batch has to be complete.
-        changes_labels: whether it changes labels; without it a loader may give none to `apply`.
+        whole_batch: whether the result of a sample depends on the other samples, so the batch has to be complete.
+        changes_labels: whether it changes labels; if not, a loader may call `apply` without them.
     """
 
     whole_batch: bool = False
     changes_labels: bool = False
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Tensor, Any]:
-        """Return the transformed images and labels; those given stay unchanged.
+        """Return the transformed images and labels; the arguments are not modified.
 
         Args:
-            images: `[B, C, H, W]`, on any device; `uint8` in channels-last memory goes fastest.
-            labels: of the samples; most transforms pass them on untouched.
+            images: `[B, C, H, W]`, on any device; `uint8` in channels-last memory format is fastest.
+            labels: labels of the samples; most transforms return them unchanged.
             draws: the random numbers of the B samples.
 
         Raises:
-            InvalidOption: if the images or labels do not suit the transform.
+            InvalidOption: if the transform does not support these images or labels.
         """
         raise NotImplementedError
 
     def __call__(self, images: Tensor, labels: Any = None, *, draws: Draws | None = None) -> Any:
-        """Return the transformed images, with the labels if there are any: `images` or `(images, labels)`.
+        """Transform a batch and return `images`, or `(images, labels)` if labels are given.
 
         Args:
             images: `[B, C, H, W]`.
-            labels: of the samples; None if there are none.
-            draws: the random numbers of the B samples; without them, new ones from torch's global generator.
+            labels: labels of the samples; None if there are none.
+            draws: the random numbers of the B samples; None seeds new ones from torch's global generator.
         """
         if draws is None:
             seed = int(torch.randint(torch.iinfo(torch.int64).max, (), device="cpu"))
@@ -100,16 +105,16 @@ class Transform:
 
 
 class PerBatch(Transform):
-    """A function of the images of a batch that draws no random numbers, as in `PerBatch(lambda x: x.float() / 255)`.
+    """Wrap a function of a batch's images that draws no random numbers, as in `PerBatch(lambda x: x.float() / 255)`.
 
-    The loader applies it in a worker thread on the CPU, while the model computes. Without this mark it runs where the
-    batch is handed over, since nobody knows whether it draws from the global generators, which belong to the caller.
+    On the CPU, the loader applies it in a worker thread while the model computes. A bare function instead runs in your
+    thread when you request the batch, because it might draw from the global random generators.
 
     Args:
-        function: takes the images of a batch, `[B, C, H, W]`, and returns the result of the batch.
+        function: takes the images of a batch, `[B, C, H, W]`, and returns the transformed batch.
 
     Raises:
-        InvalidOption: if it cannot be called.
+        InvalidOption: if it is not callable.
     """
 
     whole_batch = True
@@ -119,7 +124,7 @@ class PerBatch(Transform):
         self.function = function
 
     def apply(self, images: Tensor, labels: Any, draws: Draws) -> tuple[Any, Any]:
-        """Return the function's result, and the labels untouched."""
+        """Return the function's result and the unchanged labels."""
         return self.function(images), labels
 
     def __repr__(self) -> str:
@@ -127,16 +132,17 @@ class PerBatch(Transform):
 
 
 class PerSample:
-    """A function of one sample, as in `Loader(data, 64, transform=PerSample(to_spectrogram))`.
+    """Wrap a function of one sample, as in `Loader(data, 64, transform=PerSample(to_spectrogram))`.
 
-    The loader applies it to the first field of each sample, in worker processes, each time with the global generators
-    of Python, NumPy and torch seeded by the sample's position. Transforms of torchvision need no such mark.
+    The loader applies it to the first field of each sample, in worker processes. Before each call it seeds the global
+    generators of Python, NumPy and torch by the sample's position. Torchvision transforms need no wrapper.
 
     Args:
-        function: takes one sample, for example an image `uint8 [C, H, W]`; its results need one shape to be stacked.
+        function: takes one sample, for example an image `uint8 [C, H, W]`. All results need the same shape, so that
+            they can be stacked.
 
     Raises:
-        InvalidOption: if it cannot be called.
+        InvalidOption: if it is not callable.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -144,7 +150,7 @@ class PerSample:
         self.function = function
 
     def __call__(self, sample: Any) -> Any:
-        """Return the function's result for a sample."""
+        """Return the function's result for one sample."""
         return self.function(sample)
 
     def __repr__(self) -> str:
@@ -152,9 +158,10 @@ class PerSample:
 
 
 def is_per_sample(transform: Any) -> bool:
-    """Return whether a transform is for one sample: so marked, or torchvision's, which give a whole batch one draw.
+    """Return whether a transform is for one sample: a `PerSample`, or one of torchvision.
 
-    An `nn.Sequential` is if all in it are; others may well be made for batches, such as those of kornia.
+    Torchvision transforms would use the same random draw for the whole batch. An `nn.Sequential` is for one sample if
+    all its modules are; other modules, such as those of kornia, are assumed to take batches.
     """
     if isinstance(transform, nn.Sequential):
         return len(transform) > 0 and all(map(is_per_sample, transform))
@@ -162,9 +169,9 @@ def is_per_sample(transform: Any) -> bool:
 
 
 def check_images(act: str, images: Tensor, fill: float = 0) -> None:
-    """Raise `InvalidOption` unless these are images of a batch, `uint8` or floating, which can hold the value `fill`.
+    """Raise `InvalidOption` unless these are `uint8` or floating-point images of a batch that can hold `fill`.
 
-    `act` is verb and object for the message.
+    `act` is the verb and object of the message.
     """
     is_tensor = isinstance(images, Tensor)
     if not is_tensor or images.ndim != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
@@ -176,7 +183,7 @@ def check_images(act: str, images: Tensor, fill: float = 0) -> None:
 
 
 def check_fill(act: str, fill: float) -> None:
-    """Raise `InvalidOption` unless `uint8` images can hold a value."""
+    """Raise `InvalidOption` unless `uint8` images can hold the fill value."""
     if not (0 <= fill <= 255 and fill == int(fill)):
         found = f"fill={fill} and uint8 images"
         raise InvalidOption(cannot(act, found, "a whole number from 0 to 255", "Normalize before, or use fill=0"))
