@@ -113,6 +113,22 @@ def test_a_training_goes_on_while_its_disk_hangs_and_says_what_was_not_saved(tmp
     assert steps_at(tmp_path)[-1] == 24
 
 
+def test_an_error_waits_for_the_checkpoint_that_a_slow_disk_is_writing(tmp_path, data, file_hook):
+    def note(done: meters.StepDone) -> None:
+        if done.step == 1:
+            wait_for(lambda: not writers(), "the first checkpoint")
+            disks.append(HeldDisk(file_hook, "create"))
+        if done.step == 8:
+            assert disks[0].reached.wait(30)
+            threading.Timer(0.3, disks[0].release).start()
+            raise ValueError("planned")
+
+    disks: list[HeldDisk] = []
+    with pytest.raises(ValueError, match="planned"):
+        train(lambda batch: None, Loader(data, 4), epochs=2, save_to=tmp_path, on_step=note)
+    assert steps_at(tmp_path) == [0, 6]
+
+
 def test_a_training_whose_last_checkpoint_hangs_ends_with_an_error(tmp_path, data, file_hook):
     disks: list[HeldDisk] = []
 
