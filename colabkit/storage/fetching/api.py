@@ -1,8 +1,8 @@
-"""`fetch()`: a file or folder from Google Drive, an https address or any fsspec URL, resumed and checked.
+"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, resumes and verifies it.
 
-What has come is kept in one hidden folder beside the target, `.colabkit-...-kept.partial`, until all of it is there: a
-fetch that was interrupted or killed resumes when it is run again, also in a new process. The final path
-holds nothing, the complete old or the complete new thing at every instant.
+Received data stays in a hidden folder beside the target, `.colabkit-...-kept.partial`, until it is complete: an
+interrupted or killed fetch resumes when it is run again, even in a new process. At every instant, the final path holds
+nothing, the complete old data or the complete new data.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _DOWNLOADERS = {WEB: fetch_web, DRIVE_FILE: fetch_drive_file, DRIVE_FOLDER: fetc
 
 @dataclass(frozen=True, repr=False)
 class FetchReport(Report):
-    """What `fetch()` did.
+    """The report of `fetch()`.
 
     Attributes:
-        path: the file or folder, ready to be used.
-        source: where it came from, without userinfo, query and fragment.
-        via: `"https"`, or the program with its version, as in `"gdown 5.2.2"` or `"fsspec 2026.1 (memory)"`.
-        files: how many.
-        fetched_bytes: received by this call, those of failed tries included.
-        resumed_bytes: kept by an earlier, interrupted call.
-        seconds: how long it took.
-        retries: tries that failed and were followed by another.
-        sha256: of the file, in hex; None for a folder.
-        reused: whether it was there already.
+        path: the fetched file or folder.
+        source: the source's address, without userinfo, query and fragment.
+        via: `"https"`, or the program and its version, for example `"gdown 5.2.2"` or `"fsspec 2026.1 (memory)"`.
+        files: number of files.
+        fetched_bytes: bytes received by this call, including those of failed attempts.
+        resumed_bytes: bytes reused from an earlier, interrupted call.
+        seconds: duration of the call.
+        retries: number of failed attempts that were followed by another.
+        sha256: SHA-256 of the file, in hex; None for a folder.
+        reused: whether nothing was fetched because the final path already had the data.
     """
 
     path: Path
@@ -98,39 +98,44 @@ def fetch(
     overwrite: bool = False,
     progress: bool = True,
 ) -> FetchReport:
-    """Bring a file or folder from the network to `to` and return where it is.
+    """Download a file or folder to `to`.
 
-    A fetch that was stopped, by an error, Ctrl-C or a kill, resumes when it is run again.
+    A fetch that was stopped by an error, Ctrl-C or a kill resumes when you call it again.
 
-    Run again, it fetches nothing where the final path is known to have it: the file has the digest that is asked for;
-    or an earlier call fetched it from the same source to the same place, it is untouched since (size and time of
-    change; of a folder the number and bytes of its files), and the server says that its version is still the same.
-    Drive tells no versions and is not asked. Anything else at the final path is left alone without `overwrite`.
+    A repeated call fetches nothing if the final path is known to hold the data. That is so if the file has the
+    requested digest. It is also so if an earlier call fetched it from the same source to the same place, it has not
+    been modified since (by size and modification time, or by the number and total size of a folder's files), and the
+    server reports the same version. Drive reports no versions, so it is not asked. Any other file or folder at the
+    final path is left alone unless `overwrite` is set.
 
-    An fsspec file system is read by threads, many files and parts of files at once. If one answer, of a file 4 MiB at
-    most, takes longer than `timeout`, twice, `fetch` ends by `TimedOut`; a thread that waits for such an answer cannot
-    be ended, and stays until its file system answers.
+    An fsspec file system is read by threads, with many files and parts of files at once. If a request for at most 4 MiB
+    of a file takes longer than `timeout` twice, `fetch` raises `TimedOut`; the waiting thread cannot be stopped, and
+    stays until the file system answers.
 
     Args:
-        source: the id of a Drive file, a share link of a Drive file or folder, an `https://` or `http://` address, or
-            any URL that fsspec reads: `gs://`, `s3://`, `hf://` and more, also of folders.
-        to: an existing folder, or one named with a slash behind it, in which the source's name is kept; else the path
-            of the file or folder. `drive:` and `~` work.
-        digest: what the file must have: `"sha256:"`, `"sha512:"`, `"sha1:"` or `"md5:"` and its hexadecimal digits.
-        timeout: seconds in which at least 4 KiB have to come, else the try has failed. `fetch` gives up after two such
-            tries, or five that failed in any way, without anything new between them.
+        source: the ID of a Drive file, a share link of a Drive file or folder, an `https://` or `http://` address, or
+            any URL that fsspec reads (`gs://`, `s3://`, `hf://` and more), including folders.
+        to: an existing folder, or a path that ends with a slash, to keep the source's name; otherwise the path of the
+            file or folder. `drive:` and `~` work.
+        digest: the digest that the file must have: `"sha256:"`, `"sha512:"`, `"sha1:"` or `"md5:"` followed by its hex
+            digits.
+        timeout: seconds within which at least 4 KiB must arrive, or the attempt fails. `fetch` gives up after two such
+            attempts in a row, or five failures of any kind, without new data.
         cookies: let gdown use and rewrite its cookie file, for Drive files that need a login.
-        overwrite: replace what is at the final path, once all is there.
+        overwrite: replace an existing file or folder at the final path, once all data has arrived.
         progress: show a progress bar.
 
+    Returns:
+        The path, the number of bytes fetched, and the file's SHA-256.
+
     Raises:
-        FetchFailed: if it cannot be had; the message names the cause and a cure.
-        TimedOut: if nothing came in time.
-        Corrupt: if the file has another digest than asked for; nothing is kept.
+        FetchFailed: if the source cannot be fetched; the message gives the cause and a remedy.
+        TimedOut: if not enough data arrived in time.
+        Corrupt: if the file does not have the requested digest; the data is discarded.
         TargetExists: if something else is at the final path.
-        NotEnoughSpace: before anything is written, where the size is known.
-        MissingPackage: if gdown, fsspec or a file system's package is not installed, with the line that installs it.
-        InvalidOption: if `source` or an option cannot be meant; paths of this machine are for `stage()`.
+        NotEnoughSpace: before anything is written, if the size is known.
+        MissingPackage: if gdown, fsspec or a file system's package is missing; the message gives the install command.
+        InvalidOption: if `source` or an option is invalid; for local paths, use `stage()`.
     """
     started = time.monotonic()
     address = address_of(source)
@@ -150,7 +155,8 @@ def fetch(
         except AlreadyThere as there:
             record, reused = there.record, True
             path = job.folder / (job.name or Path(record.path).name)
-            partials.discard_kept(path, address.digest(job.name))  # of a run that was to replace it
+            # Discard the partial of a run that was meant to replace the data.
+            partials.discard_kept(path, address.digest(job.name))
     return FetchReport(
         path=path,
         source=address.shown,
@@ -166,7 +172,7 @@ def fetch(
 
 
 def _look_first(job: FetchJob) -> None:
-    """Answer without asking the network what can be answered: the same is there already, or something else is."""
+    """Check the final path before any network access: it may already hold this source or something else."""
     earlier = job.earlier
     name = job.name or (Path(earlier.path).name if earlier else "")
     if name and not job.overwrite:
@@ -177,7 +183,7 @@ def _look_first(job: FetchJob) -> None:
 
 
 def _fetch(job: FetchJob) -> tuple[Path, FetchRecord]:
-    """Fetch into a partial, publish that, and return the final path and what is remembered of it."""
+    """Fetch into a partial and publish it; return the final path and its record."""
     with partials.KeptPartial(job.folder, job.address.digest(job.name)) as kept:
         job.is_kept = kept.folder == kept.kept_folder
         result = _DOWNLOADERS[job.address.kind](job, kept)
@@ -197,12 +203,13 @@ def _fetch(job: FetchJob) -> tuple[Path, FetchRecord]:
 
 @contextlib.contextmanager
 def _no_new_empty_folder(folder: Path) -> Iterator[None]:
-    """Remove the folder and its parents again if the block fails and has made them for nothing."""
+    """If the block fails, remove the folders that were created for it."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # something is in it
+        # The folder is not empty.
+        with contextlib.suppress(OSError):
             for path in missing:
                 file_changes.remove_empty_folder(path)
         raise

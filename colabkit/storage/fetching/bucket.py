@@ -1,4 +1,4 @@
-"""Files and folders of any fsspec file system, read concurrently and resumed block by block."""
+"""Fetch files and folders of any fsspec file system, read concurrently and resumed block by block."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""HTTP requests that cannot hang, and the meaning of their replies' headers and first bytes.
+"""HTTP requests with a total deadline, and parsers for response headers and first bytes.
 
-A socket's own timeout counts each read alone, so a server that sends a byte now and then is waited for forever. Here
-every operation of a socket gets the seconds that are left of one deadline: for looking up the name, connecting, TLS,
-redirects and headers together; the reader of the body moves it when enough bytes came.
+A socket's own timeout applies to each read separately, so a server that sends a byte now and then could hold a request
+forever. Here, name lookup, connecting, TLS, redirects and headers share one deadline, and each socket operation gets
+the time that is left. The reader of the body extends the deadline whenever enough bytes arrive.
 
-The transport is the standard library's: requests and urllib3 give no deadline over several reads, read the bodies of
-redirects and take logins from ~/.netrc, and undoing that takes more code than their redirects and proxies save.
+The transport is the standard library's. requests and urllib3 have no deadline over several reads, read the bodies of
+redirects and take credentials from ~/.netrc; undoing that takes more code than their redirects and proxies save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from colabkit.storage.addresses import safe_name
 from colabkit.storage.sources.concurrency import answer_of
 
 HEAD_BYTES = 512
-"""Bytes by which a page is recognised; browsers decide by as many (WHATWG, MIME Sniffing)."""
+"""Bytes examined to recognize a web page; browsers examine a similar number (WHATWG, MIME Sniffing)."""
 
 _HTML = re.compile(
     rb"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>]|head[\s>]|script[\s>]|title>)", re.IGNORECASE | re.DOTALL
@@ -38,21 +38,22 @@ _HTML = re.compile(
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _HTML_NAMES = (".html", ".htm", ".xhtml")
 _TITLE_CHARS = 80
-_COUNT = "[0-9]{1,18}"  # more digits are no number of bytes, and thousands of them no number of Python's
+# More digits cannot be a number of bytes, and Python refuses to convert thousands of them.
+_COUNT = "[0-9]{1,18}"
 
 
 class RedirectRefused(Exception):
-    """A redirect leads from https to another scheme, or to neither https nor http."""
+    """A redirect leads from https to another scheme, or to a scheme other than https and http."""
 
 
 class Deadline:
-    """The time by which a server has to answer.
+    """The time by which a server must answer.
 
     Args:
-        timeout: seconds until then, from the start and from each `restart()`.
+        timeout: seconds until the deadline, from the start and from each `restart()`.
 
     Attributes:
-        host: the name or address that was connected to last: of a redirect or proxy too.
+        host: the host that was connected to last, which can be a proxy or the target of a redirect.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -61,15 +62,15 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Allow the whole timeout from now on."""
+        """Set the deadline to the whole timeout from now."""
         self._until = time.monotonic() + self._timeout
 
     def extend(self, seconds: float) -> None:
-        """Move the deadline by time that was not spent on the server."""
+        """Extend the deadline by time that was not spent on the server."""
         self._until += seconds
 
     def left_s(self) -> float:
-        """Return the seconds that are left; `TimeoutError` if there are none."""
+        """Return the remaining seconds; raises `TimeoutError` if there are none."""
         if (left := self._until - time.monotonic()) <= 0:
             raise TimeoutError
         return left
@@ -77,14 +78,15 @@ class Deadline:
     def connect(self, where: tuple[str, int], *_: Any) -> socket.socket:
         """Return a socket connected to host and port, whose reads end by the deadline."""
         self.host = where[0]
-        # The system cannot be interrupted while it looks up a name, so a thread does it.
+        # A name lookup cannot be interrupted, so it runs in a thread.
         ask = lambda: socket.getaddrinfo(*where, type=socket.SOCK_STREAM)  # noqa: E731
         found = answer_of(ask, True, self.left_s(), tries=1)
         failed: OSError = TimeoutError()
         for number, (family, kind, protocol, _name, address) in enumerate(found):
             connected: socket.socket = _timed(socket.socket, self)(family, kind, protocol)
             try:
-                connected.settimeout(self.left_s() / (len(found) - number))  # of several, some may be dead
+                # Split the time among the addresses, since some of them may not respond.
+                connected.settimeout(self.left_s() / (len(found) - number))
                 connected.connect(address)
             except OSError as error:
                 connected.close()
@@ -94,14 +96,14 @@ class Deadline:
         raise failed
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return the system's certificates, for sockets whose reads end by the deadline."""
+        """Return a TLS context with the system's certificates, whose sockets obey the deadline."""
         context = ssl.create_default_context()
         context.sslsocket_class = _timed(ssl.SSLSocket, self)
         return context
 
 
 def _timed(kind: Any, deadline: Deadline) -> Any:
-    """Return a kind of sockets that wait no longer than the deadline allows."""
+    """Return a socket class whose operations end by the deadline."""
 
     class TimedSocket(kind):  # type: ignore[misc]
         def recv_into(self, *arguments: Any) -> Any:
@@ -119,7 +121,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def http_error_302(  # type: ignore[override]
         self, req: urllib.request.Request, fp: HTTPResponse, code: int, msg: str, headers: http.client.HTTPMessage
     ) -> Any:
-        fp.close()  # its body may be endless, and nobody reads it
+        # The body may be endless, and nobody reads it.
+        fp.close()
         return super().http_error_302(req, cast(IO[bytes], fp), code, msg, headers)
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302  # type: ignore[assignment]
@@ -130,7 +133,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         old, new = urlsplit(req.full_url), urlsplit(urljoin(req.full_url, newurl))
         if new.scheme not in ("http", "https") or (old.scheme == "https" and new.scheme == "http"):
             raise RedirectRefused
-        host = new.netloc.rpartition("@")[2]  # nobody gave these credentials
+        # Drop credentials that the redirect itself contains.
+        host = new.netloc.rpartition("@")[2]
         made = super().redirect_request(req, fp, code, msg, headers, urlunsplit(new._replace(netloc=host)))
         secret = req.unredirected_hdrs.get("Authorization")
         if made is not None and secret and (old.scheme, old.netloc) == (new.scheme, host):
@@ -139,17 +143,17 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def open_address(url: str, headers: dict[str, str], authorization: str | None, deadline: Deadline) -> HTTPResponse:
-    """Return the response to a GET; redirects are followed, through the environment's proxies.
+    """Send a GET request, follow redirects through the environment's proxies, and return the response.
 
     Args:
-        url: without userinfo.
-        headers: sent also to where redirects lead.
-        authorization: a header for this host alone.
-        deadline: for the response, and for the reads of its body.
+        url: the address, without userinfo.
+        headers: headers that are also sent to redirect targets.
+        authorization: Authorization header for this host only, or None.
+        deadline: the deadline for the response and for reading its body.
 
     Raises:
         RedirectRefused: if a redirect leads away from https.
-        urllib.error.HTTPError: for any status that is no success.
+        urllib.error.HTTPError: for any status other than success.
         OSError, http.client.HTTPException, ValueError: if there is no response.
     """
 
@@ -175,23 +179,23 @@ def open_address(url: str, headers: dict[str, str], authorization: str | None, d
 
 
 def validator(headers: Message) -> str:
-    """Return what tells this version of the bytes from any other, as `If-Range` takes it; empty if there is nothing.
+    """Return a validator of the file's version, as `If-Range` accepts it; empty if there is none.
 
-    A strong ETag, else the time of the last change (RFC 9110, 13.1.5).
+    It is a strong ETag, or else the time of the last change (RFC 9110, 13.1.5).
     """
     tag = headers.get("ETag", "").strip()
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "").strip()
 
 
 def total_bytes(headers: Message) -> int | None:
-    """Return the announced length, None where there is none."""
+    """Return the announced length of the body in bytes; None if there is none."""
     text = headers.get("Content-Length", "").strip()
     is_chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
     return int(text) if re.fullmatch(_COUNT, text) and not is_chunked else None
 
 
 def content_range(headers: Message) -> tuple[int | None, int | None, int | None] | None:
-    """Return first byte, last byte and total of a `Content-Range`, None for what is unknown or not one."""
+    """Return first byte, last byte and total of a `Content-Range`; None for unknown values or an invalid header."""
     text = headers.get("Content-Range", "").strip()
     if not (found := re.fullmatch(rf"bytes\s+(?:({_COUNT})-({_COUNT})|\*)/({_COUNT}|\*)", text, re.IGNORECASE)):
         return None
@@ -200,7 +204,7 @@ def content_range(headers: Message) -> tuple[int | None, int | None, int | None]
 
 
 def retry_after_s(headers: Message) -> float | None:
-    """Return the seconds that a server asks to wait, from a number or a date; None where it does not."""
+    """Return the seconds to wait from `Retry-After`, given as a number or a date; None without one."""
     text = headers.get("Retry-After", "").strip()
     if text.isdecimal():
         return float(text)
@@ -211,7 +215,7 @@ def retry_after_s(headers: Message) -> float | None:
 
 
 def disposition_name(value: str | None) -> str:
-    """Return the file name of a `Content-Disposition` (RFC 6266), safe as one path component; empty without one."""
+    """Return the file name of a `Content-Disposition` (RFC 6266) as a safe path component; empty if there is none."""
     if not value:
         return ""
     if found := re.search(r"filename\*\s*=\s*\"?([\w.-]+)'[^']*'([^;\s\"]+)", value, re.IGNORECASE):
@@ -219,22 +223,24 @@ def disposition_name(value: str | None) -> str:
             codecs.lookup(found[1])
             return safe_name(unquote_to_bytes(found[2]).decode(found[1], "replace"))
         except (LookupError, ValueError):
-            pass  # a character set that nobody knows: the plain form may be there as well
+            # The character set is unknown, but the plain form may be present as well.
+            pass
     if found := re.search(r'(?:^|[;\s])filename\s*=\s*(?:"((?:\\.|[^"\\])*)"|([^;]+))', value, re.IGNORECASE):
         name = re.sub(r"\\(.)", r"\1", found[1]) if found[1] is not None else found[2].strip()
         with contextlib.suppress(ValueError):
-            name = name.encode("latin-1").decode("utf-8")  # what servers send, whatever the standard says
+            # Servers send UTF-8 here, contrary to the standard.
+            name = name.encode("latin-1").decode("utf-8")
         return safe_name(name)
     return ""
 
 
 def is_html(headers: Message | None, head: bytes, name: str) -> bool:
-    """Return whether a page came where a file was asked for.
+    """Return whether the response is a web page instead of the requested file.
 
     Args:
-        headers: of the reply, if they are known.
-        head: the first `HEAD_BYTES`, or all if there are fewer.
-        name: of the file; one that ends like a page is meant to be one.
+        headers: headers of the response, or None if unknown.
+        head: the first `HEAD_BYTES` of the body, or all of a shorter one.
+        name: the file name; with the suffix of a web page, a page is expected.
     """
     if name.lower().endswith(_HTML_NAMES) or b"\0" in head:
         return False
@@ -243,7 +249,7 @@ def is_html(headers: Message | None, head: bytes, name: str) -> bool:
 
 
 def html_title(text: bytes) -> str:
-    """Return the title of a page as one short line, safe in a message; empty without one."""
+    """Return the title of a web page as one short line, safe in a message; empty if there is none."""
     found = re.search(rb"<title[^>]*>(.*?)</title", text, re.IGNORECASE | re.DOTALL)
     title = " ".join(html.unescape(found[1].decode("utf-8", "replace")).split()) if found else ""
     title = printable(title)

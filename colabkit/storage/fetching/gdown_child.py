@@ -1,8 +1,8 @@
-"""Runs gdown in a child process, which is this module's text, and tells the parent what happened, a JSON line each.
+"""Run gdown in a child process, whose script is this module, and report to the parent in JSON lines.
 
-gdown has no time-outs, prints, and trusts what it resumes from. Here every reply that it gets passes `_Guard`: a range
-that does not continue the part, or continues another version, ends the child before a byte is written. gdown 5 and 6
-are called by the arguments that they share.
+gdown has no timeouts, prints its messages, and trusts the part files that it resumes. `_Guard` checks every response
+before gdown does: if a range does not continue the part, or belongs to another version, the child ends before a byte is
+written. The code uses only arguments that gdown 5 and 6 share.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _LOCK_S = 10.0
 
 
 class RangeRefused(Exception):
-    """The reply does not continue the part."""
+    """The response does not continue the part file."""
 
 
 class Changed(Exception):
-    """Drive has another version than the one that the part is of."""
+    """The file in Drive has another version than the part file."""
 
 
 class _Tail:
-    """What gdown prints: its end."""
+    """An output stream that keeps the end of gdown's output."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -50,7 +50,7 @@ class _Tail:
 
 
 class _Guard:
-    """Sees every reply before gdown does."""
+    """Checks every response before gdown reads it."""
 
     def __init__(self, plan: dict[str, Any], say: Any) -> None:
         self.plan, self.say = plan, say
@@ -64,14 +64,15 @@ class _Guard:
         def guarded(own: Any, request: Any, **options: Any) -> Any:
             self.add_key(request)
             response = send(own, request, **options)
-            if options.get("allow_redirects"):  # the last of a chain; each before it passes here as well
+            # This is the last response of a redirect chain; the earlier ones also pass here.
+            if options.get("allow_redirects"):
                 self.check(response)
             return response
 
         session.send = guarded
 
     def add_key(self, request: Any) -> None:
-        """Add the resource key that some older links need, which gdown drops."""
+        """Add the resource key that some older links need, since gdown drops it."""
         key, drive_id = self.plan["resource_key"], self.plan["id"]
         query = urllib.parse.urlsplit(request.url).query
         if key and drive_id in request.url and "resourcekey=" not in query:
@@ -80,7 +81,8 @@ class _Guard:
     def check(self, response: Any) -> None:
         headers = response.headers
         self.status = response.status_code
-        response.raw.enforce_content_length = True  # urllib3 1 would take a cut connection for the end
+        # urllib3 1 would take a broken connection for the end of the file.
+        response.raw.enforce_content_length = True
         asked = re.fullmatch(r"bytes=(\d+)-", response.request.headers.get("Range", ""))
         if asked:
             got = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("Content-Range", ""))
@@ -89,7 +91,8 @@ class _Guard:
             if self.file["total"] != int(got[3]):
                 raise Changed
             if self.known is None or self.known["total"] is None or not self.known["validator"]:
-                raise Changed  # nobody knows of what version the part is
+                # The version of the part file is unknown.
+                raise Changed
             if any(self.known[fact] != self.file[fact] for fact in ("total", "validator")):
                 raise Changed
         elif "Content-Disposition" in headers:
@@ -111,14 +114,14 @@ class _Guard:
 
 
 def _end_with(parent: int) -> None:
-    """End when the parent does: what a killed notebook left would write where the next one does."""
+    """Exit when the parent does, since an orphan could write where the next fetch writes."""
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)
 
 
 def _lock(path: str) -> None:
-    """Wait until no child of a killed parent writes here any more."""
+    """Wait until no child of a killed parent writes here."""
     fd = os.open(path, os.O_RDONLY)
     until = time.monotonic() + _LOCK_S
     while True:
@@ -129,7 +132,8 @@ def _lock(path: str) -> None:
                 raise
             time.sleep(0.05)
         except OSError:
-            return  # a file system without locks: then the folder is this fetch's own
+            # The file system has no locks, so the folder belongs to this fetch only.
+            return
         else:
             return
 
@@ -139,7 +143,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what requests ran into, without the layers that pass it on."""
+    """Return the root cause of an error of requests, without the wrapping exceptions."""
     inner = getattr(error.args[0] if error.args else None, "reason", None) or error
     return re.sub(r"^.*?\w*Connection\w*\(.*?\): ", "", str(inner))
 
@@ -155,7 +159,8 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
     status: dict[str, Any] = {"version": version}
     try:
         if plan["is_folder"]:
-            done = gdown.download_folder(quiet=False, **options)  # what went wrong with a file is printed alone
+            # gdown only prints the errors of single files.
+            done = gdown.download_folder(quiet=False, **options)
         else:
             done = gdown.download(quiet=True, **options)
     except RangeRefused:
@@ -178,7 +183,7 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the one argument says and end with one line that tells how it went."""
+    """Run the request in the first argument and print one line with the result at the end."""
     plan = json.loads(sys.argv[1])
     out = sys.stdout
 

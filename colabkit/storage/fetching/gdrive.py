@@ -1,4 +1,4 @@
-"""Files and folders of Google Drive, fetched by gdown in a child process that is ended when nothing comes any more."""
+"""Fetch files and folders of Google Drive with gdown, in a child process that is stopped if no data arrives."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ from colabkit.storage.fetching.transfer import (
 )
 
 _AGAIN = "Check the network, then run it again"
-_LOOK_S = 0.5  # between two looks at what has come
+# Time between two checks for new data.
+_LOOK_S = 0.5
 _PAGE_BYTES = 1 << 16
 
-_KNOWN_FILES = 50  # of which the record says what version their parts are of
+# The record keeps the versions of this many files.
+_KNOWN_FILES = 50
 _TRANSIENT = frozenset({408, 429})
 _CAUSES = (
     (
@@ -61,7 +63,7 @@ def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
 
 
 def fetch_drive_folder(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Bring a Drive folder into the partial; errors as of `fetch_drive_file()`."""
+    """Fetch a Drive folder into the partial; raises errors as `fetch_drive_file()`."""
     child = _Child(job, kept, is_folder=True)
     return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.can_resume)
 
@@ -75,10 +77,11 @@ class _Child:
         self._is_admitted = False
 
     def run(self) -> dict[str, Any]:
-        """Run gdown once and return what the child said last; what failed is raised."""
+        """Run gdown once and return the child's last message; raises if it failed."""
         known = self.kept.record.get("known", {})
         if self._bytes_there() and not self.is_folder and not known:
-            self.kept.start_over()  # nobody knows of what version they are
+            # The version that the existing bytes belong to is unknown.
+            self.kept.start_over()
         self.kept.note(known=known)
         lock = self.kept.folder / "child"
         if not lock.exists():
@@ -87,7 +90,7 @@ class _Child:
             "id": self.job.address.text,
             "resource_key": self.job.address.resource_key,
             "is_folder": self.is_folder,
-            # A slash makes gdown keep the folder's own name below.
+            # With a trailing slash, gdown creates the folder with its own name inside.
             "output": f"{self.kept.data.absolute()}{os.sep if self.is_folder else ''}",
             "cookies": self.job.cookies,
             "known": known,
@@ -105,7 +108,8 @@ class _Child:
             )
             self._look()
         except (TargetExists, AlreadyThere):
-            self.kept.start_over()  # the first bytes may have come before the name was judged
+            # The first bytes may have arrived before the name was checked.
+            self.kept.start_over()
             raise
         if "done" not in self._last:
             raise self._failed(self._last)
@@ -117,16 +121,18 @@ class _Child:
         return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
 
     def _bytes_there(self) -> int:
-        """Return the bytes of what gdown has finished and of its part files."""
+        """Return the size of the files that gdown has finished and of its part files."""
         total = 0
         for path in [*self.kept.folder.glob(f"{self.kept.data.name}*"), *self.kept.data.rglob("*")]:
-            with contextlib.suppress(FileNotFoundError):  # gdown renamed it
+            # gdown renamed the file meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 total += path.stat().st_size if path.is_file() else 0
         return total
 
     def _look(self) -> None:
         if self.is_folder and not self._is_admitted and (names := _folders_in(self.kept.data)):
-            self.job.admit(names[0].name, is_folder=True)  # before all of it comes in vain
+            # Check the target before the rest is downloaded in vain.
+            self.job.admit(names[0].name, is_folder=True)
             self._is_admitted = True
         now = self._bytes_there()
         if now > self._seen:
@@ -147,7 +153,8 @@ class _Child:
         try:
             said = json.loads(line)
         except ValueError:
-            return  # a warning of the interpreter
+            # A warning of the interpreter.
+            return
         if not isinstance(said, dict):
             return
         if "file" in said:
@@ -158,10 +165,11 @@ class _Child:
             self._last = said
 
     def _found(self, file: dict[str, Any]) -> None:
-        """Note of what version the bytes are that come now; of a single file, see whether it may come at all."""
+        """Record the version of the arriving bytes; for a single file, also check whether its target is free."""
         known = {**self.kept.record["known"], file["id"]: file}
         if self.is_folder:
-            self._moved = time.monotonic()  # many files may be smaller than what counts as progress
+            # Every new file counts as progress, since it may be smaller than `MIN_BYTES`.
+            self._moved = time.monotonic()
         else:
             final = self.job.admit(_name(self.job, file))
             if file["total"] is not None:
@@ -170,7 +178,7 @@ class _Child:
         self.kept.note(known=dict(list(known.items())[-_KNOWN_FILES:]))
 
     def _failed(self, said: dict[str, Any]) -> Exception:
-        """Return what a failure means; what may be different another time is `TryFailed`."""
+        """Translate the child's failure into an error; a failure that may be temporary becomes `TryFailed`."""
         failed, status = said.get("failed", ""), said.get("status", 0)
         text = f"{said.get('kind', '')} {said.get('text', '')}"
         told = self.job.address.scrubbed(text)
@@ -208,7 +216,7 @@ class _Child:
         return self._refused(told, "Open the link in a browser to see what Drive says")
 
     def _drop_parts(self) -> None:
-        """Remove what is half there; of a folder, the files that are whole stay."""
+        """Remove unfinished data; finished files of a folder stay."""
         if not self.is_folder:
             self.kept.start_over()
         for part in self.kept.data.rglob("*.part"):
@@ -268,6 +276,6 @@ def _name(job: FetchJob, file: dict[str, Any]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, in which modules of the child's working folder are not found."""
+    """Return this process's environment, without imports from the child's working folder."""
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(folder)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}

@@ -1,4 +1,4 @@
-"""What every way of fetching shares: the target, counted tries with pauses between them, progress, and digests."""
+"""Shared parts of all downloads: the target, counted retries with pauses, progress, and digests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from colabkit.foundation import (
 from colabkit.storage.addresses import DRIVE_FOLDER, Address
 
 TRIES = 5
-"""Tries in a row that may bring nothing new, and times that a fetch may have to start over."""
+"""Attempts in a row that may bring no new data, and how often a fetch may have to start over."""
 
 HUNG_TRIES = 2
-"""Of these tries, those that may hang: a packet can be lost once, and each takes the whole time-out."""
+"""Attempts among these that may time out: a single packet can be lost, and each timeout takes long."""
 
 MIN_BYTES = 4096
-"""Bytes that have to come within the time-out: fewer, as from a server that drips, are no progress."""
+"""Bytes that must arrive within the timeout; a slower server counts as not responding."""
 
 _BACK_OFF_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -46,14 +46,14 @@ _DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
 
 
 class TryFailed(Exception):
-    """A try failed; another may not.
+    """An attempt failed; another may succeed.
 
     Args:
-        found: for the message, if it was the last one.
-        next_step: likewise; whether the next call resumes is added to it.
-        hung: whether nothing came in time.
-        starts_over: whether what has come cannot be used.
-        pause_s: seconds to wait before the next try; by default longer each time.
+        found: the failure, for the message if this was the last attempt.
+        next_step: the advice for the message; a note is added if the next call resumes.
+        hung: whether the attempt timed out.
+        starts_over: whether the received data is unusable.
+        pause_s: seconds to wait before the next attempt; None for a pause that grows with each attempt.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TryFailed(Exception):
 
 
 class AlreadyThere(Exception):
-    """The final path has what the source has."""
+    """The final path already holds the source's data."""
 
     def __init__(self, record: FetchRecord) -> None:
         super().__init__()
@@ -74,10 +74,11 @@ class AlreadyThere(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchRecord:
-    """What a fetch put at a final path, and how the path was then.
+    """The record of what a fetch put at a final path, and of the path's state at that time.
 
-    `near_folder()` keeps one small file for each: the digest of the address, never the address. The path counts as
-    untouched while its size and time are what they were; a folder's while its files and bytes are.
+    Each record is a small file in `near_folder()`, named by a digest of the address, never the address itself. A file
+    counts as unmodified while its size and modification time are the same; a folder, while the number and total size of
+    its files are the same.
     """
 
     path: str
@@ -89,7 +90,7 @@ class FetchRecord:
 
     @classmethod
     def read(cls, identity: str) -> FetchRecord | None:
-        """Return what was fetched under this identity, if it is there untouched."""
+        """Return the record of an earlier fetch with this identity, if its path is unmodified."""
         try:
             values = json.loads(_record_path(identity).read_bytes())
             found = cls(**{**values, "state": tuple(values["state"])})
@@ -98,7 +99,7 @@ class FetchRecord:
             return None
 
     def write(self, identity: str) -> None:
-        """Keep it for the next fetch; where that fails the next one does not know."""
+        """Save the record for the next fetch; without it, the next fetch only cannot reuse the data."""
         values = {name: getattr(self, name) for name in self.__slots__}
         try:
             with partials.Partial(_record_path(identity)) as partial:
@@ -113,7 +114,7 @@ def _record_path(identity: str) -> Path:
 
 
 def state_of(path: Path) -> tuple[int, int]:
-    """Return what tells whether a path was touched: of a file size and time, of a folder its files and bytes."""
+    """Return the state that shows modification: size and time of a file, or file count and total size of a folder."""
     if path.is_dir():
         sizes = [file.lstat().st_size for file in path.rglob("*") if not file.is_dir()]
         return len(sizes), sum(sizes)
@@ -123,7 +124,7 @@ def state_of(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What a way of fetching has put into the partial: the path to publish, and facts about it."""
+    """The result of a download in the partial: the path to publish, and facts about it."""
 
     path: Path
     name: str
@@ -142,7 +143,7 @@ class ExpectedDigest:
 
     @classmethod
     def parse(cls, act: str, text: str | None) -> ExpectedDigest | None:
-        """Return the digest of a text as `"sha256:<hex>"`, None for None."""
+        """Parse a digest such as `"sha256:<hex>"`; None stays None."""
         if text is None:
             return None
         kind, _, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
@@ -159,13 +160,13 @@ class ExpectedDigest:
 
 
 def new_digests(expected: ExpectedDigest | None) -> dict[str, Any]:
-    """Return SHA-256, and what else is expected, of no bytes yet."""
+    """Return new hash objects for SHA-256 and for the expected digest."""
     kinds = {"sha256"} | ({expected.kind} if expected else set())
     return {kind: hashlib.new(kind, usedforsecurity=False) for kind in kinds}
 
 
 def digests_of(path: Path, expected: ExpectedDigest | None) -> dict[str, str]:
-    """Return a file's digests, empty for what is no file."""
+    """Return a file's digests; empty for a folder."""
     if not path.is_file():
         return {}
     digests = new_digests(expected)
@@ -177,7 +178,7 @@ def digests_of(path: Path, expected: ExpectedDigest | None) -> dict[str, str]:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file's bytes are on the medium."""
+    """Wait until a file's bytes are on stable storage."""
     fd = file_changes.reopen(path)
     try:
         file_changes.sync(fd, path)
@@ -186,7 +187,7 @@ def sync_file(path: Path) -> None:
 
 
 class FetchJob:
-    """One fetch: what was asked for, what has been counted, and the progress bar. The options are `fetch()`'s."""
+    """One call of `fetch()`: its options, its counters, and the progress bar. The options are those of `fetch()`."""
 
     def __init__(
         self,
@@ -204,14 +205,16 @@ class FetchJob:
         self.cookies, self.overwrite = cookies, overwrite
         path = user_path(to, act)
         is_folder = os.fspath(to).endswith(os.sep) or path.is_dir() or path.name in ("", "..")
-        self.folder, self.name = (path, "") if is_folder else (path.parent, path.name)  # no name: the source's own
+        # An empty name stands for the source's own name.
+        self.folder, self.name = (path, "") if is_folder else (path.parent, path.name)
         if address.kind == DRIVE_FOLDER:
             self._check_no_digest()
         self.identity = address.digest(os.path.realpath(self.folder), self.name)
         self.earlier = FetchRecord.read(self.identity)
         self.fetched_bytes = self.retries = 0
         self.resumed_bytes: int | None = None
-        self.is_kept = False  # what has come: not where another process has its place, nor where there are no locks
+        # Received data is not kept if another process is using the place, or if the file system has no locks.
+        self.is_kept = False
         self._progress = progress
         self._bar: ProgressBar | None = None
         self._total: int | None = None
@@ -228,7 +231,7 @@ class FetchJob:
             self._bar = None
 
     def begin(self, done: int, total: int | None) -> None:
-        """Say that a try resumes after `done` bytes of `total`."""
+        """Record that an attempt resumes after `done` bytes of `total`."""
         if self.resumed_bytes is None:
             self.resumed_bytes = self._furthest = done
         self.resumed_bytes = min(self.resumed_bytes, done)
@@ -240,22 +243,22 @@ class FetchJob:
         self._done = done
 
     def advance(self, count: int) -> None:
-        """Say that `count` bytes came."""
+        """Record that `count` bytes arrived."""
         assert self._bar is not None
         self._bar.advance(count)
         self._done += count
         self.fetched_bytes += count
 
     def advice(self, next_step: str, can_resume: bool) -> str:
-        """Return a next step, and that the next call resumes, where it does."""
+        """Return a next step, with a note if the next call resumes."""
         return f"{next_step}: it resumes where it stopped" if can_resume and self.is_kept else next_step
 
     def try_until_done(self, attempt: Callable[[], FetchResult], can_resume: Callable[[], bool]) -> FetchResult:
-        """Return what `attempt` returns, tried again while it raises `TryFailed` and each few tries bring something.
+        """Return the result of `attempt`; retry while it raises `TryFailed`, as long as new data keeps arriving.
 
         Raises:
-            TimedOut: if `HUNG_TRIES` since something new came hung, or the last of `TRIES`.
-            FetchFailed: if it failed in another way, or the whole started over as many times.
+            TimedOut: after `HUNG_TRIES` timeouts without new data, or if the last of `TRIES` attempts timed out.
+            FetchFailed: if the last attempt failed in another way, or the download had to start over `TRIES` times.
         """
         while True:
             try:
@@ -279,17 +282,17 @@ class FetchJob:
                 time.sleep(random.uniform(0.5, 1.0) * longest if failed.pause_s is None else failed.pause_s)
 
     def admit(self, name: str, validator: str | None = None, *, is_folder: bool = False) -> Path:
-        """Return the final path, if it may be taken.
+        """Return the final path, if it may be written.
 
         Args:
-            name: what the source calls it.
-            validator: what the source says of its present version; None where it was not asked.
-            is_folder: whether it is one.
+            name: the source's name.
+            validator: the source's present version; None if it was not requested.
+            is_folder: whether the source is a folder.
 
         Raises:
-            AlreadyThere: if the final path has it already.
-            TargetExists: if something else is there.
-            InvalidOption: if it is a folder, which has no digest, and one is asked for.
+            AlreadyThere: if the final path already holds the source's data.
+            TargetExists: if something else is at the final path.
+            InvalidOption: if a digest is requested for a folder.
         """
         if is_folder:
             self._check_no_digest()

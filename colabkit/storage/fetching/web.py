@@ -1,4 +1,4 @@
-"""Files from https and http addresses: resumed by ranges that are checked, never spliced from two versions."""
+"""Fetch files over https and http; resume by range requests, whose version and offset are checked."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ from colabkit.storage.fetching.transfer import (
     new_digests,
 )
 
-_HELD_BYTES = 1 << 18  # TLS delivers 16 KiB at a time, which would be many small writes
+# TLS delivers 16 KiB at a time, so collect the data into fewer, larger writes.
+_HELD_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 18
-_PAGE_BYTES = 1 << 16  # of a page, read for its title
+# Bytes of a web page that are read for its title.
+_PAGE_BYTES = 1 << 16
 _TRANSIENT = frozenset({408, 425, 429})
 _FINAL = (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)
 _AGAIN = "Check the network, then run it again"
-_AGENT = "Mozilla/5.0 (compatible; colabkit)"  # some hosts refuse the name that the standard library sends
+# Some hosts refuse the default user agent of the standard library.
+_AGENT = "Mozilla/5.0 (compatible; colabkit)"
 _CAUSES = {
     401: ("it needs a login", "Use an address that needs none, or one with user and password in it"),
     403: ("the server does not allow it", "Check whether it needs a login, or whether a signed address has expired"),
@@ -58,7 +61,7 @@ _CAUSES = {
 
 
 def fetch_web(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch the file into the partial; errors as of `fetch()`."""
+    """Fetch the file into the partial; raises errors as `fetch()`."""
     with _Sink(kept.data, job.expected) as sink:
         download = _WebDownload(job, kept, sink)
         return job.try_until_done(download.attempt, download.can_resume)
@@ -70,7 +73,8 @@ class _WebDownload:
         self.has_ranges = True
         parts = urlsplit(job.address.text)
         userinfo, _, host = parts.netloc.rpartition("@")
-        with suppress(UnicodeError):  # looking it up will fail, and say so
+        # An invalid host name fails later, with a clear error, when it is looked up.
+        with suppress(UnicodeError):
             host = host if host.isascii() else host.encode("idna").decode()
         path = quote(parts.path or "/", safe="/%:=&~+!$,;'@()*[]")
         query = quote(parts.query, safe="/%:=&?~+!$,;'@()*[]")
@@ -80,11 +84,11 @@ class _WebDownload:
         self.authorization = f"Basic {base64.b64encode(plain).decode()}" if userinfo else None
 
     def can_resume(self) -> bool:
-        """Return whether a request can be for the rest of what has come: its version is known, and there are ranges."""
+        """Return whether the rest can be requested: the version is known and the server supports ranges."""
         return bool(self.sink.size and self.kept.record.get("validator") and self.has_ranges)
 
     def attempt(self) -> FetchResult:
-        """Make one request and take what it brings."""
+        """Send one request and store the response body."""
         have = self.sink.open()
         record = self.kept.record
         if have and not (self.can_resume() and have <= (record["total"] or have)):
@@ -115,13 +119,14 @@ class _WebDownload:
         return self._whole()
 
     def _answered(self, response: HTTPResponse, have: int) -> tuple[int, int | None]:
-        """Return after how many bytes the reply goes on, and how many it has to bring."""
+        """Return the offset at which the response starts, and the number of bytes it must deliver."""
         expected: int | None
         if response.status == 206:
             expected = self._checked_range(response, have)
             file_changes.check_space(self.job.act, expected, self._admit_rest())
         elif response.status in (200, 203):
-            if have:  # the file has changed, or the server knows no ranges
+            # The file has changed, or the server does not support ranges.
+            if have:
                 self.has_ranges = validator(response.headers) != self.kept.record["validator"]
                 self.sink.start_over()
             have, expected = 0, total_bytes(response.headers)
@@ -131,7 +136,7 @@ class _WebDownload:
         return have, expected
 
     def _admit(self, response: HTTPResponse, total: int | None) -> None:
-        """Decide on the final path, by the name that the server gives, and note what has to stay the same."""
+        """Choose the final path from the server's name for the file, and record what must stay the same."""
         name = disposition_name(response.headers.get("Content-Disposition")) or self._name_of_path(response)
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity") and not name.lower().endswith((".gz", ".tgz", ".br", ".zst")):
@@ -144,7 +149,7 @@ class _WebDownload:
         self.kept.note(name=name, total=total, validator=version)
 
     def _admit_rest(self) -> Path:
-        """Return the final path of what is continued, which may be taken meanwhile or be of this version already."""
+        """Return the final path of a resumed file, after checking again whether it is free or already complete."""
         record = self.kept.record
         return self.job.admit(record["name"], _version(record["validator"], record["total"]))
 
@@ -155,7 +160,7 @@ class _WebDownload:
         return safe_name(unquote(urlsplit(response.geturl()).path.rpartition("/")[2])) or own or "download"
 
     def _checked_range(self, response: HTTPResponse, have: int) -> int:
-        """Return the bytes that a reply of status 206 has to bring."""
+        """Return the number of bytes that a response with status 206 must deliver."""
         record = self.kept.record
         first, last, total = content_range(response.headers) or (None, None, None)
         length = total_bytes(response.headers)
@@ -170,7 +175,7 @@ class _WebDownload:
         return last - have + 1
 
     def _blocks(self, response: HTTPResponse, deadline: Deadline, expected: int | None) -> Iterator[bytes]:
-        """Yield the body as it comes; it has to be as long as announced, and to come in time."""
+        """Yield the body's blocks; check that it has the announced length and arrives in time."""
         received = since = 0
         deadline.restart()
         while expected is None or received <= expected:
@@ -187,7 +192,8 @@ class _WebDownload:
                 since = 0
             yielded = time.monotonic()
             yield block
-            deadline.extend(time.monotonic() - yielded)  # the disk's time is not the server's
+            # Do not count time spent writing to disk.
+            deadline.extend(time.monotonic() - yielded)
         if expected is not None and received > expected:
             self.has_ranges = False
             self._start_over("the server sent more than it announced", "Try another server")
@@ -196,7 +202,7 @@ class _WebDownload:
             raise TryFailed(f"the connection ended {missing} too early", _AGAIN)
 
     def _check_head(self, response: HTTPResponse, blocks: Iterator[bytes]) -> None:
-        """Keep the first bytes, unless they are those of a page."""
+        """Keep the first bytes, unless they are those of a web page."""
         head = b""
         for block in blocks:
             head += block
@@ -228,7 +234,7 @@ class _WebDownload:
         return FetchResult(self.kept.data, record["name"], via, _version(version, total), 1, digests)
 
     def _refused(self, error: urllib.error.HTTPError, have: int) -> FetchResult:
-        """Return the file if the refusal says that it is complete; else raise what the status means."""
+        """Return the file if the status shows that it is complete; otherwise raise the error for the status."""
         status = error.code
         if status == 416 and have:
             total = (content_range(error.headers) or (None, None, None))[2]
@@ -254,7 +260,7 @@ class _WebDownload:
         raise TryFailed(found, next_step, starts_over=True)
 
     def _network_failure(self, error: Exception, host: str) -> TryFailed:
-        """Return the reason to try again after an error of the network; raise where trying is no use."""
+        """Return the reason to retry after a network error; raise if retrying is useless."""
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(cause, TimeoutError):
             return TryFailed("nothing or too little came", _AGAIN, hung=True)
@@ -268,7 +274,7 @@ class _WebDownload:
                 raise self._failure(found, "a host that is known", "Check the address and the network") from None
             return TryFailed(found, _AGAIN)
         if not isinstance(cause, Exception) or isinstance(cause, _FINAL):
-            # The text of an error about an address holds the address.
+            # The text of an error about an address contains the address, so report only the error's type.
             told = type(cause).__name__ if isinstance(cause, Exception) else self.job.address.scrubbed(cause)
             raise self._failure(told, "an address that can be asked", "Check it, and the proxy's") from None
         if isinstance(cause, http.client.RemoteDisconnected):
@@ -283,16 +289,16 @@ class _WebDownload:
 
 
 def _version(validator: str, total: int | None) -> str:
-    """Return what tells this version of a file from others, empty where its server says nothing but the length."""
+    """Return a text that identifies this version of a file; empty if the server reports only the length."""
     return f"{validator}|{total}" if validator else ""
 
 
 class _Sink:
-    """A file in a partial, written from its start or from where an earlier process stopped, and digested meanwhile.
+    """A file in a partial, written from its start or from where an earlier process stopped, and hashed meanwhile.
 
     Args:
-        path: of the file.
-        expected: a digest beside SHA-256.
+        path: the file's path.
+        expected: a digest to compute besides SHA-256, or None.
     """
 
     def __init__(self, path: Path, expected: ExpectedDigest | None) -> None:
@@ -320,11 +326,11 @@ class _Sink:
 
     @property
     def size(self) -> int:
-        """The bytes that it has."""
+        """Number of bytes received so far."""
         return self._written + len(self._held)
 
     def open(self) -> int:
-        """Return how many bytes are there, ready to be followed by more."""
+        """Open the file for appending and return the number of existing bytes."""
         if self._fd is None:
             is_there = self.path.exists()
             self._digests = new_digests(self._expected)
@@ -333,14 +339,14 @@ class _Sink:
         return self.size
 
     def start_over(self) -> None:
-        """Forget all bytes."""
+        """Discard all bytes."""
         self._held.clear()
         self.__exit__(None, None, None)
         file_changes.remove(self.path)
         self.open()
 
     def write(self, block: bytes) -> None:
-        """Add bytes."""
+        """Append bytes."""
         for digest in self._digests.values():
             digest.update(block)
         self._held += block
@@ -348,7 +354,7 @@ class _Sink:
             self._flush()
 
     def finish(self) -> dict[str, str]:
-        """Wait until all is on the medium, and return the digests."""
+        """Sync the file to storage and return the digests."""
         assert self._fd is not None
         self._flush()
         file_changes.sync(self._fd, self.path)

@@ -49,7 +49,7 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
     32 threads, and reads of the largest file, if it has at least 16 MiB, with 1, 2, 4 and 8 concurrent ranges. Files of
     up to 1 MiB count as small, or of less than 16 MiB if there are fewer than five smaller ones. A value is None if
     there were too few files or too little time. Each file is read at most once, in random order, with a limit of about
-    15,000 small files and 600 MiB of the large one. Symbolic links below the path are not followed.
+    5,300 small files and 600 MiB of the large one. Symbolic links below the path are not followed.
 
     Args:
         path: a folder or a file; `drive:` and `~` work.

@@ -152,7 +152,7 @@ class ProbeReport(Report):
 
     @property
     def error_text(self) -> str:
-        """The errors as text, as in `"EIO 3 times"`."""
+        """The errors as text, for example `"EIO 3 times"`."""
         times = {name: "once" if count == 1 else f"{format_count(count)} times" for name, count in self.errors}
         return ", ".join(f"{name} {count}" for name, count in times.items())
 
