@@ -51,7 +51,7 @@ from colabkit.packs import (
     open_pack,
     pack,
 )
-from colabkit.storage import FolderSource, Item, SlowSource, Source, TarSource, ZipSource, open_source, stage
+from colabkit.storage import ArchiveSource, FolderSource, Item, SlowSource, Source, open_source, stage
 from colabkit.training import TrainReport, small_network, supervised_step, train
 
 _NAIVE_BATCHES = 8
@@ -183,7 +183,7 @@ def demo(
     source = open_source("samples:digits" if data is None else data)
     with _workplace(keep) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if isinstance(source, ZipSource | TarSource):
+        if isinstance(source, ArchiveSource):
             say("0/4  Extracting the archive, so that its files lie on the slow drive")
         drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
         labelled = label_samples(drive.list(), source.name)
@@ -252,7 +252,7 @@ def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 def _as_files(source: Source, folder: Path, progress: bool) -> Source:
     """Return the source as files that lie one by one, as on a drive; an archive is extracted first."""
-    if isinstance(source, ZipSource | TarSource):
+    if isinstance(source, ArchiveSource):
         return FolderSource(stage(source, folder, progress=progress).path)
     return source
 

@@ -3,10 +3,12 @@
 - `drive`: `mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive.
 - `probing`: `read_probe()` measures what a mount can deliver.
 - `sources`: folders, archives, tables, records and buckets as one list of items, read concurrently.
-- `fetching`: `fetch()` downloads Drive links, https and fsspec addresses, whose forms `addresses` knows.
-- `staging`: `stage()` and `unstage()` make local copies. `publishing`: `publish()` copies finished files to the remote.
+- `addresses`: parses Drive links, https and fsspec addresses.
+- `fetching`: `fetch()` downloads from them.
+- `staging`: `stage()` makes local copies, `unstage()` removes them.
+- `publishing`: `publish()` copies finished files to the remote.
 
-A new source type goes into `sources`; `sources.registry` decides which class opens which path.
+A new source type is a class in `sources` that follows `sources.items`, and a line in `sources.registry`.
 """
 
 import lazy_loader

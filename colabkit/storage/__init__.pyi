@@ -32,6 +32,8 @@ from .sources.engine import Block as Block
 from .sources.engine import Reading as Reading
 from .sources.engine import Wanted as Wanted
 from .sources.folder import FolderSource as FolderSource
+from .sources.folder import SlowSource as SlowSource
+from .sources.items import ArchiveSource as ArchiveSource
 from .sources.items import Item as Item
 from .sources.items import Listing as Listing
 from .sources.items import SequentialSource as SequentialSource
@@ -42,15 +44,12 @@ from .sources.manifest import ManifestSource as ManifestSource
 from .sources.ranges import RangeSource as RangeSource
 from .sources.reads import Retries as Retries
 from .sources.reads import read_item as read_item
+from .sources.registry import ARCHIVE_SUFFIXES as ARCHIVE_SUFFIXES
 from .sources.registry import AnySource as AnySource
-from .sources.registry import SlowSource as SlowSource
 from .sources.registry import check_outside as check_outside
 from .sources.registry import open_records as open_records
 from .sources.registry import open_source as open_source
 from .sources.registry import sample_archive as sample_archive
-from .sources.tar_archive import TAR_SUFFIXES as TAR_SUFFIXES
-from .sources.tar_archive import TarSource as TarSource
-from .sources.zip_archive import ZipSource as ZipSource
 from .staging.api import stage as stage
 from .staging.api import unstage as unstage
 from .staging.local_copy import LocalCopy as LocalCopy

@@ -28,9 +28,8 @@ from colabkit.loading.engine import read_ahead
 from colabkit.packs import FileDataset
 from colabkit.sampler import Shuffled
 from colabkit.storage.sources import concurrency, reads
-from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.folder import FolderSource, SlowSource
 from colabkit.storage.sources.items import Item
-from colabkit.storage.sources.registry import SlowSource
 
 COUNT = 60
 

@@ -32,9 +32,8 @@ from colabkit.packs.packing.api import PackReport, pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
 from colabkit.packs.packing.pack_plan import FieldTable, PackPlan
 from colabkit.packs.packing.shard_tasks import ShardTask
-from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.folder import FolderSource, SlowSource
 from colabkit.storage.sources.items import Item
-from colabkit.storage.sources.registry import SlowSource
 
 
 def packed(source: Any, out: Path, executor: Executor | None, **options: Any) -> PackReport:

@@ -13,10 +13,10 @@ from source_contract import FILES, UNDECODABLE, check_source, check_untouched, w
 from tar_files import tar_of
 
 from colabkit.storage.sources.bucket import BucketSource
-from colabkit.storage.sources.folder import FileSource, FolderSource
+from colabkit.storage.sources.folder import FileSource, FolderSource, SlowSource
 from colabkit.storage.sources.items import Source
 from colabkit.storage.sources.manifest import ManifestSource
-from colabkit.storage.sources.registry import SlowSource, open_source
+from colabkit.storage.sources.registry import open_source
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 

@@ -19,10 +19,10 @@ from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted,
 from colabkit.packs import label_samples
 from colabkit.storage.sources import concurrency, items, registry
 from colabkit.storage.sources.bucket import BucketSource
-from colabkit.storage.sources.folder import FileSource, FolderSource
+from colabkit.storage.sources.folder import FileSource, FolderSource, SlowSource
 from colabkit.storage.sources.manifest import ManifestSource
 from colabkit.storage.sources.reads import Retries, read_item
-from colabkit.storage.sources.registry import SlowSource, open_source
+from colabkit.storage.sources.registry import open_source
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 
@@ -34,9 +34,8 @@ def zip_bytes() -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "kind"),
-    [
+def test_a_file_is_an_archive_by_its_name_or_without_a_known_one_by_its_bytes(tmp_path):
+    for name, data, kind in (
         ("a.zip", zip_bytes(), ZipSource),
         ("A.ZIP", b"no zip", ZipSource),
         ("archive", zip_bytes(), ZipSource),
@@ -53,12 +52,10 @@ def zip_bytes() -> bytes:
         ("notes.txt", b"hello", FileSource),
         ("labels.csv.gz", b"\x1f\x8bno gzip", FileSource),
         ("empty", b"", FileSource),
-    ],
-)
-def test_a_file_is_an_archive_by_its_name_or_without_a_known_one_by_its_bytes(tmp_path, name, data, kind):
-    (tmp_path / name).write_bytes(data)
-    assert type(open_source(tmp_path / name)) is kind
-    assert type(open_source(str(tmp_path / name))) is kind
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert type(open_source(tmp_path / name)) is kind, name
+        assert type(open_source(str(tmp_path / name))) is kind, name
 
 
 def test_a_folder_and_a_source_are_what_they_are(image_tree):
@@ -80,9 +77,9 @@ def test_drive_is_a_place_for_single_files_too(tmp_path, monkeypatch):
     assert [item.path for item in source.list().items] == ["train.h5"]
 
 
-@pytest.mark.parametrize(
-    ("table", "kind"),
-    [
+def test_a_csv_is_a_table_of_paths_if_its_first_file_is_there(tmp_path):
+    (tmp_path / "1.png").write_bytes(b"1")
+    for table, kind in (
         ("path,label\n1.png,cat\n", ManifestSource),
         ("label,Image_Path\ncat,1.png\n", ManifestSource),
         ("\ufeffpath\n1.png\n", ManifestSource),
@@ -94,14 +91,11 @@ def test_drive_is_a_place_for_single_files_too(tmp_path, monkeypatch):
         ("path\n.\n", FileSource),
         ("", FileSource),
         ("path\n\0\n", FileSource),
-    ],
-)
-def test_a_csv_is_a_table_of_paths_if_its_first_file_is_there(tmp_path, table, kind):
-    (tmp_path / "1.png").write_bytes(b"1")
-    (tmp_path / "a.csv").write_text(table)
-    (tmp_path / "a.tsv").write_text(table.replace(",", "\t"))
-    assert type(open_source(tmp_path / "a.csv")) is kind
-    assert type(open_source(tmp_path / "a.tsv")) is kind
+    ):
+        (tmp_path / "a.csv").write_text(table)
+        (tmp_path / "a.tsv").write_text(table.replace(",", "\t"))
+        assert type(open_source(tmp_path / "a.csv")) is kind, table
+        assert type(open_source(tmp_path / "a.tsv")) is kind, table
 
 
 def test_a_parquet_file_is_a_table_of_paths_if_its_first_file_is_there(tmp_path, monkeypatch):
@@ -139,28 +133,25 @@ def test_lists_and_frames_are_tables(tmp_path):
         assert [item.path for item in source.list().items] == ["1.png"]
 
 
-@pytest.mark.parametrize("source", [None, 3, "", b"bytes", {"path": ["x"]}, np.zeros(3), Path])
-def test_what_cannot_be_meant_is_one_line(source):
-    with pytest.raises(InvalidOption, match=r"^Cannot read .*Pass its path\.$"):
-        open_source(source)
+def test_what_cannot_be_meant_is_one_line():
+    for source in (None, 3, "", b"bytes", {"path": ["x"]}, np.zeros(3), Path):
+        with pytest.raises(InvalidOption, match=r"^Cannot read .*Pass its path\.$"):
+            open_source(source)
 
 
 def test_addresses_of_buckets_are_buckets():
     assert isinstance(open_source("memory://bucket/birds"), BucketSource)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
+def test_what_has_to_be_fetched_names_the_call_and_no_secret():
+    for address in (
         "https://user:hunter2@example.com/birds.zip?signature=hunter2hunter2",
         "drive.google.com/file/d/1abcdefghijklmnopqrstuvwxyz012345/view",
         "https://drive.google.com/drive/folders/1abcdefghijklmnopqrstuvwxyz012345",
-    ],
-)
-def test_what_has_to_be_fetched_names_the_call_and_no_secret(address):
-    with pytest.raises(BadSource, match=r"Run colabkit\.stage\(\) with it") as caught:
-        open_source(address)
-    assert "hunter2" not in str(caught.value)
+    ):
+        with pytest.raises(BadSource, match=r"Run colabkit\.stage\(\) with it") as caught:
+            open_source(address)
+        assert "hunter2" not in str(caught.value)
 
 
 def test_a_path_written_as_address_is_told_to_be_a_path():

@@ -25,9 +25,8 @@ from colabkit.errors import (
 )
 from colabkit.foundation import file_changes
 from colabkit.storage.sources.engine import BLOCK_BYTES
-from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.folder import FolderSource, SlowSource
 from colabkit.storage.sources.items import Item, Source
-from colabkit.storage.sources.registry import SlowSource
 from colabkit.storage.sources.zip_archive import ZipSource
 from colabkit.storage.staging.api import unstage
 

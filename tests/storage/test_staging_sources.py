@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import shutil
@@ -10,7 +11,7 @@ import tarfile
 import threading
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import pytest
 from http_servers import served
@@ -19,8 +20,10 @@ from sampling import sampled
 from trees import leftovers
 
 from colabkit.errors import BadArchive, MissingPackage, SourceChanged, SourceMissing
+from colabkit.packs.packing.verification import verify
+from colabkit.storage.sources import items, registry
 from colabkit.storage.sources.engine import BLOCK_BYTES
-from colabkit.storage.sources.items import Item, Listing
+from colabkit.storage.sources.items import ArchiveSource, Item, Listing
 from colabkit.storage.staging.api import unstage
 from colabkit.storage.staging.local_copy import LocalCopy
 
@@ -89,6 +92,44 @@ def test_any_source_that_is_read_from_its_front_is_staged_block_by_block(tmp_pat
     assert sealed.verify(progress=False).damaged == ("large/2.4 blocks",)
     assert data_of(copy(source, refresh=True).path) == files
     assert source.passes == 3
+
+
+class GzipArchive(ArchiveSource):
+    """A new archive type that is only a class: one file compressed by gzip, opened as the standard library does."""
+
+    def list(self) -> Listing:
+        with gzip.open(self.path) as file:
+            size = sum(map(len, iter(lambda: file.read(BLOCK_BYTES), b"")))
+        return Listing((Item(self.path.stem, size, self.path.stat().st_mtime_ns),), ())
+
+    def open(self, item: Item) -> BinaryIO:
+        return cast(BinaryIO, gzip.open(self.path))
+
+
+class GzipFromFront(GzipArchive):
+    """The same, but read from its front."""
+
+    is_sequential = True
+
+
+@pytest.mark.parametrize("kind", [GzipArchive, GzipFromFront])
+@pytest.mark.parametrize("can_hang", [False, True])
+def test_a_new_archive_type_needs_only_its_class_and_its_line_in_the_registry(tmp_path, monkeypatch, kind, can_hang):
+    monkeypatch.setattr(registry, "_ARCHIVES", ((("notes.gz",), kind, lambda path: False), *registry._ARCHIVES))
+    monkeypatch.setattr(items, "can_hang", lambda path, table: can_hang and path.endswith("notes.gz"))
+    text = os.urandom(2 * BLOCK_BYTES + 5)
+    archive = tmp_path / "notes.gz"
+    archive.write_bytes(gzip.compress(text, 1))
+    plan = copy(archive, dry_run=True).plan
+    assert (plan.kind, plan.files) == ("archive", None if can_hang else 1)
+    report = copy(archive, verify="full")
+    assert data_of(report.path) == {"notes": text}
+    assert verify(report.path, progress=False).damaged == ()
+    assert copy(archive).reused
+    assert copy(archive, refresh=True).reused
+    assert copy(archive, extract=False).path.read_bytes() == archive.read_bytes()
+    archive.write_bytes(gzip.compress(b"other", 1))
+    assert data_of(copy(archive, refresh=True).path) == {"notes": b"other"}
 
 
 class ListedOtherwise(WalkedSource):

@@ -45,14 +45,14 @@ from colabkit.packs.packing.pack_writer import WrittenPack
 from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, reclaim, write_plan
 from colabkit.packs.packing.verification import shards_of
 from colabkit.storage import (
+    ARCHIVE_SUFFIXES,
     DATA_FILE,
     FSSPEC,
-    TAR_SUFFIXES,
     AnySource,
+    ArchiveSource,
     LmdbSource,
     RangeSource,
     Source,
-    TarSource,
     Threads,
     check_outside,
     check_threads,
@@ -62,7 +62,7 @@ from colabkit.storage import (
     stage,
 )
 
-_CONTAINER_SUFFIXES = (*TAR_SUFFIXES, ".zip", ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
+_CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", ".lmdb", ".mdb")
 """Suffixes of bucket objects that hold many samples; such an object is staged as a whole."""
 
 _LISTED = 5
@@ -269,10 +269,10 @@ def _opened(source: AnySource, *, overwrite: bool, progress: bool) -> Source:
     opened = open_records(source) or open_source(source)
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, overwrite=overwrite, progress=progress)
-    if opened.can_hang and isinstance(opened, TarSource) and opened.is_sequential:
+    if opened.can_hang and isinstance(opened, ArchiveSource) and opened.is_sequential:
         # Listing and reading the samples each need a full pass over the archive.
         opened.close()
-        return TarSource(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
+        return type(opened)(stage(opened.path, extract=False, refresh=overwrite, progress=progress).path)
     return opened
 
 

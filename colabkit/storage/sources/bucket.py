@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 from colabkit.foundation import (
     BadSource,
@@ -24,7 +24,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import FSSPEC, Address, address_of
 from colabkit.storage.sources.concurrency import answer_of
-from colabkit.storage.sources.items import ByteSpan, Item, Listing
+from colabkit.storage.sources.items import ByteSpan, Item, Listing, SourceKind
 
 T = TypeVar("T")
 
@@ -71,6 +71,8 @@ class BucketSource:
         protocol: as in `"gs"`; of a chain that of its first link.
         via: fsspec's version and the protocol, for a report.
     """
+
+    kind: ClassVar[SourceKind] = "bucket"
 
     def __init__(self, address: str, act: str = "", stalled_s: float | None = None) -> None:
         self._address = address_of(address)

@@ -1,17 +1,18 @@
-"""A folder tree, or one regular file, as a source."""
+"""A folder tree, or one regular file, as a source; and any source behind a simulated slow mount."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts, translated
 from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, answer_of
-from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, PathSource
+from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, PathSource, Source, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 _Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
@@ -44,6 +45,8 @@ class _Found(NamedTuple):
 
 class FolderSource(PathSource):
     """A folder tree. Drive's shortcuts are followed; links and special files are skipped, named in the listing."""
+
+    kind: ClassVar[SourceKind] = "folder"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -184,6 +187,8 @@ def _stats_of(files: _Files) -> _Found:
 class FileSource(PathSource):
     """One file; its item has the file's name."""
 
+    kind: ClassVar[SourceKind] = "file"
+
     def list(self) -> Listing:
         """Return the one file, with its size and time of now."""
         with translated(f"read {self.name!r}"):
@@ -193,3 +198,27 @@ class FileSource(PathSource):
     def open(self, item: Item) -> BinaryIO:
         """Open the file."""
         return open_listed(self.path, self.name, item)
+
+
+class SlowSource:
+    """A source behind a simulated slow mount: every open waits `latency_s` first, as a network drive makes it."""
+
+    def __init__(self, source: Source, latency_s: float) -> None:
+        self.source = source
+        self.latency_s = latency_s
+        self.name = source.name
+        self.can_hang = True
+
+    def list(self) -> Listing:
+        """Return the inner source's listing after one latency."""
+        time.sleep(self.latency_s)
+        return self.source.list()
+
+    def open(self, item: Item) -> BinaryIO:
+        """Open the item after one latency."""
+        time.sleep(self.latency_s)
+        return self.source.open(item)
+
+    def close(self) -> None:
+        """Close the inner source."""
+        self.source.close()

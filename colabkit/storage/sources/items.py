@@ -1,9 +1,17 @@
 """The protocol that all sources follow, what they list, and what several of them share.
 
-A new source type is one file with a class that follows `Source` below, and one line in `registry.py` that opens it. The
-class may also follow `SequentialSource`, and have `read_at_once(item)`, which returns a small local item's bytes by the
-shortest way, or None where anything is not as listed. `PathSource`, `RangeSource` (samples that are ranges of few large
-files), `ByteSpan` (an item as a file) and `directory_of` (the rules of archives) do what many sources need.
+A new source type is one file with a class that follows `Source` below, and one line in `registry.py` that opens it. A
+new archive type inherits from `ArchiveSource`: no other module decides by the concrete class what an archive is.
+
+A class may also follow `SequentialSource`, and have
+
+- `kind`, its `SourceKind`, `"folder"` where there is none: plans show it, and of a `"file"` `stage()` returns the path
+  of that one file instead of a folder;
+- `read_at_once(item)`, which returns a small local item's bytes by the shortest way, or None where anything is not as
+  listed.
+
+`PathSource`, `RangeSource` (samples that are ranges of few large files), `ByteSpan` (an item as a file) and
+`directory_of` (the rules of archives) do what many sources need.
 """
 
 from __future__ import annotations
@@ -14,9 +22,20 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    BinaryIO,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
-from colabkit.foundation import BadArchive, SourceChanged, can_hang, cannot, format_bytes, mounts
+from colabkit.foundation import BadArchive, SourceChanged, can_hang, cannot, format_bytes, mounts, translated
 
 STAGE_SEAL = ".colabkit-stage.json"
 """The seal that `stage()` leaves in a local copy; it is no part of the data."""
@@ -30,6 +49,9 @@ _INFLATION_SLACK_BYTES = 1 << 30
 _PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")  # nothing in it means anything but itself
 
 H = TypeVar("H")
+
+SourceKind: TypeAlias = Literal["folder", "archive", "file", "table", "bucket"]
+"""What a source is, for reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +118,10 @@ class Source(Protocol):
     def open(self, item: Item) -> BinaryIO:
         """Return an unbuffered binary file of the item's bytes; its end is reached only if all are right.
 
+        A file that Python's `open()` returned holds the item's bytes and no others: blocks are read by its descriptor,
+        whose size and time are compared with the listed ones. No other file's `fileno()` is used, because it may belong
+        to other bytes, as that of `gzip.GzipFile` belongs to the compressed ones.
+
         Raises:
             SourceChanged: if there is no such item any more, or its size or time is not the listed one.
             BadArchive: if its bytes are broken or cut short.
@@ -134,6 +160,47 @@ class PathSource:
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
+
+
+class ArchiveSource(PathSource):
+    """One file that holds others: the base class of all archive types, which are made from a path alone.
+
+    `stage()` copies a remote archive as one file and extracts the copy. A subclass has `list()` and `open()`, and
+    `walk()` and `is_sequential` where it can only be read from its front.
+
+    Attributes:
+        has_directory: whether `list()` reads only a small part of the file, so that a remote archive is listed where it
+            is; without one it is listed once it is local.
+    """
+
+    kind: ClassVar[SourceKind] = "archive"
+    has_directory: ClassVar[bool] = False
+
+    @property
+    def archive_bytes(self) -> int:
+        """The archive's length."""
+        with translated(f"read {self.name!r}"):
+            return self.path.stat().st_size
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether `open()` would have to pass through all that lies before an item; by default false."""
+        return False
+
+    def list(self) -> Listing:
+        """Return every regular member."""
+        raise NotImplementedError
+
+    def open(self, item: Item) -> BinaryIO:
+        """Open a member."""
+        raise NotImplementedError
+
+    def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
+        """Yield the wanted items, by default all, in the order of the listing; a file is valid until the next step."""
+        for item in self.list().items:
+            if wanted is None or item.path in wanted:
+                with self.open(item) as file:
+                    yield item, file
 
 
 class ByteSpan(io.RawIOBase):

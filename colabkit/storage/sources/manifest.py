@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from colabkit.foundation import (
     BadSource,
@@ -29,7 +29,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.storage.sources.concurrency import STALLED_S, answer_of, concurrently
-from colabkit.storage.sources.items import Item, Listing
+from colabkit.storage.sources.items import Item, Listing, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
@@ -67,6 +67,8 @@ class ManifestSource:
         InvalidOption: if it is none of these.
         BadSource: if there is no column of paths, or an empty cell in it.
     """
+
+    kind: ClassVar[SourceKind] = "table"
 
     def __init__(self, table: Any) -> None:
         self._file: Path | None = None

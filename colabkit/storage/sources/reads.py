@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import random
 import stat
@@ -265,10 +266,9 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
 
 def _fd(file: BinaryIO) -> int | None:
-    try:
-        return file.fileno()
-    except (OSError, AttributeError):
-        return None
+    """Return the descriptor of a file that Python's `open()` returned; that of any other may hold other bytes."""
+    raw = file.raw if isinstance(file, io.BufferedReader) else file
+    return raw.fileno() if isinstance(raw, io.FileIO) else None
 
 
 def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:

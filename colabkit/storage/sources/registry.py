@@ -1,7 +1,8 @@
 """What opens a source: a folder, an archive, a table, a bucket or records, by a path, an address or a pattern.
 
 A new source type is a class in a file of its own, which follows the protocol in `items.py`, and a line here: in
-`_kind_of` for a path, in `_open_address` for an address, in `_open_path` and `_shard_kind` for records.
+`_ARCHIVES` for an archive, in `_kind_of` for any other path, in `_open_address` for an address, in `_open_path` and
+`_shard_kind` for records.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import glob
 import os
 import re
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from colabkit.foundation import (
     BadSource,
@@ -33,7 +33,7 @@ from colabkit.storage.addresses import FSSPEC, address_of
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.folder import FileSource, FolderSource
-from colabkit.storage.sources.items import Item, Listing, Source
+from colabkit.storage.sources.items import ArchiveSource, Source
 from colabkit.storage.sources.lmdb_records import DATA_FILE, LMDB_SUFFIXES, LmdbSource
 from colabkit.storage.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_manifest
 from colabkit.storage.sources.ranges import RangeSource
@@ -44,6 +44,15 @@ from colabkit.storage.sources.zip_archive import ZipSource
 
 AnySource: TypeAlias = str | os.PathLike[str] | Source | Any
 """What public calls take as source; a table of paths is a list of them, or a pandas DataFrame."""
+
+_ARCHIVES: tuple[tuple[tuple[str, ...], type[ArchiveSource], Callable[[Path], bool]], ...] = (
+    # How names end, what opens them, and whether the bytes of a file of no known name are such an archive's. A tar is
+    # looked for first: one that holds a zip archive ends as a zip does.
+    (TAR_SUFFIXES, TarSource, is_tar),
+    ((".zip",), ZipSource, zipfile.is_zipfile),
+)
+ARCHIVE_SUFFIXES = tuple(suffix for suffixes, *_ in _ARCHIVES for suffix in suffixes)
+"""How the names of archives end."""
 
 _SAMPLES = Path(__file__).parent.parent / "samples"
 _WHOLE_SUFFIXES = (  # zip archives inside, many of them, which those who read them want whole
@@ -112,17 +121,14 @@ def _kind_of(path: Path) -> Callable[[Path], Source] | None:
     if not path.is_file():
         return None
     name = path.name.lower()
-    if name.endswith(".zip"):
-        return ZipSource
-    if name.endswith(TAR_SUFFIXES):
-        return TarSource
+    for suffixes, archive, _ in _ARCHIVES:
+        if name.endswith(suffixes):
+            return archive
     if name.endswith(TABLE_SUFFIXES):
         return ManifestSource if is_manifest(path) else FileSource
     if name.endswith(_WHOLE_SUFFIXES):
         return FileSource
-    if is_tar(path):
-        return TarSource
-    return ZipSource if zipfile.is_zipfile(path) else FileSource
+    return next((archive for _, archive, is_one in _ARCHIVES if is_one(path)), FileSource)
 
 
 def check_outside(act: str, source: Source, target: Path) -> None:
@@ -141,30 +147,6 @@ def sample_archive(name: str) -> Path:
         act = f"read {f'samples:{name}'!r}"
         raise SourceMissing(cannot(act, "no such samples", f"one of {known}", "Use one of these"))
     return path
-
-
-class SlowSource:
-    """A source behind a simulated slow mount: every open waits `latency_s` first, as a network drive makes it."""
-
-    def __init__(self, source: Source, latency_s: float) -> None:
-        self.source = source
-        self.latency_s = latency_s
-        self.name = source.name
-        self.can_hang = True
-
-    def list(self) -> Listing:
-        """Return the inner source's listing after one latency."""
-        time.sleep(self.latency_s)
-        return self.source.list()
-
-    def open(self, item: Item) -> BinaryIO:
-        """Open the item after one latency."""
-        time.sleep(self.latency_s)
-        return self.source.open(item)
-
-    def close(self) -> None:
-        """Close the inner source."""
-        self.source.close()
 
 
 _COMPANIONS = (".json", ".txt", ".md", ".idx")  # lie beside shards, and say nothing that is needed

@@ -13,11 +13,11 @@ from typing import BinaryIO, NamedTuple, cast
 from colabkit.foundation import translated
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.items import (
+    ArchiveSource,
     ByteSpan,
     Directory,
     Item,
     Listing,
-    PathSource,
     broken_archive,
     changed_item,
     directory_of,
@@ -46,7 +46,7 @@ class _OpenTar(NamedTuple):
     is_sequential: bool
 
 
-class TarSource(PathSource):
+class TarSource(ArchiveSource):
     """A tar archive, read without extracting it: `.tar`, or compressed by gzip, bzip2, xz or zstd.
 
     Members of a plain one are read where they lie, from any thread. A compressed one can only be read from its front:

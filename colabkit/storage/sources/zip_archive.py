@@ -20,12 +20,12 @@ from typing import IO, BinaryIO, Final, NamedTuple, cast
 from colabkit.foundation import BadArchive, cannot, translated
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.items import (
+    ArchiveSource,
     ByteSpan,
     Directory,
     Item,
     Listing,
     Member,
-    PathSource,
     broken_archive,
     directory_of,
     unknown_item,
@@ -61,26 +61,19 @@ class _OpenZip(NamedTuple):
     directory: Directory[zipfile.ZipInfo]
 
 
-class ZipSource(PathSource):
+class ZipSource(ArchiveSource):
     """A zip archive, read member by member without extracting it.
 
     Stored and deflated members, which is nearly all there are, are read by `os.pread` and inflated in one piece: that
     is several times faster than `zipfile`'s streams and lets threads read at the same time.
     """
 
-    is_sequential = False
-    """Members are read where they lie."""
+    has_directory = True
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._opening = threading.Lock()
         self._opened: _OpenZip | None = None
-
-    @property
-    def archive_bytes(self) -> int:
-        """The archive's length."""
-        with translated(f"read {self.name!r}"):
-            return self.path.stat().st_size
 
     def close(self) -> None:
         """Close the archive; the next use opens it again."""

@@ -29,10 +29,9 @@ from colabkit.storage.addresses import FSSPEC, Address
 from colabkit.storage.fetching.api import fetch
 from colabkit.storage.sources.concurrency import Threads, check_threads
 from colabkit.storage.sources.folder import FileSource
-from colabkit.storage.sources.items import Source
+from colabkit.storage.sources.items import ArchiveSource, Source
 from colabkit.storage.sources.registry import AnySource, open_source
 from colabkit.storage.staging.local_copy import LocalCopy
-from colabkit.storage.staging.partial_copy import Archive
 from colabkit.storage.staging.places import Target, candidates, choose, identity_of
 from colabkit.storage.staging.reports import StagePlan, StageReport, UnstageReport
 from colabkit.storage.staging.run import StagingRun, origin_of
@@ -182,7 +181,7 @@ def _local_origin(name: str) -> tuple[int, int] | None:
 
 def _open(source: AnySource, *, extract: bool) -> Source:
     opened = open_source(source)
-    if isinstance(opened, Archive) and not extract:
+    if isinstance(opened, ArchiveSource) and not extract:
         opened.close()
         return FileSource(opened.path)
     return opened

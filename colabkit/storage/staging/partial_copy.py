@@ -17,14 +17,10 @@ from zlib import crc32
 from colabkit.foundation import BadSource, Corrupt, cannot, file_changes
 from colabkit.storage.sources.concurrency import Threads
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block, Reading, Wanted, block_offsets
-from colabkit.storage.sources.items import Item, Source
+from colabkit.storage.sources.items import ArchiveSource, Item, Source
 from colabkit.storage.sources.reads import Retries, SharedFile, blocks_passed, read_blocks
-from colabkit.storage.sources.tar_archive import TarSource
-from colabkit.storage.sources.zip_archive import ZipSource
 from colabkit.storage.staging.local_copy import Crcs, LocalCopy, block_crcs, good_blocks
 from colabkit.storage.staging.places import Target
-
-Archive = ZipSource | TarSource
 
 JOURNAL, ARCHIVE_JOURNAL = "journal", "archive-journal"
 
@@ -262,11 +258,11 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 
 def extract(
-    archive: Archive, missing: list[Item], copy: PartialCopy, threads: Threads, retries: Retries
+    archive: ArchiveSource, missing: list[Item], copy: PartialCopy, threads: Threads, retries: Retries
 ) -> Iterator[Item]:
     """Write members of an archive, and yield each when it is complete."""
     rest = missing
-    if not (isinstance(archive, TarSource) and archive.is_sequential):
+    if not archive.is_sequential:
         rest = [item for item in missing if item.size > BLOCK_BYTES]
         small = [item for item in missing if item.size <= BLOCK_BYTES]
         with Reading(archive, threads, retries) as reading:
@@ -278,7 +274,7 @@ def extract(
         yield item
 
 
-def check_extracted(archive: Archive, items: list[Item], copy: PartialCopy, retries: Retries) -> Iterator[Item]:
+def check_extracted(archive: ArchiveSource, items: list[Item], copy: PartialCopy, retries: Retries) -> Iterator[Item]:
     """Read all members a second time, compare them with what was written, and yield each; raises `Corrupt`."""
     for item, blocks in _member_blocks(archive, items, retries):
         for offset, data in zip(block_offsets(item.size), blocks, strict=False):
@@ -286,8 +282,10 @@ def check_extracted(archive: Archive, items: list[Item], copy: PartialCopy, retr
         yield item
 
 
-def _member_blocks(archive: Archive, items: list[Item], retries: Retries) -> Iterator[tuple[Item, Iterator[bytes]]]:
-    if isinstance(archive, TarSource) and archive.is_sequential:
+def _member_blocks(
+    archive: ArchiveSource, items: list[Item], retries: Retries
+) -> Iterator[tuple[Item, Iterator[bytes]]]:
+    if archive.is_sequential:
         for item, file in archive.walk({item.path for item in items}):
             yield item, blocks_passed(archive.name, item, file, BLOCK_BYTES)
     else:

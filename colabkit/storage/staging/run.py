@@ -22,21 +22,16 @@ from colabkit.foundation import (
     TargetExists,
     cannot,
 )
-from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.concurrency import Threads
 from colabkit.storage.sources.engine import Block, Reading
 from colabkit.storage.sources.folder import FileSource, FolderSource
-from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, Source
-from colabkit.storage.sources.manifest import ManifestSource
+from colabkit.storage.sources.items import STAGE_SEAL, ArchiveSource, Item, Listing, Source, SourceKind
 from colabkit.storage.sources.reads import Retries
 from colabkit.storage.sources.registry import check_outside
-from colabkit.storage.sources.tar_archive import TarSource
-from colabkit.storage.sources.zip_archive import ZipSource
 from colabkit.storage.staging.local_copy import Crcs, LocalCopy, Seal
 from colabkit.storage.staging.partial_copy import (
     ARCHIVE_JOURNAL,
     JOURNAL,
-    Archive,
     PartialCopy,
     PriorCopy,
     check_extracted,
@@ -57,8 +52,8 @@ _look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", defaul
 def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
     """Call `look` with what `stage()` lists in the block; what it raises ends the call, and nothing is copied.
 
-    So a remote source is listed once. It is not called where a local copy is used again, nor for a remote tar, which
-    cannot be listed before it is local.
+    So a remote source is listed once. It is not called where a local copy is used again, nor for a remote archive
+    without a directory, which cannot be listed before it is local.
     """
     token = _look.set(look)
     try:
@@ -183,8 +178,8 @@ class StagingRun:
                 reading.update(item.path for item in items if prior.lacks(item) and ahead.begin(item))
 
         with self._showing("list", None, " files"):
-            if isinstance(source, TarSource) and source.can_hang:
-                listing = Listing((), ())  # to walk through it is to read all of it
+            if _is_listed_later(source):
+                listing = Listing((), ())
             elif isinstance(source, FolderSource):
                 listing = source.list(on_found, self._wait)
             else:
@@ -195,8 +190,8 @@ class StagingRun:
         return listing, reading
 
     def _check_listing(self, source: Source, listing: Listing) -> None:
-        """Refuse a source without files, and names that lead outside; a remote tar is not listed yet."""
-        if not listing.items and not (isinstance(source, TarSource) and source.can_hang):
+        """Refuse a source without files, and names that lead outside; some archives are not listed yet."""
+        if not listing.items and not _is_listed_later(source):
             raise BadSource(cannot(self.act, "no files in it", "at least one", "Check the path"))
         for item in listing.items:
             if not {"", ".", ".."}.isdisjoint(item.path.split("/")):
@@ -208,7 +203,7 @@ class StagingRun:
         copy = prior.sealed
         if copy is None or self.verify == "full" or not copy.is_complete():
             return None
-        if isinstance(source, Archive):
+        if isinstance(source, ArchiveSource):
             return copy if copy.seal.origin == origin_of(source.path) else None
         items, manifest = set(_files_of(listing)), copy.manifest()
         is_same = items == {item for item, _ in manifest} and all(item.mtime_ns for item in items)
@@ -221,11 +216,10 @@ class StagingRun:
         staged_bytes, read_bytes = (sum(item.size for item in items) for items in (files, missing))
         present_bytes = staged_bytes - read_bytes if files else prior.archive_bytes
         room = room_of(missing)
-        if isinstance(source, Archive):
+        if isinstance(source, ArchiveSource):
             read_bytes = max(0, source.archive_bytes - prior.archive_bytes)
             if not files:
-                is_compressed = isinstance(source, TarSource) and source.is_sequential
-                staged_bytes = room = source.archive_bytes * (_INFLATION if is_compressed else 1)
+                staged_bytes = room = source.archive_bytes * (_INFLATION if source.is_sequential else 1)
             room += read_bytes if source.can_hang else 0
         if prior.place and (prior.sealed or self.is_asked or prior.place.fits(room)):
             why = "the copy to be refreshed is there" if prior.sealed else "an interrupted run began there"
@@ -234,7 +228,7 @@ class StagingRun:
             target = choose(self.places, room, self.is_asked)
         plan = StagePlan(
             source=self.name,
-            kind=_kind(source),
+            kind=_kind_of(source),
             files=len(files) or None,
             read_bytes=read_bytes,
             staged_bytes=staged_bytes,
@@ -261,7 +255,7 @@ class StagingRun:
         """Fill the kept partial, seal it and publish it as the local copy."""
         try:
             kept.note(path=os.fspath(target.path), identity=target.identity)
-            if isinstance(source, Archive):
+            if isinstance(source, ArchiveSource):
                 listing, manifest, origin = self._extract(kept, target, source)
             else:
                 with PartialCopy(self.name, kept.data, kept.folder / JOURNAL) as copy:
@@ -272,7 +266,7 @@ class StagingRun:
                 source=self.name,
                 target=target.name,
                 why=target.why,
-                file=listing.items[0].path if isinstance(source, FileSource) else "",
+                file=listing.items[0].path if _kind_of(source) == "file" else "",
                 files=len(manifest),
                 staged_bytes=sum(item.size for item, _ in manifest),
                 retries=listing.retries + self._retries.count,
@@ -332,7 +326,7 @@ class StagingRun:
         return [(item, copy.crcs[item.path]) for item in items]
 
     def _extract(
-        self, kept: KeptPartial, target: Target, source: Archive
+        self, kept: KeptPartial, target: Target, source: ArchiveSource
     ) -> tuple[Listing, list[tuple[Item, Crcs]], tuple[int, int] | None]:
         """Fill the local copy with an archive's members; one that can hang is copied first, as one file."""
         path, origin = source.path, self.origin
@@ -410,6 +404,10 @@ def _files_of(listing: Listing) -> list[Item]:
     return list(files.values())
 
 
-def _kind(source: Source) -> str:
-    kinds = {FileSource: "file", ManifestSource: "table", BucketSource: "bucket", ZipSource: "archive"}
-    return kinds.get(type(source), "archive" if isinstance(source, TarSource) else "folder")
+def _kind_of(source: Source) -> SourceKind:
+    return getattr(source, "kind", "folder")
+
+
+def _is_listed_later(source: Source) -> bool:
+    """Return whether listing a source would read all of it from a remote, so that it is listed once it is local."""
+    return isinstance(source, ArchiveSource) and source.can_hang and not source.has_directory
