@@ -168,7 +168,7 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
         function: Function that each process runs. `cloudpickle` must be able to pickle it, its arguments and its
             result.
         processes: Number of processes; None for one per GPU, or two without GPUs.
-        *arguments: Arguments of the function.
+        arguments: Arguments of the function.
 
     Returns:
         The return value of the function in rank 0.
