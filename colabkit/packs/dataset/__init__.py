@@ -1,5 +1,5 @@
-"""`open_pack()` opens a sealed pack, or somebody else's HDF5; its splits are map-style torch data sets.
+"""`open_pack()` opens a sealed pack or any other HDF5 file; its splits are map-style PyTorch datasets.
 
-Opening reads a few kilobytes, whatever the size. Samples are read from a memory map of the file, without HDF5, so any
-number of threads and of forked or spawned workers may read one pack.
+Opening reads a few kilobytes, regardless of the file's size. Samples are read from a memory map of the file, without
+HDF5, so any number of threads and of forked or spawned workers may read one pack.
 """

@@ -1,4 +1,4 @@
-"""Map-style torch data sets: a split of a pack, and image files that are not packed."""
+"""Map-style PyTorch datasets: one split of a pack, or image files that are not packed."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from colabkit.storage import AnySource, Item, Retries, SequentialSource, Source,
 
 
 class LabelledDataset(Dataset[Any]):
-    """What data sets of samples with labels have in common.
+    """Base class of datasets with labelled samples.
 
     Attributes:
-        split_name: the split that it is, or is a view of.
-        labels: `int64 [N]` for classes, `uint8 [N, K]` for several labels, `float32 [N]` or `[N, K]` for regression;
-            None if there are none.
+        split_name: name of the split.
+        labels: `int64 [N]` for classes, `uint8 [N, K]` for multi-label, `float32 [N]` or `[N, K]` for regression; None
+            if there are no labels.
         classes: class names; a label is an index into them.
-        fields: names of what a sample consists of, in order.
-        fingerprint: tells these samples from all others.
+        fields: names of a sample's fields, in order.
+        fingerprint: text that identifies these samples.
     """
 
     split_name: str
@@ -67,14 +67,14 @@ class LabelledDataset(Dataset[Any]):
         return self._count
 
     def _place(self, index: Any) -> int:
-        """Return an index as one from 0; raises `TypeError` for what is no integer, `IndexError` beyond the end."""
+        """Return an index as one from 0; raises `TypeError` for a non-integer, `IndexError` beyond the end."""
         place = operator.index(index)
         if not -self._count <= place < self._count:
             raise IndexError(f"sample {place} of {self._count}")
         return place % self._count
 
     def _label(self, place: int) -> Any:
-        """Return a label that may be written to: an `int` for classes, else a tensor."""
+        """Return a label that is safe to modify: an `int` for classes, otherwise a copied tensor."""
         assert self.labels is not None
         return self.labels[place].item() if self._is_class else self.labels[place].clone()
 
@@ -82,25 +82,26 @@ class LabelledDataset(Dataset[Any]):
 class PackedDataset(LabelledDataset):
     """One split of a pack, or a view of it: `dataset[i]` is an image, `uint8 [C, H, W]`, and its label.
 
-    An index is an integer, which gives one sample, or a slice or an array of integers or bools, which gives a batch.
+    An integer index returns one sample. A slice, or an array of integers or bools, returns a batch.
 
-    - `X` is a tensor of its own: images `uint8 [C, H, W]`, other arrays in their stored shape and dtype. The bytes of
-      an image file are decoded.
-    - `Y` is an `int` for classes, a tensor for several labels or for regression; without labels it is left out.
-    - Further fields follow in the pack's order: tensors, `str` for text, `bytes`. A sample of one field is that field.
-    - In a batch each field is one tensor, `[B, ...]`, or a list where samples differ in shape, of text and of bytes.
+    - `X` is a newly allocated tensor: images are `uint8 [C, H, W]`, other arrays keep their stored shape and dtype.
+      Image files are decoded.
+    - `Y` is an `int` for classes, a tensor for multi-label and regression. It is omitted if the split has no labels.
+    - Additional fields follow in the pack's order, as tensors, `str` or `bytes`. A sample with a single field is that
+      field, not a tuple.
+    - In a batch, each field is one tensor `[B, ...]`, or a list for text, bytes, and samples of different shapes.
 
-    A sample read by an integer is checked against its CRC; so is every one of a batch that is decoded or holds text.
-    Batches of rows are not: that would take as long as reading them, and `verify()` checks them all.
+    Samples read by integer index are checked against their CRC, and so are batches that are decoded or contain text.
+    Batches of plain rows are not checked because that would take as long as reading them; `verify()` checks all.
 
     It works in a plain `DataLoader`; `colabkit.Loader` reads rows at memory speed. Any number of threads and processes
-    may read it. Pickled, it takes its path along and opens the file again.
+    may read it. Pickling stores only its path; unpickling reopens the file.
 
     Attributes:
         info: description of the pack.
-        split_name, labels, classes, fields: as of `LabelledDataset`.
-        fingerprint: tells this split of this pack, and this view of it, from all others.
-        numbers: rows of the split that a view has, `int64 [N]`; None for the whole split.
+        split_name, labels, classes, fields: see `LabelledDataset`.
+        fingerprint: text that identifies this split of this pack and this view of it.
+        numbers: row numbers of a view within the split, `int64 [N]`; None for the whole split.
     """
 
     def __init__(self, opened: OpenSplit, numbers: Indices | None = None) -> None:
@@ -123,10 +124,10 @@ class PackedDataset(LabelledDataset):
 
     @property
     def rows(self) -> Tensor:
-        """Every sample as stored, `[N, ...]`, as a tensor over the read-only memory map: never write to it.
+        """All samples as stored, `[N, ...]`, as a tensor over the read-only memory map. Never write to it.
 
         Raises:
-            InvalidOption: if there is no such map: a view, a pack of shards, files that have to be decoded.
+            InvalidOption: if there is no single map: for a view, several shards, or files that must be decoded.
         """
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
@@ -136,15 +137,15 @@ class PackedDataset(LabelledDataset):
         return _map_tensor(maps[0])
 
     def maps(self, name: str = SAMPLES) -> tuple[Tensor, ...] | None:
-        """Return a field's rows of the whole split as stored, `[N, ...]`, a tensor over each file's read-only map.
+        """Return a field's rows for the whole split as stored, `[N, ...]`: one read-only tensor per memory-mapped file.
 
-        None if samples have to be decoded, or be read through HDF5.
+        Returns None if samples must be decoded or read through HDF5.
         """
         maps = self._opened.samples.maps(name)
         return None if maps is None else tuple(map(_map_tensor, maps))
 
     def mapped_files(self, name: str = SAMPLES) -> tuple[tuple[Path, int], ...] | None:
-        """Return for each map of a field its file and where in it the rows begin; None if one is no map of a file."""
+        """Return the file and byte offset of each map of a field; None if any of its arrays is not a mapped file."""
         found: list[tuple[Path, int]] = []
         for array in self._opened.samples.maps(name) or ():
             mapped = array if isinstance(array, np.memmap) else array.base
@@ -154,28 +155,28 @@ class PackedDataset(LabelledDataset):
         return tuple(found) or None
 
     def column(self, name: str, numbers: Indices) -> Tensor | list[Any]:
-        """Return one field of some samples: a tensor, or a list if samples may differ in shape; see `stack_samples`.
+        """Return one field of several samples: a tensor, or a list if shapes may differ; see `stack_samples`.
 
         Args:
-            name: one of `fields`, but not the labels.
-            numbers: samples, `int64 [B]`, from 0.
+            name: one of `fields`, except the labels.
+            numbers: sample numbers from 0, `int64 [B]`.
         """
         return self._opened.samples.column(name, self._rows_of(numbers))
 
     def image_files(self) -> ImageFiles | None:
-        """Return what X is if it holds the bytes of image files, which have to be decoded; else None."""
+        """Return how X is decoded if it holds image files; otherwise None."""
         return self._opened.samples.image_files()
 
     def encoded(self, number: int) -> bytes:
-        """Return the bytes of a sample's image file, checked; empty for one that was bad when it was packed.
+        """Return the bytes of a sample's image file, checked against the CRC; empty if it was bad when packed.
 
         Raises:
-            Corrupt: if they are not the sealed ones.
+            Corrupt: if the bytes do not match the CRC.
         """
         return self._opened.samples.encoded(number if self._numbers is None else self._numbers.item(number))
 
     def name_of(self, number: int) -> str:
-        """Return what to call a sample in a message."""
+        """Return the name of a sample for messages."""
         row = number if self._numbers is None else self._numbers.item(number)
         return f"{self.split_name}[{row}] of {str(self.info.path)!r}"
 
@@ -189,7 +190,7 @@ class PackedDataset(LabelledDataset):
         return tuple(fields) if len(fields) > 1 else fields[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples at once, as `DataLoader` asks for them: rows are gathered in one pass."""
+        """Return several samples at once, called by `DataLoader`; rows are gathered in one pass."""
         chosen = resolve_indices(indices, len(self))
         fields: list[Iterable[Any]] = list(self._opened.samples.many(self._rows_of(chosen)))
         if self.labels is not None:
@@ -198,14 +199,14 @@ class PackedDataset(LabelledDataset):
         return list(zip(*fields, strict=True)) if len(fields) > 1 else list(fields[0])
 
     def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> PackedDataset:
-        """Return a view of some samples, in the order given; nothing is copied but the numbers.
+        """Return a view of some samples, in the given order; no samples are copied.
 
         Args:
-            indices: integers, as any splitter of scikit-learn gives them, bools for all samples, or a slice.
+            indices: integers, as returned by any splitter of scikit-learn; one bool per sample; or a slice.
 
         Raises:
-            InvalidOption: if they are something else.
-            IndexError: if one of them is no sample.
+            InvalidOption: if the indices are of any other kind.
+            IndexError: if an index is out of range.
         """
         return PackedDataset(self._opened, self._rows_of(resolve_indices(indices, len(self))))
 
@@ -220,23 +221,22 @@ class PackedDataset(LabelledDataset):
     def split(
         self, shares: Mapping[str, float] | Sequence[float] = (0.8, 0.2), *, seed: int = 0, stratify: bool = True
     ) -> dict[str, PackedDataset] | tuple[PackedDataset, ...]:
-        """Return views that share out all samples, as in `training, validation = data.split((0.9, 0.1))`.
+        """Split all samples into views, as in `training, validation = data.split((0.9, 0.1))`.
 
         Args:
-            shares: each view's share, in total 1; with names, as in `{"train": 0.9, "dev": 0.1}`, they are
-                a dict.
-            seed: of the order in which samples are dealt.
-            stratify: keep the shares of the classes in each part, of combinations of several labels, or of bins of a
-                number.
+            shares: share of each view, adding up to 1; a mapping such as `{"train": 0.9, "dev": 0.1}` returns a dict.
+            seed: seed of the shuffle.
+            stratify: keep the proportions of the classes, of the label combinations, or of bins of a regression target.
 
         Raises:
-            InvalidOption: if the shares do not add up to 1, or leave a view without samples.
+            InvalidOption: if the shares do not add up to 1, or a view would be empty.
         """
         if not isinstance(shares, Mapping | Sequence) or isinstance(shares, str) or not shares:
             next_step = "Use data.split((0.8, 0.2)), for example"
             raise InvalidOption(cannot("split", f"shares={shares!r}", "shares of all parts", next_step))
         named = shares if isinstance(shares, Mapping) else {str(place): share for place, share in enumerate(shares)}
-        dealt = split_shares(None, len(self), named, seed)  # which also checks the shares
+        # This first call also validates the shares, which the strata depend on.
+        dealt = split_shares(None, len(self), named, seed)
         if stratify:
             dealt = split_shares(self._strata(named), len(self), named, seed)
         views = {name: self.subset(numbers) for name, numbers in dealt.items()}
@@ -251,20 +251,20 @@ class PackedDataset(LabelledDataset):
         groups: str | Sequence[Any] | npt.NDArray[Any] | None = None,
         seed: int = 0,
     ) -> tuple[PackedDataset, PackedDataset]:
-        """Return views for training and for testing: fold `k` of `n` is held out, the others train.
+        """Return views for training and for testing: fold `k` of `n` is held out, the others are for training.
 
-        The held-out views of all folds together are every sample once.
+        Each sample is held out in exactly one fold.
 
         Args:
-            k: the fold, from 0.
-            n: how many folds.
-            stratify: keep the shares of the labels in each fold, as `split` does.
-            groups: which samples belong together and stay in one fold, as those of one patient: one value for each
-                sample, or the name of a field.
-            seed: of the order in which samples are dealt.
+            k: number of the fold, from 0.
+            n: number of folds.
+            stratify: keep the proportions of the labels in each fold, as in `split`.
+            groups: group of each sample, such as its patient, or the name of a field that holds it. A group is never
+                divided between folds.
+            seed: seed of the shuffle.
 
         Raises:
-            InvalidOption: if there are no such folds, or fewer samples or groups than folds.
+            InvalidOption: if `k` or `n` is out of range, or there are fewer samples or groups than folds.
         """
         act = f"make fold {k!r} of {n!r}"
         check_whole_number(act, "n", n, 2)
@@ -297,7 +297,7 @@ class PackedDataset(LabelledDataset):
         return *fields[: self._label_place], self._label(place), *fields[self._label_place :]
 
     def _rows_of(self, chosen: Indices) -> Indices:
-        """Return the rows of the split that samples of this view lie in."""
+        """Return the rows of the split that hold these samples of the view."""
         return chosen if self._numbers is None else self._numbers[chosen]
 
     def _strata(self, shares: Mapping[str, float]) -> Indices | None:
@@ -314,30 +314,29 @@ class PackedDataset(LabelledDataset):
 
 
 class FileDataset(LabelledDataset):
-    """Image files that are not packed: `dataset[i]` is an image, `uint8 [C, H, W]`, decoded, and its label.
+    """Image files that are not packed: `dataset[i]` is a decoded image, `uint8 [C, H, W]`, and its label.
 
-    The source is listed once. `Loader` reads a far source many files ahead and decodes in threads; with `size=` it
-    keeps what it decoded, so that later epochs read nothing. To train often, pack instead: see `pack()`.
+    The source is listed once. With a remote source, `Loader` reads many files ahead and decodes in threads; with
+    `size=` it caches decoded images, so later epochs read nothing. For repeated training, use `pack()` instead.
 
     Args:
-        source: a folder, a zip archive, a table of paths (DataFrame, CSV, list), a bucket; see `open_source`.
-        split: of the source, where it has several: `train`, `dev` or `test`.
-        labels: as of `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
-        splits: as of `pack()`: a column, shares, a function of the path, or None for what the source says.
-        seed: of shares.
+        source: a folder, a zip archive, a table of paths (DataFrame, CSV, list) or a bucket; see `open_source`.
+        split: the split to read: `train`, `dev` or `test`.
+        labels: as in `pack()`: `"auto"`, a column, several columns, a function of the path, or None.
+        splits: as in `pack()`: a column, shares, a function of the path, or None for the source's own splits.
+        seed: seed for assigning samples to splits by shares.
         channels: 3 for RGB, 1 for luminance.
 
     Raises:
-        BadSource: if there are no samples, labels or splits to be found, or the archive can only be read from its
-            front.
-        MissingSplit: if there is no such split.
-        InvalidOption: if an option cannot be meant.
+        BadSource: if no samples, labels or splits are found, or the archive does not support random access.
+        MissingSplit: if the split does not exist.
+        InvalidOption: if an option is invalid.
 
     Attributes:
-        source: where the files are.
-        split_name, labels, classes, fields: as of `LabelledDataset`.
-        fingerprint: tells these files, by their paths inside the source, their sizes and labels, from all others; it is
-            the same for a copy of them elsewhere.
+        source: the source of the files.
+        split_name, labels, classes, fields: see `LabelledDataset`.
+        fingerprint: text that identifies these files by their relative paths, sizes and labels; a copy elsewhere has
+            the same fingerprint.
     """
 
     def __init__(
@@ -373,7 +372,7 @@ class FileDataset(LabelledDataset):
 
     def _set_items(self, items: tuple[Item, ...], labels: Tensor | None) -> None:
         self._items, self._count, self.labels = items, len(items), labels
-        # No times, and no place: training resumes with files that were copied again since.
+        # Leaves out times and location, so training can resume with a new copy of the files.
         about = "".join(f"{item.path}\0{item.size}\0" for item in items).encode("utf-8", "surrogateescape")
         stored = b"" if labels is None else labels.numpy().tobytes()
         self.fingerprint = f"files/{hashlib.sha256(about + stored).hexdigest()[:32]}"
@@ -393,14 +392,14 @@ class FileDataset(LabelledDataset):
         return f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_things(len(self), 'file')}{classes}"
 
     def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> FileDataset:
-        """Return a view of some samples, in the order given.
+        """Return a view of some samples, in the given order.
 
         Args:
-            indices: integers, bools for all samples, or a slice.
+            indices: integers, one bool per sample, or a slice.
 
         Raises:
-            InvalidOption: if they are something else.
-            IndexError: if one of them is no sample.
+            InvalidOption: if the indices are of any other kind.
+            IndexError: if an index is out of range.
         """
         numbers = resolve_indices(indices, len(self))
         view = copy.copy(self)
@@ -409,7 +408,7 @@ class FileDataset(LabelledDataset):
         return view
 
     def image_files(self) -> ImageFiles:
-        """Return what the files become."""
+        """Return how the files are decoded."""
         return ImageFiles(self._channels, None)
 
     def item(self, number: int) -> Item:
@@ -417,12 +416,12 @@ class FileDataset(LabelledDataset):
         return self._items[number]
 
     def encoded(self, number: int) -> bytes:
-        """Return the bytes of a sample's file, tried again where that helps.
+        """Return the bytes of a sample's file, retrying temporary errors.
 
         Raises:
-            SourceChanged: if it is not the file any more that was listed.
+            SourceChanged: if the file has changed since it was listed.
             FileFailed: if it cannot be read.
-            TimedOut: if there was no answer, twice.
+            TimedOut: if the source did not answer twice in a row.
         """
         item = self._items[number]
         if not self.source.can_hang:
@@ -430,7 +429,7 @@ class FileDataset(LabelledDataset):
         return answer_of(lambda: read_item(self.source, item, Retries()), can_hang=True)
 
     def name_of(self, number: int) -> str:
-        """Return what to call a sample in a message."""
+        """Return the name of a sample for messages."""
         return f"{self._items[number].path!r} of {self.source.name!r}"
 
 
@@ -441,5 +440,5 @@ def _map_tensor(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _reopen(reopen: partial[OpenSplit], numbers: Indices | None) -> PackedDataset:
-    """Return a data set that was pickled."""
+    """Return an unpickled dataset."""
     return PackedDataset(reopen(), numbers)

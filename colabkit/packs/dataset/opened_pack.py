@@ -1,4 +1,4 @@
-"""`open_pack()` and what it returns: the splits of a pack by name."""
+"""`open_pack()` and the `Pack` that it returns, a mapping of split names to datasets."""
 
 from __future__ import annotations
 
@@ -36,28 +36,32 @@ _LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))
 def open_pack(
     path: str | os.PathLike[str], *, x: DataSetNames | None = None, y: DataSetNames | None = None, trusted: bool = False
 ) -> Pack:
-    """Return the pack at `path`: `open_pack(path)["train"]` is a data set.
+    """Open the pack at `path`; `open_pack(path)["train"]` is a dataset.
 
-    Of a pack made by `pack()`, seal, length and layout are checked, which takes milliseconds whatever its size. Each
-    sample is checked when it is read; `verify()` checks all. Shards are opened and checked when they are needed.
+    For a pack made by `pack()`, this checks seal, length and layout, which takes milliseconds regardless of size. Each
+    sample is checked when it is read; `verify()` checks all of them. Shards are opened and checked when needed.
 
-    Somebody else's HDF5 file opens too. Contiguous data sets are mapped, compressed ones are read through HDF5. It has
-    no seal, so damage can show as wrong samples, or as a crash of the HDF5 library.
+    Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, compressed ones are read through HDF5.
+    Such a file has no seal, so damage may go unnoticed as wrong samples, or crash the HDF5 library.
 
     Args:
-        path: a pack made by `pack()`, or an HDF5 file.
-        x: for an HDF5 file, the data set that holds the samples, as in `"images"` or `"group/images"`; with splits, one
-            for each, as in `{"train": "X_train", "test": "X_test"}`. None finds usual names such as `X_train`.
-        y: the data sets of the labels, named likewise; None with `x` leaves samples without labels.
-        trusted: for an HDF5 file, also read what leads to other files or runs other people's code: links, external
-            storage, virtual data sets, filter plugins; and samples of varying length.
+        path: a pack made by `pack()`, or any HDF5 file.
+        x: for an HDF5 file, the dataset with the samples, for example `"images"` or `"group/images"`; with several
+            splits, one dataset for each, as in `{"train": "X_train", "test": "X_test"}`. None searches for common names
+            such as `X_train`.
+        y: the datasets with the labels, in the same form; None together with `x` means no labels.
+        trusted: for an HDF5 file, also allow links, external storage, virtual datasets and filter plugins, which read
+            other files or run third-party code, and samples of varying length.
+
+    Returns:
+        The pack, a mapping of split names to datasets.
 
     Raises:
-        SourceMissing: if there is no such file.
-        BadSource: if it is no HDF5 file, or its data sets are not what is needed.
+        SourceMissing: if the file does not exist.
+        BadSource: if it is not an HDF5 file, or its datasets cannot be used.
         NotSealed: if it is a pack that was never finished, or lost its seal.
-        Corrupt: if it was sealed and has changed.
-        InvalidOption: if data sets are named for a pack, which names its own.
+        Corrupt: if it has changed since it was sealed.
+        InvalidOption: if `x` or `y` is given for a pack, whose dataset names are fixed.
     """
     act = f"open {os.fspath(path)!r}"
     found = user_path(path, act).absolute()
@@ -76,12 +80,12 @@ class Pack(Mapping[str, PackedDataset]):
     """The splits of a pack by name, as in `pack["train"]`.
 
     Attributes:
-        path: the file.
+        path: path of the file.
         classes: class names; a label is an index into them.
-        source: where the samples came from.
+        source: name of the source of the samples.
         encoding: how samples are stored: `raw` and `array` as they are used, `source` and `jpeg` as image files.
-        splits: how many samples each split has.
-        info: layout and seal, as read from the file.
+        splits: number of samples in each split.
+        info: layout and seal, read from the file.
     """
 
     def __init__(self, info: PackInfo, open_split: Callable[[str], OpenSplit]) -> None:
@@ -95,12 +99,13 @@ class Pack(Mapping[str, PackedDataset]):
         self.splits: Mapping[str, int] = {split: info.count(split) for split in info.splits}
 
     def __getitem__(self, split: str) -> PackedDataset:
-        split = SPLIT_FOLDERS.get(split, split)  # "val" is the split dev
+        # Accept other names of a split, such as "val" for "dev".
+        split = SPLIT_FOLDERS.get(split, split)
         if split not in self.splits:
             act = f"take split {split!r} of {str(self.path)!r}"
             raise MissingSplit(cannot(act, "no such split", f"one of {', '.join(self)}", "Use one of these"))
         if split not in self._opened:
-            # The file is mapped by its name, which another pack may have taken since this one was opened.
+            # The path may hold another pack by now, so opening a split compares the seals.
             self._opened[split] = PackedDataset(self._open_split(split))
         return self._opened[split]
 
@@ -114,21 +119,21 @@ class Pack(Mapping[str, PackedDataset]):
         return Pack, (self.info, self._open_split)
 
     def __fspath__(self) -> str:
-        """Return the path, so that an open pack stands for its file."""
+        """Return the path, so an open pack can be passed wherever a path is expected."""
         return str(self.path)
 
     def show(self, split: str | None = None, n: int = 16, *, seed: int = 0) -> SampleGrid:
-        """Return a picture of some samples with their labels, which shows itself in a notebook.
+        """Return a picture of random samples with their labels, which a notebook displays.
 
         Args:
-            split: whose samples; None takes the first.
-            n: how many, drawn at random.
-            seed: of the draw; the same seed gives the same samples.
+            split: name of the split; None uses the first.
+            n: number of samples.
+            seed: seed of the random choice.
 
         Raises:
-            MissingSplit: if there is no such split.
-            MissingPackage: without matplotlib.
-            Corrupt: if a sample's bytes are not the sealed ones.
+            MissingSplit: if the split does not exist.
+            MissingPackage: if matplotlib is not installed.
+            Corrupt: if a sample does not match its CRC.
         """
         check_whole_number(f"show {str(self.path)!r}", "n", n, 1)
         data = self[next(iter(self)) if split is None else split]
@@ -161,7 +166,7 @@ class Pack(Mapping[str, PackedDataset]):
         return f"Pack {str(self.path)!r}: {splits}; {what}{classes}, {size}"
 
     def _file_bytes(self) -> tuple[int, int]:
-        """Return the bytes of all files, and how many shards are missing."""
+        """Return the total size of all files in bytes, and the number of missing shards."""
         total, missing = 0, 0
         for name in [self.path.name, *(Path(shard.name).name for shard in self.info.shards)]:
             try:

@@ -1,4 +1,4 @@
-"""A picture of samples in a grid with their labels beneath."""
+"""Draws samples in a grid with their labels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-_SCALE = 2  # pixels drawn for one of the notebook's, so that text and edges are sharp on dense screens
-_MOST_PNG_BYTES = 1 << 20  # kept in the notebook's file; photographs become JPEG instead
-# Lengths in pixels on the page.
+# Image pixels per CSS pixel, so that text and edges are sharp on high-density screens.
+_SCALE = 2
+# Larger pictures, such as photographs, are embedded in the notebook as JPEG.
+_MOST_PNG_BYTES = 1 << 20
+# Lengths in CSS pixels.
 _WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _HEADER, _LABEL = 920, 280, 16, 12, 25, 23
 _SMALL_TILE, _LARGE_TILE = 112, 200
 _TEXT_PT = 9.4
@@ -35,11 +37,11 @@ _TILE, _EDGE = "#f3f4f6", "#d8dee4"
 
 @dataclass(frozen=True, repr=False)
 class SampleGrid:
-    """A picture that shows itself in a notebook.
+    """A picture that displays itself in a notebook.
 
     Attributes:
-        image: the picture, at twice the size it has on the page.
-        indices: the samples shown, row by row.
+        image: the picture, at twice its display size.
+        indices: numbers of the samples shown, row by row.
     """
 
     image: Image.Image
@@ -64,7 +66,7 @@ class SampleGrid:
 
     @property
     def _size(self) -> dict[str, int]:
-        """Width and height on the page, as notebooks take them."""
+        """Display width and height in the form that notebooks expect."""
         return {"width": self.image.width // _SCALE, "height": self.image.height // _SCALE}
 
     def _encoded(self, kind: str, **options: int) -> bytes:
@@ -74,16 +76,16 @@ class SampleGrid:
 
 
 def draw_samples(data: PackedDataset, chosen: Indices, label_kind: str, title: str) -> SampleGrid:
-    """Return samples of a data set in a grid, as square as it can be, their labels beneath.
+    """Draw samples of a dataset in a roughly square grid with their labels below.
 
     Args:
-        data: whose samples.
-        chosen: which.
-        label_kind: what a label is: `class`, `multilabel`, `regression` or `none`.
-        title: what they are of.
+        data: the dataset.
+        chosen: numbers of the samples to draw.
+        label_kind: kind of the labels: `class`, `multilabel`, `regression` or `none`.
+        title: name of the dataset, for the caption.
 
     Raises:
-        MissingPackage: without matplotlib.
+        MissingPackage: if matplotlib is not installed.
     """
     from PIL import Image
 
@@ -115,7 +117,7 @@ def draw_samples(data: PackedDataset, chosen: Indices, label_kind: str, title: s
 
 
 def _draw_sample(axes: Axes, value: npt.NDArray[Any] | str) -> None:
-    """Draw a sample: a text, a curve, or an image whole in the middle of its tile, small ones with sharp pixels."""
+    """Draw a sample: text, a curve, or an image centered in its tile; small images keep sharp pixels."""
     if isinstance(value, str):
         lines = textwrap.wrap(printable(value[:_MOST_CHARS]), 24)[:11]
         axes.text(0.06, 0.94, "\n".join(lines), va="top", fontsize=_TEXT_PT, parse_math=False, transform=axes.transAxes)
@@ -128,9 +130,10 @@ def _draw_sample(axes: Axes, value: npt.NDArray[Any] | str) -> None:
 
 
 def _grid(sizes: list[tuple[int, int]]) -> tuple[int, int, int]:
-    """Return how many columns, and width and height of a tile on the page.
+    """Return the number of columns, and the width and height of a tile in CSS pixels.
 
-    The grid has as few empty places as can be and is somewhat wider than high; tiles have the shape of most images.
+    The grid has as few empty cells as possible and is slightly wider than high; tiles have the median aspect ratio of
+    the images.
     """
     count = len(sizes)
     least, most = math.ceil(math.sqrt(count)), math.ceil(2 * math.sqrt(count))
@@ -161,14 +164,15 @@ def _label_text(data: PackedDataset, number: int, label_kind: str) -> str:
 
 
 def _shown(value: Any) -> npt.NDArray[Any] | str:
-    """Return what a sample looks like: an image of bytes, a curve, a text."""
+    """Convert a sample to the form in which it is drawn: an image, a curve or text."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, str) else format_things(len(value), "byte")
     array = value.numpy()
     if array.ndim >= 3 and array.shape[-3] in (1, 3):
         array = np.moveaxis(array, -3, -1)
     while array.ndim > 3 or (array.ndim == 3 and array.shape[2] not in (1, 3)):
-        array = array[len(array) // 2]  # the middle of a volume or of a film
+        # Show the middle slice of a volume or the middle frame of a video.
+        array = array[len(array) // 2]
     if array.ndim < 2:
         return _levels(array.reshape(-1))
     levels = array if array.dtype == np.uint8 else _levels(array)
@@ -176,14 +180,14 @@ def _shown(value: Any) -> npt.NDArray[Any] | str:
 
 
 def _size_of(value: npt.NDArray[Any] | str) -> tuple[int, int]:
-    """Return width and height of what a sample looks like."""
+    """Return the width and height of a converted sample."""
     if isinstance(value, str) or value.ndim < 2:
         return _LARGE_TILE, _LARGE_TILE
     return value.shape[1], value.shape[0]
 
 
 def _levels(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return any numbers as 0 to 255, from the least to the greatest finite one."""
+    """Scale numbers to 0 to 255, from the smallest to the largest finite one."""
     values = np.abs(array) if array.dtype.kind == "c" else array
     values = values.astype(np.float64)
     finite = np.isfinite(values)

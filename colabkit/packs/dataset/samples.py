@@ -1,6 +1,6 @@
-"""The samples of a split: a column for each field, in one file or in shards, and the CRC of each sample.
+"""The samples of one split: a column for each field, in one file or in shards, and a CRC for each sample.
 
-A sample read alone is checked against its CRC. Batches of rows are not, since that would take as long as reading them;
+Single samples are checked against their CRC. Batches of rows are not, because that would take as long as reading them;
 `verify()` checks every sample.
 """
 
@@ -33,11 +33,11 @@ Stored: TypeAlias = npt.NDArray[Any] | bytes
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """How images that are stored as files are decoded.
+    """How images stored as files are decoded.
 
     Attributes:
-        channels: of decoded images.
-        blank: height and width of an image without bytes; None where such a one is broken.
+        channels: number of channels after decoding.
+        blank: height and width of the black image that replaces an empty file; None makes an empty file an error.
     """
 
     channels: int
@@ -51,14 +51,14 @@ class Column(Protocol):
         """Return a copy of the stored bytes or values of a sample."""
 
     def value(self, stored: Stored) -> Any:
-        """Return the user's value for them."""
+        """Convert stored bytes or values to the value that the user gets."""
 
     def many(self, rows: Indices) -> Batch:
         """Return the values of several samples."""
 
 
 def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
-    """Return stored rows, or one row, as the user's values: images with their channels before height and width."""
+    """Convert one or more stored rows to the values that the user gets; images become channels first."""
     if array.dtype.kind == "S":
         values = array.tolist()
         return [value.decode("utf-8", "surrogateescape") for value in values] if content == "text" else values
@@ -71,22 +71,23 @@ def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
 
 
 def convert_pixels(pixels: npt.NDArray[np.uint8]) -> Tensor:
-    """Return decoded pixels `[H, W, C]`, perhaps read-only, as an image `[C, H, W]` that may be written to."""
+    """Convert decoded pixels `[H, W, C]`, possibly read-only, to a writable image `[C, H, W]`."""
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
 
 def resolve_indices(indices: Any, count: int) -> Indices:
-    """Return integers, bools for all `count` samples or a slice as numbers of samples from 0, `int64 [B]`.
+    """Convert integers, a slice, or one bool for each of `count` samples to sample numbers from 0, `int64 [B]`.
 
     Raises:
-        InvalidOption: if they are something else.
-        IndexError: if one of them is no sample.
+        InvalidOption: if the indices are of any other kind.
+        IndexError: if an index is out of range.
     """
     if isinstance(indices, slice):
         return np.arange(*indices.indices(count), dtype=np.int64)
     try:
         found = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-    except ValueError:  # lists of several lengths
+    except ValueError:
+        # The lists inside have different lengths.
         raise index_error(indices, count) from None
     if found.dtype == bool and found.shape == (count,):
         return np.flatnonzero(found)
@@ -102,14 +103,14 @@ def resolve_indices(indices: Any, count: int) -> Indices:
 
 
 def index_error(index: object, count: int) -> InvalidOption:
-    """Return the error for what is no index of a data set of so many samples."""
+    """Return the error for an invalid index of a dataset with `count` samples."""
     found = f"an index of type {type(index).__name__}"
     needed = f"integers, {count} bools or a slice"
     return InvalidOption(cannot("take samples", found, needed, "Use data[0], data[:10] or data[[0, 5]], say"))
 
 
 def stack_samples(field: Batch) -> Batch:
-    """Return a field of a batch as one tensor, where its samples are tensors of one shape; else as it is."""
+    """Stack a field of a batch into one tensor if all samples are tensors of one shape; else leave it unchanged."""
     if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
         return torch.stack(field) if len({value.shape for value in field}) == 1 else field
     return field
@@ -117,7 +118,7 @@ def stack_samples(field: Batch) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class ArrayColumn:
-    """A field whose samples are rows of one array, `[N, ...]`, in memory or in a map."""
+    """A field whose samples are rows of one array, `[N, ...]`, in memory or memory-mapped."""
 
     array: npt.NDArray[Any]
     content: str
@@ -134,21 +135,30 @@ class ArrayColumn:
         return convert_rows(stored, self.content)
 
     def many(self, rows: Indices) -> Batch:
-        """Return rows gathered in one pass, in one thread, which is safe in forked processes."""
+        """Return rows gathered in one pass and one thread, which is safe in forked processes."""
         gathered = np.empty((len(rows), *self.array.shape[1:]), self.array.dtype)
-        np.take(self.array, rows, axis=0, out=gathered, mode="clip")  # "raise" would copy all of it once more
+        # With mode="raise", NumPy would buffer the output and copy it once more.
+        np.take(self.array, rows, axis=0, out=gathered, mode="clip")
         return convert_rows(gathered, self.content)
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedColumn:
-    """A field whose samples lie one after the other in one flat array: images as files, text, bytes."""
+    """A field whose samples are stored back to back in one flat array: image files, text or bytes.
+
+    Attributes:
+        flat: the bytes of all samples.
+        index: offset and length of each sample, `[N, 2]`.
+        content: kind of the samples, as in `Field`.
+        channels: number of channels after decoding.
+        blank: height and width of the black image for a sample that was bad when packed and has no bytes.
+    """
 
     flat: npt.NDArray[np.uint8]
-    index: Indices  # [N, 2], offset and length of each
+    index: Indices
     content: str
-    channels: int = 3  # of decoded images
-    blank: tuple[int, int] = (1, 1)  # height and width of an image without bytes, which was bad when it was packed
+    channels: int = 3
+    blank: tuple[int, int] = (1, 1)
 
     def stored(self, row: int) -> Stored:
         """Return a copy of a sample."""
@@ -177,14 +187,23 @@ class RaggedColumn:
 
 @dataclass(eq=False)
 class SingleFileSamples:
-    """The samples of one split in one file; `path`, `split` and `first` name them in messages."""
+    """The samples of one split in one file.
+
+    Attributes:
+        path: path of the file, for reading and for messages.
+        split: name of the split, for messages.
+        columns: all fields except the labels, in order.
+        checked: names of the fields that the CRCs cover.
+        crcs: CRC32 of each sample, `[N]`.
+        first: number of the first sample within the split of the whole pack, for messages.
+    """
 
     path: Path
     split: str
-    columns: Mapping[str, Column]  # its fields without the labels, in order
-    checked: Sequence[str] = ()  # names of the fields whose bytes a CRC covers
-    crcs: npt.NDArray[np.uint32] | None = None  # [N]
-    first: int = 0  # number of its first sample in the split of the whole pack
+    columns: Mapping[str, Column]
+    checked: Sequence[str] = ()
+    crcs: npt.NDArray[np.uint32] | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         self.names = tuple(self.columns)
@@ -193,11 +212,11 @@ class SingleFileSamples:
         self._is_ragged = any(isinstance(column, RaggedColumn) for column in self._in_order)
 
     def one(self, row: int) -> tuple[Any, ...]:
-        """Return the fields of one sample, checked.
+        """Return the fields of one sample, checked against its CRC.
 
         Raises:
-            Corrupt: if its bytes are not the sealed ones.
-            BadImage: if it cannot be decoded.
+            Corrupt: if the bytes do not match the CRC.
+            BadImage: if the sample cannot be decoded.
         """
         stored = self._stored(row)
         try:
@@ -207,13 +226,13 @@ class SingleFileSamples:
             raise BadImage(cannot(self._act("decode", row), str(error), "an image", next_step)) from error
 
     def encoded(self, row: int) -> bytes:
-        """Return the bytes of X of one sample as stored, checked."""
+        """Return the stored bytes of `X` of one sample, checked against its CRC."""
         stored = self._stored(row)[0]
         assert isinstance(stored, bytes)
         return stored
 
     def many(self, rows: Indices) -> tuple[Batch, ...]:
-        """Return the fields of several samples: gathered, or one by one and checked if there are ragged ones."""
+        """Return the fields of several samples: gathered, or one by one and checked if any field is ragged."""
         if self._is_ragged and len(rows):
             return tuple(map(list, zip(*map(self.one, rows.tolist()), strict=True)))
         return tuple(column.many(rows) for column in self._in_order)
@@ -223,13 +242,13 @@ class SingleFileSamples:
         return self.columns[name].many(rows)
 
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return a field's rows as stored, `[N, ...]`, of each file; None if they have to be decoded or converted."""
+        """Return a field's rows as stored, `[N, ...]`, one array per file; None if they need decoding or conversion."""
         column = self.columns[name]
         is_plain = isinstance(column, ArrayColumn) and column.array.dtype.isnative and column.array.dtype.kind != "S"
         return (column.array,) if isinstance(column, ArrayColumn) and is_plain else None
 
     def image_files(self) -> ImageFiles | None:
-        """Return how X is decoded if it holds the bytes of image files, else None."""
+        """Return how X is decoded if it holds image files; otherwise None."""
         column = self._in_order[0]
         if isinstance(column, RaggedColumn) and column.content == "image":
             return ImageFiles(column.channels, column.blank)
@@ -253,7 +272,7 @@ class SingleFileSamples:
 
 
 class ShardedSamples:
-    """The samples of one split in the shards beside an index, which are opened when they are first needed."""
+    """The samples of one split in the shards next to an index; shards are opened on first use."""
 
     def __init__(self, info: PackInfo, split: str) -> None:
         self.names = tuple(name for name in info.fields if name != LABELS)
@@ -266,12 +285,12 @@ class ShardedSamples:
             raise corrupt(info.path, f"its shards hold {self._starts[-1]} samples of {split} of {info.count(split)}")
 
     def one(self, row: int) -> tuple[Any, ...]:
-        """Return the fields of one sample, checked."""
+        """Return the fields of one sample, checked against its CRC."""
         shard, start = self._shard_of(row)
         return shard.one(row - start)
 
     def encoded(self, row: int) -> bytes:
-        """Return the bytes of X of one sample as stored, checked."""
+        """Return the stored bytes of `X` of one sample, checked against its CRC."""
         shard, start = self._shard_of(row)
         return shard.encoded(row - start)
 
@@ -286,7 +305,7 @@ class ShardedSamples:
         return _reorder(columns, place)
 
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
-        """Return a field's rows as stored, shard by shard; None if they have to be decoded."""
+        """Return a field's rows as stored, one array per shard; None if they must be decoded."""
         found: list[npt.NDArray[Any]] = []
         for number in range(len(self._shards)):
             maps = self._shard(number).maps(name)
@@ -298,11 +317,11 @@ class ShardedSamples:
         return tuple(found)
 
     def image_files(self) -> ImageFiles | None:
-        """Return how X is decoded if it holds the bytes of image files, else None."""
+        """Return how X is decoded if it holds image files; otherwise None."""
         return self._shard(0).image_files() if self._shards else None
 
     def _by_shard(self, rows: Indices, read: Callable[[SingleFileSamples, Indices], Any]) -> tuple[list[Any], Indices]:
-        """Return the results of reading each shard, and for each of `rows` its place among them."""
+        """Return the result of reading each shard, and for each row its position in the concatenated results."""
         owner = np.searchsorted(self._starts, rows, side="right") - 1
         order = np.argsort(owner, kind="stable")
         numbers, firsts = np.unique(owner[order], return_index=True)
@@ -328,21 +347,29 @@ class ShardedSamples:
 
 @dataclass(frozen=True)
 class OpenSplit:
-    """One split, ready to be read."""
+    """One split, ready to be read.
+
+    Attributes:
+        info: description of the pack.
+        split: name of the split.
+        samples: all fields except the labels.
+        labels: `[N]` or `[N, K]`; None if there are none.
+        reopen: opens the split in another process.
+    """
 
     info: PackInfo
     split: str
-    samples: SingleFileSamples | ShardedSamples  # all fields but the labels
-    labels: Tensor | None  # [N] or [N, K]
-    reopen: partial[OpenSplit]  # opens it in another process
+    samples: SingleFileSamples | ShardedSamples
+    labels: Tensor | None
+    reopen: partial[OpenSplit]
 
 
 def open_sealed(path: Path, seal: str, split: str) -> OpenSplit:
     """Return a split of the pack at `path`.
 
     Raises:
-        InvalidOption: if another pack has taken its place since `seal` was read.
-        Corrupt: if its tables are not the sealed ones.
+        InvalidOption: if the file at `path` has another seal, because another pack replaced it.
+        Corrupt: if a table does not match its checksum.
     """
     info = read_pack(path)
     if info.seal != seal:
@@ -388,7 +415,7 @@ def _table(info: PackInfo, name: str) -> npt.NDArray[Any]:
 
 
 def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
-    """Return the description of a shard that is the one named by the index."""
+    """Return the description of a shard, after checking that it is the one the index names."""
     path = index.path.with_name(shard.name)
     act = f"read samples of {str(index.path)!r}"
     next_step = "Stage or pack it again, the index together with all its shards"
@@ -405,7 +432,7 @@ def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
 
 
 def _reorder(pieces: list[Batch], place: Indices) -> Batch:
-    """Return pieces that lie shard by shard in the requested order."""
+    """Concatenate values that were read shard by shard and put them in the requested order."""
     tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
     if tensors and len(tensors) == len(pieces):
         return torch.cat(tensors)[torch.from_numpy(place)] if len(tensors) > 1 else tensors[0]
