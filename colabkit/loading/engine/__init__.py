@@ -1,1 +1,1 @@
-"""What works behind `Loader`: batches planned, built in threads, processes or on a GPU, and moved to the device."""
+"""The implementation of `Loader`: plan batches, build them in threads, processes or on a GPU, and move them there."""

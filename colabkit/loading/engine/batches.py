@@ -1,7 +1,7 @@
-"""Batches: which samples make them, epoch by epoch, and what they hold.
+"""Plan which samples form the batches of an epoch, and represent the batches.
 
-A global batch is what all ranks take in one step: `batch_size` consecutive positions of the epoch's order for each of
-them. So a position counted in samples means the same whatever the batch size and the number of ranks.
+A global batch holds the samples that all ranks take in one step: `batch_size` consecutive positions of the epoch's
+order for each rank. A position counted in samples is therefore independent of batch size and number of ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ T = TypeVar("T")
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 BATCHES_TOGETHER = 32
-"""Batches that are made together at most; more may be planned together."""
+"""Largest number of batches that are built together; more may be planned together."""
 
-_FIRST_CHUNK = 1024  # positions: enough for a small epoch, and little for the one batch of the first plan
+# Positions computed at first: enough for a small epoch, and fast enough for the single batch of the first plan.
+_FIRST_CHUNK = 1024
 _CHUNK = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of several processes this is, counted from 0."""
+    """The rank of this process, counted from 0, and the number of processes."""
 
     rank: int = 0
     world_size: int = 1
@@ -45,14 +46,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Some consecutive batches of one rank.
+    """Consecutive batches of one rank.
 
     Attributes:
-        indices: of the samples, `int64 [S]`.
-        positions: their places in the epoch's global order, `int64 [S]`.
-        sizes: samples of each batch.
-        ends: for each batch, how many samples of the epoch all ranks have received after it; with a custom sampler, how
-            many this rank has.
+        indices: sample indices, `int64 [S]`.
+        positions: positions of the samples in the epoch's global order, `int64 [S]`.
+        sizes: number of samples in each batch.
+        ends: for each batch, the number of samples of the epoch that all ranks have received after it; with a custom
+            sampler, the number that this rank has received.
     """
 
     indices: Indices
@@ -62,11 +63,11 @@ class BatchPlan:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each batch begins and ends among the samples."""
+        """Start and stop of each batch among the samples."""
         return [*itertools.pairwise(itertools.accumulate(self.sizes, initial=0))]
 
     def slice(self, first: int, stop: int | None = None) -> BatchPlan:
-        """Return its batches from `first` to `stop`, or to its end."""
+        """Return the batches from `first` to `stop`, or to the end."""
         begin, end = sum(self.sizes[:first]), sum(self.sizes[:stop])
         return BatchPlan(
             self.indices[begin:end], self.positions[begin:end], self.sizes[first:stop], self.ends[first:stop]
@@ -75,14 +76,14 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class Batch:
-    """A batch, and how it came to the user.
+    """A batch, with its position and timing.
 
     Attributes:
-        values: its fields, or a whole batch that `collate_fn` made.
-        positions: of its samples in the epoch's global order.
-        end: how many samples of the epoch all ranks have received after it.
+        values: fields of the batch, or the object that `collate_fn` returned.
+        positions: positions of its samples in the epoch's global order.
+        end: number of samples of the epoch that all ranks have received after it.
         was_ready: whether it was ready when it was requested.
-        marks: set in the stream of its device before and after what waits for it.
+        marks: events in the device's stream before and after the wait for this batch.
     """
 
     values: Any
@@ -93,17 +94,22 @@ class Batch:
 
 
 class BatchGroup:
-    """Batches that are made together.
+    """Batches that are built together.
 
     Attributes:
-        buffer: the pinned host memory that they lie in, if any.
-        values: each field of all samples, while they are made.
-        result: what transforms made of the first field.
-        draws: the samples' random numbers.
-        bad: samples to leave out, by their place in the plan.
-        pieces: `(start, stop)` of samples that any thread may make on its own.
-        failed_at: the first sample that could not be made.
-        lock: for what several threads set.
+        plan: plan of the batches.
+        buffer: pinned host memory of the batches, if any.
+        values: each field of all samples, while the batches are built.
+        result: first field after the transforms.
+        draws: random numbers of the samples.
+        bad: samples to leave out, as indices into the plan.
+        batches: the finished batches.
+        pieces: `(start, stop)` ranges of samples that threads may build independently.
+        lock: protects the attributes that several threads set.
+        pieces_left: number of unfinished pieces.
+        error: error of the first sample that could not be built.
+        failed_at: index of that sample in the plan.
+        is_done: whether the group is finished.
     """
 
     def __init__(self, plan: BatchPlan, buffer: Tensor | None = None) -> None:
@@ -126,15 +132,15 @@ class BatchGroup:
 class EpochRange:
     """The global batches of one epoch, from a position to its end.
 
-    The last one holds what is left. If that is less than one sample for each rank, the batch before it takes it too, so
-    that all ranks get equally many batches and every sample comes once. (If there is no batch before it, because the
-    epoch is resumed so near its end with more ranks than before, these few samples are left out.)
+    The last batch holds the remaining samples. If these are fewer than one per rank, they join the previous batch, so
+    that all ranks get the same number of batches and each sample occurs once. If there is no previous batch, because
+    the epoch is resumed very near its end with more ranks than before, these few samples are left out.
 
     Attributes:
-        start: samples of the epoch that have been received before.
-        stop: samples at which it ends.
-        batch_size: of one rank.
-        share: which rank this is.
+        start: number of samples of the epoch that were received before.
+        stop: position at which the range ends.
+        batch_size: samples per batch of one rank.
+        share: rank of this process.
     """
 
     start: int
@@ -144,12 +150,12 @@ class EpochRange:
 
     @classmethod
     def of(cls, n: int, start: int, batch_size: int, share: Share, drop_last: bool) -> EpochRange:
-        """Return the range over `n` samples from `start` on; with `drop_last` it ends with the last full batch."""
+        """Return the range from `start` to `n`; with `drop_last` it ends with the last full batch."""
         rest = (n - start) % (batch_size * share.world_size) if drop_last else 0
         return cls(start, max(start, n - rest), batch_size, share)
 
     def __len__(self) -> int:
-        """Return how many batches each rank gets."""
+        """Return the number of batches of each rank."""
         full, rest = divmod(self.stop - self.start, self._step)
         return full + (rest >= self.share.world_size)
 
@@ -158,7 +164,7 @@ class EpochRange:
         return self.batch_size * self.share.world_size
 
     def samples(self) -> int:
-        """Return how many samples these batches hold."""
+        """Return the number of samples in this rank's batches."""
         batches = len(self)
         if not batches:
             return 0
@@ -166,7 +172,7 @@ class EpochRange:
         return (batches - 1) * self.batch_size + end - begin
 
     def plan(self, order: Order | _ChunkedOrder, epoch: int, first: int, count: int) -> BatchPlan:
-        """Return `count` batches from the batch `first` on."""
+        """Return the plan of `count` batches, starting with batch `first`."""
         begins = self._begins(first, count)
         spans = self._own_spans(begins)
         sizes, ends = tuple([end - begin for begin, end in spans]), tuple(begins[1:])
@@ -179,7 +185,7 @@ class EpochRange:
         return BatchPlan(np.concatenate(indices), np.concatenate(positions), sizes, ends)
 
     def _begins(self, first: int, count: int) -> list[int]:
-        """Return the positions where some global batches begin, and where the last of them ends."""
+        """Return the start position of each of `count` global batches, and the end of the last one."""
         step = self._step
         begins = [*range(self.start + step * first, self.start + step * (first + count) + 1, step)]
         if first + count >= len(self):
@@ -187,7 +193,7 @@ class EpochRange:
         return begins
 
     def _own_spans(self, begins: list[int]) -> list[tuple[int, int]]:
-        """Return the positions of each global batch that are this rank's."""
+        """Return this rank's positions in each global batch."""
         rank, world = self.share.rank, self.share.world_size
         if world == 1:
             return [*itertools.pairwise(begins)]
@@ -198,7 +204,7 @@ class EpochRange:
 
 
 class _ChunkedOrder:
-    """An order that is computed in chunks up to `stop`: a call costs as much as some thousands of positions."""
+    """An order computed in chunks up to `stop`, because one call costs as much as some thousands of positions."""
 
     def __init__(self, order: Order, stop: int) -> None:
         self._order = order
@@ -208,7 +214,7 @@ class _ChunkedOrder:
         self._size = _FIRST_CHUNK
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """Return the samples at positions `start` to `stop` of an epoch, always the same one."""
+        """Return the samples at positions `start` to `stop`; `epoch` must be the same in every call."""
         if not self._from <= start <= stop <= self._from + len(self._chunk):
             self._chunk = self._order.indices(epoch, start, min(max(stop, start + self._size), self._stop))
             self._from, self._size = start, _CHUNK
@@ -217,7 +223,7 @@ class _ChunkedOrder:
 
 @dataclass(frozen=True, slots=True)
 class OrderPlanner:
-    """Plans batches in an order of `colabkit.sampler`, for one process."""
+    """Plan the batches of one process, in an order of `colabkit.sampler`."""
 
     order: Order
     batch_size: int
@@ -225,15 +231,15 @@ class OrderPlanner:
     share: Share
 
     def batches(self, start: int) -> int:
-        """Return how many batches an epoch has after so many samples of it."""
+        """Return the number of batches left after `start` samples of an epoch."""
         return len(self._range(start))
 
     def samples(self, start: int) -> int:
-        """Return how many samples these batches hold."""
+        """Return the number of samples in these batches."""
         return self._range(start).samples()
 
     def plans(self, epoch: int, start: int, most_batches: int) -> Iterator[BatchPlan]:
-        """Yield plans of these batches: of one batch at first, then of more, up to a limit."""
+        """Yield plans of the batches after `start` samples: first of one batch, then of more, up to a limit."""
         whole = self._range(start)
         order = _ChunkedOrder(self.order, whole.stop)
         first, count, batches = 0, 1, len(whole)
@@ -247,10 +253,10 @@ class OrderPlanner:
 
 
 def next_count(batches: int, most_batches: int) -> int:
-    """Return how many batches to plan after a plan of so many.
+    """Return the number of batches to plan after a plan of `batches`.
 
-    Those that are made together grow up to the limit, so that the next batch comes soon. If more are planned together,
-    the limit is reached at once, because each plan has a cost of its own.
+    Plans that are built together grow step by step, so that the next batch is ready soon. If more batches are planned
+    than built together, the limit is used at once, because every plan has a fixed cost.
     """
     if most_batches > BATCHES_TOGETHER:
         return most_batches
@@ -258,7 +264,7 @@ def next_count(batches: int, most_batches: int) -> int:
 
 
 def split_plans(plans: Iterable[BatchPlan], most_batches: int) -> Iterator[BatchPlan]:
-    """Yield plans of at most so many batches."""
+    """Split plans into plans of at most `most_batches` batches."""
     for plan in plans:
         if len(plan.sizes) <= most_batches:
             yield plan
@@ -268,7 +274,7 @@ def split_plans(plans: Iterable[BatchPlan], most_batches: int) -> Iterator[Batch
 
 
 class DeferredErrors(Generic[T]):
-    """Iterates items and ends quietly where they fail; `raise_error` raises the error afterwards."""
+    """Iterate over items and stop silently at an error; `raise_error` raises it afterwards."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = items
@@ -281,15 +287,19 @@ class DeferredErrors(Generic[T]):
             self._error = error
 
     def raise_error(self) -> None:
-        """Raise the error at which the items ended, if they did."""
+        """Raise the error that ended the iteration, if there was one."""
         if self._error is not None:
             raise self._error
 
 
 def fetch_ahead(items: Iterable[T], is_enough: Callable[[deque[T]], bool]) -> Generator[T, None, None]:
-    """Yield items in order, but fetch more of them first, until those that wait are enough.
+    """Yield items in order, but always fetch enough of them ahead.
 
-    An error of `items` is raised after the items before it. `is_enough` must not hold for none.
+    An error of `items` is raised after the items before it.
+
+    Args:
+        items: items to fetch.
+        is_enough: returns whether the fetched items are enough; it must return False for an empty queue.
     """
     source = DeferredErrors(items)
     coming, waiting, is_over = iter(source), deque[T](), False
@@ -306,10 +316,10 @@ def fetch_ahead(items: Iterable[T], is_enough: Callable[[deque[T]], bool]) -> Ge
 
 
 class EndDetector:
-    """Iterates the plans of an epoch, fetched one ahead, so that the last batch is known when it comes.
+    """Iterate over the plans of an epoch and fetch one ahead, so that the last batch is recognized when it is yielded.
 
     Attributes:
-        end: how many samples of the epoch all ranks have received after its last batch; None while unknown.
+        end: number of samples of the epoch that all ranks have received after its last batch; None while unknown.
     """
 
     def __init__(self, plans: Iterable[BatchPlan]) -> None:
@@ -330,7 +340,7 @@ class EndDetector:
 def announce_plans(
     plans: Iterable[BatchPlan], announce: Callable[[BatchPlan], None], depth: int
 ) -> Iterator[BatchPlan]:
-    """Yield plans, after calling `announce` once with each of those within the next `depth` samples."""
+    """Yield plans, after calling `announce` once with each plan that lies within the next `depth` samples."""
 
     def announced() -> Iterator[BatchPlan]:
         for plan in plans:
@@ -344,13 +354,13 @@ def announce_plans(
 
 
 def split_values(values: list[Any], sizes: Sequence[int]) -> list[Any]:
-    """Return the values of each batch, of as many samples as its size."""
+    """Split the values of some batches by their sizes."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     return [stack_samples(values[start:stop]) for start, stop in itertools.pairwise(stops)]
 
 
 def split_batches(plan: BatchPlan, fields: Sequence[Any]) -> list[Batch]:
-    """Return the batches of a plan, of the values that its samples have in each field."""
+    """Split the fields of all samples of a plan into its batches."""
     columns = [
         torch.split_with_sizes(value, plan.sizes) if isinstance(value, Tensor) else split_values(value, plan.sizes)
         for value in fields
@@ -362,14 +372,15 @@ def split_batches(plan: BatchPlan, fields: Sequence[Any]) -> list[Batch]:
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch of the same structure with the function's result for every tensor in it."""
+    """Apply a function to every tensor of a batch and return a batch of the same structure."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, tuple | list):
         return type(batch)(map_tensors(value, function) for value in batch)
-    if isinstance(batch, MutableMapping):  # a copy keeps what else a class of mappings holds
+    if isinstance(batch, MutableMapping):
+        # A copy preserves other attributes of custom mappings.
         clone = copy.copy(batch)
         clone.update({name: map_tensors(value, function) for name, value in batch.items()})
         return clone
@@ -379,7 +390,7 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def fields_of(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the fields of a batch, and a function that makes a batch of fields again."""
+    """Return the fields of a batch, and a function that rebuilds a batch of the same structure from fields."""
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return list(batch), lambda values: type(batch)(*values)
     if isinstance(batch, tuple | list):

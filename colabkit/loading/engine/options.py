@@ -1,4 +1,4 @@
-"""The options of `Loader`, checked: an invalid argument is one line of error at once."""
+"""The options of `Loader`, validated when it is created, so an invalid argument fails early with a one-line error."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ _MOST_BLOCK = 1024
 
 @dataclass
 class LoaderOptions:
-    """The options of a `Loader`, checked when they are put together.
+    """The options of a `Loader`, validated on creation.
 
     Attributes:
+        act: verb and object of error messages.
         size: height and width of decoded image files.
-        num_workers: threads or processes; None for as many as CPUs may be used.
-        prefetch_batches: batches built ahead; None chooses.
-        bad: image files that could not be decoded.
+        num_workers: number of worker threads or processes; None for one per usable CPU.
+        prefetch_batches: number of batches to build ahead; None chooses by their size.
+        counts: the loader's meters.
+        bad: the image files that could not be decoded.
     """
 
     act: str
@@ -87,12 +89,12 @@ class LoaderOptions:
 
     @property
     def workers(self) -> int:
-        """How many threads or processes may work."""
+        """Number of worker threads or processes to use."""
         return max(1, round(usable_cpus())) if self.num_workers is None else self.num_workers
 
 
 def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
-    """Return the argument that needs samples one by one, and how to avoid it; None if there is none."""
+    """Return the argument that requires loading samples one by one, and how to avoid it; None if there is none."""
     if options.collate_fn is not None:
         return "collate_fn=", "leave collate_fn= out"
     if isinstance(options.transform, PerSample):
@@ -103,11 +105,11 @@ def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
 
 
 def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> None:
-    """Raise `InvalidOption` for arguments that do not apply to samples that are made one by one.
+    """Raise `InvalidOption` for arguments that do not apply to samples loaded one by one.
 
     Args:
-        given: whether each of these arguments is given, by name.
-        why: what needs samples one by one, and how to avoid it.
+        given: for each of these arguments by name, whether it is given.
+        why: the reason why samples are loaded one by one, and how to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
         found = f"{names} beside {why[0]}, for which samples are made one by one"
@@ -115,14 +117,14 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
 
 def check_without_processes(options: LoaderOptions, why: str, next_step: str) -> None:
-    """Raise `InvalidOption` for `persistent_workers` without processes."""
+    """Raise `InvalidOption` for `persistent_workers` without worker processes."""
     if options.persistent_workers:
         found, needed = f"persistent_workers=True with {why}", "worker processes to keep"
         raise InvalidOption(cannot(options.act, found, needed, next_step))
 
 
 def check_skipping(act: str, on_bad: str, share: Share) -> None:
-    """Raise `InvalidOption` for several ranks that leave out samples: one may lose a whole batch of bad ones."""
+    """Raise `InvalidOption` if several ranks skip bad samples: a rank with a fully bad batch would yield one less."""
     if on_bad == "skip" and share.world_size > 1:
         found, needed = f"on_bad='skip' in {share.world_size} processes", "equally many batches in each"
         raise InvalidOption(cannot(act, found, needed, "Use on_bad='blank', which leaves none out"))
@@ -152,7 +154,7 @@ def check_drop_last(act: str, drop_last: bool, yields_batches: bool) -> None:
 
 
 def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None) -> Order | Iterable[Any]:
-    """Return the order of epochs: `sampler`, or that of `shuffle` over `n` samples of `row_bytes`."""
+    """Return the sample order: `sampler` if given, else the order for `shuffle` over `n` samples of `row_bytes`."""
     check_one_of(act, "shuffle", shuffle, (True, False, "block"))
     if sampler is not None:
         if shuffle:
@@ -175,10 +177,10 @@ def order_of(act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes:
 
 
 def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
-    """Return which process of several this is: as given, else of `torch.distributed`, else the only one.
+    """Return the rank and world size: the arguments, else those of `torch.distributed`, else a single process.
 
     Raises:
-        InvalidOption: if only one of the two is given, or they do not fit together.
+        InvalidOption: if only one of the two is given, or the rank is not below the world size.
     """
     if (rank is None) != (world_size is None):
         found = f"rank={rank} and world_size={world_size}"
@@ -195,10 +197,10 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
 
 
 def usable_device(act: str, device: Any) -> torch.device:
-    """Return an existing device; None means the CPU.
+    """Return a device after checking that it exists; None means the CPU.
 
     Raises:
-        InvalidOption: if there is no such device.
+        InvalidOption: if the device does not exist, or is neither a CPU nor a CUDA GPU.
     """
     try:
         chosen = torch.device("cpu" if device is None else device)

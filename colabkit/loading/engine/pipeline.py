@@ -1,4 +1,4 @@
-"""The pipeline of a `Loader`: where its samples live, the engine that builds its batches, and how far ahead."""
+"""The pipeline of a `Loader`: the tier of its samples, the engine that builds its batches, and the prefetch depth."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fit
 from colabkit.loading.inspection import files_of, is_far, path_of
 from colabkit.packs import FileDataset, PackedDataset
 
-_GROUP_BYTES = 8 << 20  # built together: two of them stay in a processor's cache
+# Bytes of batches built together. Two such groups fit in a processor's cache.
+_GROUP_BYTES = 8 << 20
 _DEVICE_GROUP_BYTES = 64 << 20
-_PLAN_BATCHES = 32, 128  # planned together, as many of them as hold so many bytes
+# Least and largest number of batches planned together; between them, as many as hold _PLAN_BYTES.
+_PLAN_BATCHES = 32, 128
 _PLAN_BYTES = 256 << 20
 _LEAST_AHEAD = 4
 _AHEAD_BYTES = 512 << 20
@@ -39,12 +41,16 @@ Engine: TypeAlias = ThreadEngine | ProcessEngine | DeviceEngine
 
 @dataclass
 class BatchPipeline:
-    """What builds the batches of a loader.
+    """The components that build the batches of a loader.
 
     Attributes:
-        columns: of the data set; None if samples are made one by one.
-        row_bytes: of a sample; None if they differ.
-        images: how image files are decoded; None if samples need no decoding.
+        options: options of the loader.
+        tier: place where the samples live.
+        engine: engine that builds the batches.
+        stages: stages of the transform.
+        columns: columns of the data set; None if samples are loaded one by one.
+        row_bytes: size of a sample; None if sizes differ.
+        images: options for decoding image files; None if samples need no decoding.
     """
 
     options: LoaderOptions
@@ -56,7 +62,7 @@ class BatchPipeline:
     images: ImageOptions | None = None
 
     def current_engine(self) -> Engine:
-        """Return the engine of the next epoch: one on the GPU, once all is decoded and the GPU has room."""
+        """Return the engine of the next epoch: a GPU engine once all samples are decoded and the GPU has room."""
         cache = None if self.images is None else self.images.cache
         if self.tier.name == "gpu" and self.columns is not None and cache is not None and cache.is_full:
             columns = {**self.columns.by_name, next(iter(self.columns.by_name)): cache.gather()}
@@ -72,7 +78,7 @@ class BatchPipeline:
         return self.engine
 
     def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
-        """Return what a verdict about this loader needs."""
+        """Return the facts about this loader that a verdict is based on."""
         kind: Literal["gathered", "decoded", "processes", "device"]
         encoding: Literal["raw", "encoded", "python"] | None = "raw"
         if isinstance(self.engine, ProcessEngine):
@@ -111,13 +117,13 @@ class BatchPipeline:
 
 
 def _packed_from(dataset: Any) -> str | None:
-    """Return the source of a pack, if it is recorded and can be named from anywhere."""
+    """Return the recorded source of a pack, if it is an absolute path or a URL."""
     name = str(dataset.info.meta["source"]) if isinstance(dataset, PackedDataset) else ""
     return name if name != path_of(dataset) and (os.path.isabs(name) or "://" in name) else None
 
 
 def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
-    """Return the pipeline of a map-style data set, whose samples are made one by one in worker processes."""
+    """Return the pipeline of a map-style data set, whose samples are loaded one by one in worker processes."""
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
     if not options.workers:
@@ -128,12 +134,16 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
 
 
 def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: Any, processes: int) -> BatchPipeline:
-    """Return the pipeline of columns, whose batches are gathered or decoded in threads, or on the device.
+    """Return the pipeline of columns, whose batches are gathered or decoded by threads, or gathered on the device.
 
-    `processes` share what is free.
+    Args:
+        options: options of the loader.
+        columns: columns of the data set.
+        dataset: the data set.
+        processes: number of processes that share the free space.
 
     Raises:
-        InvalidOption: if the options do not fit the samples.
+        InvalidOption: if the options do not apply to the samples.
     """
     act = options.act
     check_without_processes(options, f"{columns.description}, which threads load", "Leave it out")
@@ -145,7 +155,8 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
         row_shape = None
     else:
         stages, row_shape = _image_stages(options, columns, columns.images)
-    if stages.geometry is not None:  # which crops bytes, one sample after the other
+    # Threads crop `uint8` samples.
+    if stages.geometry is not None:
         check_fill(act, stages.geometry.fill)
     row_bytes = None if rows is None else rows.row_bytes
     if row_shape is not None:
@@ -181,7 +192,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
 def _image_stages(
     options: LoaderOptions, columns: DatasetColumns, dataset: ImageDataset
 ) -> tuple[TransformStages, tuple[int, int, int] | None]:
-    """Return the stages for image files, and the shape of decoded rows; None if a crop makes images one size."""
+    """Return the stages for image files, and the shape of decoded rows; None if a crop brings images to one size."""
     on_device = options.is_on_gpu
     crops = split_transform(options.transform, on_device=on_device, by_sample=True, resized=True)
     if options.size is None and crops.geometry is not None and crops.geometry.size is not None:
@@ -206,20 +217,23 @@ def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
         found = f"on_bad={options.on_bad!r} for samples that need no decoding"
         raise InvalidOption(cannot(act, found, "image files", "Leave on_bad= out: there is nothing to fail"))
     first = None if options.transform is None else steps_of(options.transform)[0]
-    if isinstance(first, Transform) and not isinstance(first, PerBatch):  # custom functions may permute them
+    # A custom function may permute the channels itself.
+    if isinstance(first, Transform) and not isinstance(first, PerBatch):
         check_channels(act, columns)
 
 
 def _prefetch_depth(
     options: LoaderOptions, stages: TransformStages, is_decoded: bool, row_bytes: int | None
 ) -> PrefetchDepth:
-    """Return how much is built ahead: many small batches, a few large ones."""
+    """Choose how much to build ahead: many small batches, or a few large ones."""
     works, on_device = is_decoded or stages.works_in_threads, options.is_on_gpu
-    threads = options.workers if works else min(1, options.workers)  # one thread gathers faster than two in turns
+    # One thread gathers faster than two that take turns.
+    threads = options.workers if works else min(1, options.workers)
     threads = max(1, threads) if on_device else threads
     batch_bytes = max(1, options.batch_size * (row_bytes or 1 << 18))
     fitting = 1 if is_decoded else max(1, min(BATCHES_TOGETHER, _GROUP_BYTES // batch_bytes))
-    most = max(2, _AHEAD_BYTES // (4 * batch_bytes) if works else 2 * fitting)  # floats are four times as large
+    # A transform may turn bytes into floats, which take four times as much memory.
+    most = max(2, _AHEAD_BYTES // (4 * batch_bytes) if works else 2 * fitting)
     ahead = options.prefetch_batches or max(min(_LEAST_AHEAD, most), 2 * fitting)
     group = max(1, min(fitting, ahead // 2))
     begins_inline = not works and not on_device and options.prefetch_batches is None
@@ -229,6 +243,6 @@ def _prefetch_depth(
 
 
 def _device_engine(options: LoaderOptions, columns: Mapping[str, Column], row_bytes: int | None) -> DeviceEngine:
-    """Return what gathers batches on the device; small ones several at a time."""
+    """Return an engine that gathers batches on the device, several small ones at a time."""
     fitting = _DEVICE_GROUP_BYTES // max(1, options.batch_size * (row_bytes or 1))
     return DeviceEngine(columns, options.device, max(1, min(BATCHES_TOGETHER, fitting)), options.counts)

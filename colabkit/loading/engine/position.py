@@ -1,4 +1,4 @@
-"""The position of the user in the stream of epochs, and its state in a checkpoint."""
+"""The loader's position in the stream of epochs, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 
 _VERSION = 3
-_NEXT_STEPS = {  # by the beginning of a fingerprint
+# Keys are the beginnings of fingerprints.
+_NEXT_STEPS = {
     "files": "Use the files it was taken with, with the same labels and splits",
     "arrays": "Pass the arrays it was taken with",
 }
@@ -24,13 +25,15 @@ _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 class LoaderPosition:
     """The next position in a stream of epochs.
 
-    Samples are counted when the user receives them, not when they are made. A position at the end of an epoch is the
+    Samples are counted when the user receives them, not when they are built. The end of an epoch is represented as the
     start of the next one.
 
     Attributes:
-        pure_order: the same, if it is one of `colabkit.sampler`; None for a custom sampler.
-        next: epoch and samples at which the next iteration begins.
-        received: epoch and samples that the user has received; the start of the next one at the end of an epoch.
+        order: order or custom sampler of the epochs.
+        pure_order: the order, if it is one of `colabkit.sampler`; None for a custom sampler.
+        seed: seed of the loader.
+        next: epoch and number of its samples at which the next iteration starts.
+        received: epoch and number of its samples that the user has received.
     """
 
     def __init__(self, order: Order | Iterable[Any], seed: int, fingerprint: str) -> None:
@@ -42,12 +45,12 @@ class LoaderPosition:
 
     def _set_order(self, order: Order | Iterable[Any]) -> None:
         self.order = order
-        # Kept, since the check of a protocol takes long.
+        # Cached, because checking a protocol is slow.
         self.pure_order = order if isinstance(order, Order) else None
 
     @property
     def policy(self) -> str:
-        """The name and options of this order."""
+        """Name and options of this order."""
         return self.pure_order.policy if self.pure_order is not None else f"sampler {type(self.order).__qualname__}"
 
     @property
@@ -56,12 +59,12 @@ class LoaderPosition:
 
     @property
     def shuffle(self) -> bool | str:
-        """The argument `shuffle` that this order stands for."""
+        """The value of `shuffle=` that gives this order."""
         return "block" if isinstance(self.order, BlockShuffled) else isinstance(self.order, Shuffled)
 
     @property
     def order_text(self) -> str:
-        """The order, for the loader's text."""
+        """Description of the order for the loader's `repr`."""
         if isinstance(self.order, Sequential):
             return "in order"
         if isinstance(self.order, Shuffled | BlockShuffled):
@@ -70,14 +73,14 @@ class LoaderPosition:
         return f"by {self.policy.partition(' ')[0]}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration the epoch of this number; a position loaded for this epoch is kept."""
+        """Set the epoch of the next iteration; a loaded position inside this epoch is preserved."""
         epoch = check_whole_number("set the epoch", "epoch", epoch, 0)
         if epoch != self.next[0]:
             self.next = (epoch, 0)
         self.received = self.next
 
     def begin(self) -> tuple[int, int]:
-        """Return the epoch and the samples at which an iteration begins; the next one will be the epoch after it."""
+        """Start an iteration: return its epoch and start position, and advance `next` to the following epoch."""
         begun = self.next
         self.next = (begun[0] + 1, 0)
         self.received = begun
@@ -85,7 +88,7 @@ class LoaderPosition:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Begin within the block after the samples that the user received, and restore the position after it."""
+        """Start iterations of the block after the received samples, and restore the position after the block."""
         before = self.next, self.received
         self.next = self.received
         try:
@@ -94,13 +97,15 @@ class LoaderPosition:
             self.next, self.received = before
 
     def receive(self, epoch: int, samples: int, *, is_over: bool) -> None:
-        """Note that the user has received so many samples of an epoch."""
+        """Record that the user has received `samples` samples of an epoch."""
         self.received = (epoch + 1, 0) if is_over else (epoch, samples)
 
     def state_dict(self, batch_size: int = 0, world_size: int = 1) -> dict[str, Any]:
-        """Return the position as plain values; the batch size is for information only.
+        """Return the position as plain values.
 
-        The number of processes is needed for custom samplers, whose samples each process counts for itself.
+        Args:
+            batch_size: stored for information only.
+            world_size: number of processes; needed for custom samplers, whose samples each process counts separately.
         """
         epoch, samples = self.received
         return {
@@ -116,15 +121,16 @@ class LoaderPosition:
         }
 
     def load(self, state: dict[str, Any], is_end: Callable[[int], bool], world_size: int = 1) -> None:
-        """Load the position and the order of a state.
+        """Restore the position and the order of a state.
 
         Args:
-            state: of `state_dict`.
-            is_end: returns whether an epoch is known to have no batch after so many samples.
+            state: result of `state_dict`.
+            is_end: returns whether an epoch is known to have no batch after a number of samples.
+            world_size: current number of processes.
 
         Raises:
-            InvalidOption: if the state is of other data, of another order, of another number of processes where that
-                counts, of an unknown version, or incomplete.
+            InvalidOption: if the state belongs to other data, to another order or (with a custom sampler) to another
+                number of processes, or if it is incomplete or of an unknown version.
         """
         act = "resume the Loader"
         version = state.get("version") if isinstance(state, Mapping) else None
@@ -155,7 +161,7 @@ class LoaderPosition:
         self.next = self.received = (epoch + 1, 0) if is_end(samples) else (epoch, samples)
 
     def _order_of(self, act: str, policy: str, seed: int) -> Order | Iterable[Any]:
-        """Return the order of a state: one that needs no data, or the current one."""
+        """Return the order of a state: the current one, or a new one if it needs only the data set's size."""
         if policy == self.policy and seed == self._order_seed:
             return self.order
         if isinstance(self.order, Sequential | Shuffled | BlockShuffled):

@@ -1,4 +1,4 @@
-"""Where samples live while training (GPU memory, RAM, disk), by what is free, and the cache of decoded images."""
+"""Choose where samples live during training (GPU memory, RAM or disk) by the free space, and cache decoded images."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ Keep: TypeAlias = Literal["auto", "gpu", "ram", "disk"]
 KEEPS = ("auto", "gpu", "ram", "disk")
 Pixels = npt.NDArray[np.uint8]
 
-_RAM_SHARE = 0.7  # of what is available: the rest is for the model, the notebook and the batches
-_GPU_SHARE = 0.4  # of what is free: a model that is not there yet takes the rest
-_LATE_GPU_SHARE = 0.7  # when the model is there
+# Shares of the free space that samples may use. The rest of the RAM is for the model, the notebook and the batches.
+_RAM_SHARE = 0.7
+# The rest of the GPU memory is for a model that is loaded later.
+_GPU_SHARE = 0.4
+# Used once the model is on the GPU.
+_LATE_GPU_SHARE = 0.7
 _DISK_SHARE = 0.8
 
 _ram_caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
@@ -35,11 +38,12 @@ _ram_caches_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Tier:
-    """Where the samples live.
+    """The place where the samples live.
 
     Attributes:
-        name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or asks the data set again.
-        rows: how many decoded samples are cached; 0 if nothing is decoded, or nothing cached.
+        name: `"gpu"`, `"ram"` or `"disk"`; `"source"` if each epoch decodes samples or calls the data set again.
+        reason: the sizes that decided, as text.
+        rows: number of decoded samples that are cached; 0 if nothing is decoded or cached.
     """
 
     name: Literal["gpu", "ram", "disk", "source"]
@@ -51,19 +55,19 @@ class Tier:
 
 
 def fits_on(device: torch.device, needed: int) -> bool:
-    """Return whether a GPU, with the model on it by now, still has room for samples."""
+    """Return whether a GPU that already holds the model has room for the samples."""
     return needed <= _LATE_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that are free for samples.
+    """The space that is free for samples, in bytes.
 
     Attributes:
-        gpu_bytes: of the GPU that batches go to; None if they go to none.
-        ram_bytes: RAM that is available under all limits.
-        disk_bytes: of the local disk.
-        promised_bytes: of that RAM, what other loaders of this process will fill.
+        gpu_bytes: free memory of the batches' GPU; None if batches stay on the CPU.
+        ram_bytes: RAM available under all limits.
+        disk_bytes: free space of the local disk.
+        promised_bytes: part of that RAM that caches of this process's other loaders will fill.
     """
 
     gpu_bytes: int | None
@@ -73,7 +77,7 @@ class Room:
 
     @classmethod
     def measure(cls, device: torch.device, folder: Path, processes: int) -> Room:
-        """Return what is free now, on the disk of `folder` too, shared between some processes."""
+        """Measure the free space, including the disk of `folder`, and divide RAM and disk between the processes."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         ram = memory_limits(read_file).available_bytes
         return cls(gpu, ram // processes, file_changes.free_bytes(folder) // processes, promised_bytes())
@@ -89,13 +93,16 @@ def choose_tier(
     is_decoded: bool,
     is_on_disk: bool,
 ) -> Tier:
-    """Return where samples will live.
+    """Choose where samples will live.
 
     Args:
-        keep: the option; `"gpu"` only with a GPU.
-        row_bytes: of a sample that is ready to use; None if they differ, or are unknown.
-        is_decoded: whether samples have to be decoded before they are rows.
-        is_on_disk: whether rows lie in a mapped file, whose pages the kernel keeps while there is room.
+        act: verb and object of error messages.
+        keep: the requested tier; `"gpu"` only with a GPU.
+        room: the free space.
+        row_bytes: size of a decoded sample; None if sizes differ or are unknown.
+        count: number of samples.
+        is_decoded: whether samples have to be decoded first.
+        is_on_disk: whether rows are in a mapped file, whose pages the kernel caches while there is room.
 
     Raises:
         InvalidOption: if `keep` is impossible.
@@ -110,12 +117,13 @@ def choose_tier(
     needed = row_bytes * count
     shown = format_bytes(needed)
     gpu = None if room.gpu_bytes is None else int(_GPU_SHARE * room.gpu_bytes)
-    # With keep='ram' the user decides.
+    # With keep='ram' the user takes responsibility for the other caches.
     promised = room.promised_bytes if keep in ("auto", "disk") else 0
     free = max(0, room.ram_bytes - promised)
     ram, disk = int(_RAM_SHARE * free), int(_DISK_SHARE * room.disk_bytes)
     if keep in ("auto", "gpu") and gpu is not None:
-        on_the_way = ram if is_decoded else needed  # decoded samples are cached in RAM first
+        # Decoded samples are cached in RAM first.
+        on_the_way = ram if is_decoded else needed
         if needed <= min(gpu, on_the_way):
             return Tier("gpu", f"{shown} of {format_bytes(room.gpu_bytes or 0)} free", count if is_decoded else 0)
         if keep == "gpu":
@@ -134,7 +142,7 @@ def choose_tier(
 
 
 def _of_rows(act: str, keep: Keep, shown: str, needed: int, ram: int, is_on_disk: bool) -> Tier:
-    """Return where rows that need no decoding live."""
+    """Choose the tier of rows that need no decoding."""
     if not is_on_disk:
         if keep == "disk":
             found = "keep='disk' for arrays, which are in memory already"
@@ -164,18 +172,23 @@ def _too_much(act: str, keep: Keep, shown: str, needed: str) -> InvalidOption:
 
 
 def promised_bytes() -> int:
-    """Return the bytes of RAM that this process's caches may still take, which look free until then."""
+    """Return the bytes of RAM that this process's caches will still fill, and which look free until then."""
     with _ram_caches_lock:
         return sum((cache.capacity - len(cache)) * prod(cache.shape) for cache in _ram_caches)
 
 
 class RowCache:
-    """Decoded rows of one shape by the index of their sample, as many as fit; safe to use from any thread.
+    """Cache decoded rows of one shape by sample index; thread-safe.
 
-    Memory is taken as rows come. A file is reserved at once, and has no name: it is gone with the process.
+    RAM is used only as rows are added. On disk the space of a nameless file is reserved at once; the kernel frees it
+    when the process ends.
 
     Args:
-        capacity: rows to cache at most.
+        count: number of samples.
+        shape: shape of a row, `[H, W, C]`.
+        capacity: largest number of rows to cache.
+        where: `"ram"` or `"disk"`.
+        folder: folder of the file on disk.
 
     Raises:
         NotEnoughSpace: if the disk has no room for the file.
@@ -200,11 +213,11 @@ class RowCache:
                 _ram_caches.add(self)
 
     def __len__(self) -> int:
-        """Return how many rows are cached."""
+        """Return the number of cached rows."""
         return self._count
 
     def __getitem__(self, index: int) -> Pixels:
-        """Return the row of a sample that is cached."""
+        """Return the row of a cached sample."""
         return self.at(self._slots.item(index))
 
     @property
@@ -213,7 +226,7 @@ class RowCache:
         return self._count == len(self._slots)
 
     def gather(self) -> RowGather:
-        """Return what gathers the rows of a full cache."""
+        """Return a `RowGather` over the rows of a full cache."""
         return RowGather((self._tensor,), torch.from_numpy(self._slots), are_images=True)
 
     def row(self, index: int) -> Pixels | None:
@@ -222,7 +235,7 @@ class RowCache:
         return self.at(slot) if slot >= 0 else None
 
     def claim(self) -> int | None:
-        """Return a free slot, None if there is none; give it back by `settle` or `release`."""
+        """Claim and return a free slot, or return None; end each claim with `settle` or `release`."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -237,22 +250,23 @@ class RowCache:
         return row
 
     def settle(self, slot: int, index: int) -> None:
-        """Make the row in a claimed slot, which is complete now, that of a sample."""
+        """Store the completed row of a claimed slot as the row of a sample."""
         with self._lock:
-            if self._slots[index] >= 0:  # two threads decoded it at the same time
+            # Two threads may decode a sample at the same time.
+            if self._slots[index] >= 0:
                 self._free.append(slot)
             else:
                 self._slots[index] = slot
                 self._count += 1
 
     def release(self, slot: int) -> None:
-        """Give a claimed slot back, unused."""
+        """Return a claimed slot without storing a row."""
         with self._lock:
             self._free.append(slot)
 
 
 def _nameless_map(folder: Path, size: int) -> mmap.mmap:
-    """Return a map of a new file of reserved space that is already removed."""
+    """Create a file with reserved space, map it and remove its name, so the kernel frees it with the map."""
     path = folder / f".colabkit-cache-{uuid.uuid4().hex}"
     with file_changes.translated(f"keep decoded images below {str(folder)!r}"):
         file_changes.make_folder(folder)

@@ -1,4 +1,4 @@
-"""Code of users: its random numbers are seeded, its errors name the samples, and its samplers yield batches."""
+"""Run user code: seed its random numbers, report its errors with the samples, and plan batches of its samplers."""
 
 from __future__ import annotations
 
@@ -35,25 +35,27 @@ _SHOWN = 3
 def loader_failed(
     error: Exception | str, next_step: str = "Check them with one sample", where: str = ""
 ) -> LoaderFailed:
-    """Return the error to raise for what code of users raised.
+    """Return the `LoaderFailed` to raise for an error of user code.
 
     Args:
-        error: itself, or its text.
+        error: the error, or its text.
         next_step: how to reproduce it.
-        where: the samples, as of `describe_samples`; empty if unknown.
+        where: the samples, as described by `describe_samples`; empty if unknown.
     """
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    found = " ".join(text.split())  # which may be a traceback of many lines
+    # The text may be a traceback of many lines.
+    found = " ".join(text.split())
     if where:
         found, next_step = f"{where}: {found}", "Run transform on a batch of these samples to see it"
-    if "pic should be PIL Image" in found and "torch.Tensor" in found:  # of torchvision's older ToTensor
+    # torchvision's old ToTensor raises this for tensors.
+    if "pic should be PIL Image" in found and "torch.Tensor" in found:
         next_step = "Samples are tensors: use v2.ToDtype(torch.float32, scale=True), or Normalize of colabkit.augment"
     return LoaderFailed(cannot("make a batch", found, "a data set and transforms without errors", next_step))
 
 
 @contextmanager
 def reporting_errors(describe: Callable[[], str] = str) -> Iterator[None]:
-    """Raise `LoaderFailed` for what code of users raises in the block; `describe` returns the samples it worked on."""
+    """Raise `LoaderFailed` for any error of user code in the block; `describe` returns the samples it worked on."""
     try:
         yield
     except ColabkitError:
@@ -63,12 +65,12 @@ def reporting_errors(describe: Callable[[], str] = str) -> Iterator[None]:
 
 
 def check_collated(transform: object, images: Any, samples: int) -> None:
-    """Raise `LoaderFailed` for a batch that a custom `collate_fn` left samples out of.
+    """Raise `LoaderFailed` if a custom `collate_fn` dropped samples from a batch that a transform needs.
 
     Args:
-        transform: to be applied; ours draw random numbers for each sample.
-        images: the first field of the batch.
-        samples: how many `collate_fn` was given.
+        transform: transform to apply; those of colabkit draw random numbers for each sample.
+        images: first field of the batch.
+        samples: number of samples passed to `collate_fn`.
     """
     if isinstance(transform, Transform) and isinstance(images, Tensor) and images.ndim and len(images) != samples:
         found = f"a batch of {len(images)} that collate_fn made of {format_things(samples, 'sample')}"
@@ -77,10 +79,11 @@ def check_collated(transform: object, images: Any, samples: int) -> None:
 
 
 def describe_samples(epoch: int, indices: Sequence[int], name_of: Callable[[int], str] | None) -> str:
-    """Return the samples of a batch for a message, as in `"samples 7 ('a/7.png' of 'tree'), 3, 5 and 61 more"`.
+    """Describe the samples of a batch for a message, as in `"samples 7 ('a/7.png' of 'tree'), 3, 5 and 61 more"`.
 
     Args:
-        indices: of the samples, at least one.
+        epoch: number of the epoch.
+        indices: sample indices, at least one.
         name_of: returns the name of a sample, empty if it has none; None if the data set has no names.
     """
     first, *others = indices[:_SHOWN]
@@ -91,7 +94,7 @@ def describe_samples(epoch: int, indices: Sequence[int], name_of: Callable[[int]
 
 
 def seeds_of(draws: Draws) -> list[int]:
-    """Return a seed of 53 bits for each sample; computing many together costs a tenth as much for each."""
+    """Return a seed of 53 bits for each sample; computing many at once is ten times as fast per seed."""
     return [int(uniform * 2**53) for uniform in draws.uniforms(1)[:, 0].tolist()]
 
 
@@ -101,7 +104,7 @@ def seed_by_draws(draws: Draws, device: torch.device | None = None) -> None:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of Python, NumPy and torch with 53 bits; of GPUs only that of `device`."""
+    """Seed the generators of Python, NumPy and torch with 53 bits, and of all GPUs only that of `device`."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     # `torch.manual_seed` would seed the generators of all GPUs.
@@ -127,26 +130,30 @@ def restored_generators(device: torch.device | None = None) -> Iterator[None]:
 
 
 _MAYBE_MASKS = {bool, np.bool_, torch.Tensor}
-_STORED = (Sequence, np.ndarray, torch.Tensor)  # hold what they yield, so it can be counted
-_AHEAD_BATCHES = 32  # that a sampler is asked for together: it may depend on what training has found meanwhile
-_SAMPLER_STREAM = 1  # a stream of draws that no transform has
+# These hold the items that they yield, so they can be counted without consuming anything.
+_STORED = (Sequence, np.ndarray, torch.Tensor)
+# Batches requested from a sampler at once. The limit is low because a sampler may depend on the training so far.
+_AHEAD_BATCHES = 32
+# A random stream that no transform uses.
+_SAMPLER_STREAM = 1
 _OF_SINGLE_SAMPLES = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerPlanner:
-    """Plans batches as a custom sampler yields them, which must shard samples across ranks itself.
+    """Plan the batches of a custom sampler, which must shard samples across ranks itself.
 
-    Each process counts positions for itself: one that has received k samples stands where all have received k.
+    Each process counts its own positions: position k means that every process has received k samples.
 
     Attributes:
-        sampler: yields indices of samples, or a list of them for each batch, as a batch sampler does; with a length.
+        sampler: iterable with a length; yields sample indices, or a list of them per batch, as a batch sampler does.
         yields_batches: whether it yields lists.
-        seed: of the loader: if the sampler draws from a generator, as torch's do, or shuffles by the global ones before
-            it yields its first, its order depends on this seed and the epoch.
-        batch_size: if the sampler yields single samples.
-        drop_last: leave out a last batch that is not full.
-        share: which process this is, so that each draws random numbers of its own.
+        seed: seed of the loader. If the sampler draws from its own generator, as torch's do, or from the global ones
+            before its first item, its order depends on this seed and the epoch.
+        n: number of samples in the data set.
+        batch_size: samples per batch, if the sampler yields single samples.
+        drop_last: whether to drop a last batch that is not full.
+        share: rank of this process, so that each rank draws different random numbers.
     """
 
     sampler: Any
@@ -158,7 +165,7 @@ class SamplerPlanner:
     share: Share
 
     def batches(self, start: int) -> int:
-        """Return how many batches an epoch has after so many samples of it; an estimate within an epoch of lists."""
+        """Return the number of batches left after `start` samples; an estimate inside an epoch of lists."""
         if not self.yields_batches:
             return max(self._least(start), len(self._range(start)))
         if isinstance(self.sampler, _STORED):
@@ -166,7 +173,7 @@ class SamplerPlanner:
         return max(self._least(start), len(self.sampler) - start // self._size_of_batches)
 
     def samples(self, start: int) -> int:
-        """Return how many samples these batches hold; an estimate for a batch sampler."""
+        """Return the number of samples in these batches; an estimate for a batch sampler."""
         if not self.yields_batches:
             return max(self._least(start), self._range(start).stop - start)
         if isinstance(self.sampler, _STORED):
@@ -174,12 +181,13 @@ class SamplerPlanner:
         return max(self._least(start), len(self.sampler) * self._size_of_batches - start)
 
     def plans(self, epoch: int, start: int, most_batches: int) -> Iterator[BatchPlan]:
-        """Return plans of these batches, without the samples before them.
+        """Return plans of the batches after `start` samples of an epoch.
 
-        The sampler is asked for its first at once: it may draw from the global generators, which no thread may touch.
+        The sampler's first item is requested at once, in the caller's thread: the sampler may draw from the global
+        generators, which worker threads must not touch.
 
         Raises:
-            InvalidOption: while it is iterated, if the sampler yields anything but indices of samples.
+            InvalidOption: during iteration, if the sampler yields anything other than sample indices.
             LoaderFailed: if the sampler fails.
         """
         with reporting_errors():
@@ -215,7 +223,7 @@ class SamplerPlanner:
                 yield batch[max(0, len(batch) - (position - start)) :]
 
     def _least(self, start: int) -> int:
-        """Return how many batches come at least: one within an epoch whose end is unknown."""
+        """Return the least number of batches left: one inside an epoch whose end is unknown, else 0."""
         is_known = isinstance(self.sampler, _STORED) or type(self.sampler) in _OF_SINGLE_SAMPLES
         return 1 if start and not is_known else 0
 
@@ -228,8 +236,9 @@ class SamplerPlanner:
 
 
 def yields_batches(sampler: Iterable[Any]) -> bool:
-    """Return whether a custom sampler yields lists of samples, which are batches, by its first."""
-    if type(sampler) in _OF_SINGLE_SAMPLES:  # the first would take as long as all of them
+    """Return whether a custom sampler yields batches (lists of indices), judged by its first item."""
+    # These samplers compute the whole order for their first item.
+    if type(sampler) in _OF_SINGLE_SAMPLES:
         return False
     with restored_generators():
         first = next(iter(sampler), None)
@@ -248,11 +257,11 @@ def seed_of(sampler: Any) -> int:
 
 
 def _start_sampler(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
-    """Return an iterator over a sampler, which yields the same again for the same epoch where that is possible.
+    """Start iterating a sampler, with the same order again for the same epoch where possible.
 
-    `set_epoch` is called if the sampler has it. Those of torch read their generator before they yield the first sample:
-    until then they have one that depends on the epoch, or a resumed epoch would have another order. So do those that
-    shuffle by the global generators, which are restored afterwards.
+    `set_epoch` is called if the sampler has it. Torch samplers read their generator before they yield the first sample,
+    so until then it is replaced by one that depends on the epoch; otherwise a resumed epoch would have another order.
+    For samplers that shuffle by the global generators, those are seeded likewise and restored afterwards.
     """
     generators = []
     for each in _nested(sampler):
@@ -279,7 +288,7 @@ def _size(batch: Any) -> int:
 
 
 def _nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and those that it takes samples from."""
+    """Yield a sampler and, recursively, the sampler that it wraps."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
@@ -297,7 +306,7 @@ def _plan_of(batches: list[Sequence[Any]], stop: int, n: int, share: Share) -> B
     if not is_good or (_MAYBE_MASKS.intersection(map(type, samples)) and any(map(_is_bool, samples))):
         needed = f"numbers of samples from 0 to {n - 1}"
         raise next(_sampler_error(some, needed) for some in samples if not _is_index(some, n))
-    # As if the processes had taken samples in turn, as those of torch's DistributedSampler do.
+    # Number the samples as if the ranks took turns, as in torch's DistributedSampler.
     positions = np.arange(stop - len(indices), stop) * share.world_size + share.rank
     return BatchPlan(indices, positions, sizes, tuple(ends.tolist()))
 
@@ -310,7 +319,7 @@ def _is_index(value: Any, n: int) -> bool:
 
 
 def _is_bool(value: Any) -> bool:
-    """Return whether a value is a bool, which Python takes for 0 or 1, so that a mask would look like indices."""
+    """Return whether a value is a bool: Python accepts it as the index 0 or 1, so a mask would pass as indices."""
     return isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, np.bool_)
 
 
