@@ -1,1 +1,1 @@
-"""`fetch()`: a file or folder from Google Drive, an https address or any fsspec URL, resumed and checked."""
+"""`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, and verifies it."""

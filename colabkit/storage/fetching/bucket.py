@@ -39,7 +39,7 @@ _VERSION_FIELDS = frozenset(
 
 
 def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch the file, or every file below the folder, into the partial; errors as of `fetch()`."""
+    """Fetch the file, or every file below the folder, into the partial; raises errors as `fetch()`."""
     try:
         download = _BucketDownload(job, kept)
         return job.try_until_done(download.attempt, download.can_resume)
@@ -53,7 +53,7 @@ class _BucketDownload:
 
     @cached_property
     def bucket(self) -> BucketSource:
-        """The source, opened by the first try that succeeds in it: a file system may ask the network already here."""
+        """The source, opened by the first attempt that succeeds: opening may already access the network."""
         try:
             return BucketSource(self.job.address.text, self.job.act, self.job.timeout)
         except FetchFailed as error:
@@ -62,11 +62,11 @@ class _BucketDownload:
             raise
 
     def can_resume(self) -> bool:
-        """Return whether the next call can use what has come: its version is known."""
+        """Return whether the next call can reuse the received data, since its version is known."""
         return bool(self.kept.record.get("validator") and file_changes.disk_bytes(self.kept.data))
 
     def attempt(self) -> FetchResult:
-        """List what is there and read what is missing."""
+        """List the source and read the missing blocks."""
         retries = Retries()
         try:
             return self._fetch(retries)
@@ -78,7 +78,7 @@ class _BucketDownload:
         except SourceChanged:
             raise self._start_over() from None
         except FileFailed as error:
-            # Its cause holds what the file system said, without secrets; the job's message has an act of its own.
+            # Use the cause: it holds the file system's message without secrets, and this job adds its own action.
             cause = error.__cause__
             found = str(cause.strerror if isinstance(cause, OSError) else error)
             raise TryFailed(found, "Run it again") from None
@@ -132,7 +132,7 @@ class _BucketDownload:
         return FetchResult(path, name, bucket.via, version, len(facts), digests_of(path, job.expected))
 
     def _blocks(self, path: str, item: Item | None) -> Iterator[bytes]:
-        """Yield a file that cannot be read by ranges, or whose size its file system does not know."""
+        """Yield the blocks of a file that has no range reads, or whose size its file system does not know."""
         received = 0
         for block in self.bucket.stream(path, BLOCK_BYTES):
             received += len(block)
@@ -147,7 +147,7 @@ class _BucketDownload:
 
 
 def _version_of_all(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a digest of the files' versions, empty if a file system knows no more of a file than its size."""
+    """Return a digest of the versions of all files; empty if a file has no version besides its size."""
     versions = {path: _version(info) for path, info in facts.items()}
     return hashlib.sha256(json.dumps(versions).encode()).hexdigest() if all(versions.values()) else ""
 

@@ -57,7 +57,7 @@ _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder infor
 
 
 def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive file into the partial; Google's documents come as gdown exports them. Errors as of `fetch()`."""
+    """Fetch a Drive file into the partial; Google documents arrive as gdown exports them. Raises errors as `fetch`."""
     child = _Child(job, kept, is_folder=False)
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.can_resume)
 
@@ -116,7 +116,7 @@ class _Child:
         return self._last
 
     def can_resume(self) -> bool:
-        """Return whether another run can use what is there: of a folder any file, of a file a part of known version."""
+        """Return whether another run can reuse data: any file of a folder, or a part of a file of known version."""
         file = self.kept.record.get("known", {}).get(self.job.address.text, {})
         return self._bytes_there() > 0 and (self.is_folder or bool(file.get("total") and file.get("validator")))
 

@@ -1,4 +1,4 @@
-"""Calls made many at once, as many as pay, each with a deadline."""
+"""Run calls in concurrent threads, with adaptive concurrency and a deadline for each call."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
 from colabkit.foundation import TimedOut, cannot, check_whole_number, usable_cpus
 
-FIRST = 64  # a mount answers a small file in tens of milliseconds: beginning lower costs more than it saves
+# A mount takes tens of milliseconds for a small file, so starting lower costs more than it saves.
+FIRST = 64
 MOST_IN_FLIGHT = 128
-_GAIN = 1.08  # a doubling that gives less than this has met the source's own limit
-_LOSS = 0.95  # of the best rate; a step down may cost no more
-_BUSY = 0.85  # cores that the calls kept busy, above which more of them only get in each other's way
-_SETTLED_WINDOWS = 24  # what was true may change: then one step up is tried again
+# The rate must grow by this factor when the level doubles; otherwise the source has reached its limit.
+_GAIN = 1.08
+# A step down may reduce the best rate to this share.
+_LOSS = 0.95
+# Busy cores above which more threads only compete for the interpreter lock.
+_BUSY = 0.85
+# Conditions may change, so try a higher level again after this many windows.
+_SETTLED_WINDOWS = 24
 _WINDOW_S = 0.01
 
 
 class Level:
-    """The number of requests in flight: it climbs while throughput climbs, and halves on errors.
+    """Adaptive number of concurrent requests: it grows while throughput grows, and halves on errors.
 
-    Calls are counted in windows, each as long as about one round of the calls in flight. From 64 on the number doubles
-    as long as the rate rises by 8%; else it returns to the best one and stays for 24 windows. If the first calls
-    compute more than they wait, it falls by steps instead, for as long as the rate holds. An error halves it, once a
-    window: what is in flight often fails together. (The scheme is that of TCP's congestion window: slow start, then
-    multiplicative decrease; D. Chiu and R. Jain, 1989.) Its methods may be called from any thread.
+    Calls are measured in windows of about one round of concurrent calls. Starting at 64, the number doubles while the
+    rate rises by at least 8%; then it returns to the best value and stays for 24 windows. If the first calls compute
+    more than they wait, it decreases instead, as long as the rate holds. An error halves it, at most once per window,
+    since concurrent calls often fail together. (As in TCP congestion control; D. Chiu and R. Jain, 1989.) All methods
+    are thread-safe.
 
     Attributes:
-        now: the level.
-        is_fixed: whether it stays, whatever is noted.
+        now: the current number.
+        is_fixed: whether the number never changes.
     """
 
     def __init__(self, now: int = FIRST, is_fixed: bool = False) -> None:
@@ -51,12 +56,12 @@ class Level:
         self._cpu_s = 0.0
 
     def begin(self, time: float) -> None:
-        """Note when the first call was made, in seconds of a monotonic clock."""
+        """Record the time of the first call, in seconds of a monotonic clock."""
         if self._since is None:
             self._since = time
 
     def note(self, time: float, weight: float, cpu_s: float) -> None:
-        """Note when a call ended, how much work it was, in requests, and the seconds that it computed."""
+        """Record the end of a call: its time, its work in requests, and its CPU seconds."""
         with self._lock:
             if self.is_fixed or self._since is None:
                 return
@@ -70,20 +75,22 @@ class Level:
             self._step(rate, busy)
 
     def refused(self) -> None:
-        """Note that the source failed a call: half as many from now on."""
+        """Record a failed call: halve the number."""
         with self._lock:
             if self.is_fixed or self._was_refused:
                 return
             self._was_refused = True
             self._settle(max(1, self.now // 2), 0.0)
-            self._weight = self._cpu_s = 0.0  # the window begins anew
+            # Start a new window.
+            self._weight = self._cpu_s = 0.0
 
     def _step(self, rate: float, busy: float) -> None:
         self._was_refused = False
         best_level, best_rate = self._best
         if self._settled:
             self._settled -= 1
-            self._best = (self.now, best_rate + (rate - best_rate) / 4 if best_rate else rate)  # windows are noisy
+            # Smooth the rate, since windows are noisy.
+            self._best = (self.now, best_rate + (rate - best_rate) / 4 if best_rate else rate)
             if not self._settled:
                 self._direction = 1
                 self._move(busy)
@@ -115,39 +122,41 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 STALLED_S = 60.0
-"""Seconds without a byte after which a read is given up and made anew."""
+"""Seconds without data after which a read is abandoned and repeated."""
 
 REQUEST_BYTES = 512 << 10
-"""What counts as one request: a call for more counts as several, so that fewer such calls run at once."""
+"""Size of one request. A call for more bytes counts as several requests, so that fewer such calls run at once."""
 
 _TRIES = 2
 _HELD_BYTES = 64 << 20
 _HELD_CALLS = 4096
 _MEASURED_CALLS = 8
 _MEASURED_S = 3e-3
-_LONG_CALL_S = 1e-3  # decoders that run this long release the interpreter's lock long enough to pay for threads
+# Calls that compute this long release the interpreter lock long enough to benefit from threads.
+_LONG_CALL_S = 1e-3
 _TICK_S = 0.25
-_GRACE_S = 1.5  # for calls under way when the work is left: they only read, and end by themselves
+# Wait this long for running calls on exit; they only read, and end by themselves.
+_GRACE_S = 1.5
 _THREADS = "colabkit-read"
 
 _current = threading.local()
 
 
 def check_threads(act: str, threads: Threads) -> None:
-    """Raise `InvalidOption` unless `threads` is `"auto"` or a positive whole number."""
+    """Raise `InvalidOption` unless `threads` is `"auto"` or a positive integer."""
     if threads != "auto":
         check_whole_number(act, "threads", threads, 1)
 
 
 def still_moving() -> None:
-    """Say, from inside a call that may take long, that it has just got some bytes: it has not stalled."""
+    """Report from inside a long call that it has received data, so that it does not count as stalled."""
     if (call := getattr(_current, "call", None)) is not None:
         call.moved = time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T, R]):
-    """One call: when it began and last moved, and how it ended."""
+    """One call: its task, the time of its last data, and its result or error."""
 
     task: T
     size: int
@@ -160,17 +169,17 @@ class _Call(Generic[T, R]):
 
 
 class Calls(Generic[T, R]):
-    """Calls of one function in threads, as many at once as the level says; results come in the order they end.
+    """Run one function in threads, with the concurrency of a `Level`; results arrive in order of completion.
 
-    A call that stalls is left behind in its thread, which is a daemon, and made once more in another. So with
-    `stalled_s` the function must change nothing: it reads.
+    A stalled call is abandoned in its daemon thread and repeated in another. So with `stalled_s`, the function must
+    have no side effects.
 
     Args:
         function: called with each task.
-        level: how many at once; it is told of each call's end.
-        stalled_s: seconds without `still_moving()` after which a call is given up; None waits for ever.
-        on_wait: called some times a second while nothing ends.
-        tries: how often a call is made until it is an error that it stalls.
+        level: number of concurrent calls; it is updated after each call.
+        stalled_s: seconds without `still_moving()` after which a call is abandoned; None waits forever.
+        on_wait: called several times a second while no call ends.
+        tries: number of attempts before a stalled call raises `TimedOut`.
     """
 
     def __init__(
@@ -189,14 +198,18 @@ class Calls(Generic[T, R]):
         self._tasks: queue.SimpleQueue[_Call[T, R] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Call[T, R]] = queue.SimpleQueue()
         self._under_way: set[_Call[T, R]] = set()
-        self._held_bytes = 0  # of results that were not taken, and of calls that will give such
-        self._looked = time.monotonic()  # when stalled calls were last looked for
+        # Bytes of results that were not taken yet, including those of running calls.
+        self._held_bytes = 0
+        # Time of the last check for stalled calls.
+        self._looked = time.monotonic()
         self._threads: list[threading.Thread] = []
         self._is_over = False
-        self._lock = threading.Lock()  # guards what follows, and the calls' `is_given_up`
+        # Guards the attributes below, and `is_given_up` of the calls.
+        self._lock = threading.Lock()
         self._unended = 0
         self._unended_weight = 0.0
-        self._running = 0  # threads, but those left behind
+        # Number of threads, without abandoned ones.
+        self._running = 0
 
     @property
     def under_way(self) -> int:
@@ -214,7 +227,7 @@ class Calls(Generic[T, R]):
         return 2 * self._level.now - self._unended_weight
 
     def make(self, task: T, size: int = 0) -> None:
-        """Make a call as soon as a thread is free; `size` is how many bytes its result has."""
+        """Queue a call; `size` is the size of its result in bytes."""
         self._begin(_Call(task, size, self._weight(size)))
 
     def _begin(self, call: _Call[T, R]) -> None:
@@ -231,12 +244,12 @@ class Calls(Generic[T, R]):
         return 1.0 if self._level.is_fixed else 1 + size / REQUEST_BYTES
 
     def _wanted_threads(self) -> int:
-        """Return how many threads the level asks for, of the weight that the calls have now."""
+        """Return the number of threads for the level, given the average weight of the pending calls."""
         weight = self._unended_weight / self._unended if self._unended else 1.0
         return max(1, round(self._level.now / weight))
 
     def _start_threads(self) -> None:
-        """Start the threads that are missing; only the caller's thread does, so `__exit__` knows all of them."""
+        """Start missing threads. Only the caller's thread does this, so `__exit__` knows all of them."""
         with self._lock:
             missing = min(self._wanted_threads(), self._unended) - self._running
         if missing <= 0:
@@ -253,11 +266,13 @@ class Calls(Generic[T, R]):
         while (call := self._tasks.get()) is not None:
             if not self._is_over and not self._goes_on_after(call):
                 return
-            del call  # its result is not held while the thread waits for the next
-        self._tasks.put(None)  # for the next thread
+            # Release the result while the thread waits for its next call.
+            del call
+        # Pass the end marker to the next thread.
+        self._tasks.put(None)
 
     def _goes_on_after(self, call: _Call[T, R]) -> bool:
-        """Make a call; return whether its thread shall take another."""
+        """Run a call; return whether its thread should continue."""
         cpu = time.thread_time()
         call.moved = time.monotonic()
         _current.call = call
@@ -268,9 +283,11 @@ class Calls(Generic[T, R]):
         _current.call = None
         with self._lock:
             if call.is_given_up:
-                return False  # another thread has taken its place
+                # Another thread has replaced this one.
+                return False
             call.moved = None
-            del call.task  # it may hold much
+            # The task may hold much memory.
+            del call.task
             self._unended -= 1
             self._unended_weight -= call.weight
             self._level.note(time.monotonic(), call.weight, time.thread_time() - cpu)
@@ -280,10 +297,10 @@ class Calls(Generic[T, R]):
         return goes_on
 
     def take(self) -> R:
-        """Return the result of a call that ended, or raise its error.
+        """Return the result of a finished call, or raise its error.
 
         Raises:
-            TimedOut: if a call stalled as often as calls are made.
+            TimedOut: if a call stalled in all its attempts.
         """
         while True:
             now = time.monotonic()
@@ -326,7 +343,7 @@ class Calls(Generic[T, R]):
             self._begin(_Call(call.task, call.size, call.weight, call.tries + 1))
 
     def results(self, tasks: Iterable[T], size_of: Callable[[T], int]) -> Iterator[R]:
-        """Make a call for every task as there is room, and yield all results as they come."""
+        """Run a call for every task, as capacity allows, and yield the results in order of completion."""
         remaining = iter(tasks)
         while True:
             room = self.room
@@ -344,12 +361,13 @@ class Calls(Generic[T, R]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drop what has not begun, and wait for what has; where that may never end, for a moment."""
+        """Drop queued calls and wait for running ones, but only briefly if they may hang."""
         self._is_over = True
         self._tasks.put(None)
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
-            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
+            # Ctrl-C arrived before the thread was started.
+            with contextlib.suppress(RuntimeError):
                 thread.join(None if self._stalled_s is None else max(0.0, deadline - time.monotonic()))
 
 
@@ -363,25 +381,24 @@ def concurrently(
     level: Level | None = None,
     on_wait: Callable[[], None] | None = None,
 ) -> Iterator[R]:
-    """Yield `function(task)` for every task as results come.
+    """Yield `function(task)` for every task, in order of completion.
 
-    `"auto"` measures. Where a call may never return (`stalled_s`), calls begin 64 at once and their number climbs while
-    throughput climbs. Elsewhere the first calls, eight or a few milliseconds of them, are made one by one: where they
-    mostly wait, as on a disk that seeks, it goes on as where a call may never return; where each computes for long,
-    there are as many threads as CPUs; else none but the caller's, since tiny calls only get in each other's way.
+    `"auto"` adapts to the calls. If they may hang (`stalled_s`), 64 run at once, and more while throughput grows.
+    Otherwise the first calls, at most eight or a few milliseconds of them, run one by one. If they mostly wait, as on a
+    disk that seeks, the rest run as above; if each computes for long, they run in as many threads as CPUs; tiny calls
+    run in the caller's thread.
 
-    At most two tasks a thread are under way; of results that are not taken at once, 4096 or 64 MiB are held. The first
-    error stops the rest and is raised here; leaving the generator early waits only for the calls under way, with
-    `stalled_s` for 1.5 s at most.
+    At most two tasks per thread are queued, and at most 4096 results or 64 MiB wait to be taken. The first error stops
+    the rest and is raised here. Closing the generator early waits for running calls, with `stalled_s` at most 1.5 s.
 
     Args:
-        function: called with each task; with `stalled_s` it must change nothing.
-        tasks: taken when there is room.
-        threads: calls at once, or `"auto"`.
-        stalled_s: seconds without a sign of life after which a call is made again in another thread; None: never.
-        size_of: the bytes of a task's result; large ones are fewer at once.
-        level: for `"auto"`, where a caller wants to tell it of refusals.
-        on_wait: called some times a second while nothing ends.
+        function: called with each task; with `stalled_s` it must have no side effects.
+        tasks: consumed as capacity allows.
+        threads: number of concurrent calls, or `"auto"`.
+        stalled_s: seconds without data after which a call is repeated in another thread; None for never.
+        size_of: size of a task's result in bytes; fewer large results are read at once.
+        level: a level for `"auto"`, if the caller reports errors to it.
+        on_wait: called several times a second while no call ends.
 
     Raises:
         TimedOut: if a call stalled twice.
@@ -412,23 +429,23 @@ _END = object()
 
 
 def _suited_threads(wall_s: float, cpu_s: float, calls: int) -> int | None:
-    """Return how many threads suit calls that took this long together in one thread; None where they waited."""
+    """Return the number of threads for calls with these total times in one thread; None if they mostly waited."""
     if not calls or cpu_s < wall_s / 2:
         return None
     return max(1, round(usable_cpus())) if cpu_s / calls >= _LONG_CALL_S else 1
 
 
 def answer_of(ask: Callable[[], T], can_hang: bool, stalled_s: float | None = None, tries: int = _TRIES) -> T:
-    """Return what `ask` returns; where it can hang, in a thread that is given up when it stalls, and asked once more.
+    """Return the result of `ask`; if it can hang, run it in a thread, and repeat it when it stalls.
 
     Args:
-        ask: changes nothing.
-        can_hang: whether it may never return.
-        stalled_s: seconds without a sign of life (`still_moving`) after which it stalls; by default a minute.
-        tries: how often it is asked.
+        ask: a function without side effects.
+        can_hang: whether `ask` may never return.
+        stalled_s: seconds without `still_moving()` after which it counts as stalled; None for 60.
+        tries: number of attempts.
 
     Raises:
-        TimedOut: if it stalled as often.
+        TimedOut: if all attempts stalled.
     """
     if not can_hang:
         return ask()

@@ -1,4 +1,4 @@
-"""The one reading engine that staging and packing share: items and blocks of large ones, many requests at once."""
+"""Read items, and blocks of large ones, with many concurrent requests, for staging and packing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 BLOCK_BYTES = 4 << 20
-"""Larger items are read in blocks of this size, several at once."""
+"""Larger items are read in blocks of this many bytes, several at once."""
 
 _CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Bytes of an item to read: all of it, or a block of a large one, whose blocks share one file."""
+    """Bytes of an item to read: the whole item, or one block of a large item whose blocks share a file."""
 
     item: Item
     offset: int
@@ -36,7 +36,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that were read, with their CRC32; none where they have been placed already."""
+    """Bytes that were read, with their CRC32; `data` is None if they are already written."""
 
     item: Item
     offset: int
@@ -49,25 +49,25 @@ _SIZE: Callable[[Wanted], int] = attrgetter("size")
 
 
 def block_offsets(size: int) -> range:
-    """Return where the blocks of an item of so many bytes begin; an empty item has one, of no bytes."""
+    """Return the offsets of the blocks of an item of `size` bytes; an empty item has one empty block."""
     return range(0, max(size, 1), BLOCK_BYTES)
 
 
 class Reading:
-    """Reads what is wanted of a source, many requests at once; a context that ends its threads.
+    """Read items of a source with many concurrent requests; a context manager that ends its threads.
 
-    Of a source that can hang, the number of requests in flight is measured and climbs while throughput does (`Level`);
-    errors that mounts recover from are tried again as in `read_item`, and lower it; a read that stalls is given up and
-    made anew once. Of others, the first reads are measured, and mostly done one by one.
+    If the source can hang, the number of requests grows while throughput grows (`Level`). Errors that mounts recover
+    from are retried as in `read_item`, and reduce the number; a stalled read is abandoned and repeated once. For other
+    sources, the first reads are measured, and most are done one by one.
 
     Args:
-        source: where the items are.
-        threads: reads in flight, or `"auto"`.
-        retries: counts them.
-        on_wait: called some times a second while nothing comes.
-        place: puts a block of a large item where it goes. Of a source that cannot hang it is called by the threads that
-            read, which then hold one buffer each; the blocks that come out have no data any more.
-        stalled_s: seconds without a byte after which a read of a source that can hang is given up; by default 60.
+        source: the source of the items.
+        threads: number of concurrent reads, or `"auto"`.
+        retries: counts the retries.
+        on_wait: called several times a second while no data arrives.
+        place: writes a block of a large item to its destination. For a source that cannot hang, the reading threads
+            call it, with one buffer each, and `blocks()` then yields blocks without data.
+        stalled_s: seconds without data after which a read of a source that can hang is abandoned; None for 60.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Reading:
             self._calls = Calls(self._read, self._level, stalled_s or STALLED_S, on_wait)
 
     def begin(self, item: Item) -> bool:
-        """Begin to read a small item before all is known that will be wanted; return whether it was.
+        """Start reading a small item before all requests are known; return whether it was started.
 
-        What was begun comes first from `blocks()`. Only sources that can hang are read ahead, and only into 64 MiB.
+        `blocks()` yields these items first. Only sources that can hang are read ahead, up to 64 MiB.
         """
         if self._calls is None or item.size > BLOCK_BYTES or not self._calls.may_begin:
             return False
@@ -103,7 +103,7 @@ class Reading:
         return True
 
     def blocks(self, wanted: Iterable[Wanted]) -> Generator[Block, None, None]:
-        """Yield what was begun and everything wanted as it comes, in any order; errors as of `read_item`."""
+        """Yield all started and requested blocks, in order of completion; raises errors as `read_item`."""
         if isinstance(self._source, SequentialSource) and self._source.is_sequential:
             yield from self._passed_through(self._source, wanted)
         elif self._calls is None:
@@ -114,9 +114,10 @@ class Reading:
             yield from self._calls.results(wanted, _SIZE)
 
     def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
-        """Yield what is wanted, in one pass: items whole, or those of their blocks that are wanted."""
+        """Yield the requested items, or their requested blocks, in one sequential pass."""
         items: dict[str, Item] = {}
-        offsets: dict[str, set[int]] = {}  # of items that are wanted in blocks
+        # Offsets of items that are requested in blocks.
+        offsets: dict[str, set[int]] = {}
         for one in wanted:
             items[one.item.path] = one.item
             if one.file is not None:
@@ -161,7 +162,7 @@ class Reading:
         if self._calls is not None:
             self._calls.__exit__(kind, error, trace)
         if any(file.is_open for file in list(self._shared)):
-            # A mount that hangs answers no close either.
+            # On a hanging mount, closing a file can hang too.
             closing = threading.Thread(target=self._close_shared, name="colabkit-read-close", daemon=True)
             closing.start()
             closing.join(_CLOSE_S if self._source.can_hang else None)

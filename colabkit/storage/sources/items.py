@@ -1,17 +1,17 @@
-"""The protocol that all sources follow, what they list, and what several of them share.
+"""The protocol that all sources implement, and the parts that several of them share.
 
-A new source type is one file with a class that follows `Source` below, and one line in `registry.py` that opens it. A
-new archive type inherits from `ArchiveSource`: no other module decides by the concrete class what an archive is.
+To add a source type, write a module with a class that implements `Source`, and add a line to `registry.py` that opens
+it. A new archive type inherits from `ArchiveSource`; no other module checks the concrete class of an archive.
 
-A class may also follow `SequentialSource`, and have
+The class can also implement `SequentialSource`, and have
 
-- `kind`, its `SourceKind`, `"folder"` where there is none: plans show it, and of a `"file"` `stage()` returns the path
-  of that one file instead of a folder;
-- `read_at_once(item)`, which returns a small local item's bytes by the shortest way, or None where anything is not as
-  listed.
+- `kind`, its `SourceKind`, by default `"folder"`: plans show it, and for a `"file"`, `stage()` returns the path of that
+  file instead of a folder;
+- `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if it differs from the
+  listing.
 
-`PathSource`, `RangeSource` (samples that are ranges of few large files), `ByteSpan` (an item as a file) and
-`directory_of` (the rules of archives) do what many sources need.
+Many sources can use `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (an item
+as a file) and `directory_of` (checks for archives).
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from typing import (
 from colabkit.foundation import BadArchive, SourceChanged, can_hang, cannot, format_bytes, mounts, translated
 
 STAGE_SEAL = ".colabkit-stage.json"
-"""The seal that `stage()` leaves in a local copy; it is no part of the data."""
+"""Name of the seal that `stage()` writes into a local copy; it is not part of the data."""
 
 MOST_MEMBERS = 10_000_000
-"""Members that an archive may have."""
+"""Maximum number of members in an archive."""
 
-_INFLATION = 200  # a photo archive inflates by a few per cent; a bomb by thousands
+# Archives of photos grow by a few percent; zip bombs, by a factor of thousands.
+_INFLATION = 200
 _INFLATION_SLACK_BYTES = 1 << 30
 
-_PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")  # nothing in it means anything but itself
+# Matches a path without empty parts and without parts that start with a dot.
+_PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")
 
 H = TypeVar("H")
 
@@ -56,9 +58,12 @@ SourceKind: TypeAlias = Literal["folder", "archive", "file", "table", "bucket"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One file of a source: its path inside with forward slashes, its size in bytes, and the time of its last change.
+    """One file of a source.
 
-    The time is in nanoseconds since 1970 as its file system says, 0 where it does not.
+    Attributes:
+        path: path inside the source, with forward slashes.
+        size: size in bytes.
+        mtime_ns: modification time in nanoseconds since 1970; 0 if unknown.
     """
 
     path: str
@@ -86,20 +91,20 @@ class Listing:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all items together."""
+        """Total size of all items."""
         return sum(item.size for item in self.items)
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A place with files: `list()` once, `open()` for any item from any thread.
+    """A collection of files: call `list()` once, then `open()` for any item from any thread.
 
-    Everything raises `TimedOut` if there was no answer, twice, `FileFailed` for errors of the file system,
-    `FetchFailed` for those of a remote one, and `MissingPackage` with the line that installs it.
+    All methods raise `TimedOut` if there is no answer in two attempts, `FileFailed` for file system errors,
+    `FetchFailed` for errors of remote file systems, and `MissingPackage` with the install command.
 
     Attributes:
-        name: for messages.
-        can_hang: whether another program or machine answers for it, so that a read may never return.
+        name: name for messages.
+        can_hang: whether another program or machine serves the source, so that a read may never return.
     """
 
     name: str
@@ -109,46 +114,46 @@ class Source(Protocol):
         """Return every regular file of the source.
 
         Raises:
-            SourceMissing: if nothing is there, or a file that is named explicitly.
-            BadSource: if something in it makes no sense or is not what is needed.
-            BadArchive: if an archive or a file of records is cut short, broken or hostile: names a file outside itself,
-                a file that is a folder too, or would inflate to more than 200 times its size and 1 GiB.
+            SourceMissing: if the source, or a file that it names explicitly, does not exist.
+            BadSource: if its contents are invalid or unsuitable.
+            BadArchive: if an archive or record file is truncated, damaged or malicious: it names a file outside itself,
+                uses a path for both a file and a folder, or would inflate to more than 200 times its size plus 1 GiB.
         """
 
     def open(self, item: Item) -> BinaryIO:
-        """Return an unbuffered binary file of the item's bytes; its end is reached only if all are right.
+        """Return an unbuffered binary file of the item's bytes; the end is reached only if all bytes are valid.
 
         A file that Python's `open()` returned holds the item's bytes and no others: blocks are read by its descriptor,
         whose size and time are compared with the listed ones. No other file's `fileno()` is used, because it may belong
         to other bytes, as that of `gzip.GzipFile` belongs to the compressed ones.
 
         Raises:
-            SourceChanged: if there is no such item any more, or its size or time is not the listed one.
-            BadArchive: if its bytes are broken or cut short.
+            SourceChanged: if the item no longer exists, or its size or time differs from the listing.
+            BadArchive: if its bytes are damaged or truncated.
         """
 
     def close(self) -> None:
-        """Let go of what reading holds open; the next use opens it again."""
+        """Release files that reading keeps open; the next use opens them again."""
 
 
 @runtime_checkable
 class SequentialSource(Source, Protocol):
-    """A source that may be readable from its front only: `walk()` passes through it once.
+    """A source that may only be readable sequentially: `walk()` reads it in one pass.
 
     Attributes:
-        is_sequential: whether it is.
+        is_sequential: whether the source can only be read from its start.
     """
 
     @property
     def is_sequential(self) -> bool:
-        """Whether `open()` would have to pass through all that lies before an item."""
+        """Whether `open()` has to read everything before an item."""
 
     def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
-        """Yield the wanted items in their order, each with its bytes, which can be read until the next step."""
+        """Yield the wanted items in their stored order, each with a file that is valid until the next step."""
 
 
 class PathSource:
-    """What sources at one path share; the next use opens again what `close()` lets go of."""
+    """Base class of sources at one path; after `close()`, the next use opens the files again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -204,7 +209,7 @@ class ArchiveSource(PathSource):
 
 
 class ByteSpan(io.RawIOBase):
-    """So many bytes as a file, with a position among them; a subclass reads them."""
+    """A file-like object of a fixed size with a position; a subclass reads the bytes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -223,12 +228,12 @@ class ByteSpan(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move the position, also behind the end."""
+        """Move the position; it may be past the end."""
         self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return so many bytes, fewer only at the end."""
+        """Return up to `size` bytes, fewer only at the end."""
         if self.closed:
             raise ValueError("read of a closed file")
         left = max(0, self._size - self._at)
@@ -238,12 +243,12 @@ class ByteSpan(io.RawIOBase):
         return data
 
     def _bytes(self, size: int) -> bytes:
-        """Return bytes from the position on, at least one."""
+        """Return at least one and at most `size` bytes, starting at the position."""
         raise NotImplementedError
 
 
 def unknown_item(source: str, item: Item, what: str = "member of this name") -> SourceChanged:
-    """Return the error for an item that a source does not have."""
+    """Return the error for an item that a source does not contain."""
     act = f"read {item.path!r} of {source!r}"
     return SourceChanged(cannot(act, f"no {what}", "one that was listed", "Run it again"))
 
@@ -258,17 +263,17 @@ def changed_item(source: str, item: Item, found: int) -> SourceChanged:
 
 
 def broken_archive(source: str, reason: str) -> BadArchive:
-    """Return the error for an archive whose bytes make no sense."""
+    """Return the error for a damaged archive."""
     return BadArchive(
         cannot(f"read {source!r}", f"a broken or cut-short archive ({reason})", "a whole archive", "Download it again")
     )
 
 
 class Member(NamedTuple, Generic[H]):
-    """What an archive says of one member.
+    """A member of an archive, as its header describes it.
 
-    The name and the declared size stand as in the archive. The handle says where its bytes are, as the archive's own
-    kind needs it; an oddity what it is if neither a regular file nor a folder.
+    Name and size are taken from the header unchecked. `handle` locates the bytes in a form that depends on the archive
+    type. `oddity` names the type of a member that is neither a regular file nor a folder.
     """
 
     name: str
@@ -288,11 +293,11 @@ class Directory(Generic[H]):
 
 
 def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) -> Directory[H]:
-    """Return the regular files among an archive's members; of several with one path the last counts.
+    """Return the regular files among an archive's members; of several with the same path, the last one counts.
 
     Raises:
-        BadArchive: if a name points out of the archive, is a file and a folder, if there are more than 10 million
-            members, or they would inflate too far.
+        BadArchive: if a name points outside the archive, a path is both a file and a folder, there are more than 10
+            million members, or they would inflate too far.
     """
     act = f"read {source!r}"
     last: dict[str, Member[H]] = {}
@@ -326,7 +331,7 @@ def directory_of(source: str, members: Iterable[Member[H]], archive_bytes: int) 
 
 
 def inflation_limit(archive_bytes: int) -> int:
-    """Return how many bytes an archive of this length may inflate to."""
+    """Return the maximum total size of the inflated members for an archive of this size, in bytes."""
     return _INFLATION * archive_bytes + _INFLATION_SLACK_BYTES
 
 
@@ -338,7 +343,7 @@ def inflates_too_far(source: str, size: int, archive_bytes: int) -> BadArchive:
 
 
 def _inner_path(act: str, member: Member[H]) -> str:
-    """Return a member's path inside the archive; empty for its own top folder."""
+    """Return a member's path inside the archive; empty for its top folder."""
     if _PLAIN_NAME.fullmatch(member.name) and not member.is_folder:
         return member.name
     parts = [part for part in member.name.split("/") if part not in ("", ".")]
@@ -351,7 +356,7 @@ def _inner_path(act: str, member: Member[H]) -> str:
 
 
 def _add_folder(path: str, folders: set[str]) -> None:
-    """Add a folder and those that it lies in."""
+    """Add a folder and all its parents."""
     while path and path not in folders:
         folders.add(path)
         path = path.rpartition("/")[0]
