@@ -20,7 +20,7 @@ FIRST = 64
 MOST_IN_FLIGHT = 128
 # The rate must grow by this factor when the level doubles; otherwise the source has reached its limit.
 _GAIN = 1.08
-# A step down may reduce the best rate to this share.
+# A step down may cost at most the rest of the best rate.
 _LOSS = 0.95
 # Busy cores above which more threads only compete for the interpreter lock.
 _BUSY = 0.85
@@ -35,8 +35,7 @@ class Level:
     Calls are measured in windows of about one round of concurrent calls. Starting at 64, the number doubles while the
     rate rises by at least 8%; then it returns to the best value and stays for 24 windows. If the first calls compute
     more than they wait, it decreases instead, as long as the rate holds. An error halves it, at most once per window,
-    since concurrent calls often fail together. (As in TCP congestion control; D. Chiu and R. Jain, 1989.) All methods
-    are thread-safe.
+    since concurrent calls often fail together (as in TCP: D. Chiu and R. Jain, 1989). All methods are thread-safe.
 
     Attributes:
         now: the current number.
@@ -81,7 +80,6 @@ class Level:
                 return
             self._was_refused = True
             self._settle(max(1, self.now // 2), 0.0)
-            # Start a new window.
             self._weight = self._cpu_s = 0.0
 
     def _step(self, rate: float, busy: float) -> None:
@@ -200,7 +198,6 @@ class Calls(Generic[T, R]):
         self._under_way: set[_Call[T, R]] = set()
         # Bytes of results that were not taken yet, including those of running calls.
         self._held_bytes = 0
-        # Time of the last check for stalled calls.
         self._looked = time.monotonic()
         self._threads: list[threading.Thread] = []
         self._is_over = False
@@ -213,7 +210,7 @@ class Calls(Generic[T, R]):
 
     @property
     def under_way(self) -> int:
-        """Calls whose results have not been taken."""
+        """Number of calls whose results have not been taken."""
         return len(self._under_way)
 
     @property
@@ -223,7 +220,7 @@ class Calls(Generic[T, R]):
 
     @property
     def room(self) -> float:
-        """How much more work, in requests, to make now so that each thread finds a next call when it ends one."""
+        """Work to add now, in requests, so that each thread finds its next call when it ends one."""
         return 2 * self._level.now - self._unended_weight
 
     def make(self, task: T, size: int = 0) -> None:
@@ -286,7 +283,6 @@ class Calls(Generic[T, R]):
                 # Another thread has replaced this one.
                 return False
             call.moved = None
-            # The task may hold much memory.
             del call.task
             self._unended -= 1
             self._unended_weight -= call.weight
@@ -384,9 +380,8 @@ def concurrently(
     """Yield `function(task)` for every task, in order of completion.
 
     `"auto"` adapts to the calls. If they may hang (`stalled_s`), 64 run at once, and more while throughput grows.
-    Otherwise the first calls, at most eight or a few milliseconds of them, run one by one. If they mostly wait, as on a
-    disk that seeks, the rest run as above; if each computes for long, they run in as many threads as CPUs; tiny calls
-    run in the caller's thread.
+    Otherwise a few calls are measured: if they mostly wait, as on a disk that seeks, the rest run as above; long
+    computations run in as many threads as CPUs, and tiny calls in the caller's thread.
 
     At most two tasks per thread are queued, and at most 4096 results or 64 MiB wait to be taken. The first error stops
     the rest and is raised here. Closing the generator early waits for running calls, with `stalled_s` at most 1.5 s.

@@ -10,8 +10,8 @@ The class can also implement `SequentialSource`, and have
 - `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if it differs from the
   listing.
 
-Many sources can use `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (an item
-as a file) and `directory_of` (checks for archives).
+Many sources can use `PathSource`, `RangeSource` (samples that are byte ranges of a few large files), `ByteSpan` (an
+item as a file) and `directory_of` (checks for archives).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")
 H = TypeVar("H")
 
 SourceKind: TypeAlias = Literal["folder", "archive", "file", "table", "bucket"]
-"""What a source is, for reports."""
+"""The type of a source, for reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All files of a source: its manifest.
+    """The manifest of a source: all its files.
 
     Attributes:
-        items: its files, sorted by path; of a table one for each row, in the table's order.
-        skipped: what was skipped, with the reason.
-        retries: folders that were tried again.
-        columns: further columns of a table by name, a value for each item.
-        extras: files that belong to the source but are no samples of it: the table itself.
+        items: the files, sorted by path; for a table, one per row, in the table's order.
+        skipped: pairs of a skipped path and the reason.
+        retries: number of folder listings that were retried.
+        columns: further columns of a table by name, with one value per item.
+        extras: files that belong to the source but are not samples, such as the table itself.
     """
 
     items: tuple[Item, ...]
@@ -123,9 +123,9 @@ class Source(Protocol):
     def open(self, item: Item) -> BinaryIO:
         """Return an unbuffered binary file of the item's bytes; the end is reached only if all bytes are valid.
 
-        A file that Python's `open()` returned holds the item's bytes and no others: blocks are read by its descriptor,
-        whose size and time are compared with the listed ones. No other file's `fileno()` is used, because it may belong
-        to other bytes, as that of `gzip.GzipFile` belongs to the compressed ones.
+        If Python's `open()` created the file, it must hold exactly the item's bytes: blocks are read by its descriptor,
+        whose size and time are compared with the listing. The `fileno()` of other files is not used, since it can
+        belong to other bytes: that of `gzip.GzipFile` belongs to the compressed ones.
 
         Raises:
             SourceChanged: if the item no longer exists, or its size or time differs from the listing.
@@ -168,14 +168,14 @@ class PathSource:
 
 
 class ArchiveSource(PathSource):
-    """One file that holds others: the base class of all archive types, which are made from a path alone.
+    """Base class of archives: one file that holds others. The constructor takes only a path.
 
-    `stage()` copies a remote archive as one file and extracts the copy. A subclass has `list()` and `open()`, and
-    `walk()` and `is_sequential` where it can only be read from its front.
+    `stage()` copies a remote archive as one file and extracts the copy. A subclass implements `list()` and `open()`,
+    and also `walk()` and `is_sequential` if it can only be read from its start.
 
     Attributes:
-        has_directory: whether `list()` reads only a small part of the file, so that a remote archive is listed where it
-            is; without one it is listed once it is local.
+        has_directory: whether `list()` reads only a small part of the file, so that a remote archive is listed in
+            place; otherwise, it is listed once it is local.
     """
 
     kind: ClassVar[SourceKind] = "archive"
@@ -183,13 +183,13 @@ class ArchiveSource(PathSource):
 
     @property
     def archive_bytes(self) -> int:
-        """The archive's length."""
+        """Size of the archive in bytes."""
         with translated(f"read {self.name!r}"):
             return self.path.stat().st_size
 
     @property
     def is_sequential(self) -> bool:
-        """Whether `open()` would have to pass through all that lies before an item; by default false."""
+        """Whether `open()` has to read everything before an item; defaults to False."""
         return False
 
     def list(self) -> Listing:
@@ -201,7 +201,7 @@ class ArchiveSource(PathSource):
         raise NotImplementedError
 
     def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
-        """Yield the wanted items, by default all, in the order of the listing; a file is valid until the next step."""
+        """Yield the wanted items, by default all, in listing order; each file is valid until the next step."""
         for item in self.list().items:
             if wanted is None or item.path in wanted:
                 with self.open(item) as file:
@@ -254,7 +254,7 @@ def unknown_item(source: str, item: Item, what: str = "member of this name") -> 
 
 
 def changed_item(source: str, item: Item, found: int) -> SourceChanged:
-    """Return the error for an item of another size or time than listed; `found` is its size now, in bytes."""
+    """Return the error for an item whose size or time has changed; `found` is its present size in bytes."""
     told, needed = f"{found} bytes", f"the {item.size} listed before"
     if found == item.size:
         told, needed = "it was written to meanwhile", "a file that stays as listed"
