@@ -1,11 +1,11 @@
-"""Foundation: what every other room builds on. It imports from no other room.
+"""Foundation: utilities shared by all other subpackages. It imports none of them.
 
-- `errors`, `checks`: the exceptions, the form of their messages, and checks of arguments.
-- `units`, `reports`: numbers as text, and the frozen reports that public calls return.
-- `file_changes`, `partials`, `locks`: every change of files, files that appear in one rename, and waits for others.
-- `processes`, `mount_table`, `environment`: child programs, the kernel's mounts, limits of this machine.
-- `progress`, `plotting`: the progress bar, and the one style of all figures.
-- `meters`, `telemetry`: what loaders and training publish, and samples of CPU, RAM, storage and GPUs.
+- `errors`, `checks`: exceptions, the format of their messages, and validation of arguments.
+- `units`, `reports`: formatted numbers, and the frozen reports that public functions return.
+- `file_changes`, `partials`, `locks`: all changes to files, atomic creation of files, and locks between processes.
+- `processes`, `mount_table`, `environment`: child programs, mounts, and the resource limits of this machine.
+- `progress`, `plotting`: the progress bar, and the common style of all figures.
+- `meters`, `telemetry`: meters and events of loaders and training, and samples of CPU, RAM, storage and GPUs.
 - `random_numbers`, `permutation`: random numbers and shuffles as pure functions of seed and position.
 """
 

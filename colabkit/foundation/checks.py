@@ -1,6 +1,7 @@
-"""Checks of arguments, each with one clear `InvalidOption`, and the import of optional packages.
+"""Validation of arguments, which raises `InvalidOption`, and the import of optional packages.
 
-`act` is the verb and object of the message, as in `"load 'birds.h5'"`; `name` is the argument, `value` what was given.
+In all checks, `act` is the verb and object of the message, for example `"load 'birds.h5'"`, `name` is the name of the
+argument, and `value` its value.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _UNITS_S = {
 
 
 def check_one_of(act: str, name: str, value: object, choices: Iterable[object], next_step: str = "") -> None:
-    """Raise `InvalidOption` unless a value is one of several, compared by type and value."""
+    """Raise `InvalidOption` unless a value equals one of the choices in type and value."""
     allowed = list(choices)
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         return
@@ -36,7 +37,7 @@ def check_one_of(act: str, name: str, value: object, choices: Iterable[object], 
 
 
 def check_callable(act: str, name: str, value: object, next_step: str, *, optional: bool = True) -> None:
-    """Raise `InvalidOption` unless a value can be called, or is None and `optional`; a class is refused too."""
+    """Raise `InvalidOption` unless a value is a callable other than a class, or None if `optional`."""
     expected = "a callable or None" if optional else "a callable"
     if isinstance(value, type):
         found, next_step = f"{name}={value.__name__}, a class", f"Create an instance: {name}={value.__name__}(...)"
@@ -54,10 +55,12 @@ def check_type(
 
 
 def check_whole_number(act: str, name: str, value: object, least: int, most: int | None = None) -> int:
-    """Return a whole number between two bounds as an `int`: NumPy's integers overflow, and JSON refuses them.
+    """Return an integer between two inclusive bounds as an `int`.
+
+    NumPy integers are converted, since they overflow and are not JSON serializable.
 
     Raises:
-        InvalidOption: if the value is not a whole number, or out of bounds. Truth values are not numbers.
+        InvalidOption: if the value is not an integer, is a boolean, or is out of bounds.
     """
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if is_whole and least <= operator.index(value) <= (math.inf if most is None else most):  # type: ignore[arg-type]
@@ -82,10 +85,10 @@ def check_number(
     example: float,
     above: float = -math.inf,
 ) -> float:
-    """Return a finite number between two bounds, both allowed, and greater than `above`.
+    """Return a finite number between two inclusive bounds and greater than `above`.
 
     Raises:
-        InvalidOption: if the value is not such a number; the message proposes `example`.
+        InvalidOption: if the value is not such a number; the message suggests `example`.
     """
     if is_finite_number(value) and least <= value <= most and value > above:
         return int(value) if isinstance(value, numbers.Integral) else float(value)
@@ -96,17 +99,17 @@ def check_number(
 
 
 def check_seconds(act: str, name: str, value: object) -> float:
-    """Return a finite number of seconds above 0; raises `InvalidOption` for anything else."""
+    """Return a finite number of seconds above 0; raise `InvalidOption` for other values."""
     if not is_finite_number(value) or value <= 0:
         raise InvalidOption(cannot(act, f"{name}={shown(value)}", "seconds above 0", f"Use {name}=60"))
     return value
 
 
 def check_duration(act: str, name: str, value: object) -> float:
-    """Return a duration above 0 in seconds: of a number of them, a `timedelta`, or text as `"5min"` or `"1h 30min"`.
+    """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds above 0.
 
     Raises:
-        InvalidOption: if the value is none of these.
+        InvalidOption: if the value is none of these, or not above 0.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(value, str):
@@ -120,7 +123,7 @@ def check_duration(act: str, name: str, value: object) -> float:
 
 
 def check_size(act: str, name: str, value: object) -> tuple[int, int]:
-    """Return height and width; one whole number stands for both. Raises `InvalidOption` for anything else."""
+    """Return (height, width) of one integer or a pair of integers; raise `InvalidOption` for other values."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         expected = "one whole number, or height and width"
@@ -129,17 +132,18 @@ def check_size(act: str, name: str, value: object) -> tuple[int, int]:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number; truth values are not."""
+    """Return whether a value is a finite number; booleans are not."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:
+        # The integer is too large for a float.
         return False
 
 
 def kind_of(value: object) -> str:
-    """Return the kind of a value with its article, as in `"an int"`, `"a list"`, `"the class Linear"` or `"None"`."""
+    """Return the type of a value for a message: `"an int"`, `"a list"`, `"the class Linear"` or `"None"`."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -149,25 +153,26 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the `repr` of a value for a message: one line of at most 80 characters."""
+    """Return the `repr` of a value for a message, as one line of at most 80 characters."""
     try:
         return f"{' '.join(repr(value).split()):.80}"
-    except ValueError:  # Python writes no numbers of thousands of digits
+    except ValueError:
+        # Python does not convert integers of thousands of digits to text.
         return f"{kind_of(value)} of thousands of digits"
 
 
 def import_optional(name: str, act: str, purpose: str, package: str = "", next_step: str = "") -> Any:
-    """Return the module of an optional package, imported now.
+    """Import and return the module of an optional package.
 
     Args:
-        name: of the module.
+        name: name of the module.
         act: verb and object for the message.
-        purpose: what the package is needed for, as in `"to draw"`.
-        package: what pip calls it, if that differs from the module.
-        next_step: what to do, if that is not just installing it.
+        purpose: purpose of the package, for example `"to draw"`.
+        package: name of the package for pip; by default the name of the top-level module.
+        next_step: advice for the message; by default to install the package.
 
     Raises:
-        MissingPackage: if it is not installed.
+        MissingPackage: if the package is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -178,7 +183,7 @@ def import_optional(name: str, act: str, purpose: str, package: str = "", next_s
 
 
 def _whole(value: float | str) -> int | None:
-    """Return the whole number that a number or text stands for, None if there is none."""
+    """Convert a number or text to an integer; None if it is not a whole number."""
     try:
         number = float(value)
     except ValueError:

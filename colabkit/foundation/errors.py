@@ -1,4 +1,4 @@
-"""The exceptions, one family, and the one form of their messages; `colabkit.errors` lists them as a tree."""
+"""The exception classes and the format of their messages. `colabkit.errors` shows them as a tree."""
 
 from __future__ import annotations
 
@@ -10,139 +10,141 @@ from colabkit.foundation.reports import printable
 
 
 class OneLineError(BaseException):
-    """An error that IPython shows in one line."""
+    """An error that IPython shows as one line."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython prints for this error: one line, or all of it under COLABKIT_DEBUG=1."""
+        """Return the lines that IPython prints: the message, or the full traceback if COLABKIT_DEBUG=1."""
         if os.environ.get("COLABKIT_DEBUG") == "1":
             return traceback.format_exception(self)
         return [f"{type(self).__name__}: {printable(self)}"]
 
 
 class ColabkitError(OneLineError, Exception):
-    """Anything that colabkit refuses or fails to do; the message names the next step."""
+    """Base class of colabkit's errors; the message ends with advice on what to do next."""
 
 
 class InvalidOption(ColabkitError, ValueError):
-    """An argument has a value that cannot be meant."""
+    """An argument has an invalid value."""
 
 
 class SourceMissing(ColabkitError, FileNotFoundError):
-    """Nothing is at the source's path."""
+    """The path of the source does not exist."""
 
 
 class BadSource(ColabkitError, ValueError):
-    """The source is there, but is not what is needed: empty, without classes, of another kind."""
+    """The source exists but cannot be used: it is empty, has no classes, or is of another kind."""
 
 
 class BadArchive(ColabkitError, ValueError):
-    """An archive is cut short, broken, or would write outside its folder."""
+    """An archive is truncated, corrupt, or would extract files outside of its folder."""
 
 
 class BadImage(ColabkitError, ValueError):
-    """A file cannot be decoded as an image, or not to the wanted shape."""
+    """A file cannot be decoded as an image, or not to the required shape."""
 
 
 class SourceChanged(ColabkitError, OSError):
-    """The source changed while it was read."""
+    """The source changed while it was being read."""
 
 
 class TargetExists(ColabkitError, FileExistsError):
-    """The target holds something else, which is left alone."""
+    """The target path already holds something else, which is not overwritten."""
 
 
 class NotEnoughSpace(ColabkitError, OSError):
-    """The bytes do not fit where they should go."""
+    """The target has too little free space."""
 
 
 class FileFailed(ColabkitError, OSError):
-    """The file system refused an operation: permissions, a lost mount, a broken disk."""
+    """A file operation failed, for example because of permissions, a lost mount or a broken disk."""
 
 
 class NotSealed(ColabkitError, ValueError):
-    """A file lacks the mark, written last, that proves it whole."""
+    """A file has no seal, the checksum record that is written last, so it may be incomplete."""
 
 
 class Corrupt(ColabkitError, ValueError):
-    """A sealed file no longer holds what was sealed."""
+    """The content of a sealed file does not match its checksums."""
 
 
 class MissingSplit(ColabkitError, KeyError):
-    """A pack has no split of this name."""
+    """A pack has no split with this name."""
 
-    __str__ = Exception.__str__  # a KeyError shows its message in quotes
+    # KeyError would show its message in quotes.
+    __str__ = Exception.__str__
 
 
 class NotMounted(ColabkitError, FileNotFoundError):
-    """Drive, or the mount that is meant, is not there."""
+    """Google Drive, or another requested mount, is not mounted."""
 
 
 class MountFailed(ColabkitError, OSError):
-    """Drive cannot be mounted.
+    """Google Drive cannot be mounted.
 
     Attributes:
-        cause: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`, `"folder"`, `"timeout"`,
-            `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
+        cause: reason of the failure: `"place"`, `"thread"`, `"consent"`, `"policy"`, `"top folder"`, `"quota"`,
+            `"folder"`, `"timeout"`, `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
     """
 
     cause = "unknown"
 
 
 class UnsentWrites(ColabkitError, RuntimeError):
-    """What was asked would lose writes that have not been sent yet."""
+    """The operation would lose writes that have not been uploaded yet."""
 
 
 class TimedOut(ColabkitError, TimeoutError):
-    """There was no answer before the deadline."""
+    """An operation did not finish before its timeout."""
 
 
 class FetchFailed(ColabkitError, OSError):
-    """A download failed; the message names the cause."""
+    """A download failed; the message states the cause."""
 
 
 class MissingPackage(ColabkitError, ImportError):
-    """An optional package is not installed; the message holds the line that installs it."""
+    """An optional package is not installed; the message contains the install command."""
 
 
 class NoNotebook(ColabkitError, RuntimeError):
-    """What needs a notebook is asked for outside of one."""
+    """An operation that requires a notebook was called outside of one."""
 
 
 class PackingFailed(ColabkitError, RuntimeError):
-    """A process that packs, here or on a cluster, died or lost its work."""
+    """A packing process, on this machine or on a cluster, died or lost its work."""
 
 
 class LoaderFailed(ColabkitError, RuntimeError):
-    """The loader's background work failed; the cause is in the message."""
+    """The loader's background work failed; the message states the cause."""
 
 
 class TrainingDiverged(ColabkitError, FloatingPointError):
-    """A step of training returned a number that is not finite."""
+    """A training step returned NaN or infinity."""
 
 
 class LaunchFailed(ColabkitError, RuntimeError):
-    """One of several training processes failed; its own output says more."""
+    """One of several training processes failed; its output contains details."""
 
 
 def cannot(act: str, found: str, needed: str, next_step: str) -> str:
-    """Return the one form of every error message.
+    """Format an error message.
 
     Args:
-        act: verb and object, as in `"stage 'birds'"`.
-        found: what is there, with numbers and units.
-        needed: what has to be there.
-        next_step: a sentence that says what to do, without its full stop.
+        act: verb and object, for example `"stage 'birds'"`.
+        found: the actual state, with numbers and units.
+        needed: the required state.
+        next_step: advice, one sentence without the final period.
     """
     return f"Cannot {act}: {found}, {needed}. {next_step}."
 
 
 def reword(error: OneLineError, worded: Callable[[str], str]) -> None:
-    """Bring the message of an error to other words, in place.
+    """Replace the message of an error in place.
 
     Args:
-        error: with one message.
-        worded: brings a text to these words.
+        error: the error, with one message.
+        worded: returns the new text of a message.
     """
     error.args = (worded(str(error)),)
-    if isinstance(error, ImportError):  # which shows this instead
+    # ImportError shows `msg` instead of its arguments.
+    if isinstance(error, ImportError):
         error.msg = error.args[0]

@@ -1,11 +1,11 @@
-"""The only place that changes files.
+"""All changes to the file system.
 
-Every artefact of colabkit comes to be in one way: a private partial beside its final path (`_partials`), filled, then
-renamed. So a final path is absent, the complete old thing or the complete new thing, at every instant and after any
-kill.
+Every output file or folder is created atomically: it is written to a private partial next to its final path (see
+`partials`) and then renamed. At any time, even after a kill, the final path is either missing, the complete old
+version, or the complete new version.
 
-Each operation that changes the file system first passes `_step`. Tests put a hook there that counts the operations,
-fails the n-th with any error, or kills the process at it; nothing else in the package writes, so the count is complete.
+Each operation that changes the file system first calls `_step`. Tests set a hook there to count the operations, or to
+raise an error or kill the process at the n-th. The count is complete, since no other module writes files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HDF5_USER_BLOCK_BYTES = 4096
 _COPY_BYTES = 1 << 20
 _SENT_BYTES = 16 << 20
 hook: Callable[[str, Path], None] | None = None
-"""Called before each change with the operation's name and path; only tests set it."""
+"""Called before each change with the name of the operation and the path; set only by tests."""
 
 
 def _step(operation: str, path: Path) -> None:
@@ -45,7 +45,7 @@ def _step(operation: str, path: Path) -> None:
 
 @contextmanager
 def translated(act: str) -> Iterator[None]:
-    """Turn an `OSError` of the block into the family's error, in one line that names `act` and the cause."""
+    """Convert an `OSError` raised in the block to a colabkit error that names `act` and the cause."""
     try:
         yield
     except ColabkitError:
@@ -67,14 +67,14 @@ def translated(act: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents where they are missing."""
+    """Create a folder and its parents if they do not exist."""
     if not path.is_dir():
         _step("mkdir", path)
         path.mkdir(parents=True, exist_ok=True)
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder, in a place that is open to all, that only this user may enter."""
+    """Create a folder with access for this user only, for use in shared folders such as `/tmp`."""
     make_folder(path.parent)
     if not path.is_dir():
         _step("mkdir", path)
@@ -83,24 +83,24 @@ def make_private_folder(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """Create a file that did not exist and return its descriptor, open for reading and writing."""
+    """Create a new file and return its descriptor, open for reading and writing; fail if the path exists."""
     _step("create", path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def reopen(path: Path) -> int:
-    """Return the descriptor of a file that is there, open for reading and writing."""
+    """Open an existing file for reading and writing and return its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def open_lock(path: Path) -> int:
-    """Return the descriptor of a file that serves as a lock; it is made where it is missing."""
+    """Open a lock file, which is created if missing, and return its descriptor."""
     _step("create", path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def reserve(fd: int, size: int, path: Path) -> None:
-    """Reserve `size` bytes, so that later writes, also through a mapping, cannot run out of space."""
+    """Reserve `size` bytes, so that later writes, including those to a memory map, cannot run out of space."""
     _step("reserve", path)
     if size == 0:
         return
@@ -121,12 +121,13 @@ def write_at(fd: int, data: Buffer, offset: int, path: Path) -> None:
 
 
 def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path: Path) -> None:
-    """Copy bytes from one open file to another, in the kernel where it can."""
+    """Copy bytes between open files, inside the kernel if supported."""
     _step("write", path)
     while size:
         try:
             copied = os.copy_file_range(fd, to_fd, size, offset, to_offset)
-        except (AttributeError, OSError):  # another platform, or file systems that cannot together
+        except (AttributeError, OSError):
+            # Not supported on this platform or between these file systems.
             block = os.pread(fd, min(size, _COPY_BYTES), offset)
             copied = os.pwrite(to_fd, block, to_offset)
         if not copied:
@@ -135,13 +136,13 @@ def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path
 
 
 def link(path: Path, to: Path) -> None:
-    """Give a file another name on the same file system; its bytes are there once."""
+    """Create a hard link to a file."""
     _step("link", to)
     os.link(path, to, follow_symlinks=False)
 
 
 def link_or_copy(path: Path, to: Path) -> None:
-    """Give a file, or a link, another name; on another file system a copy."""
+    """Create a hard link to a file or symlink, or a copy if the target is on another file system."""
     try:
         link(path, to)
     except OSError as error:
@@ -152,15 +153,15 @@ def link_or_copy(path: Path, to: Path) -> None:
 
 
 def sync(fd: int, path: Path) -> None:
-    """Wait until the file's bytes are on the medium."""
+    """Flush a file to the storage device."""
     _step("sync", path)
     os.fsync(fd)
 
 
 class BackgroundSync:
-    """Sends what is written to a file to the medium while more is made, so that the last `sync` waits for little.
+    """Flushes a file to the storage device in the background while it is written, so that the final `sync` is short.
 
-    It changes nothing that could be lost, so it is no step; errors are left to `sync`.
+    It does not call `_step`, since it does not change the file. Errors are ignored; the final `sync` reports them.
 
     Args:
         path: the file.
@@ -172,7 +173,7 @@ class BackgroundSync:
         self._thread: threading.Thread | None = None
 
     def written(self, size: int) -> None:
-        """Note that so many bytes more were written."""
+        """Count `size` more bytes written, and start a flush when enough have accumulated."""
         self._unsent += size
         if self._unsent >= _SENT_BYTES and (self._thread is None or not self._thread.is_alive()):
             self._unsent = 0
@@ -197,7 +198,7 @@ class BackgroundSync:
 
 
 def write_file(path: Path, data: Buffer, durable: bool = False) -> None:
-    """Create `path` with `data`; on the medium when it returns if `durable`. Not atomic: use it inside a partial."""
+    """Create a file with `data`, flushed to the device if `durable`. Not atomic: use it inside a partial."""
     fd = create(path)
     try:
         write_at(fd, data, 0, path)
@@ -209,11 +210,12 @@ def write_file(path: Path, data: Buffer, durable: bool = False) -> None:
 
 @contextmanager
 def create_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Create an HDF5 file; its first page is a user block, which HDF5 leaves alone."""
+    """Create an HDF5 file whose first page is a user block, which HDF5 does not use."""
     import h5py
 
-    os.close(create(path))  # so that a refusal is the system's own, which says less and tells more than HDF5's
-    # Data sets of a page and more start on a page, so that maps and int64 views of them are aligned.
+    # Create the file first, since the system's error messages are shorter and clearer than those of HDF5.
+    os.close(create(path))
+    # Datasets of a page or more start at a page boundary, so that memory maps and int64 views are aligned.
     page = HDF5_USER_BLOCK_BYTES
     with h5py.File(
         path, "w", locking=False, alignment_threshold=page, alignment_interval=page, userblock_size=page
@@ -222,12 +224,12 @@ def create_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 def touch(path: Path) -> None:
-    """Give a file the time of now; this changes no content, so it is no step."""
+    """Set the modification time of a file to now; does not call `_step`, since the content does not change."""
     os.utime(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder; nothing happens where there is none."""
+    """Remove a file or a folder with its contents; a missing file is ignored."""
     _step("remove", path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -236,26 +238,26 @@ def remove(path: Path) -> None:
 
 
 def remove_empty_folder(path: Path) -> None:
-    """Remove a folder if it is there and empty."""
+    """Remove an empty folder; a missing folder is ignored."""
     _step("remove", path)
     with contextlib.suppress(FileNotFoundError):
         path.rmdir()
 
 
 def rename(path: Path, to: Path) -> None:
-    """Give a file or folder another name; a file that has it is replaced."""
+    """Rename a file or folder; an existing file with the new name is replaced."""
     _step("rename", path)
     os.replace(path, to)
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hex."""
+    """Return the SHA-256 of a file as a hex string."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this user may still write on the file system that holds, or will hold, `path`."""
+    """Return the free bytes for this user on the file system of `path`, which need not exist."""
     existing = path
     while not existing.exists():
         existing = existing.parent
@@ -264,13 +266,13 @@ def free_bytes(path: Path) -> int:
 
 
 def used_bytes(path: Path) -> int:
-    """Return the bytes that are taken of the file system that holds a folder."""
+    """Return the used bytes of the file system that holds a folder."""
     stats = os.statvfs(path)
     return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the disk space that a file, or all files of a folder, take; files that vanish meanwhile count nothing."""
+    """Return the disk space in bytes of a file or of all files in a folder; files removed meanwhile count 0."""
     total = 0
     for file in (
         [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
@@ -281,19 +283,20 @@ def disk_bytes(path: Path) -> int:
 
 
 def check_space(act: str, needed: int, path: Path, available: int | None = None) -> None:
-    """Refuse, before anything is written, what will not fit at `path`.
+    """Check, before writing, that there is enough free space.
 
     Args:
         act: verb and object for the message.
-        needed: bytes that will be written.
-        path: where they go.
-        available: a tighter limit than the file system's own, in bytes.
+        needed: number of bytes that will be written.
+        path: path that will be written.
+        available: additional limit in bytes, apart from the free space of the file system.
 
     Raises:
-        NotEnoughSpace: naming both numbers.
+        NotEnoughSpace: if there is too little space; the message contains both sizes.
     """
     free = free_bytes(path)
-    if is_tmpfs(path):  # its bytes are RAM, of which a cgroup may allow less than the file system says
+    # On tmpfs, files take RAM, of which a cgroup may allow less than the file system reports.
+    if is_tmpfs(path):
         free = min(free, memory_limits(read_file).available_bytes)
     if available is not None:
         free = min(free, available)

@@ -1,4 +1,4 @@
-"""Locks between processes: `flock` on a file, which ends with its process, and the wait for another's."""
+"""Locks between processes, and waiting for them. `flock` releases a lock when its process ends."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from colabkit.foundation import file_changes
 
 LOCK = "lock"
 STALLED_S = 120.0
-"""A process that changes nothing in its folder for so many seconds is not waited for any longer."""
+"""Seconds without a change in its folder after which other processes stop waiting for a process."""
 _BUSY_S = 0.2
-_LOCK_TRIES = 100  # others may come and go in between; a file system that answers wrongly must not hold us
+# Other processes may take and release the lock between attempts; a limit prevents an endless loop.
+_LOCK_TRIES = 100
 _locks: set[int] = set()
 
 
 def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable[[], None]) -> bool:
-    """Wait for another process, until it is done or no longer changes any file in its folder.
+    """Wait until another process has finished or no longer changes files in its folder.
 
     Args:
-        folder: in which the other process works.
-        is_busy: returns whether the other process still has the lock.
-        on_wait: called about five times a second.
+        folder: folder that the other process works in.
+        is_busy: returns whether the other process still holds the lock.
+        on_wait: called about five times per second.
 
     Returns:
-        Whether the other process is done.
+        Whether the other process has finished.
     """
     while is_busy():
         if not _is_changing(folder):
@@ -40,7 +41,7 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
 
 
 def _is_changing(folder: Path) -> bool:
-    """Return whether a folder, or anything in it, changed lately or has just been removed by its owner."""
+    """Return whether a folder or its contents changed recently, or the folder no longer exists."""
     since = time.time() - STALLED_S
     for root, _, names in os.walk(folder):
         for name in ("", *names):
@@ -51,7 +52,7 @@ def _is_changing(folder: Path) -> bool:
 
 
 def try_lock(fd: int) -> bool | None:
-    """Lock an open file; return whether it is ours now, None where the file system has no locks."""
+    """Try to lock an open file; return whether it succeeded, or None if the file system does not support locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -62,7 +63,7 @@ def try_lock(fd: int) -> bool | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process has the lock of a folder."""
+    """Return whether another process holds the lock of a folder."""
     try:
         fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -74,12 +75,13 @@ def is_locked(folder: Path) -> bool:
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Make a folder and return the descriptor that locks it until `unlock`; None where there are no locks.
+    """Create and lock a folder; forked children do not inherit the lock.
 
-    Forked children do not have the lock.
+    Returns:
+        A descriptor for `unlock`, or None if the file system does not support locks.
 
     Raises:
-        BlockingIOError: while another process has it.
+        BlockingIOError: if another process holds the lock.
     """
     _watch_forks()
     for _ in range(_LOCK_TRIES):
@@ -88,7 +90,8 @@ def lock_folder(folder: Path) -> int | None:
         try:
             fd = file_changes.open_lock(path)
         except FileNotFoundError:
-            continue  # its owner finished and removed the folder meanwhile
+            # The owner has finished and removed the folder in the meantime.
+            continue
         except BaseException:
             with contextlib.suppress(OSError):
                 file_changes.remove_empty_folder(folder)
@@ -103,7 +106,8 @@ def lock_folder(folder: Path) -> int | None:
         if is_ours is False:
             raise BlockingIOError(f"another process has {folder}")
         if is_ours is None:
-            with contextlib.suppress(OSError):  # others may be in it
+            with contextlib.suppress(OSError):
+                # Other processes may be using the folder.
                 file_changes.remove(path)
                 file_changes.remove_empty_folder(folder)
             return None
@@ -111,7 +115,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def unlock(fd: int) -> None:
-    """Give up the lock of a folder."""
+    """Release the lock of a folder."""
     _locks.discard(fd)
     os.close(fd)
 
@@ -122,7 +126,7 @@ def _watch_forks() -> None:
 
 
 def _let_go() -> None:
-    """Give up a parent's locks in a forked process, which may outlive it; their numbers stay taken."""
+    """Release the parent's locks in a forked process, which may outlive it; the descriptors stay open."""
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for fd in _locks:
         os.dup2(null, fd, inheritable=False)

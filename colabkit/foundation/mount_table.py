@@ -1,7 +1,7 @@
-"""What is mounted, read from the kernel's table alone: a path on a dead mount is never touched here.
+"""The mounts of this machine, read from the kernel's mount table without accessing the mounts themselves.
 
-`drive:` is the short name of the Drive mount in every path that colabkit takes: `drive:datasets/birds` lies in My
-Drive, `drive:Shareddrives/Team/birds` in a shared drive.
+In all paths that colabkit accepts, `drive:` stands for the Google Drive mount: `drive:datasets/birds` is in My Drive,
+and `drive:Shareddrives/Team/birds` in a shared drive.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DRIVEFS = "fuse.drive"
 OCAMLFUSE = "fuse.google-drive-ocamlfuse"
 RCLONE = "fuse.rclone"
 DRIVE_TYPES: Mapping[str, str] = {DRIVEFS: "DriveFS", OCAMLFUSE: "google-drive-ocamlfuse", RCLONE: "rclone"}
-"""File system types behind which Google Drive can be, in the order in which `drive:` looks for them."""
+"""File system types that can serve Google Drive, in the order in which `drive:` searches for them."""
 
 DRIVEFS_FOLDER = ".config/Google/DriveFS"
 DRIVEFS_LOG = f"{DRIVEFS_FOLDER}/Logs/drive_fs.txt"
 
 SHORTCUT_TARGETS = ".shortcut-targets-by-id"
-"""The folder of a DriveFS mount into which Drive's shortcuts point, which show as links."""
+"""The folder of a DriveFS mount that holds the targets of Drive shortcuts, which appear as symlinks."""
 
 _SHORT_NAME = "drive:"
 _SHARED_DRIVES = "Shareddrives"
@@ -42,13 +42,13 @@ _LOG_RECENT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A line of the kernel's table of mounts.
+    """One line of the kernel's mount table.
 
     Attributes:
-        point: the folder it is mounted at, absolute, unescaped.
-        fstype: exactly as the kernel names it, as in `"fuse.drive"`.
+        point: absolute path of the mount point, unescaped.
+        fstype: file system type as reported by the kernel, for example `"fuse.drive"`.
         source: the device or remote.
-        options: as in `("rw", "nosuid")`.
+        options: mount options, for example `("rw", "nosuid")`.
     """
 
     point: str
@@ -58,24 +58,24 @@ class Mount:
 
     @property
     def is_remote(self) -> bool:
-        """Whether another program or machine answers for it, so that any touch can hang."""
+        """Whether another program or machine serves the mount, so that any access can hang."""
         is_fuse = self.fstype.split(".")[0] == "fuse" and self.fstype not in _LOCAL_FUSE_TYPES
         return is_fuse or self.fstype in _NETWORK_TYPES
 
     @property
     def readonly(self) -> bool:
-        """Whether the kernel refuses writes; DriveFS has a read-only mode of its own, which does not show here."""
+        """Whether the kernel rejects writes. The separate read-only mode of DriveFS is not visible here."""
         return "ro" in self.options
 
 
 def read_file(path: str) -> str:
-    """Return a small text file as it is; raises `OSError` where there is none."""
+    """Return the text of a small file unchanged; raise `OSError` if it cannot be read."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         return file.read()
 
 
 def mounts(read: Reader = read_file) -> list[Mount]:
-    """Return all mounts in the kernel's order; a later one hides earlier ones at its point."""
+    """Return all mounts in the kernel's order; a later mount hides earlier ones at the same mount point."""
     try:
         lines = read("/proc/mounts").rstrip("\n").split("\n")
     except OSError:
@@ -92,7 +92,7 @@ def _unescaped(field: str) -> str:
 
 
 def mount_holding(path: str, table: Iterable[Mount]) -> Mount | None:
-    """Return the mount that holds an absolute path, by its text alone."""
+    """Return the mount that contains an absolute path, without accessing the path."""
     holding = [
         (len(mount.point), number, mount)
         for number, mount in enumerate(table)
@@ -102,7 +102,7 @@ def mount_holding(path: str, table: Iterable[Mount]) -> Mount | None:
 
 
 def drive_mounts(table: Iterable[Mount]) -> list[Mount]:
-    """Return the mounts that can be Drive: Colab's own, else those of google-drive-ocamlfuse, else those of rclone."""
+    """Return the possible Drive mounts: those of DriveFS, else of google-drive-ocamlfuse, else of rclone."""
     table = list(table)
     for fstype in DRIVE_TYPES:
         if found := {mount.point: mount for mount in table if mount.fstype == fstype}:
@@ -111,27 +111,27 @@ def drive_mounts(table: Iterable[Mount]) -> list[Mount]:
 
 
 def drive_mount(table: Iterable[Mount]) -> Mount | None:
-    """Return the mount that `drive:` stands for; None where there is none, and where several leave it open."""
+    """Return the mount that `drive:` refers to; None if there is none or more than one."""
     found = drive_mounts(table)
     return found[0] if len(found) == 1 else None
 
 
 def drive_root(mount: Mount) -> str:
-    """Return the folder of My Drive in a Drive mount."""
+    """Return the path of My Drive in a Drive mount."""
     return f"{mount.point}/MyDrive" if mount.fstype == DRIVEFS else mount.point
 
 
 def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None = None) -> Path:
-    """Return the path a user means: `drive:` becomes the Drive mount, `~` the home folder.
+    """Expand `drive:` to the Drive mount and `~` to the home folder.
 
     Args:
-        path: as the user gave it.
+        path: path from the user.
         act: verb and object for messages.
-        table: the mounts; by default those of now.
+        table: the mounts; by default the current ones.
 
     Raises:
-        NotMounted: if it begins with `drive:` and Drive is not mounted.
-        InvalidOption: if it is no path.
+        NotMounted: if the path begins with `drive:` and Drive is not mounted.
+        InvalidOption: if `path` is not a valid path.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or not isinstance(text, str) or "\0" in text:
@@ -145,7 +145,8 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
     if chosen := os.environ.get("COLABKIT_DRIVE"):
         point, root = chosen, chosen
         holding = mount_holding(os.path.abspath(chosen), found)
-        if (holding is None or not holding.is_remote) and not os.path.isdir(chosen):  # or a typo would be made a folder
+        # Without this check, a typo would create a new folder.
+        if (holding is None or not holding.is_remote) and not os.path.isdir(chosen):
             gone = f"COLABKIT_DRIVE={chosen!r} is no folder"
             raise NotMounted(cannot(act, gone, "the folder that drive: stands for", "Mount it, or set it anew"))
     elif mount := drive_mount(found):
@@ -165,12 +166,12 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
 
 
 def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
-    """Return why DriveFS says in its log that it failed: `"quota"`, `"top folder"`.
+    """Return the causes of failures found in the DriveFS log: `"quota"` or `"top folder"`.
 
     Args:
-        start: byte of the log from which on it counts; a log that became shorter was begun anew and counts whole.
-            Without it the end of the log counts, if it was written in the last ten minutes.
-        home: the home folder that DriveFS runs in.
+        start: byte offset at which to start reading; if the log is shorter, it was restarted and is read from its
+            beginning. 0 reads the end of the log if it was written in the last ten minutes.
+        home: home folder of the user that runs DriveFS.
     """
     try:
         with open(_log_path(home), "rb") as log:
@@ -185,7 +186,7 @@ def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
 
 
 def log_size(home: str | None = None) -> int:
-    """Return the bytes that DriveFS's log has now, to be given to `log_causes` later."""
+    """Return the current size of the DriveFS log in bytes, as `start` for a later `log_causes`."""
     try:
         return os.stat(_log_path(home)).st_size
     except OSError:
@@ -197,11 +198,14 @@ def _log_path(home: str | None) -> str:
 
 
 def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[str, str] | None:
-    """Return what an error of a file on a far mount means and what helps, or None for any other error.
+    """Explain an error for a file on a remote mount.
 
     Args:
-        error: with the file's name.
-        table: the mounts; by default those of now.
+        error: the error, with the file name.
+        table: the mounts; by default the current ones.
+
+    Returns:
+        The cause and advice for a message, or None if the error has no special meaning.
     """
     if not isinstance(error.filename, str | bytes | os.PathLike):
         return None

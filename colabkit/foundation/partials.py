@@ -1,4 +1,4 @@
-"""What becomes a finished file or folder in one rename, or disappears, or is kept for the next run."""
+"""Partial outputs: files and folders that are published in one rename, removed, or kept to resume later."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from colabkit.foundation.locks import LOCK, is_locked, lock_folder, unlock, wait
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
 )
-_FOREIGN_PARTIAL_S = 24 * 3600.0  # a partial of another machine is left alone this long: its owner cannot be asked
+# Partials of other machines are removed after this time, since their processes cannot be checked.
+_FOREIGN_PARTIAL_S = 24 * 3600.0
 
 
 def discard(final: Path) -> None:
-    """Remove a finished file or folder: one rename makes it absent, so that no half of it is ever at its path."""
+    """Remove a finished file or folder atomically: rename it first, so that its path never holds a part of it."""
     with Partial(final) as partial:
         file_changes.rename(final, partial.path)
 
 
 def kept_for(final: Path) -> str:
-    """Return the identity of the interrupted work whose record names a final path, empty where there is none."""
+    """Return the identity of the interrupted work for a final path; empty if there is none."""
     for folder in final.parent.glob(".colabkit-*-kept.partial"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads((folder / _RECORD).read_bytes())["values"]
@@ -40,7 +41,7 @@ def kept_for(final: Path) -> str:
 
 
 def discard_kept(final: Path, identity: str) -> int:
-    """Remove what an interrupted run kept for a final path, if no process has it; return the bytes given back."""
+    """Remove the kept partial of an interrupted run unless a process is using it; return the freed bytes."""
     kept = KeptPartial(final.parent, identity)
     if not kept.is_begun() or kept.is_busy():
         return 0
@@ -51,20 +52,20 @@ def discard_kept(final: Path, identity: str) -> int:
 
 
 class Partial:
-    """A private path beside `final` that becomes `final` in one rename, or disappears.
+    """A private path next to `final` that is either renamed to `final` or removed.
 
-    `with Partial(final) as partial:` gives the path to fill, a file or a folder that does not exist yet; `publish()`
-    renames it. Leaving the block without `publish()`, by an error or by Ctrl-C, removes it. What a killed process left
-    behind for the same `final` is removed when the next one starts.
+    In the block `with Partial(final) as partial:`, write a file or folder at `partial.path`, which does not exist yet,
+    and call `partial.publish()` to rename it. If the block ends without `publish()`, because of an error or Ctrl-C, the
+    partial is removed. Partials left behind by killed processes are removed by the next `Partial` for the same `final`.
 
     Args:
-        final: the path it becomes.
-        kind: a text that several final paths of a folder share: then what was left behind for any of them is removed.
+        final: the final path.
+        kind: key shared by several final paths in a folder; partials left behind for any of them are removed.
     """
 
     def __init__(self, final: Path, kind: str | None = None) -> None:
         self.final = final
-        # The folder does not count, however it is spelt.
+        # The key uses the name only, so that different spellings of the folder give the same key.
         self._key = hashlib.sha256(os.fsencode(final.name if kind is None else kind)).hexdigest()[:12]
 
     def __enter__(self) -> Self:
@@ -81,19 +82,21 @@ class Partial:
         _in_use.difference_update((self.path.name, self._old.name))
         try:
             if os.path.lexists(self._old) and not os.path.lexists(self.final):
-                file_changes.rename(self._old, self.final)  # stopped between the two renames of `publish`
+                # The process was interrupted between the two renames of `publish`.
+                file_changes.rename(self._old, self.final)
             for path in (self.path, self._old):
                 if os.path.lexists(path):
                     file_changes.remove(path)
         except OSError:
-            if error is None:  # never hide the first error behind the second
+            # Do not hide the original error.
+            if error is None:
                 raise
 
     def publish(self, replace: bool = False) -> None:
         """Rename the partial to its final path.
 
         Raises:
-            TargetExists: if something is at the final path and `replace` is false.
+            TargetExists: if the final path exists and `replace` is false.
         """
         self._put(self.path, replace)
 
@@ -102,7 +105,7 @@ class Partial:
             act = f"publish {str(self.final)!r}"
             raise TargetExists(cannot(act, "the path was taken meanwhile", "a free path", "Run it again"))
         if path.is_dir() and self.final.is_dir() and not self.final.is_symlink():
-            # Folders cannot be replaced in one rename: the old one becomes a partial first, and is removed last.
+            # A folder cannot be replaced in one rename: the old one is renamed to a partial first and removed last.
             file_changes.rename(self.final, self._old)
             file_changes.rename(path, self.final)
             file_changes.remove(self._old)
@@ -110,7 +113,7 @@ class Partial:
             file_changes.rename(path, self.final)
 
     def _partials(self) -> list[Path]:
-        """Return the partials of this final path, of all processes."""
+        """Return the partials of all processes for this final path."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.final.parent) as entries:
             return [Path(entry.path) for entry in entries if entry.name.startswith(f".colabkit-{self._key}-")]
         return []
@@ -121,26 +124,28 @@ class Partial:
             if not match or not _is_abandoned(path, match):
                 continue
             if match["old"] and not os.path.lexists(self.final):
-                file_changes.rename(path, self.final)  # a kill between the two renames of `publish` took it away
+                # The process was killed between the two renames of `publish`; restore the old folder.
+                file_changes.rename(path, self.final)
             else:
                 file_changes.remove(path)
 
 
 class KeptPartial(Partial):
-    """A partial that is kept when its process ends or is killed, so that the next one goes on where it stopped.
+    """A partial that survives the end of its process, so that a later process can resume the work.
 
-    `with KeptPartial(folder, identity) as kept:` gives `kept.folder`, hidden in `folder`, with `kept.data` to fill, a
-    file or a folder, and `kept.record`: what has to be the same for going on, empty at first. `publish_as()` renames
-    what is whole. One process at a time has the kept folder, by a lock that ends with it; another that comes meanwhile
-    and does not wait, or where the file system has no locks, gets a folder of its own, which is not kept.
-    Forked children do not have the lock. After a restart of the machine it begins anew, since blocks may be missing
-    that were never synced.
+    In the block `with KeptPartial(folder, identity) as kept:`, `kept.folder` is a hidden folder in `folder`. Write a
+    file or folder at `kept.data`, and save the state needed to resume with `note()`. `kept.record` holds the saved
+    state, or is empty at the first start. `publish_as()` renames the finished output.
+
+    A lock ensures that only one process uses the kept folder; forked children do not inherit it. A second process gets
+    a temporary folder instead, which is not kept, if it does not wait or if the file system does not support locks.
+    After a restart of the machine, the work starts over, since data that was not synced may be lost.
 
     Args:
-        folder: where the final path will be.
-        identity: a text of hexadecimal digits that tells this work from any other.
-        on_wait: called about five times a second while another process has the kept folder and still changes files in
-            it; without it the call does not wait.
+        folder: folder of the final path.
+        identity: hexadecimal digits that identify this work.
+        on_wait: called about five times per second while another process holds the kept folder and changes files in it;
+            if None, the call does not wait.
     """
 
     def __init__(self, folder: Path, identity: str, on_wait: Callable[[], None] | None = None) -> None:
@@ -149,7 +154,7 @@ class KeptPartial(Partial):
 
     @property
     def kept_folder(self) -> Path:
-        """The folder that is kept, whether it is there or not."""
+        """The path of the kept folder, which may not exist."""
         return self.final.parent / f".colabkit-{self._key}-kept.partial"
 
     def __enter__(self) -> Self:
@@ -178,7 +183,7 @@ class KeptPartial(Partial):
         try:
             if self._lock is not None and not self._has_bytes():
                 try:
-                    # Under its new name nobody can enter it any more, so it can be removed.
+                    # After the rename, no other process can start to use the folder, so it can be removed.
                     file_changes.rename(self.folder, self.path)
                 except OSError:
                     file_changes.remove(self.folder)
@@ -191,20 +196,20 @@ class KeptPartial(Partial):
                     unlock(self._lock)
 
     def is_begun(self) -> bool:
-        """Return whether anything of this work, kept or left behind, lies in the folder."""
+        """Return whether the folder contains any partial of this work."""
         return bool(self._partials())
 
     def is_busy(self) -> bool:
-        """Return whether another process has the kept folder."""
+        """Return whether another process holds the kept folder."""
         return is_locked(self.kept_folder)
 
     def show_life(self) -> None:
-        """Show other processes that the work goes on."""
+        """Touch the lock file to show waiting processes that this process is alive."""
         with contextlib.suppress(OSError):
             file_changes.touch(self.folder / LOCK)
 
     def _claim(self) -> int | None:
-        """Return the lock of the kept folder; None while another process keeps it, or where there are no locks."""
+        """Lock the kept folder; return None if another process holds it or the file system does not support locks."""
         while True:
             try:
                 return lock_folder(self.kept_folder)
@@ -213,7 +218,7 @@ class KeptPartial(Partial):
                     return None
 
     def note(self, **values: Any) -> None:
-        """Write the record: plain values, which the next process finds in `record`."""
+        """Save JSON values as the record, which a later process reads from `record`."""
         self.record = values
         new = self.folder / f"{_RECORD}.new"
         file_changes.remove(new)
@@ -221,14 +226,14 @@ class KeptPartial(Partial):
         file_changes.rename(new, self.folder / _RECORD)
 
     def start_over(self) -> None:
-        """Remove what was kept, and the record."""
+        """Remove the kept data and the record."""
         self.record = {}
         for path in self.folder.iterdir():
             if path.name != LOCK:
                 file_changes.remove(path)
 
     def publish_as(self, path: Path, final: Path, replace: bool = False) -> None:
-        """Rename `path`, in the kept folder, to its final path beside that folder; errors as of `publish()`."""
+        """Rename `path`, inside the kept folder, to `final`, next to that folder; raises the errors of `publish()`."""
         self.final = final
         self._put(path, replace)
         self.start_over()
@@ -249,7 +254,7 @@ def _machine_start() -> str:
 
 
 _in_use: set[str] = set()
-"""Names of this process's own partials; others that bear its number are of removals that failed."""
+"""Names of partials that this process is using; its other partials are left over from failed removals."""
 
 
 def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
@@ -259,15 +264,17 @@ def _is_abandoned(path: Path, name: re.Match[str]) -> bool:
 
 
 def owner() -> str:
-    """Return what names this process among all that were and will be, on any machine: `boot-number-start`."""
+    """Return an identifier of this process that is unique across machines and restarts: `boot-pid-start`."""
     return f"{_boot_id()}-{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def has_ended(maker: str, path: Path) -> bool:
-    """Return whether the process that made a file has ended; one of another machine has when the file is a day old.
+    """Return whether the process that created a file has ended.
+
+    A process of another machine is assumed to have ended if the file is more than a day old.
 
     Args:
-        maker: what `owner()` returned in that process.
+        maker: result of `owner()` in that process.
         path: the file.
     """
     boot, pid, start = maker.split("-")
@@ -281,7 +288,7 @@ def has_ended(maker: str, path: Path) -> bool:
 
 def _boot_id() -> str:
     try:
-        # A process number means something in its own namespace only: containers share the machine's boot.
+        # A PID is unique only within its namespace: containers share the boot ID of the machine.
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
         text = os.uname().nodename
@@ -289,7 +296,7 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks, so that a reused number is told from its former owner."""
+    """Return the start time of a process in clock ticks, which distinguishes processes with a reused PID."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

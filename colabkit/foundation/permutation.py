@@ -1,11 +1,11 @@
-"""Permutations as pure functions: the samples at any positions, in the time of those positions.
+"""Permutations as pure functions: computing the samples at some positions takes time only for those positions.
 
-Up to 65,536 samples are sorted by random words, all at once: in less than a millisecond where NumPy sorts by vector
-instructions (2.0 or later on x86), in three elsewhere. The last few orders are kept.
+Up to 65,536 samples are sorted by random words, all at once. This takes less than 1 ms if NumPy sorts with vector
+instructions (2.0 or later on x86), otherwise 3 ms. The last few orders are cached.
 
-The permutation of more is a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells; positions that fall
-on the few cells beyond n walk on along their cycle. Rounds mix with the 32-bit finaliser of MurmurHash3. On all but
-huge grids rounds look their words up, in tables of sqrt(n) entries that are kept for the last few permutations.
+Larger permutations use a balanced Feistel network over a grid of about sqrt(n) x sqrt(n) cells. Positions that map to
+one of the few cells beyond n are permuted again (cycle walking). Rounds mix with the 32-bit finalizer of MurmurHash3.
+Except on huge grids, rounds use tables of sqrt(n) entries, which are cached for the last few permutations.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): network on a grid, cycle walking.
 """
@@ -25,7 +25,7 @@ from colabkit.foundation.errors import InvalidOption, cannot
 from colabkit.foundation.random_numbers import GAMMA, MASK, Words64, finalise, hashed, key_of, round_keys
 
 CHUNK = 16384
-"""Positions that are worked on together: their scratch arrays stay in the cache of a core."""
+"""Number of positions processed together, so that scratch arrays fit in the cache of a core."""
 
 MAX_SAMPLES = 1 << 62
 
@@ -33,11 +33,13 @@ _ROUNDS = 8
 _SORTED_UP_TO = 1 << 16
 _INDEX_BITS = np.array(_SORTED_UP_TO - 1, np.uint64)
 _RANDOM_BITS = np.array(~_INDEX_BITS)
-_EACH_SORTED_UP_TO = 32  # of 10**5 permutations of fewer by the network, some come measurably more often than others
-_TABLES_UP_TO = 4096  # columns: making tables of more takes milliseconds, and megabytes, for a gain of a third
+# Up to this size, the network is measurably biased: among 10**5 permutations, some occur too often.
+_EACH_SORTED_UP_TO = 32
+# In columns. Larger tables take milliseconds and megabytes to build and are only a third faster.
+_TABLES_UP_TO = 4096
 _UPPER_HALF = slice(1, None, 2) if sys.byteorder == "little" else slice(0, None, 2)
 
-# Arrays, because numpy would look up the type of a scalar anew in each of some hundred operations.
+# Arrays, because NumPy would look up the type of a scalar again in each of about a hundred operations.
 _FIRST_FACTOR = np.array(0x85EBCA6B, np.uint32)
 _SECOND_FACTOR = np.array(0xC2B2AE35, np.uint32)
 _FIRST_SHIFT = np.array(13, np.uint32)
@@ -56,20 +58,23 @@ def check_range(start: int, stop: int, n: int) -> None:
 
 
 def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positions:
-    """Return which samples stand at positions `start` to `stop` of a shuffled epoch, `int64 [stop - start]`.
+    """Return the samples at positions `start` to `stop` of a shuffled epoch.
 
-    Over all positions every sample in [0, n) comes exactly once. The result depends on the arguments alone: not on the
-    machine, the version of numpy, threads, or what was asked before.
+    Over all positions, every sample in [0, n) occurs exactly once. The result depends only on the arguments, not on the
+    machine, the version of NumPy, threads, or earlier calls.
 
     Args:
-        n: samples in the data set.
+        n: number of samples in the dataset.
         seed: any integer.
-        epoch: number of the pass.
+        epoch: index of the epoch.
         start: first position.
-        stop: position after the last.
+        stop: position after the last one.
+
+    Returns:
+        The sample indices, `int64 [stop - start]`.
 
     Raises:
-        InvalidOption: if the range does not lie in [0, n].
+        InvalidOption: if the range is not within [0, n].
     """
     check_range(start, stop, n)
     if n <= _SORTED_UP_TO:
@@ -80,7 +85,7 @@ def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positio
 
 
 def permute(positions: Positions, n: int, key: int) -> None:
-    """Replace positions, each in [0, n), by what stands there in the permutation of [0, n) that belongs to `key`."""
+    """Replace positions, each in [0, n), in place by their values in the permutation of [0, n) given by `key`."""
     if n <= 1:
         return
     if n <= _SORTED_UP_TO:
@@ -97,12 +102,12 @@ def permute(positions: Positions, n: int, key: int) -> None:
 
 
 def permute_each(positions: Positions, sizes: Positions, keys: Words64) -> None:
-    """Replace each position by what stands there in a permutation of its own, in constant time for each.
+    """Replace each position in place by its value in a separate permutation, in constant time per position.
 
     Args:
-        positions: `[N]`, each in [0, its size).
-        sizes: `[N]`, 1 or more.
-        keys: `[N]`, which permutation.
+        positions: positions, each in [0, size), `int64 [N]`.
+        sizes: sizes of the permutations, 1 or more, `int64 [N]`.
+        keys: keys of the permutations, `uint64 [N]`.
     """
     small = np.flatnonzero(sizes <= _EACH_SORTED_UP_TO)
     of_small = _at_sorted(positions[small], sizes[small], keys[small]) if small.size else None
@@ -121,7 +126,7 @@ def permute_each(positions: Positions, sizes: Positions, keys: Words64) -> None:
 
 
 def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positions:
-    """Return what stands at each position when the numbers below its size are sorted by their words."""
+    """Return the number at each position after sorting the numbers below its size by their hash words."""
     numbers = np.arange(sizes.max())
     words = hashed(keys[:, None], numbers)
     words[numbers >= sizes[:, None]] = np.iinfo(np.uint64).max
@@ -131,7 +136,7 @@ def _at_sorted(positions: Positions, sizes: Positions, keys: Words64) -> Positio
 
 @functools.lru_cache(maxsize=4)
 def _sorted_words(n: int, key: int) -> Words64:
-    """Return all of a small order: words of 48 random bits, sorted, with the index of a sample in the bits below."""
+    """Return a complete small order: sorted words of 48 random bits above 16 bits with the index of the sample."""
     numbers, steps = _first_steps()
     words, scratch = np.empty(n, np.uint64), np.empty(min(n, CHUNK), np.uint64)
     for first in range(0, n, CHUNK):
@@ -148,18 +153,18 @@ def _sorted_words(n: int, key: int) -> Words64:
 
 @functools.cache
 def _first_steps() -> tuple[Words64, Words64]:
-    """Return the numbers of a chunk, and what SplitMix64 adds to its state until each of them."""
+    """Return the numbers of a chunk, and the offset of SplitMix64's state at each of them."""
     numbers = np.arange(CHUNK, dtype=np.uint64)
     return numbers, numbers * np.uint64(GAMMA)
 
 
 def _samples(words: Words64) -> Positions:
-    """Return the indices in the lower bits of words."""
+    """Return the sample indices in the lower bits of words."""
     return (words & _INDEX_BITS).view(np.int64)
 
 
 def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:
-    """Replace cells of a grid by those of a permutation of the grid."""
+    """Permute cells of a grid in place."""
     if columns <= _TABLES_UP_TO:
         _look_up_cells(cells, columns, _tables(rows, columns, key))
     else:
@@ -168,7 +173,7 @@ def _permute_cells(cells: Positions, rows: int, columns: int, key: int) -> None:
 
 
 def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> None:
-    """Replace cells by those of the permutation that the tables hold."""
+    """Permute cells in place with precomputed tables."""
     *rounds, of_rows, of_columns = tables
     row = cells // columns
     added = row * columns
@@ -176,7 +181,8 @@ def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> N
     column -= added
     for place, table in enumerate(rounds):
         changed, other = (column, row) if place % 2 else (row, column)
-        table.take(other, out=added, mode="clip")  # nothing is clipped: by default numpy would copy `out`
+        # Nothing is clipped, but the default mode would copy `out`.
+        table.take(other, out=added, mode="clip")
         changed += added
     of_columns.take(column, out=added, mode="clip")
     of_rows.take(row, out=cells, mode="clip")
@@ -185,9 +191,9 @@ def _look_up_cells(cells: Positions, columns: int, tables: list[Positions]) -> N
 
 @functools.lru_cache(maxsize=4)
 def _tables(rows: int, columns: int, key: int) -> list[Positions]:
-    """Return what each round adds to the row or the column, by the other, and at the end what row and column stand for.
+    """Return a table per round, with values to add to the row or column, and tables to decode final rows and columns.
 
-    Sums are not brought below their bound after each round: the tables repeat as often as sums can reach beyond it.
+    Sums are not reduced modulo their bound after each round; instead, the tables repeat as often as sums can exceed it.
     """
     keys = np.array(round_keys(key, _ROUNDS), np.uint32)[:, None]
     to_rows = _scaled(_mixed(np.arange(columns, dtype=np.uint32), keys[0::2]), rows)
@@ -200,7 +206,7 @@ def _tables(rows: int, columns: int, key: int) -> list[Positions]:
 
 
 def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequence[Words]) -> None:
-    """Replace cells by those of a permutation of a grid: of one for all cells, or of one for each."""
+    """Permute cells in place, with one grid for all cells or one per cell."""
     wide = cells // columns
     row = wide.astype(np.uint32)
     wide *= columns
@@ -221,11 +227,11 @@ def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequ
         np.multiply(mixed, _SECOND_FACTOR, out=mixed)
         np.right_shift(mixed, _SECOND_SHIFT, out=shifted)
         np.bitwise_xor(mixed, shifted, out=mixed)
-        # Brought evenly to [0, bound) by the upper half of a product, which is faster than division.
+        # The upper half of a product maps words evenly to [0, bound), which is faster than a division.
         np.copyto(product, mixed)
         np.multiply(product, wide_bound, out=product)
         np.add(changed, scaled, out=changed)
-        # The difference wraps to a large word exactly when the sum is below the bound.
+        # The difference wraps around to a large word if and only if the sum is below the bound.
         np.subtract(changed, bound, out=shifted)
         np.minimum(changed, shifted, out=changed)
     np.multiply(row, columns, out=cells, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Figures: their one style, creation and encoding. Matplotlib, which is optional, is imported with the first figure.
+"""Figures: their common style, creation and encoding. The optional Matplotlib is imported with the first figure.
 
-The colours are those of Okabe and Ito's palette that pass 3:1 contrast on white and on black; nothing is said by
-colour alone.
+The colors are those of Okabe and Ito's palette with a contrast of at least 3:1 on white and on black. No information is
+shown by color alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def new_figure(act: str, width: float, height: float, title: str = "", *, is_arr
 
     Args:
         act: verb and object for the message.
-        width: in inches.
-        height: in inches.
-        title: above all axes, on the left.
-        is_arranged: let matplotlib make room for titles and labels; otherwise axes stay where they are put.
+        width: width in inches.
+        height: height in inches.
+        title: title above all axes, aligned left.
+        is_arranged: whether to use Matplotlib's constrained layout; otherwise axes keep their positions.
 
     Raises:
-        MissingPackage: without matplotlib.
+        MissingPackage: if Matplotlib is not installed.
     """
     import_optional("matplotlib.figure", act, "to draw")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -56,7 +56,7 @@ def new_figure(act: str, width: float, height: float, title: str = "", *, is_arr
 
 
 def style_axes(axes: Axes, title: str, unit: str, lines: int = 1) -> None:
-    """Give axes their title on the left, with room for a legend below it if there are two lines, and their unit."""
+    """Style axes with a title on the left and a unit; `lines=2` leaves room for a legend below the title."""
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=6 + 15 * (lines - 1))
     axes.set_ylabel(unit)
     axes.tick_params(labelsize=8, color=_FAINT)
@@ -67,7 +67,7 @@ def style_axes(axes: Axes, title: str, unit: str, lines: int = 1) -> None:
 
 
 def add_legend(axes: Axes, side: Literal["left", "right"] = "right") -> None:
-    """Name what is drawn, above it: in the line of the title, or on the left in a line of its own."""
+    """Add a legend above the axes: on the right, in line with the title, or on the left, below the title."""
     is_right = side == "right"
     legend = axes.legend(
         loc="lower right" if is_right else "lower left",
@@ -80,12 +80,12 @@ def add_legend(axes: Axes, side: Literal["left", "right"] = "right") -> None:
         columnspacing=1.0,
         handlelength=1.6,
     )
-    # The title makes the room; a long legend may reach beyond its axes.
+    # The title reserves the space; a long legend may extend beyond its axes.
     legend.set_in_layout(False)
 
 
 def shorten_text(text: Text, width_px: float) -> None:
-    """Cut a text that is wider than so many pixels of its figure."""
+    """Truncate a text of a figure to a width in pixels."""
     whole = text.get_text()
     with warnings.catch_warnings(action="ignore"):
         while whole and (wide := text.get_window_extent().width) > width_px:
@@ -94,17 +94,17 @@ def shorten_text(text: Text, width_px: float) -> None:
 
 
 def encode_figure(figure: Figure, kind: str, **options: Any) -> bytes:
-    """Return a figure as the bytes of a file, of a `kind` such as `"png"` or `"pdf"`."""
+    """Return a figure as the bytes of an image file; `kind` is a format such as `"png"` or `"pdf"`."""
     written = io.BytesIO()
     with warnings.catch_warnings():
-        # Letters that the font lacks are drawn as boxes.
+        # Characters that are missing in the font are drawn as boxes.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(written, format=kind, **options)
     return written.getvalue()
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file, which is replaced in one rename; see `TrainReport.plot`."""
+    """Write a figure to a file, atomically replacing an existing one; see `TrainReport.plot`."""
     act = f"save the figure as {os.fspath(path)!r}"
     target = user_path(path, act).absolute()
     formats = figure.canvas.get_supported_filetypes()
@@ -118,22 +118,22 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def svg_of(figure: Figure, title: str, description: str) -> str:
-    """Return a figure as inline SVG, transparent, with black text in the page's colour instead.
+    """Return a figure as transparent inline SVG whose text has the text color of the page.
 
     Args:
-        figure: with black text.
-        title: of the picture, for those who hear it.
-        description: of what it shows, likewise.
+        figure: the figure, with black text.
+        title: title for screen readers.
+        description: description for screen readers.
     """
     from matplotlib import rc_context
 
-    # Text stays text, in the page's size and font, and the same figure gives the same picture.
+    # Keep text as text, in the font of the page, and make the output deterministic.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "colabkit"}):
         drawn = encode_figure(figure, "svg", transparent=True, metadata={"Date": None}).decode()
     body = drawn[drawn.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", body)
     told = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
-    # Matplotlib leaves black text without a colour of its own.
+    # Matplotlib sets no fill color for black text, so it inherits this one.
     head = '<svg role="img" fill="currentColor" style="display:block;max-width:100%;height:auto;margin:8px 0 2px"'
     return body.replace("<svg", head, 1).replace(">", f">{told}", 1)

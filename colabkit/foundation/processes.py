@@ -1,4 +1,4 @@
-"""Other programs, run with a deadline; a child that cannot die, as on a hung mount, is left behind, not waited for."""
+"""Child programs with a timeout. A child that cannot be killed, for example on a hung mount, is abandoned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from colabkit.foundation.errors import TimedOut, cannot
 from colabkit.foundation.mount_table import mount_holding, mounts
 from colabkit.foundation.units import format_seconds
 
-_GRACE_S = 1.0  # a killed child that is not gone after this waits in the kernel, where no signal reaches it
+# A killed child that exists after this time is blocked in the kernel, where signals have no effect.
+_GRACE_S = 1.0
 _TICK_S = 0.2
 
 _left_behind: list[subprocess.Popen[bytes]] = []
@@ -24,7 +25,7 @@ _left_behind: list[subprocess.Popen[bytes]] = []
 
 @dataclass(frozen=True, slots=True)
 class ProcessResult:
-    """A program that ended: its exit status, and what it wrote to standard output and error together."""
+    """The exit status of a program, and its combined standard output and standard error."""
 
     status: int
     output: str
@@ -40,22 +41,22 @@ def run(
     on_tick: Callable[[float], None] | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> ProcessResult:
-    """Run a program to its end and return what it said.
+    """Run a program until it ends and return its output.
 
-    It runs in `/`, in a session of its own, without input, and is killed with its children at the deadline and when
-    this call is interrupted.
+    The program runs in `/`, in a new session and without input. It is killed with its children if it exceeds the
+    timeout or if this call is interrupted.
 
     Args:
-        command: program and arguments; no shell reads them.
+        command: program and arguments, which are not interpreted by a shell.
         act: verb and object for the message.
-        timeout: seconds it may take.
-        next_step: what the message advises after the deadline.
-        environ: its environment; by default this process's.
-        on_tick: called about five times a second with the seconds that have passed.
-        on_line: called with each line of output as it comes; the output is then not kept.
+        timeout: timeout in seconds.
+        next_step: advice for the message if the program exceeds the timeout.
+        environ: environment variables; by default those of this process.
+        on_tick: called about five times per second with the elapsed seconds.
+        on_line: called with each line of output; the output is then not returned.
 
     Raises:
-        TimedOut: at the deadline.
+        TimedOut: if the program exceeds the timeout.
         OSError: if the program cannot be started.
     """
     _left_behind[:] = [child for child in _left_behind if child.poll() is None]
@@ -83,7 +84,8 @@ def run(
                     )
                 if on_tick is not None:
                     on_tick(passed)
-                if not is_open:  # it closed its output, and ends soon
+                # The program has closed its output and should end soon.
+                if not is_open:
                     _wait(child, min(_TICK_S, timeout - passed))
                 elif selector.select(min(_TICK_S, timeout - passed)):
                     block = os.read(child.stdout.fileno(), 1 << 16)
@@ -96,14 +98,15 @@ def run(
                     for text in whole:
                         on_line(text.decode("utf-8", "replace"))
                 elif child.poll() is not None:
-                    break  # it ended; a child of its own still holds the output
+                    # The program has ended, but one of its children keeps the output open.
+                    break
         return ProcessResult(child.returncode, output.decode("utf-8", "replace"))
     finally:
         _end(child)
 
 
 def program(name: str) -> str | None:
-    """Return the path of a program, looked for in the folders of PATH but those on remote mounts, which can hang."""
+    """Find a program in PATH, without folders on remote mounts, which can hang; None if it is not found."""
     table = mounts()
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         holding = mount_holding(os.path.abspath(folder), table) if os.path.isabs(folder) else None
@@ -118,9 +121,9 @@ def python(code: str, *arguments: str, isolated: bool = True) -> list[str]:
     """Return the command that runs Python code in a fresh interpreter.
 
     Args:
-        code: the program.
-        arguments: in `sys.argv[1:]`.
-        isolated: start in some milliseconds, with the standard library alone.
+        code: Python source code.
+        arguments: values of `sys.argv[1:]`.
+        isolated: whether to start without site packages, which takes only a few milliseconds.
     """
     return [sys.executable or "python3", *(["-I", "-S"] if isolated else []), "-c", code, *arguments]
 

@@ -1,6 +1,6 @@
-"""One progress bar for all long work, drawn by `tqdm.auto`: a widget in notebooks, a line in terminals.
+"""The progress bar of all long operations, drawn by `tqdm.auto`: a widget in notebooks, a line in terminals.
 
-Whoever has a bar of its own, as a panel with buttons, shows the work of a block in that: `with shown_by(show): ...`.
+A caller with its own progress display, such as a panel with buttons, wraps the operation: `with shown_by(show): ...`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from typing import Any, Self, TypeAlias
 from colabkit.foundation.units import format_count, format_seconds, format_things
 
 _REDRAWN_S = 0.2
-_STILL_S = 2.0  # after which a bar says that nothing moves
+# A bar reports a stall after this time without progress.
+_STILL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far some work is.
+    """The progress of an operation.
 
     Attributes:
-        action: what is done.
-        done: units of finished work.
-        total: how many there are, None where nobody knows.
-        unit: what is counted, `"B"` for bytes.
-        note: what else there is to say: files, retries, and how long nothing has moved.
-        seconds: since the work began.
+        action: description of the operation.
+        done: number of finished units.
+        total: total number of units; None if unknown.
+        unit: name of the unit; `"B"` for bytes.
+        note: additional text: files, retries, and the time without progress.
+        seconds: seconds since the start.
     """
 
     action: str
@@ -48,9 +49,9 @@ _show: ContextVar[Show | None] = ContextVar("_show", default=None)
 
 @contextlib.contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Call `show` with all progress of the block, in place of bars of `tqdm`.
+    """Pass all progress in the block to `show` instead of drawing `tqdm` bars.
 
-    It is called when work begins, some times a second while it goes on, and with None when it ends.
+    `show` is called when an operation begins, a few times per second while it continues, and with None when it ends.
     """
     token = _show.set(show)
     try:
@@ -60,7 +61,7 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 class _ProgressRelay:
-    """Stands in for a bar of tqdm and passes its numbers to a function."""
+    """A replacement for a tqdm bar that passes the progress to a function."""
 
     def __init__(self, show: Show, action: str, total: int | None, unit: str) -> None:
         self._show = show
@@ -88,7 +89,7 @@ class _ProgressRelay:
 
 
 class _Silence:
-    """Stands in for a bar of tqdm and shows nothing."""
+    """A replacement for a tqdm bar that shows nothing."""
 
     def update(self, *_: object, **__: object) -> None:
         pass
@@ -97,18 +98,18 @@ class _Silence:
 
 
 class ProgressBar:
-    """Counts work done and shows it, until the `with` block ends; then the bar is wiped away.
+    """A context manager that shows the progress of an operation and removes the bar at the end of the block.
 
-    Beside the count stand rate and time left, and where they matter: files, retries, and how long nothing has moved.
-    Silent when `enabled` is false and where the output is neither a notebook nor a terminal, so logs stay clean. Within
-    `shown_by()` its numbers go there instead.
+    The bar shows the count, the rate and the remaining time, and, if applicable, files, retries and the time without
+    progress. Nothing is shown if `enabled` is false, or if the output is neither a notebook nor a terminal, to keep
+    logs clean. Within `shown_by()`, the progress is passed to its function instead.
 
     Args:
-        action: what is done, shown before the bar.
-        total: how many units there are, or None where nobody knows.
-        unit: what is counted; `"B"` is shown in binary multiples.
-        enabled: false for silence.
-        files: how many files the units belong to, where both are counted.
+        action: description of the operation, shown before the bar.
+        total: total number of units; None if unknown.
+        unit: name of the unit; `"B"` is shown in binary multiples.
+        enabled: whether to show progress.
+        files: number of files that the units belong to, if files are counted too.
     """
 
     def __init__(self, action: str, total: int | None, unit: str, enabled: bool = True, files: int = 0) -> None:
@@ -117,16 +118,18 @@ class ProgressBar:
         self._retries = 0
         self._moved = self._shown = time.monotonic()
         self._bar: Any = _Silence()
-        if not enabled:  # tqdm is not even loaded, which takes longer than a small pack
+        # Return before importing tqdm, which takes longer than writing a small pack.
+        if not enabled:
             return
         if (show := _show.get()) is not None:
             self._bar = _ProgressRelay(show, action, total, unit)
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tqdm warns where ipywidgets is missing; the text bar will do
+            # tqdm warns if ipywidgets is missing, but the text bar is sufficient.
+            warnings.simplefilter("ignore")
             from tqdm.auto import tqdm
 
-            # Without a monitor interval of 0 tqdm starts a thread that outlives every bar.
+            # Unless the monitor interval is 0, tqdm starts a thread that outlives all bars.
             self._bar = type("Bar", (tqdm,), {"monitor_interval": 0})(
                 desc=action,
                 total=total,
@@ -139,7 +142,7 @@ class ProgressBar:
             )
 
     def advance(self, count: int, files: int = 0) -> None:
-        """Add `count` units, and so many files, of finished work."""
+        """Add finished units and files."""
         self._files_done += files
         now = time.monotonic()
         if now - self._shown > _REDRAWN_S or now - self._moved > _STILL_S:
@@ -148,14 +151,14 @@ class ProgressBar:
         self._bar.update(count)
 
     def wait(self) -> None:
-        """Show that nothing moves, and for how long; call it some times a second meanwhile."""
+        """Show how long there has been no progress; call this a few times per second while waiting."""
         now = time.monotonic()
         if now - self._shown > _STILL_S / 2:
             self._annotate(now, now - self._moved)
             self._bar.refresh()
 
     def retried(self, retries: int) -> None:
-        """Note how many reads failed so far and were tried again."""
+        """Set the total number of retried reads."""
         self._retries = retries
 
     def _annotate(self, now: float, still_s: float) -> None:
@@ -168,7 +171,7 @@ class ProgressBar:
         self._bar.set_postfix_str(", ".join(notes), refresh=False)
 
     def close(self) -> None:
-        """Wipe the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
     def __enter__(self) -> Self:
@@ -182,7 +185,7 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def heartbeat(action: str, timeout: float, enabled: bool = True) -> Iterator[Callable[[float], None]]:
-    """Show the seconds that pass of those allowed; the block calls what it gets with the seconds so far."""
+    """Show the elapsed seconds of a timeout; the block calls the yielded function with the elapsed seconds."""
     with ProgressBar(action, round(timeout), " s", enabled) as bar:
         shown = 0
 

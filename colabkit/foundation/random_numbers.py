@@ -1,4 +1,4 @@
-"""Random numbers by counter: a word is a pure function of a key and a number, so any of them comes at once.
+"""Counter-based random numbers: each word is a pure function of a key and a counter, so words can be computed singly.
 
 Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014): SplitMix64.
 """
@@ -16,18 +16,18 @@ Words64: TypeAlias = npt.NDArray[np.uint64]
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
-"""What SplitMix64 adds to its state before each number."""
+"""The increment of SplitMix64's state before each number."""
 
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
-# Arrays, because numpy would look up the type of a scalar anew in each operation.
+# Arrays, because NumPy would look up the type of a scalar again in each operation.
 _FACTORS = [np.array(factor, np.uint64) for factor in (_FIRST, _SECOND)]
 _SHIFTS = [np.array(bits, np.uint64) for bits in (30, 27, 31)]
 
 
 class Stream(enum.IntEnum):
-    """What words are for, mixed into their key, so that no two uses share words."""
+    """Purposes of random words; mixed into the key, so that different purposes get different words."""
 
     BLOCKS = 1
     SHORT_BLOCK = 2
@@ -39,7 +39,7 @@ class Stream(enum.IntEnum):
 
 
 def key_of(seed: int, *numbers: int) -> int:
-    """Return one 64-bit key for a seed and further integers, as of an epoch; their order counts."""
+    """Return a 64-bit key for a seed and further integers, such as the epoch; their order matters."""
     key = mixed(operator.index(seed) & MASK)
     for number in numbers:
         key = mixed((key + operator.index(number) * GAMMA) & MASK)
@@ -47,16 +47,16 @@ def key_of(seed: int, *numbers: int) -> int:
 
 
 def round_keys(key: int, count: int) -> list[int]:
-    """Return 32-bit keys: the upper halves of the first words of SplitMix64 started at `key`."""
+    """Return `count` 32-bit keys: the upper halves of the first words of SplitMix64 with the seed `key`."""
     return [mixed((key + (place + 1) * GAMMA) & MASK) >> 32 for place in range(count)]
 
 
 def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
-    """Return a random word for each number, of the shape of both arguments; words of one key and two numbers differ.
+    """Return a random 64-bit word per number; for a given key, different numbers have different words.
 
     Args:
-        keys: one for all numbers, or one for each.
-        numbers: not negative.
+        keys: one key for all numbers, or an array of keys that broadcasts with `numbers`.
+        numbers: non-negative integers.
     """
     words = numbers.astype(np.uint64) * np.uint64(GAMMA)
     words = words + (np.uint64(keys) if isinstance(keys, int) else keys)
@@ -64,11 +64,11 @@ def hashed(keys: int | Words64, numbers: npt.NDArray[np.integer]) -> Words64:
 
 
 def finalise(words: Words64, scratch: Words64) -> Words64:
-    """Return what the finaliser of SplitMix64 makes of words, in their own memory.
+    """Apply the finalizer of SplitMix64 to words in place, and return them.
 
     Args:
         words: sums of a key and a number times `GAMMA`, modulo 2**64.
-        scratch: of the same shape; overwritten.
+        scratch: array of the same shape, which is overwritten.
     """
     np.right_shift(words, _SHIFTS[0], out=scratch)
     for factor, shift in zip(_FACTORS, _SHIFTS[1:], strict=True):
@@ -80,12 +80,12 @@ def finalise(words: Words64, scratch: Words64) -> Words64:
 
 
 def uniforms(words: Words64) -> npt.NDArray[np.float64]:
-    """Return words as numbers evenly spread over 0 <= u < 1, `float64 [N]`: multiples of 2**-53."""
+    """Convert words to uniform random numbers in [0, 1), `float64 [N]`, which are multiples of 2**-53."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def mixed(value: int) -> int:
-    """Return a number of 64 bits put through the finaliser of SplitMix64."""
+    """Apply the finalizer of SplitMix64 to a 64-bit integer."""
     value = ((value ^ (value >> 30)) * _FIRST) & MASK
     value = ((value ^ (value >> 27)) * _SECOND) & MASK
     return value ^ (value >> 31)

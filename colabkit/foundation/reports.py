@@ -1,6 +1,6 @@
-"""What every public call returns: a frozen record that is text in a terminal and a small table in a notebook.
+"""The base class of reports, which public functions return: text in a terminal, a small table in a notebook.
 
-This is also the only place that turns text into HTML: names from files, classes and errors pass `escape`.
+This module also contains the HTML helpers. Names of files, classes and errors must pass through `escape`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from pathlib import PurePath
 from typing import Any
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
-_SHORT = 24  # characters: a number with its unit stays on one line, a path may be broken
+# In characters. Shorter cells, such as a number with its unit, are not wrapped; longer ones, such as paths, are.
+_SHORT = 24
 
 
 def escape(text: object) -> str:
-    """Return `text` safe inside HTML elements and attributes; undecodable bytes show as escapes."""
+    """Escape a text for HTML elements and attributes; undecodable bytes become escape sequences."""
     return html.escape(str(text).encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def printable(text: object) -> str:
-    """Return `text` for a terminal: undecodable bytes and control characters show as escapes."""
+    """Return a text for a terminal; undecodable bytes and control characters become escape sequences."""
     shown = str(text).encode("utf-8", "backslashreplace").decode("utf-8")
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
 
 
 def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, ...] = ()) -> str:
-    """Return a small HTML table with inline style only, so that it survives in saved notebooks."""
+    """Return a small HTML table with inline styles only, so that it is preserved in saved notebooks."""
     head = "".join(f'<th scope="col" style="{_CELL}">{escape(cell)}</th>' for cell in header)
     body = "".join(
         "<tr>"
@@ -53,34 +54,34 @@ def _wrap(cell: str) -> str:
 
 
 class Report(ABC):
-    """Base of the frozen dataclasses that public calls return.
+    """Base class of the frozen dataclasses that public functions return.
 
-    A subclass says its lines in `_summary` and its table in `_rows`; `repr`, HTML and `to_dict` follow.
+    Subclasses implement `_summary` and `_rows`, from which `repr`, HTML and text tables are generated.
     """
 
     @abstractmethod
     def _summary(self) -> str:
-        """Return one or a few true lines."""
+        """Return a summary of one or a few lines."""
 
     @abstractmethod
     def _rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of the notebook's table: a name and its values."""
+        """Return the rows of the table, each a name and its values."""
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong with what the report is about."""
+        """Whether the report describes a state without problems."""
         return True
 
     def tell_in(self, worded: Callable[[str], str]) -> None:
-        """Say from now on what to do next in other words than Python's, as those of a terminal; `to_dict()` stays.
+        """Change the wording of advice in the report, for example to command-line options; `to_dict()` is unaffected.
 
         Args:
-            worded: brings a text in which names and paths are quoted to these words.
+            worded: returns the new wording of a text, in which names and paths are quoted.
         """
         object.__setattr__(self, "_worded", worded)
 
     def _worded(self, text: str) -> str:
-        """Return a text of ours as it is told, in Python's words unless `tell_in` has brought others."""
+        """Return a text in the wording set by `tell_in`; by default unchanged, with advice for Python."""
         return text
 
     def __repr__(self) -> str:
@@ -91,7 +92,7 @@ class Report(ABC):
         return html_table(first, self._rows())
 
     def text_table(self) -> str:
-        """Return the report as text for a terminal: its lines, and below them its table, the names aligned."""
+        """Return the report as text for a terminal: the summary, followed by the table."""
         rows = self._rows()
         width = max((len(printable(row[0])) for row in rows), default=0)
         indent = " " * (width + 4)
@@ -112,7 +113,7 @@ class Report(ABC):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that `json.dumps` takes."""
+        """Return the report as a dictionary of JSON-serializable values."""
         return _fields(self)
 
 

@@ -1,4 +1,4 @@
-"""Bytes, seconds, counts and rates as text, and bytes from text; units change where the rounded text would."""
+"""Formatting of bytes, seconds, counts and rates, and parsing of byte sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(count: float) -> str:
-    """Return a byte count in binary units, as in `"1.5 GiB"`."""
+    """Format a byte count in binary units, for example `"1.5 GiB"`."""
     size = float(count)
     for unit in _BYTE_UNITS:
         if abs(size) < 1023.5 or unit == _BYTE_UNITS[-1]:
@@ -20,7 +20,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a text says, as `"256MiB"`, `"1.5 GB"` or `"1000000"`; raises `ValueError` for others."""
+    """Parse a byte size such as `"256MiB"`, `"1.5 GB"` or `"1000000"`; raise `ValueError` for other texts."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
@@ -30,14 +30,14 @@ def parse_bytes(text: str) -> int:
 
 
 def format_fill(used: float, total: float) -> str:
-    """Return how much of something is used, as in `"1.1 of 12.7 GiB"`; the unit stands once where it is the same."""
+    """Format used and total bytes, for example `"1.1 of 12.7 GiB"`; a common unit appears once."""
     left, right = format_bytes(used), format_bytes(total)
     same_unit = left.partition(" ")[2] == right.partition(" ")[2]
     return f"{left.partition(' ')[0] if same_unit else left} of {right}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration, as in `"1.2 ms"`, `"3.4 s"`, `"5 min 06 s"`, `"2 h 03 min"`."""
+    """Format a duration, for example `"1.2 ms"`, `"3.4 s"`, `"5 min 06 s"` or `"2 h 03 min"`."""
     if not math.isfinite(seconds):
         return "n/a"
     if seconds < 0.0009995:
@@ -54,17 +54,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a whole number with thousands separated, as in `"60,000"`."""
+    """Format a rounded count with thousands separators, for example `"60,000"`."""
     return f"{round(count):,}"
 
 
 def format_things(count: float, thing: str, things: str = "") -> str:
-    """Return a number of things, as in `"1 file"`, `"2,000 files"`, `"2 retries"`, `"3 classes"` or `"1.5 CPUs"`.
+    """Format a count with a noun, for example `"1 file"`, `"2,000 files"`, `"2 retries"` or `"1.5 CPUs"`.
 
     Args:
-        count: how many, which may be a fraction.
-        thing: one of them.
-        things: several of them, where that is not formed as usual.
+        count: the count, which may be fractional.
+        thing: singular of the noun.
+        things: plural of the noun; by default the regular plural.
     """
     if count != 1 and not things:
         is_y = thing.endswith("y") and thing[-2] not in "aeiou"
@@ -75,13 +75,13 @@ def format_things(count: float, thing: str, things: str = "") -> str:
 
 
 def format_rate(per_second: float, unit: str) -> str:
-    """Return a rate, as in `"12,300 images/s"`; rates under ten keep one decimal."""
+    """Format a rate, for example `"12,300 images/s"`; rates below ten have one decimal."""
     number = f"{per_second:.1f}" if per_second < 9.95 else format_count(per_second)
     return f"{number} {unit}/s"
 
 
 def format_share(share: float) -> str:
-    """Return a share in [0, 1] as per cent, as in `"40%"`, `"4.0%"` or `"<0.1%"`."""
+    """Format a share in [0, 1] as a percentage, for example `"40%"`, `"4.0%"` or `"<0.1%"`."""
     percent = 100 * share
     if 0 < percent < 0.05:
         return "<0.1%"

@@ -1,1 +1,1 @@
-"""Where this runs and what it allows: CPUs, RAM under cgroup limits, tmpfs, disks, mounts, GPUs, versions."""
+"""The runtime environment: platform, CPUs, RAM under cgroup limits, tmpfs, disks, mounts, GPUs and versions."""

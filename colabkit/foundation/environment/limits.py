@@ -1,9 +1,9 @@
-"""How much of the machine this process may use: CPUs by affinity and quota, RAM by the limits above it, disks, tmpfs.
+"""Resource limits of this process: CPUs by affinity and quota, RAM by cgroup limits, disks and tmpfs.
 
-In a container `/proc/meminfo` and `os.cpu_count()` speak of the host; what counts is the least of those and the cgroup
-limits. Functions take a file reader, so each branch can be tested anywhere.
+In a container, `/proc/meminfo` and `os.cpu_count()` describe the host, so these functions return the minimum of those
+values and the cgroup limits. They take a file reader, so that tests can simulate any system.
 
-Nothing on or behind a mount that another program or machine answers for is touched: a dead one would hang the process.
+Paths on remote mounts are never accessed, since a dead mount would hang the process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _RECLAIMABLE = {
     2: ("inactive_file", "active_file", "slab_reclaimable"),
     1: ("total_inactive_file", "total_active_file"),
 }
-"""What the kernel gives back when memory is short, by cgroup version; tmpfs is in none of these lists."""
+"""Fields of memory that the kernel can reclaim, by cgroup version; none of them includes tmpfs."""
 _DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
-_MOST_LINKS = 40  # as the kernel
+# The kernel follows at most as many symlinks in a path.
+_MOST_LINKS = 40
 _FOR_USERS = ("/dev/shm", "/run/user")
 
 
@@ -34,9 +35,9 @@ class MemoryReport(Report):
     """RAM that this process may use.
 
     Attributes:
-        total_bytes: the least of the machine's RAM and the cgroup limits above this process.
-        available_bytes: what can still be taken; reclaimable page cache counts as free.
-        limited_by: `"machine"` or the cgroup that sets the limit.
+        total_bytes: the minimum of the machine's RAM and the limits of the cgroups that contain this process.
+        available_bytes: RAM that can still be allocated; reclaimable page cache counts as free.
+        limited_by: `"machine"`, or the folder of the cgroup that sets the limit.
     """
 
     total_bytes: int
@@ -51,7 +52,7 @@ class MemoryReport(Report):
 
 
 def allowed_cpus(read: Reader, affinity: int) -> float:
-    """Return the CPUs this process may use: the least of its affinity and the cgroup quotas above it."""
+    """Return the number of CPUs this process may use: the minimum of its affinity and its cgroup quotas."""
     limits = [float(affinity)]
     for version, folder in cgroup_folders(read, "cpu"):
         try:
@@ -67,14 +68,14 @@ def allowed_cpus(read: Reader, affinity: int) -> float:
 
 
 def usable_cpus() -> float:
-    """Return the CPUs this process may use, as `runtime()` reports them."""
+    """Return the number of CPUs this process may use, which can be fractional."""
     return allowed_cpus(read_file, len(allowed_cores()))
 
 
 def memory_limits(read: Reader) -> MemoryReport:
-    """Return RAM total and available: the least of the machine and of each cgroup above this process.
+    """Return total and available RAM: the minimum over the machine and all cgroups that contain this process.
 
-    tmpfs counts as used RAM; page cache that the kernel can drop does not.
+    tmpfs counts as used RAM; reclaimable page cache does not.
     """
     meminfo = {}
     try:
@@ -92,7 +93,8 @@ def memory_limits(read: Reader) -> MemoryReport:
     for version, folder in cgroup_folders(read, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         try:
-            limit = int(read(f"{folder}/{names[0]}"))  # "max" is no number: no limit here
+            # "max" means no limit; int() then raises ValueError.
+            limit = int(read(f"{folder}/{names[0]}"))
         except (OSError, ValueError):
             continue
         if limit < total:
@@ -104,7 +106,7 @@ def memory_limits(read: Reader) -> MemoryReport:
 
 
 def _number(read: Reader, path: str, key: str = "") -> int:
-    """Return a file's number, or the number after `key` in it; 0 where sandboxes leave the file out."""
+    """Return the number in a file, or the number after `key`; 0 if a sandbox does not provide the file."""
     try:
         text = read(path)
         return int(dict(line.split() for line in text.splitlines()).get(key, 0) if key else text)
@@ -113,7 +115,7 @@ def _number(read: Reader, path: str, key: str = "") -> int:
 
 
 def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of the cgroups above this process, leaf first."""
+    """Yield (version, folder) of the cgroups that contain this process, innermost first."""
     try:
         lines = read("/proc/self/cgroup").splitlines()
     except OSError:
@@ -133,7 +135,7 @@ def cgroup_folders(read: Reader, controller: str) -> Iterator[tuple[int, str]]:
 
 
 def allowed_cores() -> set[int]:
-    """Return the numbers of the cores that this process may run on."""
+    """Return the indices of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -141,14 +143,14 @@ def allowed_cores() -> set[int]:
 
 @dataclass(frozen=True, repr=False)
 class DiskReport(Report):
-    """A place for files.
+    """A disk or tmpfs.
 
     Attributes:
-        folder: on it.
-        fstype: of its file system.
+        folder: a folder on it.
+        fstype: type of its file system.
         total_bytes: its size.
-        free_bytes: what the file system says is free for this user.
-        budget_bytes: what can be written: of tmpfs no more than the RAM that is available, since its bytes are RAM.
+        free_bytes: free space for this user, according to the file system.
+        budget_bytes: bytes that can be written; for tmpfs limited by the available RAM.
     """
 
     folder: str
@@ -172,17 +174,17 @@ class DiskReport(Report):
 
 
 def can_hang(path: str, table: Iterable[Mount]) -> bool:
-    """Return whether touching an absolute path can hang: a remote mount is on the way to it, also through links.
+    """Return whether accessing an absolute path can hang because it leads through a remote mount, also by symlinks.
 
-    Only links on this machine are read. A root that is remote, as in a sandbox or a diskless machine, does not count:
-    Python itself runs from it.
+    Only symlinks on this machine are read. A remote root, as in a sandbox or on a diskless machine, does not count,
+    since Python itself runs from it.
     """
     points = _remote_points(table)
     return _is_below(_resolved(path, points), points)
 
 
 def resolved(path: str, table: Iterable[Mount]) -> str:
-    """Return an absolute path without the links on the way to it; those on and behind a remote mount stay unread."""
+    """Resolve the symlinks of an absolute path, except those on a remote mount, which are not read."""
     return _resolved(path, _remote_points(table))
 
 
@@ -215,12 +217,12 @@ def _resolved(path: str, remote: tuple[str, ...]) -> str:
 
 
 def disk(folder: str, table: list[Mount], available_bytes: int) -> DiskReport | None:
-    """Return what a folder's file system holds, None where it is missing or behind a remote mount.
+    """Return the report of a folder's disk; None if the folder is missing or on a remote mount.
 
     Args:
-        folder: absolute, without links.
+        folder: absolute path without symlinks.
         table: the mounts.
-        available_bytes: RAM that can still be taken.
+        available_bytes: RAM that can still be allocated.
     """
     if can_hang(folder, table):
         return None
@@ -236,7 +238,7 @@ def disk(folder: str, table: list[Mount], available_bytes: int) -> DiskReport | 
 
 
 def disks(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
-    """Return the disks that data can go to, each once, the working folder's last."""
+    """Return the disks that data can be written to, each once; the disk of the working folder comes last."""
     by_device: dict[int, str] = {}
     for folder in (*_DISK_FOLDERS, *_working_folder()):
         if not can_hang(folder, table) and os.path.isdir(folder):
@@ -246,7 +248,7 @@ def disks(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
 
 
 def tmpfs(table: list[Mount], available_bytes: int) -> tuple[DiskReport, ...]:
-    """Return every tmpfs that this user can put data into; the system's own are left out."""
+    """Return every tmpfs that this user can write to, without those reserved for the system."""
     points = dict.fromkeys(
         mount.point for mount in table if mount.fstype == "tmpfs" and not mount.readonly and not _is_system(mount.point)
     )
@@ -264,7 +266,7 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def is_tmpfs(path: Path) -> bool:
-    """Return whether the bytes of a file at `path`, there already or not, are RAM; links on a far mount stay unread."""
+    """Return whether `path`, which need not exist, is on tmpfs; symlinks on a remote mount are not read."""
     table = mounts()
     text = os.path.abspath(path)
     holding = mount_holding(text if can_hang(text, table) else os.path.realpath(path), table)
@@ -272,7 +274,7 @@ def is_tmpfs(path: Path) -> bool:
 
 
 def near_folder(environ: Mapping[str, str]) -> Path:
-    """Return where near copies go on disk unless the user says otherwise; `COLABKIT_NEAR` overrides it."""
+    """Return the default folder for local copies; the environment variable `COLABKIT_NEAR` overrides it."""
     if chosen := environ.get("COLABKIT_NEAR"):
         return Path(chosen).expanduser()
     for folder in ("/content", "/kaggle/temp"):
@@ -285,5 +287,6 @@ def near_folder(environ: Mapping[str, str]) -> Path:
 def _working_folder() -> tuple[str, ...]:
     try:
         return (os.getcwd(),)
-    except OSError:  # it was removed, as cells that start afresh do, or its mount was taken away
+    except OSError:
+        # The folder was removed, for example by a cell, or its mount is gone.
         return ()

@@ -1,4 +1,4 @@
-"""Where this runs, told from facts in an order that cannot be fooled, and all that it allows: `runtime()`."""
+"""Detection of the platform, and `runtime()`, which reports it with its resource limits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ _PACKAGES = (
     *("colabkit", "torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg"),
     *("ipython", "ipykernel", "ipywidgets", "tqdm", "psutil", "gdown", "fsspec"),
 )
-_HOSTNAME = "/var/colab/hostname"  # hosted runtimes have it; google.colab.drive itself asks for it
-_VS_CODE = "__vsc_ipynb_file__"  # VS Code's Jupyter extension sets it in every notebook
-_PAPERSPACE = ("PAPERSPACE_FQDN", "PAPERSPACE_METRIC_WORKLOAD_ID")  # PAPERSPACE_API_KEY is a user's, anywhere
+# Exists on hosted runtimes; google.colab.drive checks for the same file.
+_HOSTNAME = "/var/colab/hostname"
+# Set in every notebook by VS Code's Jupyter extension.
+_VS_CODE = "__vsc_ipynb_file__"
+# PAPERSPACE_API_KEY is not listed, since users set it on any machine.
+_PAPERSPACE = ("PAPERSPACE_FQDN", "PAPERSPACE_METRIC_WORKLOAD_ID")
 _JUPYTERHUB = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_API_TOKEN")
 _BY_FOLDER = {
     "/teamspace/studios/this_studio": "Lightning Studio",
@@ -39,14 +42,14 @@ _BY_FOLDER = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where code runs.
+    """The platform that code runs on.
 
     Attributes:
         name: `"Colab"`, `"Colab in VS Code"`, `"Colab, local runtime"`, `"Colab Enterprise"`, `"Kaggle"`,
             `"Lightning Studio"`, `"SageMaker Studio Lab"`, `"Paperspace"`, `"JupyterHub"`, `"Jupyter"`, `"IPython"` or
             `"Python"`.
-        shell: `"kernel"` in a notebook, `"IPython"` in its terminal, `"script"` otherwise.
-        can_mount_drive: whether `google.colab.drive` works here, which needs a hosted runtime's kernel.
+        shell: `"kernel"` in a notebook, `"IPython"` in an IPython terminal, `"script"` otherwise.
+        can_mount_drive: whether `google.colab.drive` works, which requires the kernel of a hosted runtime.
     """
 
     name: str
@@ -57,17 +60,17 @@ class Place:
 def place_of(
     environ: Mapping[str, str], shell_class: str | None, variables: Container[str], exists: Callable[[str], bool]
 ) -> Place:
-    """Return where code runs.
+    """Detect the platform.
 
-    Kaggle is asked first: its image is built from Colab's and looks like it in every other way. Colab Enterprise says
-    itself what it is, as Google's own client libraries ask it. Colab comes before all that a user can set up or mount
-    inside it; other hosts are known by what only they have.
+    Kaggle is checked first, since its image is built from Colab's and otherwise looks the same. Colab Enterprise is
+    recognized by the variable that Google's client libraries check. Colab is checked before anything that a user can
+    install or mount on it. Other platforms are recognized by files or variables that only they have.
 
     Args:
         environ: the process's environment.
-        shell_class: module and name of IPython's shell class, None outside of IPython.
+        shell_class: module and name of IPython's shell class; None outside of IPython.
         variables: the names in the user's namespace.
-        exists: whether a path exists.
+        exists: returns whether a path exists.
     """
     is_colab_shell = shell_class is not None and shell_class.startswith("google.colab")
     is_kernel = is_colab_shell or (shell_class is not None and shell_class.endswith("ZMQInteractiveShell"))
@@ -92,15 +95,16 @@ def place_of(
 
 
 def current_place() -> Place:
-    """Return where this code runs; asks IPython only where it is imported already."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # an import under way has none yet
+    """Detect the platform of this process; uses IPython only if it is already imported."""
+    # The attribute is missing while IPython is being imported.
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     name = f"{type(shell).__module__}.{type(shell).__name__}" if shell is not None else None
     return place_of(os.environ, name, getattr(shell, "user_ns", {}), _exists)
 
 
 def _exists(path: str) -> bool:
-    """Return whether a path exists; of one that can hang, by the text of mounts and home alone."""
+    """Return whether a path exists; if accessing it can hang, compare it with mount points and the home folder."""
     table = mounts()
     if not can_hang(path, table):
         return os.path.exists(path)
@@ -110,20 +114,20 @@ def _exists(path: str) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class RuntimeReport(Report):
-    """What `runtime()` found.
+    """The platform and its resource limits, as returned by `runtime()`.
 
     Attributes:
-        place: where this is, as `Place.name` says it.
-        shell: `"kernel"` in a notebook, `"IPython"` in its terminal, `"script"` otherwise.
-        python: its version.
-        cpus: what this process may use, which can be a fraction of a core.
-        memory: RAM under the limits above this process.
-        tmpfs: each tmpfs that data can go to.
-        disks: each disk that data can go to.
-        mounts: what other programs or machines serve, untouched: mountpoint and type.
-        drive: the folder that `drive:` is mounted at, None where Drive is not mounted.
-        gpus: as the driver names them.
-        versions: of the packages that matter here.
+        place: name of the platform, for example `"Colab"`, `"Kaggle"`, `"Jupyter"` or `"Python"`.
+        shell: `"kernel"` in a notebook, `"IPython"` in an IPython terminal, `"script"` otherwise.
+        python: version of Python.
+        cpus: number of CPUs that this process may use, which can be fractional.
+        memory: RAM under cgroup limits.
+        tmpfs: every tmpfs that data can be written to.
+        disks: every disk that data can be written to.
+        mounts: (mount point, type) of all remote mounts, including FUSE.
+        drive: mount point of Google Drive; None if it is not mounted.
+        gpus: the GPUs that the driver lists.
+        versions: versions of colabkit and the packages that it works with.
     """
 
     place: str
@@ -162,9 +166,12 @@ class RuntimeReport(Report):
 
 
 def runtime() -> RuntimeReport:
-    """Return where this runs and what it allows: CPUs and RAM under cgroup limits, tmpfs, disks, GPUs, versions.
+    """Report the platform, CPUs and RAM under cgroup limits, tmpfs, disks, mounts, GPUs and package versions.
 
-    Takes a few milliseconds, imports no heavy package, starts no process and touches no remote mount.
+    Takes a few milliseconds. It imports no heavy packages, starts no processes and does not access remote mounts.
+
+    Returns:
+        The report.
     """
     memory = memory_limits(read_file)
     table = mounts()
@@ -192,13 +199,13 @@ def _named(mount: Mount) -> str:
 
 
 def _package_folders(table: list[Mount]) -> list[str]:
-    """Return Python's search path without what can hang, such as folders on Drive or the working folder."""
+    """Return Python's search path without relative folders and folders that can hang, such as those on Drive."""
     texts = (path for path in sys.path if isinstance(path, str) and os.path.isabs(path))
     return [path for path in map(os.path.normpath, texts) if not can_hang(path, table)]
 
 
 def _versions(folders: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield installed packages with their versions."""
+    """Yield (name, version) of the installed packages."""
     for package in _PACKAGES:
         for found in importlib.metadata.distributions(name=package, path=folders):
             yield package, found.version

@@ -1,6 +1,6 @@
-"""Counts and seconds of each part of the work, where each step's time goes, the events that tell of it, what was last.
+"""Meters of loaders and training: counts and times of each part, step times, events, and the latest run or loop.
 
-Loader and training publish here and know nothing of who listens; panels and other listeners subscribe.
+Loaders and training publish here without depending on any listener; panels and other listeners subscribe.
 """
 
 from __future__ import annotations

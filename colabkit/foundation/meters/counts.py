@@ -1,4 +1,4 @@
-"""Running totals of a loader, what they are at one instant, and the facts that a verdict needs beside them."""
+"""Running totals of a loader, snapshots of them, and facts about the loader that the doctor needs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from colabkit.foundation.meters.steps import Clock, StepTimes, StepTotals
 
-_EARLIER = 4  # passes that a GPU may be behind
+# Earlier passes whose steps the GPU may not have finished.
+_EARLIER = 4
 _RECENT_CALLS = 256
-# Names of the running totals, in several records alike.
+# Names of running totals that several classes share.
 _PART_SUMS = ("samples", "handled_bytes", "busy_s", "wait_s", "calls", "cpu_s")
 _LOADER_SUMS = ("batches", "samples", "passes", "ready", "queued", "queue_room", "retries")
 _STEP_SUMS = ("wait_s", "copy_s", "compute_s", "other_s", "first_s", "steps")
@@ -22,25 +23,25 @@ _STEP_SUMS = ("wait_s", "copy_s", "compute_s", "other_s", "first_s", "steps")
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """What a loader loads, and how. None is what is not known.
+    """Facts about a loader and its data. Unknown values are None.
 
     Attributes:
-        kind: how batches are made: rows `"gathered"` or images `"decoded"` in threads, samples one by one in
-            `"processes"`, rows gathered on the `"device"`, or a `"foreign"` loader.
-        samples: of an epoch of all processes.
-        batch_size: of this process.
-        device: where batches go, as in `"cpu"` and `"cuda:0"`.
-        workers: threads or processes that make them.
-        sample_bytes: of a sample as it is stored, on average.
-        path: where the samples lie.
-        source: where the files lie that a pack was made of.
-        is_far: whether that is behind a mount or a network.
-        files: how many files they are.
+        kind: how batches are made: `"gathered"` rows or `"decoded"` images in threads, samples one at a time in
+            `"processes"`, rows gathered on the `"device"`, or by a `"foreign"`, third-party loader.
+        samples: samples per epoch over all processes.
+        batch_size: batch size of this process.
+        device: device of the batches, for example `"cpu"` or `"cuda:0"`.
+        workers: number of threads or processes that make batches.
+        sample_bytes: mean stored size of a sample in bytes.
+        path: path of the samples.
+        source: path of the files that a pack was made from.
+        is_far: whether the samples are on a remote mount or a network.
+        files: number of files.
         encoding: `"raw"` rows, `"encoded"` image files, or `"python"` objects.
-        tier: where samples live while training, as `Tier.name` has it.
-        transform: name of what is done to them.
-        is_pinned: whether batches are in page-locked memory before they are sent.
-        keeps_workers: whether worker processes outlive an epoch.
+        tier: where samples are kept during training, a `Tier.name`.
+        transform: name of the transform.
+        is_pinned: whether batches are in pinned memory before they are copied to the device.
+        keeps_workers: whether worker processes persist between epochs.
     """
 
     kind: Literal["gathered", "decoded", "processes", "device", "foreign"]
@@ -62,17 +63,17 @@ class LoaderFacts:
 
 @dataclass(frozen=True, slots=True)
 class PartSnapshot:
-    """What one part of the loader has done so far.
+    """Totals of one part of a loader.
 
     Attributes:
-        name: the part, as in `"gather"`.
-        samples: samples it has handled.
-        handled_bytes: bytes it has handled.
-        busy_s: seconds it was at work, of all threads together.
-        wait_s: seconds it waited: for data from the part before it, or for room for what it makes.
-        calls: how often it was at work.
-        p95_s: 95th percentile of the seconds of its last 256 calls; 0 where there was none.
-        cpu_s: seconds of a CPU that its threads got while they were at work; 0 where that was not measured.
+        name: name of the part, for example `"gather"`.
+        samples: number of processed samples.
+        handled_bytes: number of processed bytes.
+        busy_s: busy seconds, summed over all threads.
+        wait_s: seconds spent waiting for input or for space in the output queue.
+        calls: number of calls.
+        p95_s: 95th percentile of the duration of the last 256 calls, in seconds; 0 without calls.
+        cpu_s: CPU seconds of its threads while busy; 0 if not measured.
     """
 
     name: str
@@ -86,35 +87,35 @@ class PartSnapshot:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second of one thread at work on nothing else; 0 where nothing was timed."""
+        """Samples per busy second of one thread; 0 if nothing was timed."""
         return self.samples / self.busy_s if self.busy_s else 0.0
 
     def __sub__(self, earlier: PartSnapshot) -> PartSnapshot:
-        """Return what happened since `earlier`."""
+        """Return the difference to an earlier snapshot."""
         return replace(self, **_differences(self, earlier, _PART_SUMS))
 
 
 @dataclass(frozen=True, slots=True)
 class MetersSnapshot:
-    """The loader's meters at one instant.
+    """A snapshot of a loader's meters.
 
     Attributes:
-        batches: batches handed to the user.
-        samples: samples in them.
-        wait_s: seconds of whole steps that went to waiting for data; see `StepTimes`.
-        copy_s: to copies that nothing hid.
-        compute_s: to the steps themselves.
-        other_s: to other work of the host.
-        first_s: seconds until the first batch of each pass, summed; part of `wait_s`.
-        passes: passes over the loader that began.
-        steps: whole steps that were timed.
-        ready: how many of the batches were ready when asked for.
+        batches: number of batches that the user received.
+        samples: number of samples in them.
+        wait_s: seconds that steps spent waiting for data; see `StepTimes`.
+        copy_s: seconds that steps spent on copies that do not overlap with compute.
+        compute_s: seconds of compute.
+        other_s: seconds of other work on the host.
+        first_s: seconds until the first batch of each pass, summed; included in `wait_s`.
+        passes: number of passes over the loader that have begun.
+        steps: number of complete steps that were timed.
+        ready: number of batches that were ready when requested.
         parts: the loader's parts in order.
-        queued: groups of batches that were ready and waiting, summed over the times that one was asked for.
-        queue_room: groups that could have waited, summed likewise.
-        retries: reads of a far source that were tried again.
+        queued: number of batch groups in the ready queue, summed over all requests.
+        queue_room: capacity of the ready queue in groups, summed over all requests.
+        retries: number of retried reads of a remote source.
         recent: the newest steps, up to 512, oldest first.
-        first_pass: what this was when the second pass began, without `recent`; None before.
+        first_pass: snapshot at the start of the second pass, without `recent`; None before that.
     """
 
     batches: int = 0
@@ -136,7 +137,7 @@ class MetersSnapshot:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all whole steps."""
+        """Seconds of all complete steps."""
         return self.wait_s + self.copy_s + self.compute_s + self.other_s
 
     @property
@@ -146,16 +147,16 @@ class MetersSnapshot:
 
     @property
     def occupancy_rate(self) -> float:
-        """Share of batches that were ready when asked for, in [0, 1]; near 0 the loader is too slow."""
+        """Share of batches that were ready when requested, in [0, 1]; near 0, the loader is too slow."""
         return self.ready / self.batches if self.batches else 0.0
 
     @property
     def queue_rate(self) -> float:
-        """How full the queue of ready batches was on average, in [0, 1]; near 1 the loader is faster than the step."""
+        """Mean fill level of the queue of ready batches, in [0, 1]; near 1, the loader is faster than the step."""
         return self.queued / self.queue_room if self.queue_room else 0.0
 
     def __sub__(self, earlier: MetersSnapshot) -> MetersSnapshot:
-        """Return what happened between `earlier` and this snapshot of the same meters."""
+        """Return the difference to an earlier snapshot of the same meters."""
         before = {part.name: part for part in earlier.parts}
         parts = tuple(part - before[part.name] if part.name in before else part for part in self.parts)
         sums = _differences(self, earlier, (*_LOADER_SUMS, *_STEP_SUMS))
@@ -181,10 +182,10 @@ class _PartCounts:
 
 @dataclass(slots=True, weakref_slot=True)
 class LoaderMeters:
-    """Running totals of one loader. Parts may be written and all may be read from any thread.
+    """Running totals of one loader. Any thread may update parts and take snapshots.
 
-    `spent` has the seconds of steps; `facts` are what is known of the loader; `clock` is that of its newest pass, which
-    `train()` tells how long a step took.
+    `spent` holds the step times, `facts` the facts about the loader, and `clock` the clock of the newest pass, to which
+    `train()` reports the duration of each step.
     """
 
     batches: int = 0
@@ -200,20 +201,20 @@ class LoaderMeters:
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
     _parts: dict[str, _PartCounts] = field(default_factory=dict, repr=False)
     _first_pass: MetersSnapshot | None = field(default=None, repr=False)
-    # Both are taken again by the same thread where the garbage collector ends a pass that was left: within a call.
+    # Reentrant, since the garbage collector may end an abandoned pass while this thread holds a lock.
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _settling: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @property
     def timed_s(self) -> float:
-        """When the newest step that was counted was over, on the scale of `time.monotonic()`; 0 before the first."""
+        """End of the newest counted step, on the scale of `time.monotonic()`; 0 before the first step."""
         if not self.spent.left_s:
             return 0.0
         return time.monotonic() - (time.perf_counter() - self.spent.left_s)
 
     @contextmanager
     def busy(self, part: str, samples: int, handled_bytes: int) -> Iterator[None]:
-        """Count the block as work of `part`."""
+        """Count the work in the block for `part`."""
         started, cpu_started = time.perf_counter(), time.thread_time()
         yield
         cpu_s = time.thread_time() - cpu_started
@@ -229,7 +230,7 @@ class LoaderMeters:
         *,
         cpu_s: float = 0.0,
     ) -> None:
-        """Count work of `part` that was timed elsewhere."""
+        """Count work for `part` that the caller has timed."""
         meter = self._parts.get(part) or self._parts.setdefault(part, _PartCounts())
         with self._lock:
             meter.busy_s += busy_s
@@ -242,12 +243,12 @@ class LoaderMeters:
                 meter.recent.append(busy_s)
 
     def retried(self) -> None:
-        """Count a read that was tried again."""
+        """Count a retried read."""
         with self._lock:
             self.retries += 1
 
     def begin_pass(self, clock: Clock) -> None:
-        """Count a pass, which `clock` times; what the one before has not told yet is taken in later."""
+        """Start a pass timed by `clock`; unfinished steps of the previous pass are counted later."""
         if self.passes == 1:
             self._first_pass = replace(self.snapshot(), recent=())
         self.passes += 1
@@ -256,16 +257,17 @@ class LoaderMeters:
         self.clock = clock
 
     def settle(self, clock: Clock) -> None:
-        """Count the steps that a clock has timed since it was asked before, if it does not count them itself."""
+        """Count the steps that a clock has timed since the last call, unless the clock counts them itself."""
         with self._settling:
             newest = clock.settled()
             if not newest:
                 return
             self.spent.add(newest)
-            self.spent.left_s = max(self.spent.left_s, clock.left_s)  # a stream may have come by long before
+            # Steps of an earlier pass may be counted after newer ones.
+            self.spent.left_s = max(self.spent.left_s, clock.left_s)
 
     def snapshot(self) -> MetersSnapshot:
-        """Return the totals at this instant."""
+        """Return a snapshot of the totals."""
         for clock in tuple(self._earlier):
             self.settle(clock)
             if not clock.is_behind and clock in self._earlier:

@@ -1,6 +1,6 @@
-"""The events that loader and training publish, who is told of them, and what was trained or looped over last.
+"""The events of loaders and training, their listeners, and the latest training report or loader.
 
-A listener that raises is taken off the list and named once in the log: watching never stops a run.
+A listener that raises an exception is removed and logged once, so that monitoring never stops a run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ logger = logging.getLogger("colabkit")
 
 @dataclass(frozen=True, slots=True)
 class EpochStarted:
-    """A pass over a loader begins: its number from 0, and how many batches and samples it has left.
+    """A pass over a loader begins: its index from 0, and the numbers of remaining batches and samples.
 
-    Both are None where a loader that is watched does not tell.
+    `batches` or `samples` is None if a third-party loader does not report it.
     """
 
     meters: LoaderMeters
@@ -32,14 +32,14 @@ class EpochStarted:
 
 @dataclass(frozen=True, slots=True)
 class BatchTaken:
-    """The user receives a batch."""
+    """The training loop receives a batch."""
 
     meters: LoaderMeters
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The user is waiting for a batch and has been for `wait_s` seconds; sent a few times a second while it lasts."""
+    """The training loop has waited `wait_s` seconds for a batch; sent a few times per second during the wait."""
 
     meters: LoaderMeters
     wait_s: float
@@ -47,7 +47,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """`train()` begins: epochs in all, steps of a whole epoch, and the step's precision, if it tells."""
+    """`train()` begins: total epochs, steps per full epoch, and the precision of the step, if known."""
 
     meters: LoaderMeters
     epochs: int
@@ -57,9 +57,9 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is over: its number in all, its number in this epoch, both from 1.
+    """A step has finished: its number in the run and in this epoch, both from 1.
 
-    `values` are what the step returned, not yet read from the device: `float(value)` reads them.
+    `values` are the return values of the step, still on the device: `float(value)` reads one.
     """
 
     epoch: int
@@ -70,7 +70,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class ValidationDone:
-    """A validation is over: after how many steps in all, and the numbers that `validate` returned."""
+    """A validation has finished: the number of steps in the run so far, and the values from `validate`."""
 
     step: int
     values: Mapping[str, float]
@@ -78,7 +78,7 @@ class ValidationDone:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """`train()` ends; `error` is the exception's name when it did not end by itself."""
+    """`train()` ends; `error` is the name of the exception that stopped it, if any."""
 
     error: str | None
 
@@ -86,26 +86,30 @@ class RunEnded:
 Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | ValidationDone | RunEnded
 Listener: TypeAlias = Callable[[Event], None]
 
-_reports: list[object] = []  # the last one
-_loaders: list[weakref.ref[LoaderMeters]] = []  # used since then, by the first use of each
-_leader: list[weakref.ref[LoaderMeters]] = []  # the first of those that are used in turn, if any are
+# The latest report, if any.
+_reports: list[object] = []
+# Loaders used since that report, in the order of their first use.
+_loaders: list[weakref.ref[LoaderMeters]] = []
+# The first of several loaders that are used alternately, if any.
+_leader: list[weakref.ref[LoaderMeters]] = []
 _listeners: list[Listener] = []
-os.register_at_fork(after_in_child=_listeners.clear)  # a panel is its own process's
+# Listeners such as panels belong to the parent process.
+os.register_at_fork(after_in_child=_listeners.clear)
 
 
 def label_validation(values: Mapping[str, float], training: Iterable[str]) -> dict[str, float]:
-    """Return the numbers of a validation by label: as `val_loss` where training has a number of that name too.
+    """Return validation values by label, with the prefix `val_` for names that training also uses.
 
     Args:
-        values: the numbers.
-        training: names of the numbers of training.
+        values: the validation values by name.
+        training: names of the training values.
     """
     shared = {"loss", "accuracy", *training}
     return {f"val_{name}" if name in shared else name: value for name, value in values.items()}
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Call `listener` with every event, in the thread that causes it; return the function that ends this."""
+    """Call `listener` with every event, in the thread that publishes it; return a function that unsubscribes it."""
     _listeners.append(listener)
 
     def unsubscribe() -> None:
@@ -116,12 +120,12 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 
 def is_heard() -> bool:
-    """Return whether anybody listens; where events are many, none need be made else."""
+    """Return whether there are listeners; frequent events need not be created otherwise."""
     return bool(_listeners)
 
 
 def publish(event: Event) -> None:
-    """Tell every listener. One that raises an `Exception` is dropped and logged."""
+    """Call every listener with an event; a listener that raises an `Exception` is removed and logged."""
     for listener in tuple(_listeners):
         try:
             listener(event)
@@ -132,9 +136,9 @@ def publish(event: Event) -> None:
 
 
 def used(counts: LoaderMeters) -> None:
-    """Note that a loop over a loader begins; its meters are forgotten when the loader is gone.
+    """Record that a loop over a loader begins; the meters are not kept alive.
 
-    One that is used again after others leads these, as the loader of a training does those of its validations.
+    A loader that is used again after others becomes the leader, such as the training loader among validation loaders.
     """
     _loaders[:] = [known for known in _loaders if known() is not None]
     if all(known() is not counts for known in _loaders):
@@ -146,16 +150,16 @@ def used(counts: LoaderMeters) -> None:
 
 
 def finished(report: object) -> None:
-    """Note the report of a training."""
+    """Record the report of a training run."""
     _reports[:] = [report]
     _loaders.clear()
     _leader.clear()
 
 
 def latest() -> object | None:
-    """Return what was noted last and is still there: a training's report or a loader's meters; None without either.
+    """Return the latest training report or the meters of the latest loader that still exists; None without either.
 
-    Of loaders that are used in turn it is the first.
+    Among loaders that are used alternately, it is the first one.
     """
     for known in (*_leader, *reversed(_loaders)):
         if (counts := known()) is not None:

@@ -1,13 +1,12 @@
-"""Where the time of each step goes: waiting for data, an exposed copy, the step itself, other work of the host.
+"""Step times: how each step splits into waiting for data, exposed copy, compute and other work on the host.
 
-On the CPU the host's clock tells it exactly. A GPU works behind the host's back, so there three events are recorded in
-its stream for each step, and read when they have happened, a few steps later, without waiting for any. With `asked`
-and `given` from the host's clock:
+On the CPU, the host's clock measures this directly. A GPU runs asynchronously, so three events per step are recorded in
+its stream. They are read without blocking a few steps later, when they have completed:
 
-    end of step i-1 │ starved │ the batch is to be there │ exposed copy │ it is │ the step │ end of step i
+    end of step i-1 │ idle │ stream waits for batch │ exposed copy │ batch ready │ compute │ end of step i
 
-The stream is starved of work while the host waits for data, and while it does something else; the former is what the
-host has waited, as far as the stream was starved.
+The stream is idle while the host waits for data or does other work. The idle time counts as waiting for data up to the
+time that the host has waited; the rest is other work.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 _Noted = TypeVar("_Noted")
 
 _RECENT_STEPS = 512
-_UNREAD = 256  # steps that a stream may be behind; older ones are not counted
+# Steps that a stream may lag behind; older ones are not counted.
+_UNREAD = 256
 
 
 class StepTimes(NamedTuple):
-    """Where the seconds of one step went; the four add up to it.
+    """The duration of one step, split into four parts.
 
     Attributes:
-        wait_s: waiting for data.
-        copy_s: waiting for a batch on its way to the device, which nothing hid.
-        compute_s: the step itself; all that the user does with a batch, where nobody tells what is the step.
-        other_s: other work of the host: logging, checkpoints, the panel.
-        samples: of its batch.
-        is_first: whether it is the first one of a pass, whose wait has the loader's start in it.
+        wait_s: seconds waiting for data.
+        copy_s: seconds waiting for a copy of the batch to the device, not overlapped by compute.
+        compute_s: seconds of the step itself; in loops that do not mark the step, all work on a batch.
+        other_s: seconds of other work on the host, such as logging, checkpoints and the panel.
+        samples: number of samples in the batch.
+        is_first: whether the step is the first of a pass, whose wait includes the start of the loader.
     """
 
     wait_s: float
@@ -45,18 +45,19 @@ class StepTimes(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Duration of the step."""
+        """Duration of the step in seconds."""
         return self.wait_s + self.copy_s + self.compute_s + self.other_s
 
 
-_Step: TypeAlias = tuple[float, float, float, float, int, bool]  # as `StepTimes`, which takes longer to make
+# The fields of `StepTimes` as a plain tuple, which is faster to create.
+_Step: TypeAlias = tuple[float, float, float, float, int, bool]
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """What all whole steps came to, and the newest ones; `left_s` is when these were over, by `time.perf_counter`.
+    """Totals of all complete steps, and the newest steps; `left_s` is the end of the newest, by `time.perf_counter`.
 
-    Clocks refer to it, and not to the meters that refer to them: so these are gone as soon as their loader is.
+    Clocks refer to this object instead of the meters, so that no reference cycle keeps the meters alive.
     """
 
     wait_s: float = 0.0
@@ -69,7 +70,7 @@ class StepTotals:
     newest: deque[_Step] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
 
     def add(self, steps: Sequence[StepTimes]) -> None:
-        """Count some steps, one or more."""
+        """Add one or more steps."""
         waits, copies, computes, others, _, are_first = zip(*steps, strict=True)
         first_s = sum(itertools.compress(waits, are_first))
         self.steps += len(steps)
@@ -82,24 +83,23 @@ class StepTotals:
 
 
 class Mark(Protocol):
-    """A point in a device's stream, as `torch.cuda.Event` is."""
+    """A point in a device's stream, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return whether the stream has come by."""
+        """Return whether the stream has reached this point."""
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Return the milliseconds until a later one."""
+        """Return the milliseconds until a later mark."""
 
 
 class HostClock:
-    """Times the steps of a CPU by the host's clock, and counts each when it is over.
+    """Times steps on the CPU with the host's clock and counts each step when it ends.
 
-    A loader calls `given` and `stepped` for each batch, what trains calls `worked` and `apart` between the two. It is
-    asked after every batch, of which fast loaders give 10,000 a second, when their rows have filled the caches:
-    so it touches little memory.
+    The loader calls `given` and `stepped` for each batch; training calls `worked` and `apart` in between. The class
+    accesses little memory, since fast loaders yield 10,000 batches per second and fill the CPU caches.
 
     Args:
-        totals: where steps are counted.
+        totals: totals to which steps are added.
     """
 
     __slots__ = ("_apart_s", "_compute_s", "_is_first", "_totals")
@@ -111,18 +111,18 @@ class HostClock:
         self._is_first = True
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
-        """A batch is there."""
+        """Record that the loop received a batch."""
 
     def worked(self, compute_s: float) -> None:
-        """The step on this batch took so long."""
+        """Record the duration of the step on this batch, in seconds."""
         self._compute_s = compute_s
 
     def apart(self, seconds: float) -> None:
-        """So many seconds since the batch was given belong to no step."""
+        """Exclude this many seconds since `given` from the step."""
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        """A step is over."""
+        """Record the end of a step, with the times at which the batch was requested, received and done."""
         totals, told_s, is_first = self._totals, self._compute_s, self._is_first
         wait_s, compute_s, other_s = given - asked, left - given, 0.0
         if told_s is not None or self._apart_s:
@@ -141,25 +141,25 @@ class HostClock:
         totals.newest.append((wait_s, 0.0, compute_s, other_s, samples, is_first))
 
     def settled(self) -> Sequence[StepTimes]:
-        """Return no steps: all are counted."""
+        """Return no steps, since this clock counts steps itself."""
         return ()
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are steps that are not over yet: never."""
+        """Whether some steps are still pending: never."""
         return False
 
     @property
     def left_s(self) -> float:
-        """When the host was done with the newest step, by `time.perf_counter`."""
+        """The end of the newest step on the host, by `time.perf_counter`."""
         return self._totals.left_s
 
 
 class DeviceClock:
-    """Times the steps of a GPU by events in its stream.
+    """Times steps on a GPU with events in its stream.
 
     Args:
-        mark: sets a mark in the stream.
+        mark: records an event in the stream.
     """
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
@@ -173,22 +173,22 @@ class DeviceClock:
         self._noted: deque[_DeviceStep] = deque()
 
     def given(self, marks: tuple[Mark, Mark] | None) -> None:
-        """A batch is there, or will be when the stream has come by the second mark."""
+        """Record that the loop received a batch, which is ready when the stream reaches the second mark."""
         if marks is None:
             here = self._mark()
             marks = here, here
         self._marks = marks
 
     def worked(self, compute_s: float) -> None:
-        """All work of the step is in the stream."""
+        """Record that all work of the step has been queued in the stream."""
         self._end = self._mark()
 
     def apart(self, seconds: float) -> None:
-        """So many seconds since the batch was given belong to no step."""
+        """Exclude this many seconds since `given` from the step."""
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        """The host is done with a step."""
+        """Record the end of a step on the host, with the times at which the batch was requested, received and done."""
         end = self._end or self._mark()
         if self._marks is not None:
             before, after = self._marks
@@ -201,7 +201,7 @@ class DeviceClock:
         self._former_apart_s, self._apart_s = self._apart_s, 0.0
 
     def settled(self) -> list[StepTimes]:
-        """Return the steps that the stream has come by, each once; any thread may call it."""
+        """Return the steps that the stream has finished, each once; may be called from any thread."""
         found = []
         for step in _taken(self._noted):
             if not step.end.query():
@@ -212,7 +212,7 @@ class DeviceClock:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are steps that are not over yet."""
+        """Whether some steps are still pending in the stream."""
         return bool(self._noted)
 
 
@@ -220,16 +220,16 @@ Clock: TypeAlias = HostClock | DeviceClock
 
 
 class _DeviceStep(NamedTuple):
-    """A step as it lies in a stream.
+    """The marks of one step in a stream.
 
     Attributes:
-        former_end: of the step before; None if there was none.
-        before: when the stream began to wait for the batch.
-        after: when the batch was there.
-        end: of the step.
+        former_end: end of the previous step; None for the first step.
+        before: start of the stream's wait for the batch.
+        after: point at which the batch is ready.
+        end: end of the step.
         wait_s: seconds that the host waited for the batch.
-        apart_s: seconds of what came between the steps and is none of either.
-        samples: of the batch.
+        apart_s: seconds between the steps that count for neither.
+        samples: number of samples in the batch.
     """
 
     former_end: Mark | None
@@ -241,7 +241,7 @@ class _DeviceStep(NamedTuple):
     samples: int
 
     def times(self) -> StepTimes:
-        """Return where the time went: all of them are in the past of the stream."""
+        """Return the step times; requires that the stream has reached all marks."""
         starved_s = self.wait_s if self.former_end is None else self.former_end.elapsed_time(self.before) / 1000
         data_s = min(self.wait_s, starved_s)
         copy_s = 0.0 if self.before is self.after else self.before.elapsed_time(self.after) / 1000
@@ -251,7 +251,7 @@ class _DeviceStep(NamedTuple):
 
 
 def _taken(noted: deque[_Noted]) -> Iterator[_Noted]:
-    """Yield and remove what is noted; another thread may note more, or take some, meanwhile."""
+    """Yield and remove the items; other threads may add or take items at the same time."""
     while True:
         try:
             yield noted.popleft()

@@ -18,9 +18,9 @@ from colabkit.foundation import (
 from colabkit.monitoring.doctor.diagnosis import HIGH, MODERATE, Shares
 
 ENOUGH_STEPS = 50
-# Long steps need fewer samples: 8 steps are enough if they took 5 seconds together.
+# A few long steps are enough for a verdict: 8 steps that took 5 seconds together.
 _FEW_STEPS, _LONG_S = 8, 5.0
-# SPDL also drops 20 steps, which fill caches, run cuDNN's benchmarks and compile.
+# The first steps fill caches, run cuDNN's benchmarks and compile; SPDL also drops 20.
 _WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
 _BLOCKS = 24
 # Largest number of batches that a loader delivers at once.
@@ -264,8 +264,8 @@ def profile_run(
     """
     passes, first = spent.passes, spent.first_pass
     if first is not None and has_enough_steps(settled_steps((spent - first).recent, 0)):
-        spent = spent - first
         # The first pass differs from the others, since it fills caches.
+        spent = spent - first
         hosts = [host for host in hosts if host.at_s >= hosts[-1].at_s - spent.seconds - SNAPSHOT_S]
     # Whether the steps include the first ones of the run.
     is_whole = spent.passes == passes and spent.steps <= len(spent.recent)

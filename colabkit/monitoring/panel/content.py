@@ -30,7 +30,7 @@ _MOST_TIMES = 100
 # Shorter waits end before the text can be read.
 _LONG_WAIT_S = 1.0
 _MOST_VALUES = 6
-# In characters.
+# Longest code line that is shown, in characters.
 _MOST_OF_A_CALL = 240
 _CLIPPED = "colabkit.supervised_step(..., clip=1.0)"
 
