@@ -28,10 +28,13 @@ from colabkit.storage.sources.items import ByteSpan, Item, Listing, SourceKind
 
 T = TypeVar("T")
 
-_WHOLE_BYTES = 8 << 20  # objects up to this size are read by one request
-_RANGE_BYTES = 4 << 20  # of larger ones at least so much, since each request costs a latency
+# Objects up to this size are read with one request.
+_WHOLE_BYTES = 8 << 20
+# Minimum request size for larger objects, since each request costs a round trip.
+_RANGE_BYTES = 4 << 20
 _CLOSE_S = 1.0
-_LISTING_S = 600.0  # a listing shows no sign of life until it is whole: five million objects take so long
+# A listing shows no progress until it is complete, and five million objects can take this long.
+_LISTING_S = 600.0
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _LATEST_S = 1 << 33
 _NO_NAMES = frozenset({"", ".", ".."})
@@ -58,17 +61,17 @@ _FINAL = (NotADirectoryError, IsADirectoryError, NotImplementedError, ImportErro
 
 
 class BucketSource:
-    """The objects below an address that fsspec reads, as in `"gs://bucket/birds"`, or the one object at it.
+    """The objects below an address that fsspec reads, such as `"gs://bucket/birds"`, or the single object at it.
 
-    An archive in a bucket is one object like any other: `stage()` or `fetch()` it, then read the copy.
+    An archive in a bucket is treated as one object: `stage()` or `fetch()` it, then read the copy.
 
     Args:
-        address: of a file system that fsspec knows.
+        address: an address of a file system that fsspec supports.
         act: verb and object for messages.
-        stalled_s: seconds to wait for a listing, twice; by default ten minutes.
+        stalled_s: seconds to wait for a listing, in each of two attempts; None for ten minutes.
 
     Attributes:
-        protocol: as in `"gs"`; of a chain that of its first link.
+        protocol: the protocol, such as `"gs"`; for a chain, that of its first link.
         via: fsspec's version and the protocol, for a report.
     """
 
@@ -89,7 +92,8 @@ class BucketSource:
         except ColabkitError:
             raise
         except OSError as error:
-            raise self._unreadable(error) from error  # whose text is without secrets
+            # The text of this error contains no secrets.
+            raise self._unreadable(error) from error
         self._root = root.rstrip("/")
         self._is_object: bool | None = None
 
@@ -98,14 +102,14 @@ class BucketSource:
 
     @property
     def is_object(self) -> bool:
-        """Whether the address is that of one object; the file system is asked if nothing was listed yet."""
+        """Whether the address is a single object; the file system is queried if nothing was listed yet."""
         if self._is_object is None:
             self._is_object = bool(self._fs.isfile(self._root))
         return self._is_object
 
     @property
     def has_ranges(self) -> bool:
-        """Whether parts of objects can be read by themselves; a member of an archive is unpacked from its start."""
+        """Whether parts of objects can be read directly; a member of an archive is unpacked from its start."""
         return "::" not in self._address.text
 
     @property
@@ -114,7 +118,7 @@ class BucketSource:
         return self._root.rpartition("/")[2]
 
     def list(self) -> Listing:
-        """Return every object below the address, by one listing."""
+        """Return every object below the address, with one listing."""
         try:
             facts = self.find()
         except ColabkitError:
@@ -125,7 +129,7 @@ class BucketSource:
         return Listing(tuple(items_of(facts)), tuple(skipped))
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return the file system's facts about every object by its path, in order; `OSError` if it fails this time."""
+        """Return the file system's metadata of every object by path, sorted; raises `OSError` for transient errors."""
         found = self._ask(self._found)
         if not found:
             next_step = "Check the address and your access"
@@ -136,7 +140,7 @@ class BucketSource:
             is_mark = not info.get("size") and (key.endswith("/") or (key == self._root and not self._is_object))
             if info.get("type") != "directory" and not is_mark:
                 facts[self._inner_path(key)] = info
-        # Some stores mark a folder by an empty object of its name.
+        # Some stores mark a folder with an empty object of the same name.
         folders = {str(folder) for path in facts for folder in PurePosixPath(path).parents}
         for path in facts.keys() & folders:
             if facts.pop(path).get("size"):
@@ -145,18 +149,18 @@ class BucketSource:
         return dict(sorted(facts.items()))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open an object: a small one is read whole, a large one by ranges."""
+        """Open an object: a small one is read whole, a large one in ranges."""
         if item.size > _RANGE_BYTES:
             return cast(BinaryIO, _Object(self, item))
         return io.BytesIO(self.read(item))
 
     def read(self, item: Item, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's bytes, all or those from `start` to before `end`; errors as of `open`."""
+        """Return an object's bytes, or those from `start` up to but not including `end`; raises errors as `open`."""
         with self._judged(f"read {item.path!r} of {self.name!r}"):
             return bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
 
     def stream(self, path: str, block_bytes: int) -> Iterator[bytes]:
-        """Yield an object's bytes in order, in blocks of so many: for objects that ranges do not suit."""
+        """Yield an object's bytes in order, in blocks of `block_bytes`, for objects that do not support ranges."""
         file = self._ask(lambda: self._fs.open(self._key(path), "rb", block_size=_RANGE_BYTES), tries=1)
         try:
             block = b""
@@ -168,7 +172,8 @@ class BucketSource:
             if block:
                 yield block
         finally:
-            with suppress(Exception):  # it was only read; a file system that hangs answers no close either
+            # Errors on close do not matter after reading, and a hanging file system does not answer a close either.
+            with suppress(Exception):
                 answer_of(file.close, self.can_hang, _CLOSE_S, tries=1)
 
     def close(self) -> None:
@@ -178,17 +183,19 @@ class BucketSource:
         return self._root if self.is_object else f"{self._root}/{path}" if self._root else path
 
     def _ask(self, call: Callable[[], T], tries: int = 2) -> T:
-        """Return what a call to the file system returns, unless it stalls in each of the tries."""
+        """Return the result of a call to the file system; raises `TimedOut` if all attempts stall."""
         with self._judged(self._act):
             return answer_of(call, self.can_hang, self._stalled_s or _LISTING_S, tries)
 
     def _found(self) -> dict[str, Mapping[str, Any]]:
         self._fs.invalidate_cache()
         own: Mapping[str, Any] = {"type": "directory"}
-        with suppress(FileNotFoundError):  # stores without folders know only what is below them
+        # Stores without folders only know the objects below them.
+        with suppress(FileNotFoundError):
             own = self._fs.info(self._root)
         if own.get("type") != "directory" and own.get("size") != 0:
-            return {self._root: own}  # an object can be readable where nothing can be listed
+            # An object can be readable even if listing is forbidden.
+            return {self._root: own}
         try:
             found: dict[str, Mapping[str, Any]] = self._fs.find(self._root, detail=True)
         except FileNotFoundError:
@@ -211,7 +218,7 @@ class BucketSource:
 
     @contextmanager
     def _judged(self, act: str) -> Iterator[None]:
-        """Translate errors of a file system, whose texts may hold secrets; `OSError` where another try may help."""
+        """Translate file system errors, whose texts may contain secrets; transient ones become `OSError`."""
         try:
             yield
         except ColabkitError:
@@ -240,7 +247,7 @@ def items_of(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
 
 
 class _Object(ByteSpan):
-    """A large object, read by ranges; each opened one is for one thread."""
+    """A large object, read in ranges; each instance is for one thread."""
 
     def __init__(self, bucket: BucketSource, item: Item) -> None:
         super().__init__(item.size)
@@ -250,7 +257,7 @@ class _Object(ByteSpan):
 
     def _bytes(self, size: int) -> bytes:
         if not self._held_at <= self._at < self._at + size <= self._held_at + len(self._held):
-            # Who reads small pieces in order wants the rest too; who reads blocks gets each by one request.
+            # Small consecutive reads usually need the rest too; block reads get each block with one request.
             is_whole = size < _RANGE_BYTES and self._size <= _WHOLE_BYTES
             end = self._size if is_whole else min(self._size, self._at + max(size, _RANGE_BYTES))
             self._held = self._bucket.read(self._item, self._at, end)
@@ -260,7 +267,7 @@ class _Object(ByteSpan):
 
 
 def _mtime_ns(info: Mapping[str, Any]) -> int:
-    """Return when an object was changed, by the names that file systems give it; 0 where they do not say."""
+    """Return an object's modification time in ns, from the field that its file system uses; 0 if unknown."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, str):
@@ -277,12 +284,12 @@ def _mtime_ns(info: Mapping[str, Any]) -> int:
 
 
 def protocol_of(address: Address) -> str:
-    """Return the protocol of an address, as in `"gs"`; of a chain that of its first link."""
+    """Return the protocol of an address, such as `"gs"`; for a chain, that of its first link."""
     return address.text.partition("://")[0].partition("::")[0].lower()
 
 
 def _file_system_of(address: Address, act: str) -> tuple[Any, str, str]:
-    """Return the file system of an address, the path in it, and both programs' names for a report."""
+    """Return the file system of an address, the path in it, and fsspec's version and the protocol for a report."""
     protocol = protocol_of(address)
     purpose, package = f"to read {protocol}://", _PACKAGES.get(protocol)
     advice = f"Run pip install {package}" if package else ""

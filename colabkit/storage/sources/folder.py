@@ -15,9 +15,11 @@ from colabkit.storage.sources.concurrency import STALLED_S, Calls, Level, answer
 from colabkit.storage.sources.items import STAGE_SEAL, Item, Listing, PathSource, Source, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
-_Chain: TypeAlias = tuple[str, ...]  # the real folders of the shortcuts on the way, the source's own first
+# Real folders of the shortcuts on the path, starting with the source's own folder.
+_Chain: TypeAlias = tuple[str, ...]
 _SHORTCUT_DEPTH = 8
-_STATS_AT_ONCE = 10  # small pieces: the first files are known, and can be read, while others are asked for
+# Small batches, so that the first files can be read while others are still being examined.
+_STATS_AT_ONCE = 10
 _LISTED_AT_ONCE = 16
 
 
@@ -29,14 +31,14 @@ class _Folder(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """Some files of a folder whose sizes are still to be asked for: paths inside the source, and entries."""
+    """Files of a folder whose sizes are not known yet: paths inside the source, and directory entries."""
 
     paths: list[str]
     entries: list[os.DirEntry[str]]
 
 
 class _Found(NamedTuple):
-    """What was found: items, what is to be asked next, and what was passed over."""
+    """The result of one step: items, further steps, and skipped paths."""
 
     items: list[Item]
     next: list[_Folder | _Files]
@@ -44,7 +46,7 @@ class _Found(NamedTuple):
 
 
 class FolderSource(PathSource):
-    """A folder tree. Drive's shortcuts are followed; links and special files are skipped, named in the listing."""
+    """A folder tree. Drive shortcuts are followed; links and special files are skipped and listed in `skipped`."""
 
     kind: ClassVar[SourceKind] = "folder"
 
@@ -57,11 +59,11 @@ class FolderSource(PathSource):
     def list(
         self, on_found: Callable[[list[Item]], None] | None = None, on_wait: Callable[[], None] | None = None
     ) -> Listing:
-        """Return every regular file below the folder; of one that can hang many folders are listed at once.
+        """Return every regular file below the folder; list many folders concurrently if the source can hang.
 
         Args:
-            on_found: called with files as soon as they are found, some at a time.
-            on_wait: called some times a second while nothing is found.
+            on_found: called with each batch of files as soon as they are found.
+            on_wait: called several times a second while nothing is found.
         """
         items: list[Item] = []
         skipped: list[tuple[str, str]] = []
@@ -100,7 +102,8 @@ class FolderSource(PathSource):
 
     def _list_folder(self, folder: _Folder) -> _Found:
         inside = folder.inside
-        chain = folder.chain or (os.path.realpath(self.path),)  # asked for here, where it may hang
+        # Resolve the path here, where a timeout applies, since it may hang.
+        chain = folder.chain or (os.path.realpath(self.path),)
         names: list[str] = []
         files: list[os.DirEntry[str]] = []
         folders: list[_Folder | _Files] = []
@@ -110,7 +113,8 @@ class FolderSource(PathSource):
                 path = f"{inside}/{entry.name}" if inside else entry.name
                 if path == STAGE_SEAL:
                     continue
-                if entry.is_file(follow_symlinks=False):  # nearly all are, and no more is asked of them
+                # Nearly all entries are files, and need no further calls.
+                if entry.is_file(follow_symlinks=False):
                     names.append(path)
                     files.append(entry)
                     continue
@@ -139,7 +143,7 @@ class FolderSource(PathSource):
 
     @contextlib.contextmanager
     def _scanned(self, inside: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """Give the entries of a folder; of a local one by its descriptor, which halves the cost of their sizes."""
+        """Yield the entries of a folder; open a local one by descriptor, which halves the cost of reading sizes."""
         if self.can_hang:
             with os.scandir(self.path / inside) as entries:
                 yield entries
@@ -152,7 +156,7 @@ class FolderSource(PathSource):
             os.close(fd)
 
     def open(self, item: Item) -> BinaryIO:
-        """Open the item's file without following links other than Drive's shortcuts."""
+        """Open the item's file without following links other than Drive shortcuts."""
         path = self.path / item.path
         try:
             return open_listed(path, self.name, item, os.O_NOFOLLOW)
@@ -162,11 +166,11 @@ class FolderSource(PathSource):
             return open_listed(path, self.name, item)
 
     def read_at_once(self, item: Item) -> bytes | None:
-        """Return a small local item's bytes if it is what was listed."""
+        """Return a small local item's bytes, or None if the file differs from the listing."""
         return read_listed(f"{self.name}/{item.path}", item, os.O_NOFOLLOW)
 
     def _is_shortcut(self, link: str | Path) -> bool:
-        """Return whether a link is one of Drive's shortcuts: DriveFS shows them as links into a folder of its own."""
+        """Return whether a link is a Drive shortcut: DriveFS shows shortcuts as links into a folder of its own."""
         target = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
         return bool(self._shortcut_targets) and target.startswith(self._shortcut_targets)
 
@@ -185,12 +189,12 @@ def _stats_of(files: _Files) -> _Found:
 
 
 class FileSource(PathSource):
-    """One file; its item has the file's name."""
+    """A single file; its item has the file's name."""
 
     kind: ClassVar[SourceKind] = "file"
 
     def list(self) -> Listing:
-        """Return the one file, with its size and time of now."""
+        """Return the file with its present size and time."""
         with translated(f"read {self.name!r}"):
             found = answer_of(self.path.stat, self.can_hang)
         return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns),), ())
@@ -201,7 +205,7 @@ class FileSource(PathSource):
 
 
 class SlowSource:
-    """A source behind a simulated slow mount: every open waits `latency_s` first, as a network drive makes it."""
+    """A source behind a simulated slow mount: every open first waits `latency_s`, like on a network drive."""
 
     def __init__(self, source: Source, latency_s: float) -> None:
         self.source = source
@@ -210,12 +214,12 @@ class SlowSource:
         self.can_hang = True
 
     def list(self) -> Listing:
-        """Return the inner source's listing after one latency."""
+        """Return the inner source's listing after one latency period."""
         time.sleep(self.latency_s)
         return self.source.list()
 
     def open(self, item: Item) -> BinaryIO:
-        """Open the item after one latency."""
+        """Open the item after one latency period."""
         time.sleep(self.latency_s)
         return self.source.open(item)
 

@@ -1,7 +1,7 @@
-"""The part of an LMDB source that runs LMDB's library, as a script in a process of its own.
+"""Run LMDB's library as a script in a separate process, and list the location of each value.
 
-It writes where each value lies in the file, one JSON record a batch. The library returns views of the mapped file, so a
-value's place is its address less that of the mapping.
+The output is one JSON record per batch of values. The library returns views of the memory-mapped file, so the offset of
+a value is its address minus that of the mapping.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import numpy as np
 
 _BATCH = 1000
 _HEAD_BYTES = 16
-_DATABASE_BYTES = 48  # of the value that describes a database inside
+# Size of a value that describes a nested database.
+_DATABASE_BYTES = 48
 _MOST_DATABASES = 1024
 
 
 def mappings() -> set[int]:
-    """Return the addresses at which this process has mapped files to share them."""
+    """Return the addresses of this process's shared file mappings."""
     with open("/proc/self/maps") as file:
         rows = [line.split(maxsplit=2) for line in file]
     return {int(span.partition("-")[0], 16) for span, access, _ in rows if access.endswith("s")}
 
 
 def is_database(environment: Any, transaction: Any, key: bytes) -> bool:
-    """Return whether a key names a database inside of the main one."""
+    """Return whether a key names a nested database."""
     if b"\0" in key:
-        return False  # the library would look for what stands before it
+        # The library would look up only the text before the zero byte.
+        return False
     try:
         environment.open_db(key, txn=transaction, create=False)
     except (lmdb.IncompatibleError, lmdb.NotFoundError):
@@ -40,13 +42,13 @@ def is_database(environment: Any, transaction: Any, key: bytes) -> bool:
 
 
 def say_line(record: dict[str, Any]) -> None:
-    """Print a record."""
+    """Print a record as a JSON line."""
     sys.stdout.write(f"{json.dumps(record)}\n")
     sys.stdout.flush()
 
 
 def walk(path: str) -> None:
-    """Print the key, place, size and first bytes of every value."""
+    """Print the key, offset, size and first bytes of every value."""
     before = mappings()
     environment: Any = lmdb.open(
         path, subdir=False, readonly=True, lock=False, readahead=False, max_dbs=_MOST_DATABASES

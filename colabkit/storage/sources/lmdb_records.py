@@ -1,8 +1,8 @@
-"""An LMDB as a source: LMDB's own library lists where the values are, in a child process.
+"""An LMDB as a source; LMDB's library, in a child process, lists the locations of the values.
 
-The library maps the file and trusts what is in it: a file that is cut short ends the process by a signal, and its
-environments must not cross a fork. So only a child runs it, and only to list. Each value lies in one piece, so its
-place in the file is all that a read needs.
+The library maps the file and trusts its contents: a truncated file kills the process with a signal, and its
+environments must not be used after a fork. So only a child process uses it, and only for listing. Each value is
+contiguous, so its offset is sufficient for reading it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from colabkit.storage.sources.ranges import (
 from colabkit.storage.sources.reads import pread_all
 
 DATA_FILE = "data.mdb"
-"""The file of an LMDB that is a folder."""
+"""The data file of an LMDB that is a folder."""
 
 LMDB_SUFFIXES = (".lmdb", ".mdb")
-"""How the names of LMDBs that are one file end."""
+"""File name suffixes of LMDBs that are a single file."""
 
-# Not imported: it imports lmdb, which only the child process needs.
+# Not imported, since it imports lmdb, which only the child process needs.
 _CHILD = Path(__file__).with_name("lmdb_child.py")
 _LABEL_KEY = re.compile(rb"\Alabel-(?=\d+\Z)")
 _COUNT_KEY = b"num-samples"
@@ -46,13 +46,13 @@ _CONTROL = re.compile(rb"[\0-\x1f\x7f]")
 class LmdbSource(RangeSource):
     """A Lightning Memory-Mapped Database: a folder with `data.mdb`, or one file.
 
-    Each key is a sample whose value is an image by its first bytes; if none is, every key. Its path is the key as
-    UTF-8, or in hex if it is binary. In the layout of scene text, `image-000000001` with `label-000000001`, `label` is
-    a column. Keys that are no samples, and databases inside, are named in the listing's `skipped`. A pickle is never
-    loaded. LMDB keeps no checksums: a bit that flipped inside of a value is not noticed here.
+    Every key whose value starts like an image is a sample; if there are none, every key is a sample. Its path is the
+    key as UTF-8, or in hex if it is binary. In the layout of scene text datasets, `image-000000001` with
+    `label-000000001`, the labels become the column `label`. Other keys and nested databases are listed in `skipped`. A
+    pickle is never loaded. LMDB stores no checksums, so a flipped bit inside a value is not detected.
 
     Args:
-        path: of the folder or file.
+        path: the folder or file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +82,7 @@ class LmdbSource(RangeSource):
 
 
 class _Values:
-    """All keys of a database, and what their values are by the first bytes."""
+    """All keys of a database, and the types of their values by their first bytes."""
 
     def __init__(self, name: str, fd: int, size: int) -> None:
         self._name = name
@@ -95,7 +95,7 @@ class _Values:
         self._may_be_pickle = bytearray()
 
     def list_all(self, found: Indexing) -> None:
-        """Have a child process list all keys and the places of their values."""
+        """Let a child process list all keys and the locations of their values."""
         if importlib.util.find_spec("lmdb") is None:
             needed = "it, for LMDB"
             raise MissingPackage(cannot(found.act, "the package lmdb is not installed", needed, "Run pip install lmdb"))
@@ -109,7 +109,8 @@ class _Values:
             try:
                 record = json.loads(line)
             except ValueError:
-                return  # a warning of the interpreter or of the library
+                # A warning of the interpreter or the library.
+                return
             if "error" in record:
                 raise broken_archive(self._name, record["error"])
             found.skipped += [(name, "a database inside of the database") for name in record["databases"]]
@@ -144,11 +145,11 @@ class _Values:
         return pread_all(self._fd, self.sizes[row], self.offsets[row])
 
     def is_pickle(self, row: int) -> bool:
-        """Return whether a value begins and ends as pickles do."""
+        """Return whether a value begins and ends like a pickle."""
         return bool(self._may_be_pickle[row]) and self.read(row).endswith(b".")
 
     def all_unless_pickled(self, act: str) -> range:
-        """Return all rows, unless a value is a pickle."""
+        """Return all rows; raises `BadSource` if a value is a pickle."""
         rows = range(len(self.keys))
         if (row := next(filter(self.is_pickle, rows), None)) is not None:
             told = f"the value of {self.keys[row]!r:.80} is a pickle"
@@ -157,7 +158,7 @@ class _Values:
         return rows
 
     def labels(self, found: Indexing) -> dict[bytes, str | None]:
-        """Return the labels by the key of their image in the layout of scene text; of others none."""
+        """Return each image key's label in the layout of scene text datasets; empty for other layouts."""
         labels: dict[bytes, str | None] = {}
         count = None
         images = {self.keys[row] for row in self.images}
@@ -182,7 +183,7 @@ class _Values:
 
 
 def _paths(found: Indexing, keys: list[bytes]) -> list[str]:
-    """Return the keys as paths: UTF-8, and where there are binary ones, in hex what is no UTF-8."""
+    """Return the keys as paths: as UTF-8, or in hex for binary keys."""
     has_binary = any(map(_CONTROL.search, keys))
     paths = []
     for key in keys:

@@ -1,4 +1,4 @@
-"""A table of paths as a source: a pandas DataFrame, a CSV or Parquet file, or a plain list."""
+"""A table of paths as a source: a pandas DataFrame, a CSV or Parquet file, or a list."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from colabkit.storage.sources.items import Item, Listing, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_listed
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
-"""How the names of tables end."""
+"""File name suffixes of tables."""
 
 _PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img_path")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
-_MISSING_CELLS = ["", "nan", "NaN"]  # pandas takes more words for nothing, NA and None among them: they may be labels
+# By default, pandas also treats words such as NA and None as missing, but they may be labels.
+_MISSING_CELLS = ["", "nan", "NaN"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A table's paths, absolute, one a row, its other columns, and the folder that items are named from."""
+    """A parsed table: the root folder of item paths, one absolute path per row, and the other columns."""
 
     root: str
     paths: tuple[str, ...]
@@ -51,21 +52,21 @@ class _Table:
 
 
 class ManifestSource:
-    """Files that a table names, one a row, with its other columns as plain values, `None` where a cell is empty.
+    """The files that a table lists, one per row, with its other columns as plain values; empty cells are None.
 
-    The table is read once, when the source is made. The column of paths is the first of `path, file, filename,
-    file_name, filepath, file_path, image, image_path, img_path` that it has, in capitals or not, else its only column.
-    Paths may begin with `drive:` and `~`; relative ones begin at the table's folder, those of a DataFrame or a list at
-    the working folder. Items are named from the table's folder if all files lie below it, in a DataFrame or a list from
-    the working folder if all paths are relative; else from the folder that all files share. In another process it opens
-    the items that were listed in this one; the table stays behind.
+    The table is read once, in the constructor. The column of paths is the first of `path, file, filename, file_name,
+    filepath, file_path, image, image_path, img_path` that exists, ignoring case, or the only column. Paths may begin
+    with `drive:` or `~`; other relative paths are resolved against the folder of the table file, or the working folder
+    for a DataFrame or list. Item paths are relative to the table's folder if all files are below it, for a DataFrame or
+    list to the working folder if all given paths are relative, and otherwise to the common folder of all files. A
+    pickled copy can open the items that were listed before, but does not contain the table.
 
     Args:
         table: a DataFrame, the path of a `.csv`, `.tsv` or `.parquet` file, or a list or Series of paths.
 
     Raises:
-        InvalidOption: if it is none of these.
-        BadSource: if there is no column of paths, or an empty cell in it.
+        InvalidOption: if `table` is none of these.
+        BadSource: if there is no column of paths, or it has an empty cell.
     """
 
     kind: ClassVar[SourceKind] = "table"
@@ -91,14 +92,14 @@ class ManifestSource:
 
     @property
     def root(self) -> str:
-        """The folder that items are named from, of a DataFrame or a list; empty where the table is a file."""
+        """The folder that item paths are relative to, for a DataFrame or list; empty if the table is a file."""
         return self._table.root if self._file is None else ""
 
     def __getstate__(self) -> Mapping[str, Any]:
         return {**self.__dict__, "_table": _Table(self._table.root, (), {})}
 
     def list(self) -> Listing:
-        """Return one item a row, in order, with the other columns; a table file below the root is an extra."""
+        """Return one item per row, in order, with the other columns; a table file below the root is an extra."""
         table = self._table
         if not table.paths:
             told = "a table that stayed in the process that read it"
@@ -119,11 +120,11 @@ class ManifestSource:
         return Listing(items, (), retries.count, table.columns, self._extras(table))
 
     def open(self, item: Item) -> BinaryIO:
-        """Open a row's file."""
+        """Open the file of a row."""
         return open_listed(Path(self._table.root, item.path), self.name, item)
 
     def read_at_once(self, item: Item) -> bytes | None:
-        """Return a small local item's bytes if it is what was listed."""
+        """Return a small local item's bytes, or None if the file differs from the listing."""
         return read_listed(f"{self._table.root}/{item.path}", item)
 
     def close(self) -> None:
@@ -154,7 +155,8 @@ class ManifestSource:
 
     def _parsed(self, given: Any) -> _Table:
         if hasattr(given, "iloc") and not hasattr(given, "columns"):
-            given = given.tolist()  # a column by itself
+            # A pandas Series.
+            given = given.tolist()
         if isinstance(given, list | tuple):
             cells: Sequence[Any] = given
             columns: Mapping[str, tuple[Any, ...]] = {}
@@ -173,12 +175,13 @@ class ManifestSource:
         return _Table(root, paths, columns)
 
     def _user_path(self, row: int, cell: Any, table: Sequence[Mount]) -> str:
-        """Return the path that a cell holds."""
+        """Return the path in a cell."""
         text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise self._bad_row(row, "no path" if text in ("", b"") else f"{cell!r:.60}", "a path")
         if "://" in text:
-            raise self._bad_row(row, "an address", "a path on this machine")  # which may hold secrets
+            # Do not show the address, which can hold secrets.
+            raise self._bad_row(row, "an address", "a path on this machine")
         return os.fspath(user_path(text, self._act, [*table])) if text.startswith(("drive:", "~")) else text
 
     def _bad_row(self, row: int, found: str, needed: str) -> BadSource:
@@ -186,7 +189,7 @@ class ManifestSource:
         return BadSource(cannot(self._act, f"{found} in row {row}", f"{needed} in each row", next_step))
 
     def _split(self, frame: Any) -> tuple[Sequence[Any], Mapping[str, tuple[Any, ...]]]:
-        """Return a frame's column of paths, and the others."""
+        """Return the path column of a DataFrame, and the other columns."""
         names = [str(name) for name in frame.columns]
         at = _path_column(names)
         if at is None and len(names) == 1:
@@ -210,7 +213,8 @@ class ManifestSource:
             return self._read_text(pandas, file)
         except (MissingPackage, OSError):
             raise
-        except Exception as error:  # both packages raise any
+        # pandas and pyarrow raise many types of exceptions.
+        except Exception as error:
             found = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
             raise BadSource(cannot(self._act, found, "a table", "Check the file")) from error
 
@@ -219,7 +223,8 @@ class ManifestSource:
             options = {"sep": _SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
             names = pandas.read_csv(file, nrows=0, **options).columns
             at = _path_column([str(name) for name in names])
-            texts = {names[at or 0]: str} if len(names) else {}  # names of digits are no numbers
+            # Read paths as text, since a file name of digits is not a number.
+            texts = {names[at or 0]: str} if len(names) else {}
             return pandas.read_csv(
                 file, converters=texts, keep_default_na=False, na_values=_MISSING_CELLS, low_memory=False, **options
             )
@@ -227,16 +232,17 @@ class ManifestSource:
         try:
             return read("utf-8-sig")
         except UnicodeDecodeError:
-            frame = read("latin-1")  # which has a character for every byte: each is taken back
+            # Latin-1 decodes every byte, so that `_undecodable` can restore the bytes.
+            frame = read("latin-1")
             names = [_undecodable(name) for name in frame.columns]
             cells = {n: [_undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
             return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
 
 
 def is_manifest(path: Path) -> bool:
-    """Return whether a file is a table of paths: it has a column named like one, and its first file is there.
+    """Return whether a file is a table of paths: it has a path column, and the first path in it exists.
 
-    Only the first row is read. Without pyarrow no Parquet file is a table.
+    Only the first row is read. Without pyarrow, no Parquet file counts as a table.
     """
     suffix = path.suffix.lower()
     if suffix not in TABLE_SUFFIXES:
@@ -248,7 +254,7 @@ def is_manifest(path: Path) -> bool:
 
 
 def _first_in_text(path: Path, separator: str) -> str:
-    """Return the first path of a CSV file, empty if it has none."""
+    """Return the first path of a CSV file; empty if there is none."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         try:
@@ -260,7 +266,7 @@ def _first_in_text(path: Path, separator: str) -> str:
 
 
 def _first_in_parquet(path: Path) -> str:
-    """Return the first path of a Parquet file, empty if it has none."""
+    """Return the first path of a Parquet file; empty if there is none."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -275,23 +281,25 @@ def _first_in_parquet(path: Path) -> str:
     except OSError:
         raise
     except Exception:
-        return ""  # it is no Parquet file, or an empty one
+        # The file is not Parquet, or has no rows.
+        return ""
     return first if isinstance(first, str) else ""
 
 
 def _path_column(names: Sequence[str]) -> int | None:
-    """Return which column holds the paths by its name, None if none does."""
+    """Return the index of the column whose name marks it as the path column; None if there is none."""
     lowered = [name.strip().lower() for name in names]
     return next((lowered.index(name) for name in _PATH_COLUMNS if name in lowered), None)
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell as a plain Python value, None where there is none."""
+    """Return a cell as a plain Python value; None for a missing value."""
     if value is None or type(value).__name__ == "NAType":
         return None
     if isinstance(value, list | tuple | dict | str):
         return value
-    for conversion in ("to_pydatetime", "to_pytimedelta", "tolist"):  # of pandas and NumPy
+    # Conversions of pandas and NumPy values.
+    for conversion in ("to_pydatetime", "to_pytimedelta", "tolist"):
         if hasattr(value, conversion):
             value = getattr(value, conversion)()
             break
@@ -300,7 +308,7 @@ def _plain(value: Any) -> Any:
 
 
 def _undecodable(cell: Any) -> Any:
-    """Return a text that was read byte by byte as what its bytes mean, undecodable ones as `os.fsdecode` has them."""
+    """Decode text that was read as Latin-1 from UTF-8; keep undecodable bytes as `os.fsdecode` does."""
     return cell.encode("latin-1").decode("utf-8", "surrogateescape") if isinstance(cell, str) else cell
 
 

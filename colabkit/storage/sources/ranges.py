@@ -1,4 +1,4 @@
-"""Samples that lie as ranges of bytes in few large files: what shards, record files and databases have in common."""
+"""Samples that are byte ranges of a few large files: the base of shards, record files and databases."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from colabkit.storage.sources.items import Item, Listing, broken_archive, unknow
 from colabkit.storage.sources.reads import open_listed, pread_all
 
 HEAD_BYTES = 16
-"""First bytes of a value that `is_image_head` has to see."""
+"""Number of bytes that `is_image_head` examines."""
 
 MOST_VALUES = 1024
-"""Numbers that one value of a column may hold: more are a payload, and columns are kept in memory."""
+"""Maximum number of values in one cell of a column; columns stay in memory, so larger data must be a payload."""
 
 MOST_TEXT_BYTES = 1 << 20
-"""Bytes that one text of a column may have."""
+"""Maximum size of one text of a column, in bytes."""
 
 _MOST_COLUMNS = 256
-_IMAGE_HEAD = re.compile(  # JPEG, PNG, GIF, TIFF, BigTIFF, BMP, WebP, PNM, JPEG 2000, AVIF and HEIF
+# JPEG, PNG, GIF, TIFF, BigTIFF, BMP, WebP, PNM, JPEG 2000, AVIF and HEIF.
+_IMAGE_HEAD = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|II[*+]\0|MM\0[*+]|BM....\0\0\0\0|RIFF....WEBP|P[1-6]\s[\s\d#]"
     rb"|\0\0\0\x0cjP  |....ftyp(avif|avis|heic|mif1)",
     re.DOTALL,
@@ -43,7 +44,7 @@ _SHARD_SUFFIX = re.compile(r"\.(tar|tfrecords?|tfrec)(?=$|-\d+-of-\d+$)", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file that holds samples, as it was when it was indexed; its path is absolute."""
+    """A file with samples, as it was when it was indexed; its path is absolute."""
 
     path: Path
     listed: Item
@@ -51,18 +52,18 @@ class _File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Range(Item):
-    """A sample that says where it is: whoever has it, in any process, reads it without an index."""
+    """A sample with its location, so that any process can read it without an index."""
 
     file: _File
     offset: int
 
 
 class RangeSource:
-    """A source whose samples are ranges of bytes of local files.
+    """A source whose samples are byte ranges of files.
 
-    A read opens its file, checks that it is what was indexed, takes the range in one positional read and closes it: so
-    nothing is shared between threads or across a fork, and any number of shards needs no descriptors. Its items know
-    their places: a source that was pickled, or is opened again, reads them without indexing.
+    Each read opens the file, checks that it has not changed since indexing, reads the range with one positional read,
+    and closes it. So threads and forked processes share nothing, and any number of shards needs no open descriptors.
+    Items contain their locations: a source that was unpickled or opened again reads them without indexing.
     """
 
     def __init__(self, name: str, files: Sequence[Path]) -> None:
@@ -82,7 +83,7 @@ class RangeSource:
         self._lock = threading.Lock()
 
     def list(self) -> Listing:
-        """Return every sample, with what else each has as columns."""
+        """Return every sample, with its other fields as columns."""
         with self._lock:
             if self._listing is None:
                 with translated(f"read {self.name!r}"):
@@ -115,7 +116,7 @@ class RangeSource:
 
 
 class Indexing:
-    """A listing while it is made: samples come in any order, file by file."""
+    """A listing under construction: samples arrive in any order, file by file."""
 
     def __init__(self, name: str) -> None:
         self.act = f"read {name!r}"
@@ -132,14 +133,14 @@ class Indexing:
         return len(self._paths)
 
     def open_next(self, path: Path) -> tuple[BinaryIO, int]:
-        """Return the next file, open and unbuffered, and its length; samples that are added from now on lie in it."""
+        """Open the next file unbuffered and return it with its size; samples added from now on are in it."""
         found = os.stat(path)
         listed = Item(path.name, found.st_size, found.st_mtime_ns)
         self._files.append(_File(Path(os.path.abspath(path)), listed))
         return open_listed(path, str(path), listed), found.st_size
 
     def add(self, path: str, offset: int, size: int, fields: Mapping[str, Any]) -> None:
-        """Add a sample with its values; columns that it lacks have None for it."""
+        """Add a sample with its values; columns that it lacks get None."""
         still_moving()
         row = len(self._paths)
         self._paths.append(path)
@@ -159,16 +160,16 @@ class Indexing:
             column.append(value)
 
     def drop(self, column: str, reason: str) -> None:
-        """Leave a column out, for all samples."""
+        """Omit a column for all samples."""
         self._dropped.setdefault(column, reason)
         self.columns.pop(column, None)
 
     def is_dropped(self, column: str) -> bool:
-        """Return whether a column is left out."""
+        """Return whether a column is omitted."""
         return column in self._dropped
 
     def finish(self) -> Listing:
-        """Return the listing of at least one sample, each with a path of its own."""
+        """Return the listing; it must have at least one sample, and unique paths."""
         count = len(self._paths)
         if not count:
             found = "no samples" + (f"; {self.skipped[0][0]!r}: {self.skipped[0][1]}" if self.skipped else "")
@@ -200,12 +201,12 @@ class Indexing:
 
 
 def is_image_head(head: bytes) -> bool:
-    """Return whether these are the first bytes of an image."""
+    """Return whether `head` is the beginning of an image file."""
     return _IMAGE_HEAD.match(head) is not None
 
 
 def text_of(data: bytes) -> str | None:
-    """Return bytes as text; None if they are no UTF-8, or have a zero byte as numbers do."""
+    """Decode bytes as UTF-8 text; None if they are invalid or contain a zero byte, as numbers do."""
     try:
         return None if b"\0" in data else data.decode("utf-8")
     except UnicodeDecodeError:
@@ -213,7 +214,7 @@ def text_of(data: bytes) -> str | None:
 
 
 def shard_names(files: Sequence[Path]) -> list[str]:
-    """Return a name for each shard: its path below the folder of all, without the ending where it stays unique."""
+    """Return a name for each shard: its path below their common folder, without the suffix if it stays unique."""
     paths = [os.path.abspath(file) for file in files]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, root) for path in paths]
@@ -222,6 +223,6 @@ def shard_names(files: Sequence[Path]) -> list[str]:
 
 
 def split_of(shard: str) -> str | None:
-    """Return the split that a shard's name has as a word: `train`, `dev` or `test`; None if it has none, or several."""
+    """Return the split named in a shard's name, `train`, `dev` or `test`; None if there is none or several."""
     splits = {_SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", shard.lower()) if word in _SPLIT_WORDS}
     return splits.pop() if len(splits) == 1 else None

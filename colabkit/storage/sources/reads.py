@@ -1,4 +1,4 @@
-"""Reads of one item, whole, block by block or by several threads, tried again where it helps."""
+"""Read one item: whole, block by block, or from several threads, with retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from colabkit.storage.sources.items import Item, Source, broken_archive, changed
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 1 << 20  # a read that gets so many bytes in a minute has not stalled
+# A read that receives this many bytes within a minute has not stalled.
+_CHUNK_BYTES = 1 << 20
 _TRANSIENT = frozenset({errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN})
 _TRIES = 4
 _BACK_OFF_S = 0.2
@@ -29,7 +30,7 @@ _SHARED_OPEN_S = 2.0
 
 
 class Retries:
-    """Counts the reads that were tried again, from any thread; `on_retry` is called at each."""
+    """A thread-safe counter of retries; `on_retry` is called at each."""
 
     def __init__(self, on_retry: Callable[[], None] | None = None) -> None:
         self.count = 0
@@ -37,21 +38,21 @@ class Retries:
         self._lock = threading.Lock()
 
     def add(self) -> None:
-        """Count one more."""
+        """Count one retry."""
         with self._lock:
             self.count += 1
         if (on_retry := self.on_retry) is not None:
             on_retry()
 
     def pause(self, error: OSError, tries: int) -> None:
-        """Count a retry and wait before it, longer each time; raise `error` if it is no use to try again."""
+        """Count a retry and wait before it, longer each time; raise `error` if a retry would be useless."""
         if error.errno not in _TRANSIENT or tries >= _TRIES:
             raise error
         self.add()
         time.sleep(_BACK_OFF_S * 2**tries * random.uniform(0.5, 1.0))
 
     def run(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns, which is tried again after errors that pass."""
+        """Return the result of `call`, repeated after transient errors."""
         tries = 0
         while True:
             try:
@@ -64,15 +65,15 @@ class Retries:
 def read_item(source: Source, item: Item, retries: Retries) -> bytes:
     """Return all bytes of an item, exactly as many as listed.
 
-    Errors that mounts recover from (EIO, ENOTCONN, ETIMEDOUT, ESTALE) are tried again, four times in all, with growing
-    jittered pauses, from the offset reached; each retry is counted. A file that ends early although it is as long as
-    listed is such an error too.
+    Transient errors of mounts (EIO, ENOTCONN, ETIMEDOUT, ESTALE) are retried from the offset reached, up to four
+    attempts, with growing, jittered pauses; each retry is counted. A file that ends early although its size is as
+    listed counts as such an error.
 
-    A small item of a local source is read by the source's own `read_at_once()`, if it has one and all is as listed.
+    A small item of a local source is read by the source's `read_at_once()`, if it has one.
 
     Raises:
-        SourceChanged: if there are fewer or more bytes than listed, or the file was changed since or meanwhile.
-        BadArchive: if a member of an archive is broken.
+        SourceChanged: if the number of bytes differs from the listing, or the file has changed.
+        BadArchive: if a member of an archive is damaged.
         FileFailed: if the file cannot be read.
     """
     at_once: Callable[[Item], bytes | None] | None = getattr(source, "read_at_once", None)
@@ -85,7 +86,7 @@ def read_item(source: Source, item: Item, retries: Retries) -> bytes:
 
 
 def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) -> Generator[bytes, None, None]:
-    """Yield the bytes of an item in blocks, one after the other; errors and retries as in `read_item`."""
+    """Yield the bytes of an item in consecutive blocks; errors and retries as in `read_item`."""
     done = 0
     tries = 0
     with translated(f"read {item.path!r} of {source.name!r}"):
@@ -95,7 +96,8 @@ def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) 
                     if done:
                         file.seek(done)
                     while True:
-                        wanted = min(block_bytes, item.size + 1 - done)  # one byte too many, to see the file's end
+                        # Request one more byte, to detect the end of the file.
+                        wanted = min(block_bytes, item.size + 1 - done)
                         block = _read_full(file, wanted, item.size - done)
                         done += len(block)
                         if done > item.size:
@@ -118,10 +120,10 @@ def read_blocks(source: Source, item: Item, block_bytes: int, retries: Retries) 
 
 
 def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of an item that `walk()` came to, in blocks, of an empty item one of no bytes.
+    """Yield the bytes of an item from `walk()` in blocks; an empty item gives one empty block.
 
     Raises:
-        SourceChanged: if there are fewer or more bytes than listed.
+        SourceChanged: if the number of bytes differs from the listing.
     """
     done = 0
     with translated(f"read {item.path!r} of {source!r}"):
@@ -129,7 +131,7 @@ def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> 
             wanted = min(block_bytes, item.size - done)
             block = _read_full(file, wanted, wanted)
             done += len(block)
-            # The last block counts only where nothing is behind it.
+            # Yield the last block only if no data follows it.
             excess = len(file.read(1)) if done == item.size else 0
             if len(block) < wanted or excess:
                 raise changed_item(source, item, done + excess)
@@ -139,7 +141,7 @@ def blocks_passed(source: str, item: Item, file: BinaryIO, block_bytes: int) -> 
 
 
 class SharedFile:
-    """A large item, opened once for the blocks at `offsets`: the first that is read opens it, the last closes it."""
+    """A large item, opened once for the blocks at `offsets`: the first read opens it, and the last one closes it."""
 
     def __init__(self, source: Source, item: Item, offsets: Iterable[int]) -> None:
         self._source = source
@@ -153,16 +155,17 @@ class SharedFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to close."""
+        """Whether any file is open."""
         return self._file is not None or bool(self._dropped)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open files."""
         with self._lock:
             files, self._file, self._dropped = [self._file, *self._dropped], None, []
         for file in files:
             if file is not None:
-                with contextlib.suppress(OSError):  # it was only read
+                # Errors on close do not matter, since the file was only read.
+                with contextlib.suppress(OSError):
                     file.close()
 
     def read_into(self, block: memoryview, offset: int, retries: Retries) -> None:
@@ -175,7 +178,8 @@ class SharedFile:
         finally:
             with self._lock:
                 self._readers -= 1
-                is_done = not self._left and not self._readers  # a read that was given up may still be under way
+                # An abandoned read may still be running.
+                is_done = not self._left and not self._readers
             if is_done:
                 self.close()
 
@@ -205,7 +209,8 @@ class SharedFile:
     def _opened(self) -> BinaryIO:
         with self._lock:
             if self._file is None and self._is_opening:
-                self._lock.wait(_SHARED_OPEN_S)  # not for ever: the thread that opens may hang
+                # Wait with a timeout, since the opening thread may hang.
+                self._lock.wait(_SHARED_OPEN_S)
             if self._file is not None:
                 return self._file
             self._is_opening = True
@@ -225,18 +230,20 @@ class SharedFile:
     def _read_some(self, part: memoryview, offset: int, file: BinaryIO) -> int:
         if (fd := _fd(file)) is not None:
             return os.preadv(fd, [part[:_CHUNK_BYTES]], offset)
-        with self._source.open(self._item) as own:  # it has one position only
+        # Each thread needs a file of its own, since the file has only one position.
+        with self._source.open(self._item) as own:
             own.seek(offset)
             data = own.read(len(part))
         part[: len(data)] = data
         return len(data)
 
     def _drop(self, file: BinaryIO | None) -> None:
-        """Open it again for the next try: a mount that came back has forgotten what was open."""
+        """Discard a file, so that the next attempt reopens it: a recovered mount has lost its open files."""
         with self._lock:
             if file is not None and file is self._file:
                 self._file = None
-                self._dropped.append(file)  # other blocks may still be read from it
+                # Other threads may still be reading from it.
+                self._dropped.append(file)
 
     def _check_if_last(self, offset: int, file: BinaryIO) -> None:
         with self._lock:
@@ -247,11 +254,11 @@ class SharedFile:
 
 
 def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
-    """Check, after the last of the `done` bytes that came, that an open file still is what was listed.
+    """Check after the last read that an open file is still as listed; `done` is the number of bytes read.
 
     Raises:
-        SourceChanged: if its size or time is another now, or too few bytes came of what cannot be asked.
-        OSError: EIO, if it ends early although it is as long as listed: mounts do that when they lose their server.
+        SourceChanged: if its size or time has changed, or a file without a descriptor ended early.
+        OSError: EIO, if it ended early although its size is as listed, as on mounts that lost their server.
     """
     fd = _fd(file)
     if fd is None:
@@ -272,7 +279,7 @@ def _fd(file: BinaryIO) -> int | None:
 
 
 def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
-    """Return `size` bytes, fewer at the file's end, and as few as `enough` where that is what came."""
+    """Return `size` bytes, or fewer at the end of the file; also accept exactly `enough` bytes from the first read."""
     block = file.read(size)
     if len(block) in (size, enough) or not block:
         return block
@@ -285,18 +292,19 @@ def _read_full(file: BinaryIO, size: int, enough: int) -> bytes:
 
 
 def pread_all(fd: int, size: int, offset: int) -> bytes:
-    """Return so many bytes of a file, fewer only at its end."""
+    """Return `size` bytes of a file from `offset` on, fewer only at its end."""
     data = os.pread(fd, size, offset)
     while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
         data += more
     return data
 
 
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in the file's place is not waited for
+# O_NONBLOCK, so that opening a pipe in place of the file does not block.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO:
-    """Open a regular file that is as it was listed; `flags` are those of `os.open`, besides reading."""
+    """Open a regular file if it is as listed; `flags` are additional flags of `os.open`."""
     fd = os.open(path, _FLAGS | flags)
     try:
         found = os.fstat(fd)
@@ -309,7 +317,7 @@ def open_listed(path: Path, source: str, item: Item, flags: int = 0) -> BinaryIO
 
 
 def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
-    """Return all bytes of a small local file by as few calls as can be; None if it is not what was listed."""
+    """Return all bytes of a small local file with few system calls; None if it differs from the listing."""
     try:
         fd = os.open(path, _FLAGS | flags)
     except OSError:
@@ -324,6 +332,6 @@ def read_listed(path: str, item: Item, flags: int = 0) -> bytes | None:
 
 
 def is_as_listed(found: os.stat_result, item: Item) -> bool:
-    """Return whether an open file is a regular one of the size and time listed."""
+    """Return whether an open file is a regular file with the listed size and time."""
     same_time = not item.mtime_ns or found.st_mtime_ns == item.mtime_ns
     return stat.S_ISREG(found.st_mode) and found.st_size == item.size and same_time

@@ -1,8 +1,8 @@
-"""What opens a source: a folder, an archive, a table, a bucket or records, by a path, an address or a pattern.
+"""Open a source of any type: a folder, archive, table, bucket or records, given by a path, an address or a pattern.
 
-A new source type is a class in a file of its own, which follows the protocol in `items.py`, and a line here: in
-`_ARCHIVES` for an archive, in `_kind_of` for any other path, in `_open_address` for an address, in `_open_path` and
-`_shard_kind` for records.
+To add a source type, write a class in a module of its own that implements the protocol in `items.py`, and add it here:
+in `_ARCHIVES` for an archive, in `_kind_of` for any other path, in `_open_address` for an address, and in `_open_path`
+and `_shard_kind` for records.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from colabkit.storage.sources.webdataset import WebDatasetSource, is_webdataset
 from colabkit.storage.sources.zip_archive import ZipSource
 
 AnySource: TypeAlias = str | os.PathLike[str] | Source | Any
-"""What public calls take as source; a table of paths is a list of them, or a pandas DataFrame."""
+"""Source types that public functions accept; a table of paths is a list of them or a pandas DataFrame."""
 
 _ARCHIVES: tuple[tuple[tuple[str, ...], type[ArchiveSource], Callable[[Path], bool]], ...] = (
-    # How names end, what opens them, and whether the bytes of a file of no known name are such an archive's. A tar is
-    # looked for first: one that holds a zip archive ends as a zip does.
+    # Suffixes, class, and a test of the content for files without a known suffix. Tar comes first, since a tar that
+    # contains a zip archive at its end also passes the zip test.
     (TAR_SUFFIXES, TarSource, is_tar),
     ((".zip",), ZipSource, zipfile.is_zipfile),
 )
 ARCHIVE_SUFFIXES = tuple(suffix for suffixes, *_ in _ARCHIVES for suffix in suffixes)
-"""How the names of archives end."""
+"""File name suffixes of archives."""
 
 _SAMPLES = Path(__file__).parent.parent / "samples"
-_WHOLE_SUFFIXES = (  # zip archives inside, many of them, which those who read them want whole
+# Formats that are often zip archives internally, but that their readers need as one file.
+_WHOLE_SUFFIXES = (
     *(".bin", ".ckpt", ".keras", ".npz", ".onnx", ".pt", ".pt2", ".ptl", ".pth", ".safetensors"),
     *(".apk", ".docx", ".epub", ".ipynb", ".jar", ".kmz", ".odp", ".ods", ".odt", ".pptx", ".whl", ".xlsx"),
     *(".h5", ".hdf5", ".npy", ".arrow", ".feather", ".tfrecord"),
@@ -63,21 +64,21 @@ _WHOLE_SUFFIXES = (  # zip archives inside, many of them, which those who read t
 
 
 def open_source(source: AnySource) -> Source:
-    """Return the source that is meant.
+    """Open a source and return it.
 
-    A path is a folder, a zip or tar archive, a table of paths, or one file of any other kind. Archives are told by
-    their names, those of no known ending by their first and last bytes; a `.csv`, `.tsv` or `.parquet` file is a table
-    if it has a column of paths and the first of them is there.
+    A path can be a folder, a zip or tar archive, a table of paths, or a single file of any other type. Archives are
+    recognized by their suffix, or without a known suffix by their first and last bytes. A `.csv`, `.tsv` or `.parquet`
+    file is a table if it has a path column and the first path in it exists.
 
     Args:
         source: a path; a list of paths or a pandas DataFrame with a column of them; the address of a bucket's folder,
-            as in `"gs://bucket/birds"`; `samples:NAME` for data inside the package; or a `Source`.
+            such as `"gs://bucket/birds"`; `samples:NAME` for data included in the package; or a `Source`.
 
     Raises:
-        SourceMissing: if nothing is there.
-        BadSource: if it is a special file, or an address that has to be fetched first.
-        InvalidOption: if it cannot be meant.
-        TimedOut: if there was no answer, twice.
+        SourceMissing: if the path does not exist.
+        BadSource: if it is a special file, or an address that must be fetched first.
+        InvalidOption: if `source` is invalid.
+        TimedOut: if there is no answer in two attempts.
     """
     if isinstance(source, Source):
         return source
@@ -115,7 +116,7 @@ def _open_address(text: str) -> Source:
 
 
 def _kind_of(path: Path) -> Callable[[Path], Source] | None:
-    """Return what opens a path; None if it is neither a folder nor a regular file."""
+    """Return the class that opens a path; None if it is neither a folder nor a regular file."""
     if path.is_dir():
         return FolderSource
     if not path.is_file():
@@ -132,15 +133,16 @@ def _kind_of(path: Path) -> Callable[[Path], Source] | None:
 
 
 def check_outside(act: str, source: Source, target: Path) -> None:
-    """Refuse a target that is the source or lies inside it: a source is never written to."""
-    table = mounts()  # a mount that hangs is not asked
+    """Raise `BadSource` if the target is the source or inside it, since a source is never written to."""
+    # Resolve paths by the mount table, without accessing a mount that may hang.
+    table = mounts()
     if Path(resolved(os.path.abspath(target), table)).is_relative_to(resolved(os.path.abspath(source.name), table)):
         found = f"the target {str(target)!r} lies inside the source"
         raise BadSource(cannot(act, found, "a target elsewhere", "Choose another target"))
 
 
 def sample_archive(name: str) -> Path:
-    """Return the archive of a data set that travels inside the package, as in `sample_archive("digits")`."""
+    """Return the archive of a dataset that is included in the package, such as `sample_archive("digits")`."""
     path = _SAMPLES / f"{name}.zip"
     if not path.is_file():
         known = ", ".join(repr(f"samples:{file.stem}") for file in sorted(_SAMPLES.glob("*.zip")))
@@ -149,31 +151,32 @@ def sample_archive(name: str) -> Path:
     return path
 
 
-_COMPANIONS = (".json", ".txt", ".md", ".idx")  # lie beside shards, and say nothing that is needed
+# Files that may lie beside shards, and are not needed.
+_COMPANIONS = (".json", ".txt", ".md", ".idx")
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
 _MOST_SHARDS = 100_000
 _MOST_DIGITS = 18
 
 
 def open_records(source: Any) -> Source | None:
-    """Return the source if it consists of records; None if it is anything else.
+    """Open a source that consists of records; return None for any other source.
 
-    An LMDB is a folder with `data.mdb`, or a file that ends in `.lmdb` or `.mdb`. WebDataset's shards are tars, and
-    TFRecord files end in `.tfrecord`, `.tfrecords` or `.tfrec`, perhaps with `-00000-of-00010` behind, or in that
-    alone. Either is given as one file, a list of them, a pattern as in `shards/*.tar` and
-    `train-{000000..000012}.tar`, or a folder that holds only such files, itself or in folders such as `train/`; files
-    of `.json`, `.txt`, `.md` and `.idx` may lie beside. One tar alone is a shard only if neighbouring members have one
-    stem.
+    An LMDB is a folder with `data.mdb`, or a file with the suffix `.lmdb` or `.mdb`. WebDataset shards are tar files.
+    TFRecord files have the suffix `.tfrecord`, `.tfrecords` or `.tfrec`, optionally followed by `-00000-of-00010`, or
+    only the latter. Shards and TFRecord files are given as one file, a list of files, a pattern such as `shards/*.tar`
+    or `train-{000000..000012}.tar`, or a folder that contains only such files, directly or in subfolders such as
+    `train/`; `.json`, `.txt`, `.md` and `.idx` files beside them are ignored. A single tar counts as a shard only if
+    adjacent members share a stem.
 
     Args:
-        source: what a user gave as source.
+        source: the source as the user gave it.
 
     Raises:
-        SourceMissing: if a shard is missing, or a pattern of shards matches none.
+        SourceMissing: if a shard is missing, or a pattern matches no shards.
         InvalidOption: if a pattern has more than 100,000 shards.
-        NotMounted: if it begins with `drive:`, and Drive is not mounted.
-        FileFailed: if it cannot be looked at.
-        TimedOut: if there was no answer, twice.
+        NotMounted: if the source begins with `drive:` and Drive is not mounted.
+        FileFailed: if the source cannot be accessed.
+        TimedOut: if there is no answer in two attempts.
     """
     if isinstance(source, list | tuple):
         return _open_list(source)
@@ -223,14 +226,14 @@ def _open_path(act: str, path: Path) -> Source | None:
 
 
 def _shard_kind(names: Sequence[str]) -> Callable[[str, Sequence[Path]], RangeSource] | None:
-    """Return what reads files of these names; None if they are not all shards of one kind."""
+    """Return the class that reads files with these names; None if they are not all shards of one type."""
     if names and all(name.lower().endswith(".tar") for name in names):
         return WebDatasetSource
     return TfRecordSource if names and all(map(is_tfrecord_name, names)) else None
 
 
 def _shards_in(folder: Path) -> list[Path]:
-    """Return the shards of a folder and of those in it, sorted; none if there is anything else."""
+    """Return the shards of a folder and its subfolders, sorted; an empty list if it contains anything else."""
     files: list[Path] = []
     for inner in _visible(folder):
         for entry in _visible(Path(inner.path)) if inner.is_dir() else [inner]:
@@ -247,7 +250,7 @@ def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _expanded(act: str, path: Path) -> list[Path]:
-    """Return the files that a path or pattern means; every one that is spelled out has to be there."""
+    """Return the files that match a path or pattern; raises `SourceMissing` if an explicitly named one is missing."""
     files = list(dict.fromkeys(_matches(act, path)))
     if missing := [file for file in files if not file.is_file()]:
         told = f"no file {str(missing[0])!r}, and {len(missing)} of {format_things(len(files), 'shard')} like it"
@@ -258,7 +261,7 @@ def _expanded(act: str, path: Path) -> list[Path]:
 
 
 def _matches(act: str, path: Path) -> Iterator[Path]:
-    """Yield the files that a path with braces and wildcards means, in the order of its braces."""
+    """Yield the files that match a path with braces and wildcards, in the order of its braces."""
     if path.exists():
         yield path
         return
@@ -270,7 +273,7 @@ def _matches(act: str, path: Path) -> Iterator[Path]:
 
 
 def _unbraced(act: str, text: str) -> list[str]:
-    """Return what a pattern with `{000..012}` or `{train,val}` means, as shells read it, 100,000 texts at most."""
+    """Expand `{000..012}` and `{train,val}` in a pattern as shells do, to at most 100,000 texts."""
     texts = [""]
     at = 0
     for match in _BRACES.finditer(text):
