@@ -1,7 +1,8 @@
 """Colab's image of 2026-08-19, as far as colabkit or what it needs names it: versions, and what these packages need.
 
 Versions are from `googlecolab/backend-info` (`pip-freeze.txt`, `pip-freeze.gpu.txt`), needs from the packages' own
-metadata. What torch's build for CUDA 12.8 needs of NVIDIA's wheels is left out: nothing else names them.
+metadata. What torch's build for CUDA 12.8 needs of NVIDIA's wheels, and what Jupyter's packages need, is left out:
+nothing else names it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ from pathlib import Path
 __all__ = ["CPU", "GPU", "make_image"]
 
 CPU: Mapping[str, str] = {
+    "beautifulsoup4": "4.13.5",
     "certifi": "2026.7.22",
     "charset-normalizer": "3.4.9",
     "cloudpickle": "3.1.2",
     "filelock": "3.32.3",
     "fsspec": "2025.3.0",
+    "gdown": "5.2.2",
     "h5py": "3.16.0",
     "idna": "3.18",
+    "ipykernel": "6.17.1",
+    "ipython": "7.34.0",
+    "ipython-genutils": "0.2.0",
+    "ipywidgets": "7.7.1",
     "jinja2": "3.1.6",
+    "jupyterlab-widgets": "3.0.16",
     "lazy-loader": "0.5",
     "markupsafe": "3.0.3",
     "mpmath": "1.3.0",
@@ -30,21 +38,48 @@ CPU: Mapping[str, str] = {
     "packaging": "26.3",
     "pillow": "11.3.0",
     "psutil": "5.9.5",
+    "pysocks": "1.7.1",
     "requests": "2.32.4",
     "setuptools": "75.2.0",
+    "soupsieve": "2.9.2",
     "sympy": "1.14.0",
     "torch": "2.11.0+cpu",
+    "torchvision": "0.26.0+cpu",
     "tqdm": "4.67.3",
+    "traitlets": "5.7.1",
     "typing-extensions": "4.16.0",
     "urllib3": "2.5.0",
+    "widgetsnbextension": "3.6.10",
 }
-GPU: Mapping[str, str] = {**CPU, "nvidia-ml-py": "13.610.43", "torch": "2.11.0+cu128", "triton": "3.6.0"}
+GPU: Mapping[str, str] = {
+    **CPU,
+    "nvidia-ml-py": "13.610.43",
+    "torch": "2.11.0+cu128",
+    "torchvision": "0.26.0+cu128",
+    "triton": "3.6.0",
+}
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
+    "beautifulsoup4": ("soupsieve>1.2", "typing-extensions>=4.0.0"),
+    "gdown": ("beautifulsoup4", "filelock", "requests[socks]", "tqdm"),
     "h5py": ("numpy>=1.21.2",),
+    "ipywidgets": (
+        "ipykernel>=4.5.1",
+        "ipython-genutils~=0.2.0",
+        "traitlets>=4.3.1",
+        "widgetsnbextension~=3.6.0",
+        "ipython>=4.0.0",
+        "jupyterlab-widgets>=1.0.0",
+    ),
     "jinja2": ("MarkupSafe>=2.0",),
     "lazy-loader": ("packaging",),
-    "requests": ("charset_normalizer<4,>=2", "idna<4,>=2.5", "urllib3<3,>=1.21.1", "certifi>=2017.4.17"),
+    "requests": (
+        "charset_normalizer<4,>=2",
+        "idna<4,>=2.5",
+        "urllib3<3,>=1.21.1",
+        "certifi>=2017.4.17",
+        'PySocks!=1.5.7,>=1.5.6; extra == "socks"',
+    ),
     "sympy": ("mpmath<1.4,>=1.1.0",),
     "torch": (
         "filelock",
@@ -55,6 +90,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
         "jinja2",
         "fsspec>=0.8.5",
     ),
+    "torchvision": ("numpy", "torch==2.11.0", "pillow!=8.3.*,>=5.3.0"),
 }
 
 

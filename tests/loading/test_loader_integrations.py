@@ -97,6 +97,7 @@ def test_lightning_trains_on_a_loader_epoch_by_epoch_and_validates_on_another(tm
     assert model.validated == 2 * 7
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:::lightning")
 @pytest.mark.parametrize("step", [4, 8])
 def test_lightnings_checkpoint_in_the_middle_of_an_epoch_holds_the_loaders_place(tmp_path, data, step):
@@ -117,6 +118,7 @@ def test_lightnings_checkpoint_in_the_middle_of_an_epoch_holds_the_loaders_place
         assert torch.equal(one, other)
 
 
+@pytest.mark.full
 def test_accelerate_prepares_a_loader_and_trains_on_it(data):
     needs("accelerate", importlib.util.find_spec("accelerate") is not None)
     from accelerate import Accelerator
@@ -142,6 +144,7 @@ def test_accelerate_prepares_a_loader_and_trains_on_it(data):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.full
 def test_accelerates_checkpoints_take_a_loaders_state(tmp_path, data):
     needs("accelerate", importlib.util.find_spec("accelerate") is not None)
     from accelerate import Accelerator

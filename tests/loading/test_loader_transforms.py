@@ -236,6 +236,7 @@ def test_transforms_inside_a_data_set_are_as_reproducible(tmp_path):
     assert same(resumed_at(2, images, num_workers=1), whole[:4])
 
 
+@pytest.mark.full
 def test_kornias_modules_fit_as_functions_of_a_batch_and_of_a_sample(data):
     needs("kornia", importlib.util.find_spec("kornia") is not None)
     from kornia.augmentation import AugmentationSequential, RandomAffine, RandomHorizontalFlip

@@ -77,6 +77,7 @@ def test_both_workers_pack_and_one_that_is_killed_in_the_middle_is_made_up_for(t
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.full
 def test_an_error_cancels_the_tasks_and_the_next_call_goes_on(tmp_path, image_tree, client):
     good = (image_tree / "cats" / "003.png").read_bytes()
     (image_tree / "cats" / "003.png").write_bytes(b"no image" * (len(good) // 8) + b"x" * (len(good) % 8))
