@@ -1,13 +1,15 @@
-"""Notebook: what people touch.
+"""Notebook: the user interfaces, that is magics, the command line, the launcher and the demo.
 
-- `verbs`: the table of verbs and options, the only one for magics, commands, launcher and completion.
-- `options`: a line's words to keyword arguments, and messages back to a line's words; `lines`: a magic's line.
-- `magics`: line magics, and the extension that loads them; `cells`: cell magics.
+- `verbs`: the table of verbs and their options, shared by magics, commands, launcher and completion.
+- `options`: converts words of a line to keyword arguments, and messages back to such words.
+- `lines`: parses and completes the line of a magic.
+- `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
 - `command_line`: the command `colabkit`. `launcher`: the panel with buttons. `demonstration`: `demo()`.
 
-To add `%hello` and `colabkit hello`: write `hello()` in the room that it belongs to, export it in the room's
-`__init__.pyi` and in `colabkit/__init__.pyi`, and add a row `Verb("hello", ...)` to `VERBS` in `verbs`. Help,
-completion and messages follow from the row. A magic that runs its cell stands in `CELLS` and has a function in `cells`.
+To add `%hello` and `colabkit hello`, write `hello()` in the subpackage where it belongs, export it in the
+`__init__.pyi` of that subpackage and in `colabkit/__init__.pyi`, and add a row `Verb("hello", ...)` to `VERBS` in
+`verbs`. Help, completion and messages are derived from the row. A cell magic needs a row in `CELLS` and a function in
+`cells`.
 """
 
 import lazy_loader

@@ -1,9 +1,9 @@
 """The command `colabkit`: the verbs of the magics in a terminal.
 
-Exit status 0 when done; 1 after an error of colabkit or of the user's own file, and where the report is not good: a
-damaged pack, a training that was stopped, a loader that `doctor` finds too slow, or where nobody reads it; 2 for
-arguments that the command does not take; 130 after Ctrl-C. Errors are on standard error: one line, below the user's own
-lines where those failed.
+The exit status is 0 on success. It is 1 after an error of colabkit or in the user's file, if the report is not good (a
+damaged pack, a stopped training, a loader that `doctor` finds too slow), or if standard output is closed. It is 2 for
+invalid arguments, and 130 after Ctrl-C. An error is one line on standard error, after the traceback if the user's file
+failed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _STATUS = (
     "not take, 130 after Ctrl-C."
 )
 
-_PREFIX = "colabkit "  # of a verb in a line
+_PREFIX = "colabkit "
+"""The words before a verb in a command."""
 
 _loaded: set[str] = set()
-"""The user's files that were run."""
+"""Paths of the user's files that were executed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for verb in VERBS:
 
         def make(**options: Any) -> argparse.ArgumentParser:
-            aliases = [verb.name.replace("_", "-")] if "_" in verb.name else []  # noqa: B023 - called before the next turn
+            aliases = [verb.name.replace("_", "-")] if "_" in verb.name else []  # noqa: B023 - called in this iteration
             return commands.add_parser(verb.name, help=verb.help, aliases=aliases, **options)  # noqa: B023
 
         command = parser_of(verb, f"colabkit {verb.name}", make)
@@ -76,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _printed(text: str) -> bool:
-    """Print a report in what the terminal can show, and return whether anybody reads it, as `head` may no longer."""
+    """Print a report in the terminal's encoding, and return False if its reader, such as `head`, has ended."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
-        # Python flushes once more at its end, and would complain.
+        # Python flushes standard output again at exit, and would print an error.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -90,7 +91,7 @@ def _printed(text: str) -> bool:
 
 
 def _told(error: BaseException, verb: Verb) -> str:
-    """Return what an error says, in a terminal's words unless it is a call in the user's own file that failed."""
+    """Return the message of an error, with Python arguments renamed to options unless the user's file raised it."""
     is_theirs = _of_the_user(error.__traceback__) is not None
     return printable(error if is_theirs else words_of(verb, _PREFIX)(str(error)))
 
@@ -102,7 +103,7 @@ def _failed(said: str) -> int:
 
 @contextmanager
 def _panel() -> Iterator[None]:
-    """Show the panel beside a training."""
+    """Show the live panel during a training."""
     from colabkit.monitoring import show_beside_training
 
     end = show_beside_training()
@@ -113,7 +114,7 @@ def _panel() -> Iterator[None]:
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
-    """Return what of a traceback is in the files that the user named, and below."""
+    """Return the traceback from the first frame in one of the user's files on, or None."""
     while trace is not None and trace.tb_frame.f_code.co_filename not in _loaded:
         trace = trace.tb_next
     return trace
@@ -139,7 +140,8 @@ def _module(file: str) -> ModuleType:
     sys.modules[spec.name] = module
     _loaded.add(file)
     if (folder := str(path.parent)) not in sys.path:
-        sys.path.insert(0, folder)  # as of a program that is run, so that it finds its neighbours
+        # Like `python FILE.py`, so that the file can import modules beside it.
+        sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module
 

@@ -1,7 +1,7 @@
-"""The line of a magic: its words, its parser, and its completion.
+"""Split, parse and complete the line of a magic.
 
-IPython expands nothing: braces, quotes and dollar signs in paths survive. As a whole word, `{name}`, `{name.attribute}`
-or `$name` is replaced by that variable's value, as data that is never parsed again.
+IPython's variable expansion is off, so braces, quotes and dollar signs in paths are kept. `{name}`, `{name.attribute}`
+or `$name`, as a whole word, is replaced by that variable's value, which is never parsed again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _VARIABLE = re.compile(r"\{([\w.]+)\}|\$(\w+)")
 _SPECIAL = re.compile(r"""([\s"'\\])""")
 
 _LIST_S = 2.0
-_MOST = "200"  # no front end shows more
+# No front end shows more completions.
+_MOST = "200"
 _SHORT_NAME = "drive:"
 _PATHS = ("path", "folder", "data", "subject")
 _VARIABLES = ("object", "objects", "data", "subject")
-# A child process lists: a mount whose program hangs blocks every process that touches it.
+# Folders are listed in a child process, since a hung mount blocks every process that accesses it.
 _LISTED = """
 import itertools, json, os, sys
 folder, start, most = sys.argv[1:]
@@ -44,24 +45,22 @@ print(json.dumps(sorted(names)))
 
 
 class DataWord(str):
-    """A word that a variable stands for, which is no option whatever it looks like."""
+    """The value of a variable in a line; it is never parsed as an option."""
 
     __slots__ = ()
 
 
 def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
-    """Return the words of a magic's line; quotes hold words together, bare `{name}` and `$name` are variables.
-
-    The values of variables are `DataWord`.
+    """Split a magic's line into words, with shell quoting; `{name}` and `$name` become the variable's `DataWord`.
 
     Raises:
-        InvalidOption: if a quote is not closed.
+        InvalidOption: If a quote is not closed, or the variable has no such attribute.
     """
     return [_word_of(match.group(), line, namespace) for match in _RAW_TOKEN.finditer(line)]
 
 
 def split_typed_line(line: str) -> tuple[list[str], str]:
-    """Return the finished words of a line, and the last one as it is typed; empty where a new word begins."""
+    """Return the complete words of a line, and the unfinished last one as typed (empty after a space)."""
     tokens = [match.group() for match in _RAW_TOKEN.finditer(line)]
     is_open = bool(tokens) and line.endswith(tokens[-1])
     last = tokens.pop() if is_open else ""
@@ -69,7 +68,7 @@ def split_typed_line(line: str) -> tuple[list[str], str]:
 
 
 def quote_word(word: str, begun: str) -> str | None:
-    """Return a word quoted as its first characters, `begun`, are; None if that quote cannot hold it."""
+    """Quote a word in the style of its typed start `begun`; return None if that style cannot represent it."""
     if begun.startswith('"'):
         return '"' + word.replace("\\", "\\\\").replace('"', '\\"')
     if begun.startswith("'"):
@@ -96,9 +95,9 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
 
 
 class _LineParser(RaisingParser):
-    """A parser that never takes the value of a variable for an option, and never leaves the kernel.
+    """A parser that never treats the value of a variable as an option, and never exits the kernel.
 
-    A `DataWord` is parsed as a placeholder, and put back where a value is read.
+    A `DataWord` is parsed as a placeholder that is replaced where the value is read.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -106,7 +105,7 @@ class _LineParser(RaisingParser):
         self._data: dict[str, str] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return what `argparse` does, where everything is known."""
+        """Parse as `argparse` does, with placeholders for the values of variables."""
         self._data = {f"\0{at}\0": str(word) for at, word in enumerate(args) if isinstance(word, DataWord)}
         words = [f"\0{at}\0" if isinstance(word, DataWord) else word for at, word in enumerate(args)]
         return super().parse_known_args(words, namespace)
@@ -120,17 +119,17 @@ class _LineParser(RaisingParser):
         super().error(message)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Raise, as `-h` with more letters asks for help too and nothing may be done then."""
+        """Raise an error: argparse takes `-h` followed by other letters as a request for help and would exit."""
         self.error(message or "-h has more letters beside it")
 
 
 def line_parser(verb: Verb, prog: str) -> argparse.ArgumentParser:
-    """Return the parser of a magic's line; `prog` is the name in usage lines, as in `"%stage"`."""
+    """Return the parser for a magic's line; `prog` is the name in usage lines, such as `"%stage"`."""
     return parser_of(verb, prog, _LineParser)
 
 
 def complete_lines(shell: InteractiveShell, magics: Iterable[str]) -> Callable[[], None]:
-    """Complete the lines of some magics, as in `%stage` or `name = %stage`; return the function that ends this."""
+    """Register completion for lines such as `%stage` or `name = %stage`; return a function that unregisters it."""
     names = "|".join(sorted(map(re.escape, magics), key=len, reverse=True))
     begin = re.compile(rf"\s*(?:[\w.]+\s*=\s*)?(?P<magic>{names})\s+(?P<rest>.*)", re.DOTALL)
 
@@ -139,7 +138,7 @@ def complete_lines(shell: InteractiveShell, magics: Iterable[str]) -> Callable[[
         return complete_line(shell, found["magic"], found["rest"], event.symbol) if found else []
 
     shell.set_hook("complete_command", complete, re_key=begin.pattern)
-    # IPython compiles the pattern itself, and has no way to remove a hook.
+    # IPython has no API to remove a hook, and stores it under the pattern that it compiles itself.
     dispatcher = shell.strdispatchers["complete_command"]
     key = re.compile(begin.pattern)
 
@@ -153,10 +152,10 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
     """Return the completions of a line.
 
     Args:
-        shell: whose variables are offered.
-        magic: with its per cent signs.
-        rest: of the line up to the cursor.
-        symbol: the end of it that is replaced; IPython splits words at more characters than spaces.
+        shell: IPython shell whose variables are offered.
+        magic: Name of the magic with its percent signs.
+        rest: Text between the magic and the cursor.
+        symbol: End of that text, which the completion replaces; IPython splits words at more characters than spaces.
     """
     words, begun = split_typed_line(rest)
     verb: Verb | None
@@ -177,13 +176,13 @@ def complete_line(shell: InteractiveShell, magic: str, rest: str, symbol: str) -
     offered = _fitting(found, typed, symbol)
     if option.kind in _PATHS:
         offered += _fitting(_listed(_plain(typed)), typed, symbol)
-        # With nothing to offer IPython would look for files itself, in this process, which a dead mount would keep.
+        # Without completions, IPython would list files in this process, which a dead mount would block.
         return offered or [symbol]
     return offered
 
 
 def _option_at(verb: Verb, words: list[str], begun: str) -> tuple[Option | None, str]:
-    """Return the option whose value stands at the end of a line, None for the name of one; and what there is of it."""
+    """Return the option whose value ends the line (None if an option's name does), and the part typed so far."""
     places = [option for option in verb.options if not option.flag]
     by_flag = {option.flag: option for option in verb.options if option.flag}
     valued: Option | None = None
@@ -214,20 +213,20 @@ def _flags(verb: Verb) -> Iterator[str]:
 
 
 def _variables(namespace: Mapping[str, Any], shell: InteractiveShell) -> list[str]:
-    """Return the names that the user has given."""
+    """Return the names of the user's variables, without modules."""
     own = namespace.keys() - shell.user_ns_hidden.keys()
     return sorted(name for name in own if name[0] != "_" and not isinstance(namespace[name], ModuleType))
 
 
 def _plain(typed: str) -> str:
-    """Return what has been typed of a word without its quotes."""
+    """Return a partly typed word without quotes and escapes."""
     if typed.startswith('"'):
         return re.sub(r"\\(.)", r"\1", typed[1:])
     return typed[1:] if typed.startswith("'") else re.sub(r"\\(.)", r"\1", typed)
 
 
 def _listed(path: str) -> list[str]:
-    """Return the paths that begin as this one; none where the folder does not answer in time."""
+    """Return the paths that start with `path`; none if the folder does not answer in time."""
     folder, slash, start = path.rpartition("/")
     shown = folder + slash
     if not slash and path.startswith(_SHORT_NAME):
@@ -242,6 +241,6 @@ def _listed(path: str) -> list[str]:
 
 
 def _fitting(found: Iterable[str], typed: str, symbol: str) -> list[str]:
-    """Return the words that continue what is typed, each from where `symbol` begins."""
+    """Return the words that start with `typed`, each cut to the part from where `symbol` begins."""
     whole = (quote_word(word, typed) for word in found)
     return [word[len(typed) - len(symbol) :] for word in whole if word is not None and word.startswith(typed)]

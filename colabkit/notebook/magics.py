@@ -1,6 +1,6 @@
-"""Magics as IPython calls them: each parses its line by the table of options and makes one public call.
+"""The IPython magics: each parses its line and calls one public function.
 
-They are made from the table in `options.verbs`, where a new one is added. `load_ipython_extension()` brings them.
+They are generated from the table in `verbs`. `load_ipython_extension()` registers them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _unloaders: dict[InteractiveShell, list[Callable[[], object]]] = {}
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics and show the panel beside `train()`; IPython calls it for `%load_ext colabkit`.
+    """Register the magics and show the live panel during `train()`; IPython calls this for `%load_ext colabkit`.
 
-    Loading twice changes nothing. A magic of the same name that another extension registered is left alone.
+    Loading twice has no effect. Magics of the same name from other extensions are not replaced.
 
     Args:
-        shell: the running IPython shell.
+        shell: The running IPython shell.
     """
     if shell in _unloaders:
         return
@@ -73,10 +73,10 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Remove the magics, the panel and the launchers; IPython calls it for `%unload_ext colabkit`.
+    """Remove the magics, the live panel and the launcher; IPython calls this for `%unload_ext colabkit`.
 
     Args:
-        shell: the running IPython shell.
+        shell: The running IPython shell.
     """
     from colabkit.notebook.launcher.panel import close_launchers
 
@@ -117,10 +117,10 @@ def _dashboard(shell: InteractiveShell, panels: CellPanels) -> LineMagic:
         options = _arguments(shell, DASHBOARD, line, f"%{DASHBOARD.name}")
         if options.pop("off"):
             if panels.hide():
-                print(NOTHING_SEEN)  # noqa: T201 - nothing else tells why
+                print(NOTHING_SEEN)  # noqa: T201 - explains why no panel appeared
         else:
             panels.show(**options)
-            print(_SHOWN)  # noqa: T201 - nothing else is to be seen of it yet
+            print(_SHOWN)  # noqa: T201 - no panel is visible yet
 
     return _told(shell, DASHBOARD, run)
 
@@ -138,7 +138,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
         if not name:
             return colabkit.open_launcher()
         if name in _HELP:
-            print(text)  # noqa: T201 - help is what is asked for
+            print(text)  # noqa: T201 - the user asked for help
             return None
         if name not in magics:
             near = difflib.get_close_matches(name, magics, n=1)
@@ -151,17 +151,18 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
 
 
 def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a magic with `--help`; what it returns or raises speaks in the words of its line."""
+    """Return a magic with `--help`, whose errors and reports name options instead of Python arguments."""
     is_cell = verb in CELLS
     text = parser_of(verb, f"{'%%' if is_cell else '%'}{verb.name}").format_help()
-    if not is_cell:  # IPython takes no cell magic without a cell, so this is where its options can be asked for
+    if not is_cell:
+        # IPython refuses a cell magic without a cell, so the line magic also shows the help of the cell magic.
         cells = (parser_of(cell, f"%%{cell.name}") for cell in CELLS if cell.name == verb.name)
         text += "".join(f"\n{parser.format_help()}" for parser in cells)
     text += _VARIABLES if verb.options else ""
 
     def magic(line: str, *cell: str) -> Any:
         if any(word in _HELP for word in split_line(line, {})):
-            print(text)  # noqa: T201 - help is what is asked for
+            print(text)  # noqa: T201 - the user asked for help
             return None
         try:
             found = run(line, *cell)
@@ -176,15 +177,15 @@ def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Calla
 
 
 def _is_of(namespace: dict[str, Any], trace: TracebackType | None) -> bool:
-    """Return whether an error came through code of the notebook, whose calls are in Python."""
+    """Return whether an error passed through Python code of the notebook, so that it should name Python arguments."""
     return any(frame.f_globals is namespace for frame, _ in walk_tb(trace))
 
 
 def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callable[..., Any]:
-    """Return a magic with its help, whose line IPython leaves as it is."""
+    """Set name and help of a magic, and turn off IPython's variable expansion in its line."""
     magic.__name__ = name
     magic.__doc__ = text
-    magic._ipython_magic_no_var_expand = True  # type: ignore[attr-defined]  # noqa: SLF001 - IPython asks for it
+    magic._ipython_magic_no_var_expand = True  # type: ignore[attr-defined]  # noqa: SLF001 - IPython's own API
     return magic
 
 
@@ -198,7 +199,7 @@ def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dic
 
 
 def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:
-    """Refuse an expression, whose words would pass for the path of a report and more arguments."""
+    """Raise `InvalidOption` for an expression, whose words would be taken for the path of a report and arguments."""
     if any(_EXPRESSION.match(word) and not os.path.exists(word) for word in words):
         found, needed = "this is an expression", f"and %{verb.name} takes the name of a variable"
         next_step = f"Assign it first, as in loader = ..., and run %{verb.name} loader"
@@ -206,10 +207,10 @@ def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:
 
 
 class CellPanels:
-    """The panel beside each cell: entered before a cell runs, left after it, seen once there is something to show.
+    """Runs each cell inside `dashboard()`, whose panel appears once there is something to show.
 
     Args:
-        shell: whose cells.
+        shell: The IPython shell that runs the cells.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -217,11 +218,13 @@ class CellPanels:
         self._options: dict[str, Any] = {}
         self._open: list[Dashboard] = []
         self._is_on = False
-        self._has_heard: bool | None = None  # in the cells so far; None before the first
+        # Whether any cell so far published events; None before the first cell.
+        self._has_heard: bool | None = None
 
     def show(self, **options: Any) -> None:
-        """Show it from the next cell on, with the options of `dashboard()`."""
-        colabkit.dashboard(**options)  # what cannot be meant is said here
+        """Show the panel from the next cell on, with the options of `dashboard()`."""
+        # Raise errors for invalid options now, not when the next cell runs.
+        colabkit.dashboard(**options)
         self._options = options
         if not self._is_on:
             self._is_on, self._has_heard = True, None
@@ -229,7 +232,7 @@ class CellPanels:
             self._shell.events.register("post_run_cell", self._leave)
 
     def hide(self) -> bool:
-        """Show it no more, and return whether cells ran beside it in vain. May be called twice."""
+        """Stop showing the panel, and return whether cells ran without anything to show. May be called twice."""
         is_vain = self._is_on and self._has_heard is False and not any(panel.has_heard for panel in self._open)
         if self._is_on:
             self._is_on = False
@@ -242,7 +245,8 @@ class CellPanels:
     def _enter(self, info: Any) -> None:
         panel = colabkit.dashboard(**self._options)
         panel.__enter__()
-        self._open.append(panel)  # a cell may run others
+        # A list, since a cell may run other cells.
+        self._open.append(panel)
 
     def _leave(self, result: Any) -> None:
         if self._open:

@@ -1,8 +1,8 @@
-"""Between the words of a line and the arguments of a function, both ways, by the table of verbs.
+"""Convert between the words of a line and the arguments of a function, according to the table of verbs.
 
-`parser_of` and `arguments_of` turn words into arguments; `words_of` turns what errors and reports say of Python's
-arguments and calls into the words of a magic or a command. A value of the kind `object` is a Python object: in a
-notebook the name of a variable, in a terminal `FILE.py:NAME`.
+`parser_of` and `arguments_of` convert words to arguments. `words_of` rewrites Python arguments and calls in errors and
+reports as options of a magic or a command. A value of kind `object` is a Python object, given as the name of a variable
+in a notebook and as `FILE.py:NAME` in a terminal.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any, NoReturn
 from colabkit.foundation import InvalidOption, Report, cannot, parse_bytes
 from colabkit.notebook.verbs import VERBS, Option, Verb
 
-_MOST_NAMED = 3  # loaders in a message
+_MOST_NAMED = 3
+"""Maximum number of loaders that a message suggests."""
 
 
 class VerbParser(argparse.ArgumentParser):
-    """A parser that refuses unknown options and suggests the one that may be meant."""
+    """A parser that rejects unknown options and suggests similar ones."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return what `argparse` does; there is never an unknown rest."""
+        """Parse as `argparse` does, but report unknown arguments as an error."""
         words = list(sys.argv[1:] if args is None else args)
         options = words[: words.index("--")] if "--" in words else words
         known = self._option_string_actions
@@ -43,7 +44,7 @@ class VerbParser(argparse.ArgumentParser):
 
 
 class RaisingParser(VerbParser):
-    """A parser that raises `InvalidOption` instead of leaving the process."""
+    """A parser that raises `InvalidOption` instead of exiting the process."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidOption`."""
@@ -58,9 +59,9 @@ def parser_of(
     """Return the parser of a verb's options.
 
     Args:
-        verb: the verb.
-        prog: the name in usage lines, as in `"%stage"` or `"colabkit stage"`.
-        make: makes an empty parser.
+        verb: The verb.
+        prog: Name in usage lines, such as `"%stage"` or `"colabkit stage"`.
+        make: Function that creates an empty parser.
     """
     about = f"{verb.help[:1].upper()}{verb.help[1:]}."
     parser = make(prog=prog, description=about, epilog=verb.more or None, allow_abbrev=False)
@@ -85,10 +86,10 @@ def parser_of(
 
 
 def parse_value(kind: str, text: str) -> Any:
-    """Return the value of an option's text.
+    """Convert the text of an option to its value.
 
     Raises:
-        argparse.ArgumentTypeError: if the text is invalid; its message reads `'TEXT' is not WHAT IS EXPECTED`.
+        argparse.ArgumentTypeError: If the text is invalid, with a message of the form `'TEXT' is not EXPECTED`.
     """
     parse, expected = _KINDS[kind]
     try:
@@ -101,9 +102,9 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
     """Return the keyword arguments for the verb's function.
 
     Args:
-        verb: the verb.
-        parsed: what its parser returned.
-        look_up: returns the object for the text and the kind, `object` or `subject`, of an option.
+        verb: The verb.
+        parsed: Result of its parser.
+        look_up: Function that returns the object for the text and the kind (`object` or `subject`) of an option.
     """
     values = {option.name: getattr(parsed, option.name) for option in verb.options}
     for option in verb.options:
@@ -116,8 +117,8 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
 
 
 def given_in(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
-    """Return the names of the options that a line gives, also with their default values; changes the parser."""
-    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to tell what is given
+    """Return the names of the options that a line contains, even with their default values; modifies the parser."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public API for this
         action.default = argparse.SUPPRESS
     return set(vars(parser.parse_args(words)))
 
@@ -126,12 +127,12 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
     """Return a variable by name.
 
     Args:
-        namespace: the variables by name.
-        name: of one of them.
-        kind: `object`, or `subject` for what the doctor diagnoses.
+        namespace: Variables by name.
+        name: Name of the variable.
+        kind: `object`, or `subject` for something that the doctor can diagnose.
 
     Raises:
-        InvalidOption: if there is none; similar names are suggested, or else loaders.
+        InvalidOption: If there is no such variable; the message suggests similar names, or loaders.
     """
     if name in namespace:
         return namespace[name]
@@ -154,7 +155,8 @@ def _could_be_judged(value: Any) -> bool:
 
     try:
         return isinstance(value, TrainReport) or (not isinstance(value, type | GenericAlias) and may_be_loader(value))
-    except Exception:  # an object that fails when it is looked at, such as a closed HDF5 dataset
+    except Exception:
+        # Some objects raise when their attributes are read, such as a closed HDF5 dataset.
         return False
 
 
@@ -199,7 +201,7 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "amount": (lambda text: int(text) if text.isdecimal() else float(text), "a number"),
     "bytes": (parse_bytes, "a number of bytes, as in 256MiB"),
 }
-"""The parser of each kind of option, and what its text must be."""
+"""The parser of each kind of option, and a description of valid text."""
 
 
 _QUOTED = r"""(?:'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
@@ -213,16 +215,18 @@ _IN_PYTHON = re.compile(
     re.VERBOSE,
 )
 _FUNCTION_KINDS = ("labels", "splits", "fields")
-"""Kinds that messages name without a value where a function is meant, which a line cannot give."""
+"""Kinds of options that also accept a function in Python; messages then name them without a value."""
 
 
 def in_other_words(text: str, option: Callable[[str, str], str], call: Callable[[str, str], str] | None = None) -> str:
-    """Return a text with Python's options and calls in other words; what is in quotes stays.
+    """Rewrite the keyword arguments and calls in a text; quoted parts stay unchanged.
 
     Args:
-        text: of an error or a report.
-        option: returns the words for a name and a value, which may be empty; returns `""` to leave it unchanged.
-        call: likewise for `colabkit.name(...)`, with the parentheses; None leaves calls unchanged.
+        text: Text of an error or a report.
+        option: Function that returns the replacement for a name and a value (which may be empty), or `""` to leave them
+            unchanged.
+        call: The same for a call `colabkit.name(...)`, given the name and the arguments with parentheses; None leaves
+            calls unchanged.
     """
 
     def reword(match: re.Match[str]) -> str:
@@ -234,14 +238,14 @@ def in_other_words(text: str, option: Callable[[str, str], str], call: Callable[
 
 
 def words_of(verb: Verb, prefix: str) -> Callable[[str], str]:
-    """Return the function that turns a text about Python into one about a line.
+    """Return a function that rewrites Python arguments and calls in a text as options and commands.
 
-    `refresh=True` becomes `--refresh`, by the options of `verb`, and `colabkit.mount()` becomes `%mount` or
-    `colabkit mount`. Quoted text, such as a path, stays; so do other names, and values that a line cannot give.
+    `refresh=True` becomes `--refresh` if `verb` has that option, and `colabkit.mount()` becomes `%mount` or
+    `colabkit mount`. Quoted text such as a path, other names, and values that a line cannot contain stay unchanged.
 
     Args:
-        verb: that was run.
-        prefix: of a verb in a line, `"%"` or `"colabkit "`.
+        verb: The verb that was run.
+        prefix: Prefix of a verb in a line, `"%"` or `"colabkit "`.
     """
     options = {option.name: option for option in verb.options}
     verbs = {known.call: known for known in VERBS if known.is_magic or prefix != "%"}
@@ -256,9 +260,9 @@ def words_of(verb: Verb, prefix: str) -> Callable[[str], str]:
 
 
 def tell_in(found: Any, verb: Verb, prefix: str) -> None:
-    """Make a report, or the report of a pack, speak in the words of a line; see `words_of`.
+    """Make a report, or the report of a pack, name options instead of Python arguments; see `words_of`.
 
-    The doctor's advice stays Python: it is code that stands beside a `Loader`.
+    The doctor's advice stays in Python, since it is about the code that creates the `Loader`.
     """
     report = getattr(found, "report", found)
     if isinstance(report, Report) and verb.name != "doctor":
@@ -266,10 +270,11 @@ def tell_in(found: Any, verb: Verb, prefix: str) -> None:
 
 
 def _option_text(option: Option, text: str) -> str:
-    """Return `name=text` as a line gives it; empty if it cannot."""
+    """Return `name=text` as an option of a line; empty if a line cannot contain it."""
     if not text:
         return "" if option.kind in _FUNCTION_KINDS else option.flag
-    if option.kind == "objects":  # in Python names and variables, in a line the variables' names
+    if option.kind == "objects":
+        # A dict of names and variables in Python, only the names of the variables in a line.
         names = re.findall(rf"{_QUOTED}(?=:)", text)
         return " ".join([option.flag, *(name[1:-1] for name in names)]) if names else ""
     try:
@@ -279,7 +284,7 @@ def _option_text(option: Option, text: str) -> str:
 
 
 def _call_text(verb: Verb, text: str, prefix: str) -> str:
-    """Return the line that makes a call with such arguments; empty if there is none."""
+    """Return the line equivalent to a call with such arguments; empty if there is none."""
     options = {option.name: option for option in verb.options}
     try:
         call = ast.parse(f"call{text}", mode="eval").body
@@ -292,7 +297,7 @@ def _call_text(verb: Verb, text: str, prefix: str) -> str:
 
 
 def option_words(option: Option, value: Any) -> list[str]:
-    """Return an option and its value as the words of a line, without quotes; none if a line cannot give it."""
+    """Return an option and its value as the words of a line, unquoted; empty if a line cannot contain them."""
     if not option.flag:
         return []
     if option.kind in ("flag", "switch"):

@@ -1,4 +1,4 @@
-"""The file of a checkpoint: written with its digest while training goes on, copied to and from a mount, and loaded."""
+"""The file of a checkpoint: written with its digest in the background, copied to and from a mount, and loaded."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ T = TypeVar("T")
 THREAD_NAME = "colabkit-checkpoint"
 
 STALLED_S = 120.0
-"""Seconds in which a mount or a disk has to answer, or to take or give something."""
+"""Seconds within which a mount or a disk must answer or transfer data."""
 
 TICK_S = 0.5
-"""The longest wait for a lock: a signal that arrives just before one would be noticed only after it."""
+"""Maximum seconds of a single wait for a lock, since a signal that arrives just before the wait is handled after it."""
 
 _BLOCK_BYTES = 16 << 20
 _GATHERED_BYTES = 1 << 20
-_NICE = 10  # a tenth of a CPU when training wants all; at 19 a busy machine would hardly ever write
+# Leaves about a tenth of a CPU when training uses all; at 19, a busy machine would hardly ever write.
+_NICE = 10
 
 
 class WriteAborted(Exception):
-    """The file is not wanted any more."""
+    """The checkpoint is no longer needed."""
 
 
 @dataclass(slots=True)
@@ -59,8 +60,10 @@ class SaveJob:
     """A checkpoint to write.
 
     Attributes:
-        limit_s: seconds that the file system may leave one operation unanswered.
-        is_given_up: whether it left one unanswered for longer, which is noted.
+        is_awaited: Whether the caller waits for it.
+        is_raised: Whether its failure is raised to the caller.
+        limit_s: Seconds that the file system may take for one operation.
+        is_given_up: Whether one operation took longer and the failure is already recorded.
     """
 
     step: int
@@ -77,20 +80,20 @@ class SaveJob:
 
     @property
     def left_s(self) -> float:
-        """The seconds until the file system has to answer."""
+        """Seconds left for the file system to answer."""
         return self.moved_at + self.limit_s - time.monotonic()
 
     def moved(self) -> None:
-        """Note that the file system has answered; raises `WriteAborted` if nobody wants the checkpoint any more."""
+        """Record that the file system has answered; raise `WriteAborted` if the checkpoint is no longer needed."""
         if self.stop.is_set():
             raise WriteAborted
         self.moved_at = time.monotonic()
 
 
 def give_way() -> None:
-    """Give this thread a lower priority than all others, if the system has priorities of threads.
+    """Give this thread a lower priority than all others, if the system supports priorities of threads.
 
-    Such a thread may be stopped at any point for long, so it should have little to do with the interpreter's lock.
+    The system may suspend such a thread for long at any point, so it should rarely hold the GIL.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -98,14 +101,14 @@ def give_way() -> None:
 
 
 def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tuple[int, str]:
-    """Write content to a new file, on the medium when it returns, and return its bytes and their SHA-256.
+    """Write content to a new file, flush it to disk, and return its size in bytes and its SHA-256.
 
-    Digest and writes are made in large blocks, without the interpreter's lock, in a thread that gives way to all
-    others. The file is then loaded once, mapped, so that what cannot be loaded is found now, not when it is needed.
+    A thread of low priority hashes and writes large blocks, without the GIL. The file is then loaded once,
+    memory-mapped, so that content that cannot be loaded fails now, not on resuming.
 
     Raises:
-        InvalidOption: if `content` holds objects that only an unsafe load would bring back.
-        WriteAborted: if the file is not wanted any more.
+        InvalidOption: If `content` holds objects that cannot be loaded with `weights_only=True`.
+        WriteAborted: If the checkpoint is no longer needed.
     """
     fd = file_changes.create(path)
     try:
@@ -132,19 +135,19 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
 
 
 def _named(error: Exception) -> str:
-    """Return an error of torch in one line; its own text has several, and colours."""
+    """Return an error of torch in one line; its own message has several lines and color codes."""
     if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"an object of the type {match[1]}"
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 class _CheckpointSink:
-    """The file that `torch.save` writes to: gathers small pieces, digests and writes large ones in another thread.
+    """The file object for `torch.save`: buffers small writes; hashes and writes large blocks in another thread.
 
     Attributes:
-        size: bytes that were written.
-        error: what a write raised; torch turns errors that pass through it into others.
-        was_opened: closed when the first bytes come.
+        size: Bytes written so far.
+        error: The error of a write, kept here because torch replaces errors of the file object by its own.
+        was_opened: Exit stack that is closed at the first write.
     """
 
     def __init__(self, fd: int, path: Path, job: SaveJob) -> None:
@@ -158,7 +161,7 @@ class _CheckpointSink:
         self._gathered = bytearray()
         self._pieces: SimpleQueue[memoryview | None] = SimpleQueue()
         self._results: SimpleQueue[BaseException | None] = SimpleQueue()
-        # No executor: the interpreter would wait for its thread at exit, for ever if the disk hangs.
+        # Not an executor: the interpreter would wait for its thread at exit, forever if the disk hangs.
         self._thread = threading.Thread(target=self._put_pieces, name=THREAD_NAME, daemon=True)
 
     def __enter__(self) -> Self:
@@ -186,10 +189,10 @@ class _CheckpointSink:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch calls it last, and `end` comes after it."""
+        """Do nothing: torch calls this last, and `end` follows."""
 
     def end(self) -> None:
-        """Write what was gathered."""
+        """Write the buffered bytes."""
         if self._gathered:
             self._hand_over(memoryview(bytes(self._gathered)))
             self._gathered.clear()
@@ -210,7 +213,7 @@ class _CheckpointSink:
             except BaseException as raised:
                 error = raised
             self._results.put(error)
-            # Neither holds the caller's memory, nor itself through its traceback, until the next piece comes.
+            # Free the caller's memory, and the error with its traceback, before waiting for the next piece.
             del piece, error
 
     def _put(self, view: memoryview) -> None:
@@ -225,9 +228,9 @@ class _CheckpointSink:
 
 @contextmanager
 def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
-    """Let `torch.save` leave out its CRCs, which take as long as the writing: the seal has a better digest.
+    """Let `torch.save` skip its CRC32, which takes as long as writing: the seal holds a SHA-256.
 
-    The option may hold for the whole process, and is read when the file is opened: it is set back with the first bytes.
+    The option may be global. Torch reads it when it opens the file, so it is restored at the first write.
     """
     former = torch.serialization.get_crc32_options()
     sink.was_opened.callback(torch.serialization.set_crc32_options, former)
@@ -238,13 +241,13 @@ def _without_crc(sink: _CheckpointSink) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint that was loaded.
+    """A loaded checkpoint.
 
     Attributes:
-        path: its file.
-        step: after which it was taken.
-        content: what was saved, with all tensors on the CPU.
-        passed_over: newer checkpoints that are damaged, with the reason.
+        path: Path of its file.
+        step: Step after which it was taken.
+        content: The saved content, with all tensors on the CPU.
+        passed_over: Newer checkpoints that were skipped because they are damaged, with the reason.
     """
 
     path: Path
@@ -254,15 +257,16 @@ class LoadedCheckpoint:
 
 
 def load(sealed: SealedCheckpoint) -> dict[str, Any]:
-    """Return the content of a checkpoint; nothing in it is executed.
+    """Return the content of a checkpoint, without executing code from it.
 
     Raises:
-        DamagedCheckpoint: if it is not what was sealed, or something else.
+        DamagedCheckpoint: If it does not match its seal, or is not a checkpoint of colabkit.
     """
     sealed.check()
     try:
         found = torch.load(sealed.path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises several kinds for files that it did not write
+    # Torch raises errors of many types for files that it did not write.
+    except Exception as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
         raise DamagedCheckpoint(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
@@ -273,9 +277,9 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
 
 
 class RemoteFolder:
-    """A folder of checkpoints on a mount that may hang or die: each access runs in a thread that can be abandoned.
+    """A checkpoint folder on a mount that may hang or die: each access runs in a thread that can be abandoned.
 
-    The mount has to answer in `timeout_s` seconds, None for `STALLED_S`.
+    The mount must answer within `timeout_s` seconds; None means `STALLED_S`.
     """
 
     def __init__(self, folder: Path, timeout_s: float | None) -> None:
@@ -286,11 +290,11 @@ class RemoteFolder:
     def ask(
         self, act: str, work: Callable[[MoveCallback], T], size: int = 0, on_wait: Callable[[], None] | None = None
     ) -> T:
-        """Return what `work` returns; see `SlowMount.call`.
+        """Run `work` on the mount and return its result; see `SlowMount.call`.
 
         Raises:
-            TimedOut: if the mount answers nothing.
-            NotMounted: if the mount is gone, and the folder would be one of this machine.
+            TimedOut: If the mount does not answer.
+            NotMounted: If the mount is gone, so that the path would be on the local disk.
         """
         if not can_hang(str(self.folder), mounts()):
             found = f"the mount that held {str(self.folder)!r} is gone"
@@ -307,9 +311,9 @@ class RemoteFolder:
         damaged: Collection[Path],
         on_wait: Callable[[], None],
     ) -> list[SealedCheckpoint]:
-        """Copy a local checkpoint here, remove old ones (see `prune`), and return those that are here, newest first.
+        """Copy a local checkpoint to this folder, remove old ones (see `prune`), and return the rest, newest first.
 
-        `step` is that of the newest local one; `on_wait` is called some times a second, and may raise to leave it.
+        `step` is that of the newest local checkpoint. `on_wait` is called a few times a second and may raise to abort.
         """
         act = f"publish {str(sealed.path)!r} to {str(self.folder)!r}"
 
@@ -333,10 +337,10 @@ class RemoteFolder:
         return self.ask(act, work, sealed.size, on_wait)
 
     def fetch(self, sealed: SealedCheckpoint, near: Path, act: str) -> SealedCheckpoint:
-        """Copy a checkpoint from here to the folder `near`, and return the copy.
+        """Copy a checkpoint of this folder to the local folder `near`, and return the copy.
 
         Raises:
-            DamagedCheckpoint: if it is not what was sealed.
+            DamagedCheckpoint: If it does not match its seal.
         """
 
         def fill(path: Path, moved: MoveCallback) -> tuple[int, str]:
@@ -357,7 +361,7 @@ class RemoteFolder:
 
 
 def _blocks(sealed: SealedCheckpoint) -> Generator[bytes, None, None]:
-    """Yield the bytes of a checkpoint's file; raises `DamagedCheckpoint`, at the end, unless they are as sealed."""
+    """Yield the bytes of a checkpoint's file; at the end, raise `DamagedCheckpoint` if they do not match the seal."""
     sha256, size = hashlib.sha256(), 0
     with readable(sealed.path):
         file = sealed.path.open("rb", buffering=0)

@@ -1,4 +1,4 @@
-"""`CheckpointFolder`: copied in the caller's thread, written, sealed and published behind it."""
+"""`CheckpointFolder`: snapshots content in the caller's thread; writes, seals and publishes it in the background."""
 
 from __future__ import annotations
 
@@ -51,33 +51,34 @@ from colabkit.training.checkpoints.snapshots import ContentCopier
 
 logger = logging.getLogger("colabkit")
 
-_HEADER_BYTES = 1 << 20  # of a file beside its tensors, about
+# Approximate size of a file without its tensors.
+_HEADER_BYTES = 1 << 20
 
 
 class CheckpointFolder:
-    """The checkpoints of one folder: copied in the caller's thread, written, sealed and published in the background.
+    """A folder of checkpoints, written, sealed and published in the background.
 
-    If `save_to` is on a local disk, checkpoints are written there. If it is on a mount that can hang, as Drive's, they
-    are written to a local folder, and a second thread copies them: verified, renamed and sealed. A mount that hangs or
-    dies fails no training: the next checkpoint tries again, and `failures` lists it. If checkpoints come faster than
-    the mount takes them, only the newest and the best are copied.
+    If `save_to` is on a local disk, checkpoints are written there. If it is on a mount that can hang, such as Drive,
+    they are written to a local folder, and a second thread copies, verifies and seals them on the mount. A mount that
+    hangs or dies does not stop the training: `failures` lists it, and the next checkpoint tries again. If checkpoints
+    are saved faster than the mount accepts them, only the newest and the best are copied.
 
-    The newest `keep_last` and the best stay in both places. Older ones are removed when a newer one is sealed. One
-    thread may use the folder. Leaving it as a context manager closes it.
+    The newest `keep_last` and the best are kept in both places; older ones are removed when a newer one is sealed.
+    Use the folder from one thread only. As a context manager, it closes itself on exit.
 
-    If the file system leaves a write unanswered for longer than `timeout_s`, nothing waits for it any more, and it is
-    undone when the file system answers. Until then nothing else can be saved.
+    If the file system does not answer a write within `timeout_s`, the write is abandoned, and undone when the file
+    system answers. Until then, nothing else can be saved.
 
     Args:
-        save_to: the folder; made when it is needed.
-        keep_last: how many of the newest stay.
-        mode: whether the lowest or the highest score is the best.
-        monitor: name of the score; checkpoints with scores of another name are none of the best.
-        timeout_s: seconds that one operation may stay unanswered; each 10 MB of a checkpoint add one. None for 120.
+        save_to: Path of the folder; created when needed.
+        keep_last: How many of the newest checkpoints to keep.
+        mode: Whether the lowest or the highest score is best.
+        monitor: Name of the score; scores with another name are not compared.
+        timeout_s: Seconds that one operation may take, plus one for each 10 MB of a checkpoint. None means 120.
 
     Attributes:
-        local_folder: where checkpoints are written first; `save_to` itself, if it is local.
-        save_s: the longest seconds from a `save()` until the checkpoint was at its place; 0 before the first.
+        local_folder: Folder where checkpoints are written first; `save_to` itself if it is local.
+        save_s: Seconds that the slowest checkpoint took from `save()` until it was in place; 0 before the first.
     """
 
     def __init__(
@@ -101,12 +102,13 @@ class CheckpointFolder:
         self._copies = ContentCopier()
         self._damaged: set[Path] = set()
         self._threads: list[threading.Thread] = []
-
-        self._changed = threading.Condition()  # guards what follows
+        # Guards the attributes below.
+        self._changed = threading.Condition()
         self._job: SaveJob | None = None
         self._publisher: threading.Thread | None = None
         self._publishing: SealedCheckpoint | None = None
-        self._tried: set[str] = set()  # digests that were tried to be published since the last save
+        # Digests of the checkpoints whose publication was tried since the last save.
+        self._tried: set[str] = set()
         self._local_sealed: list[SealedCheckpoint] = []
         self._remote_sealed: list[SealedCheckpoint] = []
         self._last_step: int | None = None
@@ -118,36 +120,35 @@ class CheckpointFolder:
 
     @property
     def is_free(self) -> bool:
-        """Whether a `save()` now would not wait for an earlier one."""
+        """Whether `save()` would start at once, without waiting for an earlier one."""
         job = self._job
         return job is None or job.left_s <= 0
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint that was saved or found here: at `save_to` if it is there, else local."""
+        """The path of the newest checkpoint, in `save_to` if it is published, otherwise in the local folder."""
         with self._changed:
             newest = next(iter(self._counting(self._local_sealed) or self._counting(self._remote_sealed)), None)
             return None if newest is None else self._place_of(newest)
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best score; None if none was given. A score that is not finite never is."""
+        """The path of the checkpoint with the best finite score, or None without scores."""
         with self._changed:
             best = best_of([*self._counting(self._remote_sealed), *self._counting(self._local_sealed)], self._judge)
             return None if best is None else self._place_of(best)
 
     @property
     def failures(self) -> tuple[tuple[int, str], ...]:
-        """Step and reason of each save and each publication that failed."""
+        """The step and the reason of each failed save or publication."""
         with self._changed:
             return tuple(self._failures)
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest sealed checkpoint, good or not, without reading it; None if there is none.
+        """Return the step of the newest sealed checkpoint, without checking for damage, or None.
 
         Raises:
-            TimedOut: if the mount of `save_to` does not answer.
-            FileFailed: if the folder cannot be read.
+            TimedOut, FileFailed: If the mount of `save_to` does not answer, or a folder cannot be read.
         """
         act = f"look for checkpoints in {str(self.folder)!r}"
         with file_changes.translated(act):
@@ -157,15 +158,15 @@ class CheckpointFolder:
         return max(steps, default=None)
 
     def newest(self) -> LoadedCheckpoint | None:
-        """Return the newest good checkpoint of `save_to` and the local folder, or None if there is none at all.
+        """Load the newest undamaged checkpoint of `save_to` and the local folder, or return None without checkpoints.
 
-        Its digest is checked, and damaged ones are skipped. A remote one is copied to the local folder first. Files are
-        read with `weights_only=True`: nothing in them is executed. The random generators are left alone.
+        Digests are checked, and damaged checkpoints skipped. A remote one is copied to the local folder first. Files
+        are loaded with `weights_only=True`, so no code in them is executed. The random generators are not changed.
 
         Raises:
-            Corrupt: if there are checkpoints and all of them are damaged.
-            TimedOut: if the mount of `save_to` does not answer.
-            NotEnoughSpace, FileFailed: if a remote one cannot be copied, or a folder cannot be read.
+            Corrupt: If all checkpoints are damaged.
+            TimedOut: If the mount of `save_to` does not answer.
+            NotEnoughSpace, FileFailed: If a remote one cannot be copied, or a folder cannot be read.
         """
         act = f"resume from {str(self.folder)!r}"
         with file_changes.translated(act):
@@ -194,21 +195,20 @@ class CheckpointFolder:
         return None
 
     def save(self, step: int, content: Mapping[str, Any], *, score: float | None = None, wait: bool = False) -> None:
-        """Copy `content` and begin to write it as the checkpoint of `step`; only the copy takes the caller's time.
+        """Copy `content` and start writing it as the checkpoint of `step`; only the copy blocks the caller.
 
-        The memory of the copies is reused. The call waits while an earlier checkpoint is being written, and if there is
-        not enough memory for copies. Tensors come back on the CPU, detached. `failures` lists what goes wrong.
+        The call also waits while an earlier checkpoint is being written, and until this one is written if there is not
+        enough memory for a copy. Loaded tensors are on the CPU and detached. `failures` lists failed saves.
 
         Args:
-            step: after which this is.
-            content: nested dicts, lists and tuples of tensors, numbers and text.
-            score: what tells how good this is.
-            wait: return when it is sealed on this machine, and raise what went wrong.
+            step: Step after which the checkpoint is taken.
+            content: Nested dicts, lists and tuples of tensors, numbers and text.
+            score: Value that ranks the checkpoint.
+            wait: Return when the checkpoint is sealed locally, and raise if that fails.
 
         Raises:
-            InvalidOption: if `content` holds objects that only an unsafe load would bring back.
-            NotEnoughSpace, FileFailed: with `wait`, if the file system refuses; older checkpoints stay.
-            TimedOut: with `wait`, if it does not answer.
+            InvalidOption: If `content` holds objects that cannot be loaded with `weights_only=True`.
+            NotEnoughSpace, FileFailed, TimedOut: With `wait`, if it cannot be written; older checkpoints stay.
         """
         act = f"save the checkpoint of step {step}"
         started = time.monotonic()
@@ -233,19 +233,16 @@ class CheckpointFolder:
             with self._changed:
                 self._await_writer(act)
         except BaseException as error:
+            # The caller may change the tensors from here on, which would corrupt a file made without a copy.
             if not copied.is_apart:
-                job.stop.set()  # the caller's tensors may change now
+                job.stop.set()
             if wait or not isinstance(error, TimedOut):
                 raise
         if job.error is not None and wait:
             raise job.error
 
     def _await_writer(self, act: str) -> None:
-        """Return when no checkpoint is being written; the caller holds `_changed`.
-
-        Raises:
-            TimedOut: if the file system does not answer.
-        """
+        """Wait until no checkpoint is being written, or raise `TimedOut`; the caller holds `_changed`."""
         while (job := self._job) is not None:
             if (left_s := job.left_s) > 0:
                 self._changed.wait(min(left_s, TICK_S))
@@ -262,7 +259,7 @@ class CheckpointFolder:
             raise TimedOut(cannot(act, found, needed, next_step))
 
     def _await_publisher(self) -> None:
-        """Return when nothing is being published; the caller holds `_changed`."""
+        """Wait until nothing is being published; the caller holds `_changed`."""
         while self._publisher is not None:
             self._changed.wait(TICK_S)
 
@@ -280,7 +277,7 @@ class CheckpointFolder:
                 raise
 
     def _write(self, job: SaveJob) -> None:
-        """Write and seal a checkpoint, and hand it over to be published; in a thread of its own."""
+        """Write and seal a checkpoint and start its publication; runs in the writer thread."""
         try:
             left = self._sealed(job)
         except BaseException as error:
@@ -306,7 +303,7 @@ class CheckpointFolder:
             self._publish_soon()
 
     def _sealed(self, job: SaveJob) -> list[SealedCheckpoint]:
-        """Write and seal, remove old ones, and return those that are left."""
+        """Write and seal a checkpoint, remove old ones, and return the remaining ones."""
         act = f"save {str(self.local_folder / f'checkpoint-{job.step:08d}.pt')!r}"
         copied = job.copied
         assert copied is not None
@@ -329,7 +326,8 @@ class CheckpointFolder:
                 before = len(sealed_in(self.local_folder))
                 if len(pruned(1)) == before:
                     raise
-                path = sealed().path  # in the place of an older one: the newest is there still
+                # Older checkpoints have made room; the newest one still exists.
+                path = sealed().path
             self._damaged.discard(path)
             return pruned(self._keep_last)
 
@@ -342,7 +340,7 @@ class CheckpointFolder:
             self._threads.append(publisher)
 
     def _publish(self) -> None:
-        """Publish until nothing is left; runs in a thread of its own, which touches no mount itself."""
+        """Publish until nothing is left; runs in the publisher thread, which never accesses the mount directly."""
         assert self._remote is not None
         while True:
             with self._changed:
@@ -358,8 +356,9 @@ class CheckpointFolder:
             except WriteAborted:
                 continue
             except BaseException as error:
+                # A newer checkpoint may have replaced this one before its publication started.
                 if not sealed.path.exists():
-                    continue  # a newer one took its place before it was begun
+                    continue
                 reason = f"{str(error) or type(error).__name__} It stays at {str(sealed.path)!r}."
                 with self._changed:
                     self._note_failure(sealed.step, reason)
@@ -390,7 +389,7 @@ class CheckpointFolder:
         self._failures.append((step, reason))
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
-        """Return those that are not damaged as far as is known, newest first."""
+        """Return the checkpoints not known to be damaged, newest first."""
         last = self._last_step
         return [
             one
@@ -402,11 +401,12 @@ class CheckpointFolder:
         return next((one.path for one in self._remote_sealed if one.digest == sealed.digest), sealed.path)
 
     def finish(self) -> None:
-        """Wait until all is written and, as far as the mount takes it, published; Ctrl-C ends the wait.
+        """Wait until all checkpoints are written and published; Ctrl-C ends the wait.
+
+        Failed publications do not raise; `failures` lists them with the path of the local file.
 
         Raises:
-            NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written. What could not be
-                published raises nothing: `failures` lists it with its place.
+            NotEnoughSpace, FileFailed, TimedOut: If the last checkpoint could not be written.
         """
         with self._changed:
             self._await_writer("finish saving checkpoints")
@@ -415,11 +415,7 @@ class CheckpointFolder:
                 raise self._last_error
 
     def close(self) -> None:
-        """End the threads at once, and undo what is not sealed.
-
-        Raises:
-            TimedOut: if a write is unanswered and no call has reported it. Its thread ends with the answer.
-        """
+        """Stop the threads and discard unsealed checkpoints; raise `TimedOut` for a hung write not reported before."""
         with self._changed:
             self._is_over = True
             is_told = False
@@ -447,6 +443,6 @@ class CheckpointFolder:
         try:
             self.close()
         except TimedOut:
-            # The first error counts; this one is noted in `failures`.
+            # An earlier error takes precedence; this one is listed in `failures`.
             if kind is None:
                 raise

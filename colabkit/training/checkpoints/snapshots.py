@@ -1,4 +1,4 @@
-"""Values at one instant: the state of the random generators, and copies that training cannot change."""
+"""Snapshots: the state of the random generators, and copies of tensors that training cannot change."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from colabkit.foundation import InvalidOption, cannot, memory_limits, read_file
 
 _Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
 
-# Values that cannot change, and that `torch.load(weights_only=True)` brings back. Others of the same family, such as an
-# IntEnum, are another type.
+# Immutable types that `torch.load(weights_only=True)` restores. Subclasses, such as an IntEnum, are not included.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, OrderedDict, list, tuple)
-_UNASKED_BYTES = 64 << 20  # so much is there, or nothing works
+# Buffers up to this size are allocated without checking the available memory.
+_UNASKED_BYTES = 64 << 20
 _RESERVE_BYTES = 256 << 20
-_PINNED_TIMES = 2  # torch rounds page-locked memory up to a power of two
+# Torch rounds pinned memory up to a power of two, so it may take twice the size.
+_PINNED_TIMES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ContentCopy:
-    """What will be written.
+    """The content of a checkpoint to write.
 
     Attributes:
-        content: in containers of its own; its tensors are on the CPU if `is_apart`, else those that were given.
-        size: bytes of the tensors.
-        is_apart: whether nobody else can change it.
+        content: New containers; their tensors are CPU copies if `is_apart`, otherwise the original ones.
+        size: Size of the tensors in bytes.
+        is_apart: Whether the tensors are copies, so that training cannot change them.
     """
 
     content: dict[str, Any]
@@ -42,7 +43,7 @@ class ContentCopy:
 
 
 class _StorageRange:
-    """The part of a storage that tensors look at, in elements, and its copy."""
+    """The range of a storage, in elements, that tensors use, and a copy of it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()
@@ -62,7 +63,7 @@ class _StorageRange:
         return (self.end - self.first) * self.dtype.itemsize
 
     def fill(self) -> None:
-        """Begin to copy into `copy`."""
+        """Start copying the range into `copy`."""
         if self.only is not None:
             self.view_for(self.only).copy_(self.only, non_blocking=True)
             return
@@ -71,23 +72,23 @@ class _StorageRange:
         self.copy.copy_(source, non_blocking=True)
 
     def view_for(self, tensor: Tensor) -> Tensor:
-        """Return what looks at the copy as a tensor looks at the storage."""
+        """Return a tensor on the copy with the same shape and strides as `tensor`."""
         start = tensor.storage_offset() - self.first
         apart = torch.empty(0, dtype=self.dtype)
         return apart.set_(self.copy.untyped_storage(), start, tensor.size(), tensor.stride())
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """What a buffer must be like to hold it: bytes, and whether a GPU copies into it."""
+        """The kind of buffer needed: its size in bytes, and whether a GPU copies into it."""
         return self.size, self.device.type != "cpu"
 
 
 class ContentCopier:
-    """Copies content into memory of its own, the same each time: new pages would cost more than the copy.
+    """Copies content to CPU buffers that are reused each time, since allocating new pages takes longer than the copy.
 
-    Storages that tensors share are copied once, and strides stay, so tied weights stay tied. Tensors that are not
-    plain ones of the CPU or a CUDA device, and objects that can change, go through `torch.save` and `torch.load` in
-    memory. What was copied last is valid until the next copy.
+    Shared storages are copied once and strides are kept, so tied weights stay tied. Tensors that are not dense ones on
+    the CPU or a CUDA device, and mutable objects of other types, are copied by `torch.save` and `torch.load` in memory.
+    A copy is valid until the next one is made.
     """
 
     def __init__(self) -> None:
@@ -95,12 +96,13 @@ class ContentCopier:
         self._pins = True
 
     def copy(self, act: str, content: Mapping[str, Any]) -> ContentCopy:
-        """Return a copy; where the memory for it is missing, the tensors themselves.
+        """Return a copy of the content, or the original tensors if there is not enough memory.
 
         Raises:
-            InvalidOption: if there is something in it that only an unsafe load would bring back.
+            InvalidOption: If it holds objects that cannot be loaded with `weights_only=True`.
         """
-        content = dict(content)  # its tensors are told apart by their ids, and must live on
+        # Tensors are identified by their ids, so keep references to them.
+        content = dict(content)
         extents: dict[_Key, _StorageRange] = {}
         of_tensors: dict[int, _StorageRange] = {}
         for tensor in _plain_tensors(content):
@@ -125,7 +127,7 @@ class ContentCopier:
             return ContentCopy(_ContentBuilder(act, of_tensors).mapping(content), size, is_apart=True)
 
     def _has_buffers(self, extents: Mapping[_Key, _StorageRange]) -> bool:
-        """Give every extent a buffer, kept ones first; return false, and free all, if memory is missing."""
+        """Assign a buffer to every range, reusing old ones; free all and return False if there is too little memory."""
         kept, self._kept = self._kept, {}
         wanting = []
         for extent in extents.values():
@@ -134,7 +136,8 @@ class ContentCopier:
                 self._kept.setdefault(extent.kind, []).append(extent.copy)
             else:
                 wanting.append(extent)
-        del kept  # what fits nothing is given back first
+        # Free unused buffers before allocating new ones.
+        del kept
         needed = sum(extent.size * (_PINNED_TIMES if extent.kind[1] else 1) for extent in wanting)
         if needed > _UNASKED_BYTES and needed + _RESERVE_BYTES > memory_limits(read_file).available_bytes:
             self._kept = {}
@@ -148,18 +151,21 @@ class ContentCopier:
         if is_for_gpu and self._pins:
             try:
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError:  # where pages stay unlocked the copy is slower, and right
+            except RuntimeError:
+                # Without pinned memory, copies are only slower.
                 self._pins = False
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 class _ContentBuilder:
-    """Containers like the given ones, with the copies in place of the tensors; without extents with the tensors."""
+    """Rebuilds nested containers with the copies in place of the tensors, or with the tensors if there are none."""
 
     def __init__(self, act: str, extents: Mapping[int, _StorageRange] | None) -> None:
         self._act = act
-        self._extents = extents  # by the tensors' ids
-        self._made: dict[int, Any] = {}  # containers by the given ones' ids, so that each is one again
+        # Ranges by the id of the tensor.
+        self._extents = extents
+        # New containers by the id of the original one, so that shared containers stay shared.
+        self._made: dict[int, Any] = {}
 
     def mapping(self, content: Mapping[str, Any]) -> dict[str, Any]:
         return {str(name): self._of(value) for name, value in content.items()}
@@ -185,14 +191,16 @@ class _ContentBuilder:
             made += map(self._of, value)
             return made
         made.update((self._of(key), self._of(one)) for key, one in value.items())
-        if kind is OrderedDict and vars(value):  # what `Module.state_dict()` returns has its modules' versions there
+        # The attributes of a `Module.state_dict()` hold the versions of its modules.
+        if kind is OrderedDict and vars(value):
             vars(made).update((key, self._of(one)) for key, one in vars(value).items())
         return made
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if self._extents is None:
             return tensor.detach()
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)  # of no elements
+        # Only tensors without elements have no range.
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
     def _through_memory(self, value: Any) -> Any:
         buffer = io.BytesIO()
@@ -200,19 +208,20 @@ class _ContentBuilder:
             torch.save(value, buffer)
             buffer.seek(0)
             return torch.load(buffer, map_location="cpu", weights_only=True)
-        except Exception as error:  # pickling runs the objects' own code
+        # Pickling runs code of the objects, which may raise anything.
+        except Exception as error:
             kind = type(value)
             raise unsafe(self._act, f"an object of the type {kind.__module__}.{kind.__qualname__}") from error
 
 
 def unsafe(act: str, found: str) -> InvalidOption:
-    """Return the error for content that cannot be loaded safely, of which `found` names the part."""
+    """Return the error for content that cannot be loaded safely; `found` describes the object at fault."""
     needed = "a state of tensors, numbers, text, lists and dicts, which alone can be loaded safely"
     return InvalidOption(cannot(act, found, needed, "Keep only these in what is saved"))
 
 
 def _plain_tensors(content: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the plain tensors with elements in nested containers."""
+    """Yield the plain, non-empty tensors in nested containers."""
     waiting: list[Any] = list(content.values())
     seen: set[int] = set()
     while waiting:
@@ -240,12 +249,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> _Key:
-    storage = tensor.untyped_storage()  # of NumPy memory several may begin at one address, each of its own length
+    # Several storages of NumPy memory may start at one address with different lengths, so the key includes the length.
+    storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes(), tensor.dtype
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Return the first element of the storage that a tensor looks at, and the one after the last."""
+    """Return the range of storage elements that a tensor uses: the first one, and the one after the last."""
     first = int(tensor.storage_offset())
     if tensor.is_contiguous():
         return first, first + tensor.numel()
@@ -254,7 +264,7 @@ def _bounds(tensor: Tensor) -> tuple[int, int]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the generators of Python, NumPy (the global one), torch's CPU and every CUDA device."""
+    """Return the states of the random generators: Python, NumPy (global), torch's CPU and every CUDA device."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -266,10 +276,10 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to where they were; of CUDA devices those that are here as well.
+    """Restore the random generators, and those of CUDA devices as far as this machine has them.
 
     Args:
-        state: what `random_state()` returned.
+        state: Result of `random_state()`.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
