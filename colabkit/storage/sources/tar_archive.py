@@ -27,19 +27,20 @@ from colabkit.storage.sources.reads import is_as_listed, open_listed, pread_all
 from colabkit.storage.sources.tar_stream import TarStream, compression_of, is_tar_head, tar_members
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
-"""How the names of tar archives end."""
+"""File name suffixes of tar archives."""
 
-_AT_ONCE_BYTES = 1 << 20  # smaller members are read in one piece
+# Smaller members are read in one piece.
+_AT_ONCE_BYTES = 1 << 20
 
 
 def is_tar(path: Path) -> bool:
-    """Return whether a file's first bytes, inflated if they are compressed, are those of a tar."""
+    """Return whether a file begins as a tar does, after decompression if necessary."""
     with path.open("rb") as file:
         return is_tar_head(str(path), file)
 
 
 class _OpenTar(NamedTuple):
-    """The open archive, and what it was when it was opened."""
+    """The open archive, and its size and time when it was opened."""
 
     file: BinaryIO
     archive: Item
@@ -47,14 +48,14 @@ class _OpenTar(NamedTuple):
 
 
 class TarSource(ArchiveSource):
-    """A tar archive, read without extracting it: `.tar`, or compressed by gzip, bzip2, xz or zstd.
+    """A tar archive, read without extracting it: plain, or compressed with gzip, bzip2, xz or zstd.
 
-    Members of a plain one are read where they lie, from any thread. A compressed one can only be read from its front:
-    `list()` passes through it once, `walk()` yields its members in one pass, and `open()` makes a pass up to its member
-    each time, which is slow. How it is compressed is told from its first bytes, not from its name.
+    Members of a plain tar can be read at random, from any thread. A compressed one can only be read from its start:
+    `list()` reads all of it once, `walk()` yields its members in one pass, and `open()` starts a new pass for each
+    member, which is slow. The compression is recognized by the first bytes, not by the name.
 
     Args:
-        path: of the archive.
+        path: the path of the archive.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,12 +66,12 @@ class TarSource(ArchiveSource):
 
     @property
     def archive_bytes(self) -> int:
-        """The archive's length."""
+        """Size of the archive in bytes."""
         return self._open().archive.size
 
     @property
     def is_sequential(self) -> bool:
-        """Whether it is compressed, and so can only be read from its front."""
+        """Whether the archive is compressed, and so can only be read from its start."""
         return self._open().is_sequential
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class TarSource(ArchiveSource):
         return self._directory(self._open()).listing
 
     def walk(self, wanted: Container[str] | None = None) -> Iterator[tuple[Item, BinaryIO]]:
-        """Yield the wanted items, by default all, in the archive's order; a file is valid until the next step."""
+        """Yield the wanted items, by default all, in archive order; each file is valid until the next step."""
         opened = self._open()
         directory = self._directory(opened)
         places = [(directory.handles[item.path], item) for item in directory.listing.items]
@@ -105,7 +106,7 @@ class TarSource(ArchiveSource):
                     stream.drain()
 
     def open(self, item: Item) -> BinaryIO:
-        """Open a member; of a compressed archive by a pass up to it."""
+        """Open a member; in a compressed archive, this reads everything before it."""
         opened = self._open()
         directory = self._directory(opened)
         at = directory.handles.get(item.path)
@@ -140,7 +141,7 @@ class TarSource(ArchiveSource):
             raise
 
     def _directory(self, opened: _OpenTar) -> Directory[int]:
-        """Return what is in the archive; one pass is enough, whoever comes first."""
+        """Return the archive's directory; the first caller reads it in one pass, and others wait."""
         with self._lock:
             if self._known is None or self._known[0] != opened.archive:
                 directory = answer_of(lambda: self._read_directory(opened.archive), self.can_hang)
@@ -154,7 +155,7 @@ class TarSource(ArchiveSource):
             return directory
 
     def _stream(self, archive: Item) -> TarStream:
-        """Open the archive once more, if it is what it was."""
+        """Open the archive again, if it has not changed."""
         file = open_listed(self.path, self.name, archive)
         try:
             return TarStream(self.name, file, archive.size)
@@ -181,10 +182,10 @@ class _Slice(ByteSpan):
 
 
 class _Passed(ByteSpan):
-    """A member of a compressed tar, reached by passing over what is before it.
+    """A member of a compressed tar, reached by skipping everything before it.
 
-    It reads from a stream that it does not close, or from one of its own, which `again` opens at the first read and
-    whenever it has to go back.
+    It reads from `stream`, which it does not close, or from its own stream, which `again` opens for the first read and
+    for each read that goes back.
     """
 
     def __init__(

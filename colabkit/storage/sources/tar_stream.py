@@ -1,8 +1,8 @@
-"""A tar from front to back: its bytes, inflated on the way, and its headers.
+"""Read a tar sequentially: decompress its bytes and parse its headers.
 
-The blocks are parsed by `tarfile.TarInfo.frombuf`; what stands between them is read here, within limits: `tarfile`
-itself ends quietly at a broken header, loops over negative sizes (CVE-2025-8194), searches extended headers in
-quadratic time (CVE-2024-6232) and takes any memory that a header asks for.
+`tarfile.TarInfo.frombuf` parses the header blocks. Everything else is parsed here, with limits, since `tarfile` itself
+stops silently at a damaged header, loops on negative sizes (CVE-2025-8194), takes quadratic time for extended headers
+(CVE-2024-6232) and allocates any amount of memory that a header requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Member, broken_archive, inflates_too_far, inflation_limit
 
 _MAGIC: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of zstd without data, which pzstd puts first
+# A zstd frame without data, which pzstd writes first.
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 _USTAR_AT = 257
 _HEAD_BYTES = 512
 _STEP_BYTES = 1 << 20
@@ -32,10 +33,10 @@ _BUFFER_BYTES = 64 << 10
 
 
 class TarStream:
-    """A tar that is read once from front to back, plain or inflated; until `close()`, which closes its file too.
+    """A tar, plain or compressed, that is read once from start to end. `close()` also closes its file.
 
     Attributes:
-        position: byte of the inflated tar that is read next.
+        position: offset of the next byte in the decompressed tar.
         is_inflated: whether the archive is compressed.
     """
 
@@ -54,7 +55,7 @@ class TarStream:
                 self._file = _inflated(name, self._buffered, method)
 
     def read(self, size: int) -> bytes:
-        """Return exactly so many bytes; `BadArchive` if there are fewer, or the whole inflates too far."""
+        """Return exactly `size` bytes; raises `BadArchive` if there are fewer, or the archive inflates too far."""
         self._check_room(size)
         pieces = []
         while size:
@@ -66,7 +67,7 @@ class TarStream:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self, size: int) -> None:
-        """Pass over so many bytes; errors as of `read`."""
+        """Skip `size` bytes; raises errors as `read`."""
         self._check_room(size)
         if not self.is_inflated:
             self.position += size
@@ -79,7 +80,7 @@ class TarStream:
             size -= skipped
 
     def drain(self) -> None:
-        """Read on to the end, where most compressions have their checksum; errors as of `read`."""
+        """Read to the end, where most compression formats have their checksum; raises errors as `read`."""
         while self.is_inflated and self._step(_STEP_BYTES):
             self._check_room(0)
 
@@ -103,33 +104,35 @@ class TarStream:
 
     @contextmanager
     def _judged(self) -> Iterator[None]:
-        """Turn what decompressors raise, each its own errors, into `BadArchive`."""
+        """Translate the various exceptions of decompressors into `BadArchive`."""
         try:
             yield
         except ColabkitError:
             raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the file system; decompressors raise some without a number
+                # An error of the file system; those of decompressors have no error number.
+                raise
             raise broken_archive(self.name, str(error) or type(error).__name__) from error
 
 
 def compression_of(head: bytes) -> str:
-    """Return how an archive is compressed, told from its first bytes; empty if it is not."""
+    """Return the compression of an archive from its first bytes; empty if it is not compressed."""
     if _SKIPPABLE.match(head):
         return "zstd"
     return next((method for magic, method in _MAGIC.items() if head.startswith(magic)), "")
 
 
 def is_tar_head(name: str, file: BinaryIO) -> bool:
-    """Return whether an open file begins as a tar does, perhaps after inflating; it is read from its start."""
+    """Return whether an open file begins as a tar does, after decompression if necessary."""
     head = file.read(_HEAD_BYTES)
     if method := compression_of(head):
         try:
             file.seek(0)
             head = _inflated(name, file, method).read(_HEAD_BYTES)
         except Exception:
-            return False  # whatever a decompressor raises: it is none of its files, or cannot be told
+            # The decompressor failed, whatever the exception, so the file is not a tar, or the type is unknown.
+            return False
     return head[_USTAR_AT : _USTAR_AT + 5] == b"ustar"
 
 
@@ -146,7 +149,8 @@ def _inflated(name: str, file: BinaryIO, method: str) -> Any:
 
 
 _BLOCK_BYTES = 512
-_EXTENDED_BYTES = 1 << 20  # paths have at most 4 KiB, extended attributes 64 KiB each
+# Paths have at most 4 KiB; extended attributes, 64 KiB each.
+_EXTENDED_BYTES = 1 << 20
 _LINKS = frozenset({tarfile.LNKTYPE, tarfile.SYMTYPE})
 _SPECIAL = frozenset({tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE})
 _FILES = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE})
@@ -156,16 +160,17 @@ _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _NUMBER = re.compile(rb"([0-9]{1,20})")
 _TIME = re.compile(rb"(-?[0-9]{1,18})(?:\.([0-9]*))?")
 _MOST_NS = 1 << 63
-_SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504  # of GNU's old format: more blocks of its map follow
+# Flags of GNU's old sparse format: further blocks of the sparse map follow.
+_SPARSE_GOES_ON_AT, _SPARSE_GOES_ON_AGAIN_AT = 482, 504
 
 
 def _padded(size: int) -> int:
-    """Return how many bytes a member of this size takes: whole blocks."""
+    """Return the size that a member takes in the tar, rounded up to whole blocks."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def tar_members(stream: TarStream) -> Iterator[Member[int]]:
-    """Yield the members up to the tar's end mark; a member's handle is where in the stream its bytes begin."""
+    """Yield the members up to the end mark; a member's handle is the offset of its bytes in the stream."""
     general: dict[bytes, bytes] = {}
     own: dict[bytes, bytes] = {}
     long_name: bytes | None = None
@@ -191,7 +196,7 @@ def tar_members(stream: TarStream) -> Iterator[Member[int]]:
 
 
 def _next_header(stream: TarStream) -> tarfile.TarInfo | None:
-    """Return the next header as it stands, None at the end mark."""
+    """Return the next header; None at the end mark."""
     at = stream.position
     block = stream.read(_BLOCK_BYTES)
     if not any(block):
@@ -245,7 +250,7 @@ def _member(
 
 
 def _pax_records(stream: TarStream, data: bytes) -> dict[bytes, bytes]:
-    """Return the records of a pax header, each `LENGTH KEY=VALUE` and a line feed (POSIX.1-2001, pax)."""
+    """Return the records of a pax header, each `LENGTH KEY=VALUE` and a newline (POSIX.1-2001, pax)."""
     records = {}
     at = 0
     while at < len(data) and data[at]:
@@ -270,5 +275,5 @@ def _time_ns(text: bytes) -> int:
 
 
 def _broken(stream: TarStream, reason: str) -> BadArchive:
-    """Return the error for a tar whose bytes make no sense."""
+    """Return the error for an invalid tar."""
     return broken_archive(stream.name, reason)

@@ -25,13 +25,16 @@ from colabkit.storage.sources.ranges import (
 )
 
 PAYLOAD_FEATURES = ("image/encoded", "image", "image_raw", "jpeg", "encoded")
-"""The features that are a record's image; the first that there is."""
+"""Features that can hold a record's image, in order of preference."""
 
 _NAME = re.compile(r"\.tfrec(ords?)?(\.gz)?(-\d{5}-of-\d{5})?$|-\d{5}-of-\d{5}$", re.IGNORECASE)
-_LENGTH = struct.Struct("<QI")  # of the data, then its masked CRC
+# Length of the data, followed by its masked CRC.
+_LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_MASK_DELTA: Final = 0xA282EAD8  # tensorflow/core/lib/hash/crc32c.h
-_MOST_RECORD_BYTES = 1 << 30  # protobuf itself stops at 2 GiB
+# The constant is from tensorflow/core/lib/hash/crc32c.h.
+_MASK_DELTA: Final = 0xA282EAD8
+# protobuf itself is limited to 2 GiB.
+_MOST_RECORD_BYTES = 1 << 30
 _BUFFER_BYTES = 1 << 20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x01": "zlib", b"\x78\x5e": "zlib", b"\x78\x9c": "zlib", b"\x78\xda": "zlib"}
 
@@ -68,16 +71,16 @@ def is_tfrecord_name(name: str) -> bool:
 class TfRecordSource(RangeSource):
     """TFRecord files whose records are `tf.train.Example`s.
 
-    A record's payload is one feature of bytes: `image/encoded`, `image`, `image_raw`, `jpeg` or `encoded`, unless it is
-    text, else the only one that begins like an image; the first record decides which. Its path is the file's name and
-    its number there. Every other feature is a column by its name: text where all its bytes are UTF-8, whole numbers,
-    or floats; plain values if no record has more than one, lists otherwise. Bytes that are no text and lists of more
-    than 1,024 numbers are left out and named in the listing's `skipped`. `split` is a column where files are named like
-    splits and no feature is. Indexing reads all bytes once and checks every CRC.
+    A record's payload is one bytes feature: `image/encoded`, `image`, `image_raw`, `jpeg` or `encoded`, unless it is
+    text, or else the only feature that starts like an image; the first record decides. A record's path is the name of
+    its file and its number in it. Every other feature becomes a column with its name: text if all its bytes are UTF-8,
+    integers, or floats; single values if no record has more than one, otherwise lists. Bytes that are not text, and
+    lists of more than 1,024 numbers, are omitted and listed in `skipped`. The column `split` is added if file names
+    contain split names and no feature has this name. Indexing reads all bytes once and checks every CRC.
 
     Args:
-        name: for messages.
-        files: not compressed.
+        name: name for messages.
+        files: uncompressed TFRecord files.
     """
 
     def _indexed(self) -> Listing:
@@ -95,14 +98,14 @@ class TfRecordSource(RangeSource):
                     if payload is None:
                         found.skipped.append((name, f"no feature {examples.chosen!r} of bytes"))
                         continue
-                    # Where equal bytes lie earlier in the record, they do as well.
+                    # If equal bytes occur earlier in the record, their offset serves as well.
                     found.add(name, at + data.index(payload), len(payload), labels | examples.fields(features))
         examples.even_out()
         return found.finish()
 
 
 class _Examples:
-    """What is learnt of the features while records are read."""
+    """The properties of the features, collected while records are read."""
 
     def __init__(self, found: Indexing) -> None:
         self.chosen = ""
@@ -112,7 +115,7 @@ class _Examples:
         self._lists: set[str] = set()
 
     def features(self, name: str, data: bytes) -> Mapping[str, Any]:
-        """Return the features of a record, which has to be a `tf.train.Example`."""
+        """Return the features of a record; raises `BadSource` if it is not a `tf.train.Example`."""
         try:
             return cast(Mapping[str, Any], self._parse(data).features.feature)
         except self._error as error:
@@ -121,7 +124,7 @@ class _Examples:
             raise BadSource(cannot(self._found.act, told, "records that are tf.train.Example", next_step)) from error
 
     def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
-        """Return the payload of a record; the first record decides which feature it is."""
+        """Return a record's payload, from the feature that the first record determines; None if it is missing."""
         if not self.chosen:
             self.chosen = self._choose(name, features)
         if self.chosen not in features:
@@ -144,7 +147,7 @@ class _Examples:
         raise BadSource(cannot(self._found.act, told, needed, "Write the image's bytes as image/encoded"))
 
     def fields(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of all features but the payload."""
+        """Return the values of all features except the payload."""
         fields: dict[str, Any] = {}
         for name, feature in features.items():
             kind = feature.WhichOneof("kind")
@@ -164,7 +167,7 @@ class _Examples:
         return fields
 
     def even_out(self) -> None:
-        """Make a column hold lists in all rows if it does in one, and else no empty ones."""
+        """Convert a column to lists if any row has a list; otherwise replace empty lists by None."""
         for name, column in self._found.columns.items():
             if name in self._lists:
                 column[:] = [one if one is None or isinstance(one, list) else [one] for one in column]
@@ -173,9 +176,10 @@ class _Examples:
 
 
 def _records(path: Path, file: BinaryIO, size: int, crc: Any) -> Iterator[tuple[int, bytes]]:
-    """Yield where each record's data begin, and the data, of which every CRC is checked.
+    """Yield the offset and the bytes of each record's data; every CRC is checked.
 
-    Source: "TFRecord and tf.train.Example", tensorflow.org: length, its masked CRC32C, data, their masked CRC32C.
+    A record consists of the length, its masked CRC32C, the data, and their masked CRC32C ("TFRecord and
+    tf.train.Example", tensorflow.org).
     """
     name = str(path)
     if not size:
@@ -213,10 +217,10 @@ def _masked(crc: int) -> int:
 
 
 def _parser(act: str) -> tuple[Any, type[Exception]]:
-    """Return what parses a `tf.train.Example`, and what it raises.
+    """Return a parser of `tf.train.Example`, and the exception that it raises.
 
-    Source: tensorflow/core/example/example.proto and feature.proto. The descriptor has a pool of its own: TensorFlow,
-    where it is loaded, has these names in the default one.
+    Source: tensorflow/core/example/example.proto and feature.proto. The descriptor has a separate pool, since
+    TensorFlow, if loaded, uses these names in the default pool.
     """
 
     def package(name: str) -> Any:

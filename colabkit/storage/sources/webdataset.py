@@ -1,4 +1,4 @@
-"""WebDataset's tar shards as a source: neighbouring members of one stem are a sample."""
+"""WebDataset tar shards as a source: adjacent members with the same stem form a sample."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from colabkit.storage.sources.reads import pread_all
 from colabkit.storage.sources.tar_stream import TarStream, compression_of, tar_members
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "gif", "tif", "tiff")
-"""The members that are a sample's image; of several the first of these is."""
+"""Extensions of members that can be a sample's image, in order of preference."""
 
 _NUMBERS, _TEXTS, _JSON = frozenset({"cls"}), frozenset({"txt", "text"}), frozenset({"json"})
 _COLUMNS = _NUMBERS | _TEXTS | _JSON
 _KNOWN = _COLUMNS | {*IMAGE_EXTENSIONS, "npy"}
-_MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)  # as `base_plus_ext` of webdataset
-_META = re.compile(r"(^|/)__[^/]*__($|/)")  # what webdataset passes over
+# Equivalent to `base_plus_ext` of webdataset.
+_MEMBER = re.compile(r"((?:.*/|)[^./][^./]*)[.]([^/]+)", re.DOTALL)
+# Members that webdataset ignores.
+_META = re.compile(r"(^|/)__[^/]*__($|/)")
 _LOOKED_AT = 64
 _MOST_JSON_BYTES = 16 << 20
 
@@ -50,20 +52,20 @@ class _Part(NamedTuple):
 class WebDatasetSource(RangeSource):
     """Tar shards in WebDataset's layout.
 
-    Neighbouring members with the same path up to the first dot of the name are one sample; its path is the shard's name
-    without `.tar`, then that of its members. One member is its payload: the first image by extension (`jpg`, `jpeg`,
-    `png`, `webp`, `ppm`, `bmp`, `gif`, `tif`, `tiff`; also compound, as `input.png`), in shards without images the
-    `npy`, in others the only one that is no label. Columns are `cls` as whole number, `txt` and `text` as text, of a
-    `json` each key as `json.KEY` if it holds a number, a text or a list of these, and `split` where shards are named
-    like splits. All other members are counted by extension in the listing's `skipped`, and never read.
+    Adjacent members whose paths are equal up to the first dot of the name form a sample; its path is the shard's name
+    without `.tar`, followed by that common path. One member is the payload: the first image by extension (`jpg`,
+    `jpeg`, `png`, `webp`, `ppm`, `bmp`, `gif`, `tif`, `tiff`; also compound, such as `input.png`), in shards without
+    images the `npy`, and otherwise the only member that is not a label. Columns are `cls` as an integer, `txt` and
+    `text` as text, each key of a `json` as `json.KEY` if its value is a number, a text or a list of these, and `split`
+    if shard names contain split names. All other members are never read; `skipped` lists their number by extension.
 
     Args:
-        name: for messages.
-        shards: plain tars; a compressed one is refused, since its samples could only be read from its front.
+        name: name for messages.
+        shards: plain tars; compressed ones are refused, since their samples could only be read from the start.
     """
 
     def _indexed(self) -> Listing:
-        """Return where the samples are, by the headers; only labels are read."""
+        """List the samples from the tar headers; only labels are read."""
         found = Indexing(self.name)
         kind = ""
         unread: Counter[str] = Counter()
@@ -102,7 +104,8 @@ def is_webdataset(path: Path) -> bool:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)
             parts = [_parted(one.name) for one in islice(files, _LOOKED_AT)]
     except BadArchive:
-        return False  # an ordinary tar says what is the matter with it
+        # Opening it as an ordinary tar reports the error.
+        return False
     return any(
         one
         and other
@@ -121,7 +124,7 @@ def _plain_stream(path: Path, file: BinaryIO, size: int) -> TarStream:
 
 
 def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, list[_Part]]]:
-    """Return the samples of a shard in its order."""
+    """Return the samples of a shard in order."""
     directory = directory_of(stream.name, tar_members(stream), stream.archive_bytes)
     found.skipped += [(f"{shard}/{path}", reason) for path, reason in directory.listing.skipped]
     samples: list[tuple[str, list[_Part]]] = []
@@ -138,7 +141,7 @@ def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, 
 
 
 def _parted(name: str) -> tuple[str, str] | None:
-    """Return the key and the extension of a member's name; None if it belongs to no sample."""
+    """Return the key and the extension in a member's name; None if it belongs to no sample."""
     match = None if _META.search(name) else _MEMBER.fullmatch(name)
     return (match[1], match[2].lower()) if match else None
 
@@ -148,7 +151,7 @@ def _kind(extension: str) -> str:
 
 
 def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> str:
-    """Return what the samples' payloads are: `image`, `npy` or an extension; empty if there are no samples."""
+    """Return the kind of the payloads: `image`, `npy` or an extension; empty if there are no samples."""
     extensions = {part.extension for _, parts in samples for part in parts}
     kinds = {_kind(extension) for extension in extensions}
     if not kinds.isdisjoint(IMAGE_EXTENSIONS):
@@ -164,7 +167,7 @@ def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> s
 
 
 def _payload_of(parts: Sequence[_Part], kind: str) -> _Part | None:
-    """Return a sample's payload, None if it has none."""
+    """Return a sample's payload; None if there is none."""
     if kind == "image":
         images = [part for part in parts if part.kind in IMAGE_EXTENSIONS]
         return min(images, key=lambda part: (IMAGE_EXTENSIONS.index(part.kind), *_plainness(part)), default=None)
@@ -178,7 +181,7 @@ def _plainness(part: _Part) -> tuple[bool, str]:
 
 
 def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
-    """Return what a member with labels says, by column."""
+    """Return the values in a label member, by column."""
     column = part.extension
     limit = _MOST_JSON_BYTES if part.kind in _JSON else MOST_TEXT_BYTES
     if part.size > limit:
@@ -211,7 +214,7 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value of JSON is a number, a text, nothing, or a list of these, perhaps nested."""
+    """Return whether a JSON value is a number, a text, null, or a possibly nested list of these."""
     waiting, count = [value], 0
     while waiting:
         one = waiting.pop()
@@ -226,6 +229,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _bad_label(act: str, path: str, column: str, found: str, needed: str) -> BadSource:
-    """Return the error for a member whose bytes are no label."""
+    """Return the error for a member that is not a valid label."""
     next_step = "Repair or leave out this sample"
     return BadSource(cannot(act, f"{found} as .{column} of {path!r}", needed, next_step))

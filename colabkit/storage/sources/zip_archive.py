@@ -31,11 +31,14 @@ from colabkit.storage.sources.items import (
     unknown_item,
 )
 
-_INFLATE_BYTES = 64 << 20  # larger members are streamed
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, then lengths of name and extra field
+# Larger members are streamed.
+_INFLATE_BYTES = 64 << 20
+# Signature, then the lengths of name and extra field.
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
 _READABLE = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA})
-_METHODS: Final = {  # section 4.4.5 of PKWARE's APPNOTE.TXT
+# Section 4.4.5 of PKWARE's APPNOTE.TXT.
+_METHODS: Final = {
     6: "Implode",
     9: "Deflate64",
     10: "PKWARE's Implode",
@@ -48,14 +51,15 @@ _METHODS: Final = {  # section 4.4.5 of PKWARE's APPNOTE.TXT
     98: "PPMd",
     99: "AES encryption",
 }
-_BROKEN = (  # what zipfile and its decompressors raise on bytes that are no archive, or not any more
+# Exceptions of zipfile and its decompressors for invalid or changed archives.
+_BROKEN = (
     *(zipfile.BadZipFile, EOFError, LookupError, ValueError, NotImplementedError, OverflowError, RuntimeError),
     *(struct.error, zlib.error, lzma.LZMAError),
 )
 
 
 class _OpenZip(NamedTuple):
-    """The open archive and what is in it."""
+    """The open archive and its directory."""
 
     archive: zipfile.ZipFile
     directory: Directory[zipfile.ZipInfo]
@@ -64,8 +68,8 @@ class _OpenZip(NamedTuple):
 class ZipSource(ArchiveSource):
     """A zip archive, read member by member without extracting it.
 
-    Stored and deflated members, which is nearly all there are, are read by `os.pread` and inflated in one piece: that
-    is several times faster than `zipfile`'s streams and lets threads read at the same time.
+    Stored and deflated members, which are nearly all, are read with `os.pread` and inflated in one piece: this is
+    several times faster than the streams of `zipfile`, and threads can read concurrently.
     """
 
     has_directory = True
@@ -83,7 +87,7 @@ class ZipSource(ArchiveSource):
                 self._opened = None
 
     def list(self) -> Listing:
-        """Return every regular member; encrypted ones, or such as Python cannot unpack, are refused."""
+        """Return every regular member; raises `BadArchive` if one is encrypted or has an unsupported compression."""
         return self._open_archive().directory.listing
 
     def _open_archive(self) -> _OpenZip:
@@ -129,7 +133,7 @@ class ZipSource(ArchiveSource):
             yield Member(member.filename, member.file_size, _mtime_ns(member.date_time), member, is_folder, oddity)
 
     def open(self, item: Item) -> BinaryIO:
-        """Open a member; its CRC is checked at the latest when its last byte is read."""
+        """Open a member; its CRC is checked no later than its last byte is read."""
         archive, directory = self._open_archive()
         member = directory.handles.get(item.path)
         if member is None:
@@ -145,7 +149,7 @@ class ZipSource(ArchiveSource):
             raise broken_archive(self.name, f"{item.path!r}: {error}") from error
 
     def read_at_once(self, item: Item) -> bytes | None:
-        """Return a member's bytes if it is stored or deflated, and whole."""
+        """Return a member's bytes if it is stored or deflated, and valid; otherwise None."""
         archive, directory = self._open_archive()
         member = directory.handles.get(item.path)
         if member is None or member.file_size != item.size or member.compress_size > _INFLATE_BYTES:
@@ -170,7 +174,8 @@ class ZipSource(ArchiveSource):
         data = os.pread(fd, member.compress_size, offset)
         if member.compress_type == zipfile.ZIP_DEFLATED:
             inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-            data = inflater.decompress(data, member.file_size + 1)  # never more than declared, whatever the stream says
+            # Limit the output to the declared size, whatever the stream contains.
+            data = inflater.decompress(data, member.file_size + 1)
         if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
             raise zipfile.BadZipFile("its bytes do not match its CRC")
         return data
@@ -194,7 +199,8 @@ class _ZipMember(ByteSpan):
             raise zipfile.BadZipFile("it has fewer bytes than declared")
         except (*_BROKEN, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the file system; bzip2 raises one without a number
+                # An error of the file system; bzip2 raises one without an error number.
+                raise
             raise broken_archive(self._source, f"{self._path!r}: {error}") from error
 
     def close(self) -> None:
