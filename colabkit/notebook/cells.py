@@ -1,6 +1,6 @@
-"""The cell magics: `%%train` takes the cell as the step of a training, `%%dashboard` runs it beside the panel.
+"""The cell magics: `%%train` uses the cell as the training step; `%%dashboard` runs it with the live panel.
 
-The code below the magic's line is compiled once, with the line numbers of the cell, and runs in the user's namespace.
+The code of the cell is compiled once, with its own line numbers, and runs in the user's namespace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _UNSEEN = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 NAMES = ("x", "y", "batch", "step", "epoch")
-"""What the body finds in its namespace, and nobody afterwards."""
+"""Variables that exist only while the cell body runs as a step."""
 
 _VERB = CELLS[0]
 _ABSENT = object()
@@ -42,21 +42,21 @@ NOTHING_SEEN = (
 
 
 def run_beside_panel(shell: InteractiveShell, cell: str, **options: Any) -> None:
-    """Run a cell's body beside `colabkit.dashboard()`; its last expression is displayed as in any cell."""
+    """Run a cell's body inside `colabkit.dashboard()`; its last expression is displayed as in any cell."""
     body = CellCode(shell, cell, is_shown=True)
     with body.traced(), colabkit.dashboard(**options) as panel:
         body.run()
     if not panel.has_heard:
-        print(NOTHING_SEEN)  # noqa: T201 - nothing else tells why
+        print(NOTHING_SEEN)  # noqa: T201 - explains why no panel appeared
 
 
 def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
-    """Run a cell's body once for each batch, by one call of `colabkit.train()`, and return its report.
+    """Run a cell's body once for each batch, in one call of `colabkit.train()`, and return its report.
 
-    `batch` is a batch as the loader gives it, `x` its first field and `y` its second; of a dict those named X and Y, if
-    there are such. `y` is None where there is one field; further ones are in `batch`. `step` and `epoch` count from 0
-    over the whole run, the part before a resume included. A `loss` that the body sets is the step's value: a number, or
-    a dict of numbers. Between two steps, as while validating, these names but `loss` are what they were before.
+    In the body, `batch` is the loader's batch, `x` its first field and `y` its second, or None. If the batch is a dict
+    with fields X and Y, `x` and `y` are these. `step` and `epoch` count from 0 over the whole run, including the part
+    before a resume. If the body sets `loss`, a number or a dict of numbers, the step returns it. Between two steps, for
+    example during validation, these variables except `loss` have their previous values.
     """
     namespace = shell.user_ns
     words = split_line(line, namespace)
@@ -71,18 +71,20 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
 
 
 class _CellStep:
-    """The body of a cell as a step, which counts its calls; checkpoints hold the counts."""
+    """The body of a cell as a training step that counts its calls; checkpoints hold the counts."""
 
     def __init__(self, body: CellCode, namespace: dict[str, Any], loader: colabkit.Loader) -> None:
         self._body = body
         self._namespace = namespace
         self._loader = loader
         self._steps = 0
-        self._first_epoch: int | None = None  # by the loader's count, which may have been used before
+        # Epoch number of the loader at the first step; the loader may have been used before.
+        self._first_epoch: int | None = None
 
     def __call__(self, batch: Any) -> Any:
         epoch, samples = self._loader.received
-        epoch -= not samples  # the last batch of an epoch leads to the next one
+        # After the last batch of an epoch, the loader is at the start of the next one.
+        epoch -= not samples
         if self._first_epoch is None:
             self._first_epoch = epoch
         x, y = _pair_of(batch)
@@ -94,16 +96,16 @@ class _CellStep:
         return _checked(self._namespace["loss"]) if names.has_loss() else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many steps there were, and the loader's number of the first epoch."""
+        """Return the number of steps and the loader's number of the first epoch."""
         return {"steps": self._steps, "first_epoch": self._first_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where a state was taken."""
+        """Restore the counts of a state."""
         self._steps, self._first_epoch = state_dict["steps"], state_dict["first_epoch"]
 
 
 class _LossNamespace(UserDict[str, Any]):
-    """A namespace that knows whether `loss` was assigned in it; all else goes through."""
+    """A view of a namespace that detects whether `loss` is assigned."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.data = namespace
@@ -115,13 +117,13 @@ class _LossNamespace(UserDict[str, Any]):
         self.data[name] = value
 
     def has_loss(self) -> bool:
-        """Return whether it was assigned here, or is another one since a function has `global loss`."""
+        """Return whether `loss` was assigned here, or replaced by a function with `global loss`."""
         now = self.data.get("loss", _ABSENT)
         return now is not _ABSENT and (self._is_set or now is not self._before)
 
 
 def _pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return the first two fields of a batch, None where there is one only; of a dict those named X and Y."""
+    """Return the fields X and Y of a dict, or the first two fields of a batch; the second is None if missing."""
     if isinstance(batch, Mapping):
         if "X" in batch and "Y" in batch:
             return batch["X"], batch["Y"]
@@ -133,7 +135,7 @@ def _pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _checked(loss: Any) -> Any:
-    """Return what a step may return."""
+    """Return the loss, or raise `InvalidOption` if a step must not return it."""
     from colabkit.training import is_number
 
     if isinstance(loss, Mapping) or is_number(loss):
@@ -147,7 +149,7 @@ def _checked(loss: Any) -> Any:
 
 @contextmanager
 def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Give names their values within a block; afterwards they are what they were before."""
+    """Set variables within a block, and restore their previous values afterwards."""
     before = {name: namespace[name] for name in values if name in namespace}
     namespace.update(values)
     try:
@@ -159,7 +161,7 @@ def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Non
 
 
 def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, Any], given: set[str]) -> colabkit.Loader:
-    """Return the Loader that a word names, or one of the pack or data set that it names."""
+    """Return the `Loader` that a word names, or a new one for the pack or dataset that it names."""
     found = _named(namespace, name)
     flags = [option.flag for option in LOADING if option.name in given]
     if isinstance(found, colabkit.Loader):
@@ -187,7 +189,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
 
 
 def _named(namespace: Mapping[str, Any], name: str) -> Any:
-    """Return the variable of a name, or the name itself as a path."""
+    """Return the variable with this name, or else the name itself as a path."""
     found = namespace.get(name, name)
     return name if isinstance(found, ModuleType | FunctionType | type) else found
 
@@ -198,18 +200,20 @@ def _opened(namespace: Mapping[str, Any], path: str) -> colabkit.Pack:
     except SourceMissing:
         if not path.isidentifier():
             raise
-        look_up_in(namespace, path)  # it is rather a variable that is meant
+        # An identifier is more likely a misspelled variable, so raise the error that suggests similar names.
+        look_up_in(namespace, path)
         raise
 
 
 def _device() -> str | None:
-    import torch  # the magics are loaded without it
+    # Imported here so that the magics load without torch.
+    import torch
 
     return "cuda" if torch.cuda.is_available() else None
 
 
 def _unnamed_state(body: CellCode, namespace: Mapping[str, Any]) -> InvalidOption:
-    """Return the error that names what of the body's variables has a state."""
+    """Return the error for `--save-to` without `--state`, naming the variables of the body that have a state."""
     used = sorted(body.names() & namespace.keys())
     have = [name for name in used if hasattr(type(namespace[name]), "load_state_dict")]
     next_step = f"Add --state {' '.join(have)}" if have else "Add --state model optimizer, say"
@@ -221,17 +225,17 @@ def _parser() -> Any:
 
 
 class CellCode:
-    """The code of a cell, ready to be run again and again.
+    """The compiled code of a cell, which can run repeatedly.
 
-    Magics and `!` lines in it work as anywhere. An error that comes out of it is shown from the cell's own line on.
+    Magics and `!` lines in it work as usual.
 
     Args:
-        shell: whose namespace it runs in.
-        cell: the text below the magic's line.
-        is_shown: whether its last expression is displayed, as in any cell.
+        shell: IPython shell in whose namespace it runs.
+        cell: Text below the magic's line.
+        is_shown: Whether to display its last expression, as in any cell.
 
     Raises:
-        InvalidOption: if it is no valid Python; the message holds the line.
+        InvalidOption: If it is not valid Python; the message quotes the line.
     """
 
     def __init__(self, shell: InteractiveShell, cell: str, *, is_shown: bool = False) -> None:
@@ -239,7 +243,7 @@ class CellCode:
         lines = cell.splitlines(keepends=True)
         first = next((number for number, line in enumerate(lines) if line.strip()), len(lines))
         try:
-            # IPython drops empty lines at the start; they and the magic's own line are put there again.
+            # IPython removes leading empty lines. Add them and the magic's line again to keep the line numbers right.
             source = "\n" * (first + 1) + shell.transform_cell("".join(lines[first:]))
             self._name: str = shell.compile.cache(source, shell.execution_count)
             tree = shell.transform_ast(shell.compile.ast_parse(source, filename=self._name))
@@ -250,25 +254,26 @@ class CellCode:
             raise _bad_line(error) from error
 
     def names(self) -> set[str]:
-        """Return the names that the code uses outside of its functions."""
+        """Return the names that the code uses outside its functions."""
         return {name for code in self._codes for name in code.co_names}
 
     def run(self, names: MutableMapping[str, Any] | None = None) -> None:
-        """Run it; `names` takes what it assigns, in place of the namespace itself."""
+        """Run the code; assignments go to `names` if given, otherwise to the user's namespace."""
         namespace = self._shell.user_ns
         for code in self._codes:
-            exec(code, namespace, namespace if names is None else names)  # noqa: S102 - it is the user's own cell
+            exec(code, namespace, namespace if names is None else names)  # noqa: S102 - the user's own code
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Return a block whose errors are shown from the cell's own line on, without the frames that run it."""
+        """Show tracebacks of errors in the block from the cell's own line on, without the frames of colabkit."""
         try:
             yield
         except BaseException as error:
             trace = self._own(error.__traceback__)
             is_told = isinstance(error, OneLineError | SyntaxError) or os.environ.get("COLABKIT_DEBUG") == "1"
             if trace is not None and not is_told:
-                with contextlib.suppress(AttributeError):  # an error with slots is shown with all frames
+                # Errors with slots accept no attribute and are shown with all frames.
+                with contextlib.suppress(AttributeError):
                     error._render_traceback_ = partial(self._rendered, error, trace)  # type: ignore[attr-defined]
             raise
 
@@ -296,7 +301,7 @@ def _shown_of(statements: list[ast.stmt], interactivity: str, source: str) -> li
 
 
 def _is_quiet(source: str) -> bool:
-    """Return whether a semicolon at the end keeps the value from being displayed."""
+    """Return whether the code ends with a semicolon, which suppresses the display of the value."""
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _UNSEEN]
     return bool(tokens) and tokens[-1].string == ";"
 

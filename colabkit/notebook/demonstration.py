@@ -1,7 +1,7 @@
-"""`demo()` goes the whole way on real images: a slow drive, the naive loop, then stage, pack and train.
+"""`demo()`: compare training straight from a slow drive with staging, packing and training, on real images.
 
-Every figure in its table is measured in that run. The slow drive is simulated by a wait at each open, so it needs
-neither FUSE nor root; the naive loop is the usual `DataLoader` with two workers that open and decode files one by one.
+Every figure in its table is measured in that run. The slow drive is simulated by a delay for each opened file, so it
+needs neither FUSE nor root. The baseline is a `DataLoader` with two workers that open and decode the files one by one.
 """
 
 from __future__ import annotations
@@ -58,30 +58,31 @@ _NAIVE_BATCHES = 8
 _NAIVE_WORKERS = 2
 _NAIVE_S = 10.0
 _PEEKED = 32
-_LARGEST_KEPT = 96  # larger images, or images of several sizes, are brought to 64x64: the demo shall end soon
+# Larger images, or images of different sizes, are resized to 64x64 so that the demo ends soon.
+_LARGEST_KEPT = 96
 _SIZE = (64, 64)
 _FRACTIONS = {"train": 0.8, "test": 0.2}
 
 
 @dataclass(frozen=True, repr=False)
 class DemoReport(Report):
-    """What `demo()` measured.
+    """The measurements of `demo()`.
 
     Attributes:
-        source: where the images came from.
-        samples: images of all splits.
-        classes: how many classes.
-        sample_shape: height, width and channels in the pack.
-        latency_s: what each open of the slow drive waited.
-        naive_images_per_s: training straight from the files.
-        naive_wait_share: share of that time spent waiting for data.
-        packed_images_per_s: training from the pack.
-        packed_wait_share: share of that time spent waiting for data.
-        part_s: seconds of staging, packing, training, and of the loader's parts, which work in the background.
-        epochs: trained from the pack.
-        accuracy: share of the images of a split not trained on that are classified rightly.
-        accuracy_on: that split, `"test"` where there is one, else `"dev"`.
-        kept: the folder that was kept, if any.
+        source: Source of the images.
+        samples: Number of images in all splits.
+        classes: Number of classes.
+        sample_shape: Height, width and channels of the images in the pack.
+        latency_s: Simulated seconds for opening a file on the slow drive.
+        naive_images_per_s: Images per second when training straight from the files.
+        naive_wait_share: Fraction of that time spent waiting for data, in [0, 1].
+        packed_images_per_s: Images per second when training from the pack.
+        packed_wait_share: Fraction of that time spent waiting for data, in [0, 1].
+        part_s: Seconds of staging, packing and training, and of the loader's parts, which work in the background.
+        epochs: Number of epochs trained from the pack.
+        accuracy: Fraction of correctly classified images in a held-out split, in [0, 1].
+        accuracy_on: Name of that split: `"test"` if it exists, otherwise `"dev"`.
+        kept: Folder of the local copy, pack and checkpoints, or None if they were removed.
     """
 
     source: str
@@ -160,20 +161,24 @@ def demo(
     keep: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> DemoReport:
-    """Train a small network on images behind a simulated slow drive, naively and then staged and packed.
+    """Train a small network on images of a simulated slow drive, first straight from the files, then from a pack.
 
     Args:
-        data: a folder or archive with one folder of images a class, with or without train and test folders; None
-            takes the UCI handwritten digits that travel with the package.
-        epochs: how often the packed samples are trained on.
-        size: height and width to bring images to; None keeps small images of one size, else takes 64.
-        latency: seconds that the slow drive takes to open a file.
-        keep: folder in which near copy, pack and checkpoints stay; None removes them.
-        progress: tell what is done, with a live panel.
+        data: Folder or archive with one folder of images per class, with or without train and test folders. None uses
+            the UCI handwritten digits included in the package.
+        epochs: Number of epochs to train from the pack.
+        size: Height and width to resize images to. None keeps small images of one size, and resizes others to 64x64.
+        latency: Seconds that the slow drive takes to open a file.
+        keep: Empty or new folder in which to keep the local copy, the pack and the checkpoints; None removes them.
+        progress: Print what is being done, and show the live panel.
+
+    Returns:
+        The throughput, the time spent waiting for data, and the accuracy.
 
     Raises:
-        SourceMissing, BadSource, BadArchive, BadImage: if the data is not there, has no classes, or is broken.
-        NotEnoughSpace: if near copy or pack do not fit.
+        SourceMissing, BadSource, BadArchive, BadImage: If the data does not exist, has no classes, or is damaged.
+        TargetExists: If `keep` is not empty.
+        NotEnoughSpace: If the local copy or the pack does not fit.
     """
     act = "run the demo"
     check_whole_number(act, "epochs", epochs, 1)
@@ -251,14 +256,14 @@ def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 
 def _as_files(source: Source, folder: Path, progress: bool) -> Source:
-    """Return the source as files that lie one by one, as on a drive; an archive is extracted first."""
+    """Return the source as single files; an archive is extracted first."""
     if isinstance(source, ArchiveSource):
         return FolderSource(stage(source, folder, progress=progress).path)
     return source
 
 
 def _shape(source: Source, labelled: Labelling) -> tuple[int, int]:
-    """Return the images' own height and width where they are small and equal, else those to resize them to."""
+    """Return the images' own height and width if they are small and equal, otherwise the default size."""
     some = labelled.items[:: max(1, len(labelled.items) // _PEEKED)]
     peeked = {_image_shape(source, item) for item in some}
     if len(peeked) == 1 and max(own := peeked.pop()) <= _LARGEST_KEPT:
@@ -277,9 +282,9 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
 
 
 class _NaiveDataset(Dataset[tuple[Tensor, int]]):
-    """What people write: open a file, decode it with Pillow, bring it to size.
+    """A typical dataset: open a file, decode it with Pillow, resize it.
 
-    A file that is no image gets the label `-1 - index`, so that the main process can name it in one line.
+    A file that is not an image gets the label `-1 - index`, so that the main process can report its name.
     """
 
     def __init__(self, source: Source, samples: tuple[tuple[Item, int], ...], shape: tuple[int, int]) -> None:
@@ -305,7 +310,7 @@ class _NaiveDataset(Dataset[tuple[Tensor, int]]):
 def _train_naively(
     drive: Source, labelled: Labelling, shape: tuple[int, int], batch_size: int, device: str
 ) -> tuple[float, float]:
-    """Return images a second and the share of waiting, over a few batches; workers' start apart."""
+    """Return images per second and the fraction of time spent waiting, over a few batches after the first one."""
     assert labelled.values is not None
     samples = tuple((labelled.items[number], int(labelled.values[number])) for number in labelled.splits["train"])
     dataset = _NaiveDataset(drive, samples, shape)
@@ -314,7 +319,8 @@ def _train_naively(
     step = supervised_step(model, torch.optim.AdamW(model.parameters()))
     images = 0
     wait_s = 0.0
-    endless = itertools.chain.from_iterable(itertools.repeat(loader))  # few images make few batches
+    # A small dataset may have fewer batches than are measured, so repeat it.
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))
     batches = map(partial(_checked, drive, samples), endless)
     step(_moved(next(batches), device))
     started = time.perf_counter()
@@ -333,7 +339,7 @@ def _train_naively(
 def _checked(
     drive: Source, samples: tuple[tuple[Item, int], ...], batch: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the batch, or name the first file in it that is no image."""
+    """Return the batch, or raise `BadImage` with the name of a file in it that is not an image."""
     lowest = int(batch[1].min())
     if lowest < 0:
         path = samples[-1 - lowest][0].path

@@ -1,9 +1,9 @@
-"""The verbs: each is a magic and a command, and makes one public call.
+"""The table of verbs: each is a magic and a command that calls one public function.
 
-To add one, write the public function, which returns a `Report`, export it in its room's `__init__.pyi` and in
-`colabkit/__init__.pyi`, and add a row to `VERBS`: that makes the magic, the command, their help and their completion.
-Names, order and defaults are those of the function; a test compares them, and another one README's table, which
-`python tests/doubles/readme_tables.py` prints. Cell magics stand in `CELLS`.
+To add one, write the public function, which returns a `Report`, export it in its subpackage's `__init__.pyi` and in
+`colabkit/__init__.pyi`, and add a row to `VERBS`. The magic, the command, their help and their completion are derived
+from the row. Names, order and defaults of the options must match the function; a test compares them. Another test
+compares the table in README, which `python tests/doubles/readme_tables.py` prints. Cell magics are in `CELLS`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Option:
     """An argument of a verb.
 
     Attributes:
-        name: the function's parameter.
-        help: one line, for `--help` and `?`.
-        default: the function's default; without one it has to be given.
+        name: Name of the function's parameter.
+        help: One line for `--help` and `?`.
+        default: Default of the function; an option without one is required.
         kind: `text`, `path`, `number`, `amount`, `bytes`, `seconds`, `flag` (also `--no-...`), `switch`, `threads`,
             `steps`, `size`, `folder`, `labels`, `splits`, `fields`, `object`, `objects`, `data` (a path or a variable)
             or `subject` (a variable, or the path of a saved report).
-        is_positional: whether it is given by its place instead of its name; what has to be given always is.
-        words: values with a meaning of their own, which are offered where a line is completed.
+        is_positional: Whether it is positional although it has a default; required options always are.
+        words: Special values, which completion offers.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Option:
 
     @property
     def is_required(self) -> bool:
-        """Whether it has to be given."""
+        """Whether the option has no default."""
         return self.default is ...
 
     @property
     def flag(self) -> str:
-        """How it is named in a line, as in `--batch-size`; empty for what is given by its place."""
+        """The option in a line, such as `--batch-size`; empty for a positional one."""
         return "" if self.is_required or self.is_positional else "--" + self.name.replace("_", "-")
 
 
@@ -50,12 +50,12 @@ class Verb:
     """A magic and a command.
 
     Attributes:
-        name: of both.
-        help: one line.
-        options: positional ones first.
-        is_magic: whether there is a magic of it.
-        function: the public function, where its name is another.
-        more: what its help says below the options.
+        name: Name of both.
+        help: One-line description.
+        options: Its options, positional ones first.
+        is_magic: Whether it is also a magic.
+        function: Name of the public function, if it differs from `name`.
+        more: Help text below the options.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Verb:
 
     @property
     def call(self) -> str:
-        """Name of the public function."""
+        """The name of the public function."""
         return self.function or self.name
 
 
@@ -138,7 +138,7 @@ TRAINING = (
     ),
     Option("timeout", "how long the file system may leave one operation of a checkpoint unanswered, as 5min", None),
 )
-"""How training goes, whatever a step is."""
+"""The options of training, shared by `train` and `%%train`."""
 
 VERBS: tuple[Verb, ...] = (
     Verb("runtime", "show what this machine allows: CPUs, RAM, tmpfs, disks, GPUs, versions"),
@@ -339,7 +339,7 @@ LOADING = (
     Option("on", "the device: cuda, cpu; else a GPU if there is one", None, words=("cuda", "cpu")),
     Option("transform", "applied to the images of each batch: a variable", None, "object"),
 )
-"""How batches are made, where no `Loader` is named."""
+"""The options of the `Loader` that `%%train` creates, unless it is given one."""
 
 _HERE = {
     "state": "what checkpoints hold, as in: model optimizer; needed with --save-to",
@@ -372,7 +372,7 @@ CELLS = (
     ),
     Verb("dashboard", "run the cell beside the live panel", _SHOWN),
 )
-"""Below the first line of a cell magic stands the code that it runs."""
+"""The cell magics."""
 
 DASHBOARD = Verb(
     "dashboard",
@@ -381,4 +381,4 @@ DASHBOARD = Verb(
 )
 
 LINES = (*(verb for verb in VERBS if verb.is_magic), DASHBOARD)
-"""What there are line magics of, `%colabkit` apart."""
+"""The line magics, except `%colabkit`."""

@@ -1,1 +1,1 @@
-"""The launcher: `panel` opens a panel with buttons; `settings` become a `pipeline` of calls; `view` shows them."""
+"""The launcher: `panel` opens it, `view` holds its widgets, and `pipeline` turns its `settings` into public calls."""

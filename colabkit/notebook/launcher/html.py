@@ -1,6 +1,6 @@
-"""The launcher's texts as HTML: everything from outside is escaped, colours are the theme's own.
+"""The launcher's texts as HTML: all variable text is escaped, and colors follow the front end's theme.
 
-One style sheet, for this panel alone, makes of widgets a calm form; without it the form still works.
+One style sheet, which applies to this panel only, styles the widgets; the form also works without it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _SURFACE = "var(--jp-layout-color2,var(--colab-secondary-surface-color,var(--vsc
 _FONT = "font:13px/20px system-ui,sans-serif"
 ACCENT, _ALARM = plotting.BLUE, plotting.VERMILLION
 _FAINT = "opacity:.72"
-_NARROW_PX = 460  # below this width labels stand above their fields
+# Below this width, labels are placed above their fields.
+_NARROW_PX = 460
 
 
 def sheet(kept: str) -> str:
-    """Return the style sheet, for this panel only; it hides what has the class `kept`."""
+    """Return the style sheet, which applies to this panel only and hides elements of the class `kept`."""
     rules = {
         "&": f"container-type:inline-size;box-sizing:border-box;border-radius:8px;color:{_TEXT};accent-color:{ACCENT}",
         "& .widget-html,& .widget-html-content": "overflow:visible;height:auto;margin:0;line-height:20px;min-width:0",
@@ -57,7 +58,8 @@ def sheet(kept: str) -> str:
         "& [aria-label='Training panel']": f"border:0!important;border-top:1px solid {LINE}!important;"
         "border-radius:0!important;padding:14px 0 0!important",
     }
-    root = f".{ROOT}.{ROOT}"  # twice, to come before the theme's own rules
+    # Repeating the class raises the specificity above that of the theme's rules.
+    root = f".{ROOT}.{ROOT}"
     text = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in rules.items())
     narrow = {
         "& .colabkit-field": "flex-wrap:wrap",
@@ -87,7 +89,7 @@ def hint(text: str, indent_px: int) -> str:
 
 
 def message(text: str, *, is_error: bool = False) -> str:
-    """Return what the panel says: what it does, or what went wrong."""
+    """Return a status or error message; empty without text."""
     if not text:
         return ""
     color = _ALARM if is_error else ACCENT
@@ -99,13 +101,13 @@ def message(text: str, *, is_error: bool = False) -> str:
 
 
 def numbers(progress: Progress) -> str:
-    """Return the numbers of some work, for beside its bar."""
+    """Return the figures of the progress, to be shown below its bar."""
     style = f"{_FONT};color:{_TEXT};{_FAINT};font-variant-numeric:tabular-nums"
     return f"<div style='{style}'>{escape(_as_text(progress))}</div>"
 
 
 def _as_text(progress: Progress) -> str:
-    """Return the numbers of some work: how much of it, how fast, how long it still takes."""
+    """Return the figures of the progress: amount done, rate, and remaining time."""
     unit = progress.unit.strip()
     count = format_bytes if unit == "B" else format_count
     of = "" if progress.total is None else f" of {count(progress.total)}"
@@ -124,7 +126,7 @@ def _as_text(progress: Progress) -> str:
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return a report as its line and its table, which unfolds, and is unfolded if `is_open`."""
+    """Return a report as its summary line and a table that unfolds; it is unfolded if `is_open`."""
     line, _, table = found._repr_html_().partition("</div>")
     return (
         f"<details{' open' if is_open else ''} style='{_FONT};color:{_TEXT};border-top:1px solid {LINE};padding:8px 0;"
@@ -134,12 +136,12 @@ def report(found: Report, *, is_open: bool) -> str:
 
 
 def keep(html: str, kept: str) -> str:
-    """Return what stays in a saved notebook, with the class `kept` that the live panel's style sheet hides."""
+    """Return HTML for the saved notebook, in the class `kept`, which the style sheet of the live panel hides."""
     return f"<div class='{kept}'>{html}</div>"
 
 
 def code(text: str) -> str:
-    """Return a cell's text, which one click selects."""
+    """Return the code of a cell, which one click selects."""
     style = (
         f"font:12px/18px ui-monospace,monospace;color:{_TEXT};background:{_SURFACE};margin:0;padding:10px 12px;"
         "border-radius:4px;overflow-x:auto;white-space:pre;user-select:all"

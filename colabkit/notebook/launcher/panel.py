@@ -1,10 +1,11 @@
-"""`open_launcher()` opens a panel with buttons: from remote files to a trained network without a line of code.
+"""`open_launcher()`: a panel with buttons that goes from remote files to a trained network without code.
 
-The form's settings become a pipeline of public calls; the panel shows their progress, errors and reports, and the cell
+The form's settings become a pipeline of public calls. The panel shows their progress, errors and reports, and a cell
 that makes the same calls.
 
-A click works where it is heard: in the kernel's main thread, as Drive's consent needs it, and while the kernel is busy,
-as some front ends need it to repaint. Where a kernel hears clicks in other threads, the work is handed to the main one.
+A click does its work at once, in the kernel's main thread: Drive's consent dialog needs that thread, and some front
+ends only repaint while the kernel is busy. If a kernel handles clicks in another thread, the work is passed to the main
+thread.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ _open: list[Launcher] = []
 
 
 def open_launcher() -> Launcher:
-    """Open a panel with buttons below this cell: probe a source, stage it, pack it, train on it.
+    """Open a panel below this cell with buttons to probe a source, stage it, pack it and train on it.
 
-    Work is done in the kernel's main thread while its button is disabled, so cells wait for it. Progress, errors,
-    reports and the live panel of the training appear inside. Interrupting the kernel stops the work; a click goes on
-    where it was. "Show the code" shows the cell that does the same. Opening another panel closes the one before.
+    The work runs in the kernel's main thread, so other cells wait for it. Progress, errors, reports and the live panel
+    of the training appear in the panel. Interrupt the kernel to stop the work, and click again to resume. "Show the
+    code" shows a cell that does the same. Opening another panel closes the previous one.
 
     Returns:
-        The panel: `close()` takes it away, `results` holds the reports of the last run.
+        The panel. `close()` removes it, and `results` holds the reports of the last run.
 
     Raises:
-        NoNotebook: outside of a notebook.
-        MissingPackage: if ipywidgets is not installed.
+        NoNotebook: If this is not a notebook.
+        MissingPackage: If ipywidgets is not installed.
     """
     act = "open the launcher"
     ipython = sys.modules.get("IPython")
@@ -77,25 +78,25 @@ def open_launcher() -> Launcher:
 
 
 def close_launchers() -> None:
-    """Close the panel that is open, if there is one."""
+    """Close the open panel, if any."""
     while _open:
         _open.pop().close()
 
 
 class Launcher:
-    """The open panel; `close()` takes it away.
+    """The launcher's panel; `close()` removes it.
 
-    What each run came to is also put into an output of its own, which is hidden while the panel is alive and all that
-    can be read in a saved notebook.
+    The results of a run are also displayed in a separate output. It is hidden while the panel is alive; in a saved
+    notebook, it is all that can be read.
 
     Args:
-        widgets: the package ipywidgets.
+        widgets: The package ipywidgets.
 
     Attributes:
-        view: its widgets.
-        results: the reports of the last run, by the variables that the shown code gives them: `mounted`, `probed`,
-            `staged`, `packed` and `report`.
-        is_open: whether it has not been closed.
+        view: The widgets.
+        results: Reports of the last run, by the variable names of the shown code: `mounted`, `probed`, `staged`,
+            `packed` and `report`.
+        is_open: Whether the panel is open.
     """
 
     def __init__(self, widgets: Any) -> None:
@@ -117,7 +118,7 @@ class Launcher:
         self._shown_in = getattr(get_ipython(), "execution_count", None)
 
     def close(self) -> None:
-        """Close all widgets; what the last run came to stays, as HTML and text. May be called twice."""
+        """Close all widgets; the results of the last run stay as HTML and text. May be called twice."""
         if not self.is_open:
             return
         self.is_open = False
@@ -129,7 +130,7 @@ class Launcher:
         return f"colabkit's launcher, {'open' if self.is_open else 'closed'}"
 
     def _ipython_display_(self) -> None:
-        """Show the panel once more; not in the cell that opened it, where it stands already."""
+        """Show the panel again, except in the cell that opened it, where it is already visible."""
         from IPython import get_ipython
 
         if not self.is_open:
@@ -143,13 +144,13 @@ class Launcher:
         display(bundle, raw=True, display_id=display_id, update=update)
 
     def _kept(self) -> dict[str, Any]:
-        """Return what stays in a saved notebook: what the last run came to, hidden while the panel is alive."""
+        """Return the results of the last run for the saved notebook; they are hidden while the panel is alive."""
         text = "\n".join(filter(None, [self.view.said, *map(repr, self.view.reports)]))
         shown = self.view.shown or html.message(_FALLBACK)
         return {"text/html": html.keep(shown, self._id), "text/plain": text or _FALLBACK}
 
     def _start(self, action: Action) -> None:
-        """Begin what a button does, unless something runs."""
+        """Start the action of a button, unless one is running."""
         if not self._busy.acquire(blocking=False):
             return
         try:
@@ -158,15 +159,17 @@ class Launcher:
                 self.view.say("Waiting for the kernel")
                 self._loop.call_soon_threadsafe(self._work, action)
                 return
-        except BaseException:  # the front end or the loop is gone
+        except BaseException:
+            # For example, the front end or the event loop is gone.
             self._busy.release()
             raise
         self._work(action)
 
     def _work(self, action: Action) -> None:
-        """Do what a button does, and tell how it went; nothing that goes wrong leaves the panel."""
+        """Run the action of a button and show its outcome; all errors are shown in the panel."""
         started = time.monotonic()
-        with _on_interrupt(signal.SIG_IGN):  # but for what can be stopped
+        # Ignore interrupts while the panel is updated; only the pipeline itself can be interrupted.
+        with _on_interrupt(signal.SIG_IGN):
             try:
                 with _noted(self.view.note), shown_by(self.view.progress), _on_interrupt(signal.default_int_handler):
                     pipeline = _pipeline(self.view.settings, action)
@@ -174,9 +177,11 @@ class Launcher:
                     run_pipeline(pipeline, self.view, self._begin, self._done)
                 self.view.say(f"Done in {format_seconds(time.monotonic() - started)}.")
             except KeyboardInterrupt as stop:
-                if report := getattr(stop, "report", None):  # of a TrainingInterrupted, whose module may not be loaded
+                # A TrainingInterrupted has a report. Its class is not imported here, since that would load torch.
+                if report := getattr(stop, "report", None):
                     self._done("report", report)
-                self.view.note("")  # that it is being stopped
+                # Remove the note that training is being stopped.
+                self.view.note("")
                 self.view.say(_STOPPED)
             except Exception as error:
                 told, fields = _told(error, action)
@@ -202,7 +207,7 @@ def _pipeline(settings: Settings, action: Action) -> Pipeline:
 
 
 def _code(settings: Settings) -> str:
-    """Return the cell that does what the last button does, or why there is none."""
+    """Return a cell that does the same as the last button, or a comment with the error in the settings."""
     try:
         return code_of(_pipeline(settings, "train"))
     except ColabkitError as error:
@@ -214,7 +219,7 @@ def _places() -> list[tuple[str, str]]:
 
 
 def _told(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
-    """Return what is said of an error, and the fields to look at."""
+    """Return the message for an error, and the fields to mark."""
     if os.environ.get("COLABKIT_DEBUG") == "1":
         return "".join(traceback.format_exception(error)), ()
     if isinstance(error, ColabkitError):
@@ -223,7 +228,7 @@ def _told(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
 
 
 def _main_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the main thread's event loop, where this is that thread and it has one."""
+    """Return the running event loop if this is the main thread, otherwise None."""
     if threading.current_thread() is not threading.main_thread():
         return None
     try:
@@ -234,7 +239,7 @@ def _main_loop() -> asyncio.AbstractEventLoop | None:
 
 @contextlib.contextmanager
 def _on_interrupt(handler: Handler) -> Iterator[None]:
-    """Have Ctrl-C, or the kernel's interrupt, handled so in the block; only the main thread hears it."""
+    """Set the handler of SIGINT (Ctrl-C or the kernel's interrupt) in the block, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -247,7 +252,7 @@ def _on_interrupt(handler: Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(note: Callable[[str], None]) -> Iterator[None]:
-    """Give the warnings that colabkit logs in the block to a function, one line each, in place of the error stream."""
+    """Pass colabkit's log warnings in the block to a function, one line each, instead of to standard error."""
 
     class NoteHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,6 +1,6 @@
-"""What a button does: public calls with keyword arguments, their execution, and the cell that makes the same calls.
+"""The action of a button: a sequence of public calls, their execution, and a cell that makes the same calls.
 
-Each button also does what the buttons before it do; existing results are reused.
+Each button includes the actions of the buttons before it, and reuses existing results.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _READ_BY_PACK = re.compile(
     r"\.(csv|tsv|parquet)$|\.(tfrecords?|tfrec|lmdb|mdb)(-\d+-of-\d+)?/?$|\*|\{(\d+\.\.\d+|[^{},]*,[^{}]*)\}",
     re.IGNORECASE,
 )
-"""How the names of tables and records end, or hold a pattern of shards: `pack()` reads those itself, a table's labels
-with its files, and stages remote records."""
+"""Names of tables, record files and shard patterns. `pack()` reads these itself, without a separate `stage()`."""
 
 _VERBS = {verb.name: verb for verb in VERBS}
 _DRIVE = "drive:"
@@ -44,7 +43,7 @@ _HELD_OUT_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class ResultPath:
-    """An argument that stands for the path in an earlier call's report, by its variable."""
+    """A placeholder for the path in the report of an earlier call, named by that call's variable."""
 
     name: str
 
@@ -57,10 +56,10 @@ class PipelineCall:
     """One public call.
 
     Attributes:
-        name: the variable that its report gets.
-        verb: of the magic.
-        arguments: of the call, by name; defaults are left out.
-        doing: what is done, for the panel.
+        name: Variable for its report.
+        verb: The verb to call.
+        arguments: Arguments by name, without defaults.
+        doing: Description of the call for the panel, such as `"Staging"`.
     """
 
     name: str
@@ -69,7 +68,7 @@ class PipelineCall:
     doing: str
 
     def make(self, results: Mapping[str, Any]) -> Any:
-        """Make the call and return its report; `results` are those of the calls before, by name."""
+        """Make the call and return its report; `results` are the reports of earlier calls by name."""
         arguments = {
             name: results[value.name].path if isinstance(value, ResultPath) else value
             for name, value in self.arguments.items()
@@ -79,7 +78,7 @@ class PipelineCall:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """How a small network is trained on what was packed: until `epochs` are done, with checkpoints in `save_to`."""
+    """The settings for training a small network on the pack, with checkpoints in `save_to`."""
 
     batch_size: int
     epochs: int
@@ -89,13 +88,13 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What a button does.
+    """The action of a button.
 
     Attributes:
-        source: what the user named, as it may be shown.
-        calls: in their order.
-        training: what follows them, or None.
-        secret: the source where it is an address that holds more than may be shown, else empty.
+        source: The source that the user entered, without secrets.
+        calls: The calls, in order.
+        training: Settings of the training that follows, or None.
+        secret: The complete source if it is an address that may contain a secret, otherwise empty.
     """
 
     source: str
@@ -105,12 +104,15 @@ class Pipeline:
 
 
 def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = True) -> Pipeline:
-    """Return what a button does, without doing it; raises `InvalidOption` if a value is invalid.
+    """Return the pipeline of a button, without running it.
 
     Args:
-        settings: the form's values.
-        action: the button.
-        needs_mount: whether `drive:` needs a mount; not where another folder stands for it.
+        settings: Values of the form.
+        action: The button.
+        needs_mount: Whether `drive:` needs a mount; False if another folder replaces it.
+
+    Raises:
+        InvalidOption: If a value is invalid.
     """
     act = f"{action} it" if action != "train" else "train on it"
     source = _checked(act, "source", settings.source)
@@ -144,12 +146,12 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
 
 
 def is_read_by_pack(source: str) -> bool:
-    """Return whether `pack()` reads a source itself, by its name."""
+    """Return whether `pack()` reads a source with this name itself, without staging."""
     return _READ_BY_PACK.search(source) is not None
 
 
 def _checked(act: str, name: str, text: str) -> str:
-    """Return a field's text without the space around it, if there is any, and it is one line."""
+    """Return a field's stripped text; raise `InvalidOption` if it is empty or has several lines."""
     text, label = text.strip(), FIELDS[name]
     if not text:
         found = f"an empty {label.lower()}"
@@ -181,7 +183,7 @@ def _value(option: Option, text: str) -> Any:
 
 
 def _folder_name(source: str, options: Mapping[str, Any]) -> str:
-    """Return the name of the folder of a pack and its checkpoints: other options make another pack."""
+    """Return the name of the folder of a pack and its checkpoints, which depends on source and options."""
     bare = re.split(r"[?#]", source, maxsplit=1)[0].rstrip("/") if "://" in source else source
     path = bare.partition("://")[2].partition("/")[2] if "://" in source else bare.rpartition(":")[2]
     stem = PurePosixPath(path).name.partition(".")[0]
@@ -191,7 +193,7 @@ def _folder_name(source: str, options: Mapping[str, Any]) -> str:
 
 
 def _shown(source: str) -> str:
-    """Return a source as it may be shown: of an address without what can be a secret."""
+    """Return a source without parts of an address that may be secret."""
     if "://" not in source:
         return source
     address = address_of(source)
@@ -199,7 +201,7 @@ def _shown(source: str) -> str:
 
 
 def code_of(pipeline: Pipeline) -> str:
-    """Return the cell that makes the same calls, to be copied and changed; it asks for an address that is secret."""
+    """Return a cell that makes the same calls; it prompts for an address that may contain a secret."""
     asking = ["from getpass import getpass"] if pipeline.secret else []
     torch = ["import torch"] if pipeline.training else []
     lines = ["%load_ext colabkit", *asking, "import colabkit", *torch, ""]
@@ -221,7 +223,7 @@ def _code_of_call(call: PipelineCall, secret: str) -> str:
 
 
 def _training_lines(training: TrainingSettings) -> list[str]:
-    """Return the code that does what `_train` does; a test compares the calls of both."""
+    """Return code equivalent to `_train`; a test compares the calls of both."""
     how = f"epochs={training.epochs}, save_to={training.save_to!r}, validate=validate"
     return [
         "",
@@ -243,13 +245,13 @@ def _training_lines(training: TrainingSettings) -> list[str]:
 def run_pipeline(
     pipeline: Pipeline, screen: Screen, begin: Callable[[str], None], done: Callable[[str, Report], None]
 ) -> None:
-    """Make the calls of a pipeline; their errors and `KeyboardInterrupt` come through.
+    """Make the calls of a pipeline. Errors and `KeyboardInterrupt` are not caught.
 
     Args:
-        pipeline: what to do.
-        screen: where the live panel of the training is shown.
-        begin: called before each call with what it does.
-        done: called after each call with its variable and its report.
+        pipeline: The pipeline to run.
+        screen: Screen for the live panel of the training.
+        begin: Called before each call with its description.
+        done: Called after each call with its variable name and its report.
     """
     results: dict[str, Any] = {}
     for call in pipeline.calls:
@@ -264,7 +266,7 @@ def run_pipeline(
 
 @contextlib.contextmanager
 def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
-    """Have errors of the block that judge the data name what the user named, and not its local copy."""
+    """In errors about the data, replace the path of the local copy by the source that the user entered."""
     try:
         yield
     except (BadSource, BadImage, InvalidOption) as error:
@@ -274,7 +276,7 @@ def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
-    """Refuse files that cannot be packed or trained on, by their names, before they are copied."""
+    """Raise an error for labels that cannot be packed or trained on, judged by file names, before files are copied."""
     packing = next((call.arguments for call in pipeline.calls if call.name == "packed"), None)
     if packing is None:
         return
@@ -283,14 +285,15 @@ def _check_labels(pipeline: Pipeline, listing: Listing) -> None:
         labelled = label_samples(listing, pipeline.source, labels=labels, splits=splits)
     except ColabkitError:
         if any(is_read_by_pack(item.path) or item.path.endswith(".tar") for item in listing.items):
-            return  # a folder of records: what is in them is not known yet
+            # A folder of records, whose labels are only known once they are read.
+            return
         raise
     if pipeline.training is not None:
         _check_kind(pipeline.source, labelled.kind)
 
 
 def _check_kind(source: str, kind: str) -> None:
-    """Refuse labels that a small network is not trained on."""
+    """Raise `InvalidOption` unless there is one class per image, as the small network needs."""
     if kind != "class":
         found = "no labels" if kind == "none" else f"{kind} labels"
         next_step = f"Check {FIELDS['labels']}, or train on it with a loss of your own"

@@ -1,4 +1,4 @@
-"""The launcher's form without its widgets: its values, its choices, and errors in the words of its fields."""
+"""The launcher's form without its widgets: its values, its choices, and errors that name its fields."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FIELDS = {
     "channels": "Channels",
     "on_bad": "Bad files",
 }
-"""What the fields are called beside them, by the names of `Settings`, in the form's order."""
+"""The labels of the fields, by the names of `Settings`, in the form's order."""
 
 PACK_OPTIONS = ("size", "encoding", "labels", "splits", "channels", "on_bad")
-"""The fields that are options of `pack()`, by the same names, which unfold."""
+"""The fields that are options of `pack()` of the same name; the form shows them in a section that unfolds."""
 
 _OF_PACK = {
     option.name: option
@@ -49,26 +49,26 @@ _LEFT_OUT = re.compile(rf"\bLeave ({'|'.join(FIELDS)}) out\b")
 _IN_CODE = re.compile(r"\b(a function|functions) of the path\b(?! in code)")
 _MOUNT = "run colabkit.mount() if it is on Drive"
 _ABOUT = {"label": "labels", "split": "splits", "read": "source", "fetch": "source"}
-"""The field to look at where the next step names none, by the verb of what cannot be done."""
+"""The field to mark if an error's advice names none, by the verb of the failed action."""
 _PATH, _ANOTHER = "Check the path", "Choose another path"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The form's values, as they stand in its fields.
+    """The values of the form's fields; text fields are not parsed yet.
 
     Attributes:
-        source: where the data is.
-        to: where the near copy goes.
-        size: height and width to bring images to, empty for as they are.
-        encoding: of the pack.
-        labels: where they come from.
-        splits: shares, or a column; empty for as the source says.
-        channels: of images, `"3"` or `"1"`.
-        on_bad: what becomes of files that cannot be decoded.
-        batch_size: samples of a batch.
-        epochs: how many in all.
-        work: folder of packs and checkpoints.
+        source: Path or address of the data.
+        to: Destination of the local copy.
+        size: Height and width to resize images to; empty to keep their size.
+        encoding: Encoding of the pack.
+        labels: Source of the labels.
+        splits: Shares of the splits, or a column; empty to use the source's folders.
+        channels: Channels of the images, `"3"` or `"1"`.
+        on_bad: How to handle files that cannot be decoded.
+        batch_size: Samples per batch.
+        epochs: Total number of epochs.
+        work: Folder for packs and checkpoints.
     """
 
     source: str = "samples:digits"
@@ -85,7 +85,12 @@ class Settings:
 
 
 def places(found: RuntimeReport, near: str) -> list[tuple[str, str]]:
-    """Return where a local copy may go: what is free there, and the value for `stage()`; `near` is their folder."""
+    """Return the choices for the destination of a local copy, as pairs of label and value for `stage(to=)`.
+
+    Args:
+        found: Report of `runtime()`.
+        near: Folder of local copies on disk.
+    """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
     return [
         ("auto: tmpfs where it fits and leaves RAM for training, else disk", "auto"),
@@ -95,7 +100,7 @@ def places(found: RuntimeReport, near: str) -> list[tuple[str, str]]:
 
 
 def _disk_of(disks: tuple[DiskReport, ...], near: str) -> DiskReport | None:
-    """Return the disk that holds a folder: the one named by a folder on the way to it, else the working folder's."""
+    """Return the disk that holds a folder, or else the last one, which is the working folder's."""
     holding = [one for one in disks if PurePath(near).is_relative_to(one.folder)]
     return max(holding, key=lambda one: len(one.folder)) if holding else disks[-1] if disks else None
 
@@ -105,9 +110,9 @@ def _free(place: DiskReport | None) -> str:
 
 
 def reword_for_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
-    """Return an error's message with its next step in the words of the form, and the fields that it names.
+    """Return an error's message, with advice that names the form's fields, and the names of these fields.
 
-    Packing without labels is advised as such where the button, `action`, trains.
+    Advice to use no labels helps only with packing, so it becomes "Pack with Labels: none" if the button trains.
     """
     before, dot, step = str(error).rpartition(". ")
     if isinstance(error, SourceMissing | BadSource):
@@ -124,7 +129,7 @@ def reword_for_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, 
 
 
 def _labelled(name: str, value: str, action: str) -> str:
-    """Return a field and what to put into it, as in `"Labels: none"`; empty for an option without a field."""
+    """Return the label of a field and the value to enter, such as `"Labels: none"`; empty without such a field."""
     label = FIELDS.get(name, "")
     if not value or not label:
         return label

@@ -1,6 +1,6 @@
-"""The launcher's widgets: a form, buttons, a bar, and places for messages, the live panel, reports and code.
+"""The launcher's widgets: a form, buttons, a progress bar, and areas for messages, the live panel, reports and code.
 
-Only core widgets, and only what ipywidgets 7.7 and 8 share. Nothing is decided here.
+Uses only core widgets with the features that ipywidgets 7.7 and 8 share. The logic is in `panel` and `pipeline`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ _MOST = 1_000_000
 
 
 class View:
-    """Shows the form and what comes of it.
+    """The widgets of the launcher.
 
-    It is a screen of the live panel: frames appear below the buttons, the last one stays until the next click.
+    It is also a screen for the live panel: frames appear below the buttons, and the last one stays until the next
+    click.
 
     Args:
-        widgets: the package ipywidgets.
-        near: the choices of where near copies go, as `places` returns them.
-        clicked: called with the action of a button that is clicked.
-        code: returns the code of the settings, or says why there is none.
-        kept: the class of what is hidden while the panel is alive.
+        widgets: The package ipywidgets.
+        near: Choices for the destination of local copies, from `places`.
+        clicked: Called with the action of a clicked button.
+        code: Returns the code for the settings, or a comment with the error in them.
+        kept: CSS class of the elements that are hidden while the panel is alive.
 
     Attributes:
-        root: the widget that holds all others.
-        fields: the form's widgets, by the names of `Settings`.
-        buttons: those that can be clicked now, by their action.
-        options_switch: shows the options of packs.
-        code_switch: shows the code.
-        reports: those that are shown.
+        root: The widget that contains all others.
+        fields: The form's widgets, by the names of `Settings`.
+        buttons: The row of buttons that is visible now, by action.
+        options_switch: Toggles the pack options.
+        code_switch: Toggles the code.
+        reports: The reports shown.
     """
 
     def __init__(
@@ -83,21 +84,21 @@ class View:
 
     @property
     def settings(self) -> Settings:
-        """The form's values."""
+        """The values of the form."""
         return Settings(**{field.name: self.fields[field.name].value for field in fields(Settings)})
 
     @property
     def said(self) -> str:
-        """The message and the note that are shown."""
+        """The visible message and note."""
         return "\n".join(filter(None, [self._said, self._noted]))
 
     @property
     def shown(self) -> str:
-        """What the last run came to, as it is shown."""
+        """The results of the last run as HTML."""
         return f"{self._message.value}{self._panel.value}{self._table.value}"
 
     def begin(self) -> None:
-        """Show that something runs: no button can be clicked, and nothing is left of what ran before."""
+        """Disable the buttons and clear the results of the previous run."""
         for button in self.buttons.values():
             button.disabled = True
         self.reports, self._noted = [], ""
@@ -106,10 +107,9 @@ class View:
         _put(self._panel, "")
 
     def end(self) -> None:
-        """Show that nothing runs any more.
+        """Enable the buttons again.
 
-        Two rows of buttons take turns: a click that waited meanwhile arrives at the row that is gone, and starts
-        nothing.
+        Two rows of buttons alternate, so that clicks queued during the run arrive at the hidden row and are ignored.
         """
         self.progress(None)
         self._show_reports(self.reports, is_over=True)
@@ -121,7 +121,7 @@ class View:
         self._lines[self._turn].layout.display = None
 
     def offer(self, near: list[tuple[str, str]]) -> None:
-        """Show the choices of where near copies go as they are now; the one that was made stays."""
+        """Update the choices for the destination of local copies, and keep the selected one."""
         choice = self.fields["to"]
         chosen = choice.value
         if list(choice.options) != near:
@@ -129,12 +129,12 @@ class View:
             choice.value = chosen
 
     def say(self, text: str, *, is_error: bool = False) -> None:
-        """Show a message in place of the one before; notes stay."""
+        """Replace the message; the note stays."""
         self._said, self._is_error = text, is_error
         _put(self._message, html.message(self.said, is_error=is_error))
 
     def point_to(self, names: Iterable[str]) -> None:
-        """Mark these fields, and no others; those that are folded away unfold."""
+        """Mark these fields only, and unfold the pack options if they include a marked one."""
         names = set(names)
         for name, field in self.fields.items():
             (field.add_class if name in names else field.remove_class)(html.POINTED)
@@ -147,7 +147,7 @@ class View:
         self.say(self._said, is_error=self._is_error)
 
     def progress(self, progress: Progress | None) -> None:
-        """Show how far the work is, or that it is over."""
+        """Update the progress bar, or hide it for None."""
         if progress is None:
             self._work.layout.display = "none"
             self._bar.value = 0.0
@@ -157,11 +157,11 @@ class View:
         self._work.layout.display = None
 
     def report(self, report: Report) -> None:
-        """Show a report below those of the same run."""
+        """Show a report below the earlier ones of the same run."""
         self._show_reports([*self.reports, report], is_over=False)
 
     def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
-        """Show a line of each report, and unfolded the last one's table once nothing runs any more."""
+        """Show a line for each report; once the run is over, unfold the table of the last one."""
         _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
         self.reports = reports
 
@@ -170,7 +170,7 @@ class View:
         _put(self._panel, html)
 
     def close(self) -> None:
-        """There is nothing to let go of after a training: the last frame stays."""
+        """Do nothing: the last frame of the live panel stays."""
 
     def remove(self) -> None:
         """Close every widget."""
@@ -288,13 +288,13 @@ class View:
 
 
 def _put(widget: Any, text: str) -> None:
-    """Show a text, or take no place without one."""
+    """Show a text, or hide the widget if it is empty."""
     widget.value = text
     widget.layout.display = None if text else "none"
 
 
 def _tree(widget: Any) -> Iterator[Any]:
-    """Yield a widget and all that it is made of: its children, its layout and its style."""
+    """Yield a widget and its children, layouts and styles, recursively."""
     yield widget
     for name in widget.keys:
         value = getattr(widget, name)
