@@ -1,1 +1,1 @@
-"""Snapshots of the machine while something runs: CPU, RAM, storage, network, GPUs; and a thread that takes them."""
+"""Snapshots of CPU, RAM, storage, network and GPUs during a run, and a thread that takes them."""

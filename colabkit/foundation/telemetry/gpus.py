@@ -1,11 +1,11 @@
-"""The GPUs by NVIDIA's library NVML: all cards as reports, and those that this process may use as snapshots.
+"""GPUs through NVIDIA's NVML library: reports of all cards, and snapshots of the devices that this process may use.
 
-NVML lists every card whatever `CUDA_VISIBLE_DEVICES` says; CUDA obeys it, and under MIG it sees one instance of a card
-and no whole one. The rules are those of CUDA's C++ Programming Guide, "CUDA Environment Variables", and of NVIDIA's
-MIG User Guide, "Device Enumeration".
+NVML lists all cards and ignores `CUDA_VISIBLE_DEVICES`. CUDA obeys that variable, and in MIG mode it sees one instance
+of a card, not the whole card. The rules are described in CUDA's C++ Programming Guide, "CUDA Environment Variables",
+and in NVIDIA's MIG User Guide, "Device Enumeration".
 
-Each figure may be missing by itself, and is not asked for again then. Bytes over PCIe are left out: the driver measures
-them for 20 ms at a time, while the caller waits.
+Any value may be unsupported and is then not queried again. PCIe throughput is not read, since each query blocks for
+20 ms.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ from colabkit.foundation.units import format_bytes
 logger = logging.getLogger("colabkit")
 
 _NEEDED = ("NVMLError", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlInit", "nvmlShutdown")
-# Of nvml.h: what an error says about the next time.
+# Error codes of nvml.h: lost cards, and errors that every later query would return too.
 _IS_LOST = 15
-_NEVER = frozenset({2, 3, 4, 13, 25, 26})  # bad argument, not supported, no permission, no such function, bad version
+# Invalid argument, not supported, no permission, function not found, version mismatch, deprecated.
+_NEVER = frozenset({2, 3, 4, 13, 25, 26})
+# Bits nvmlClocksEventReasonSwPowerCap, ...HwPowerBrakeSlowdown; ...SwThermalSlowdown, ...HwThermalSlowdown.
 _SLOWED = {
-    "power": 0x04 | 0x80,  # nvmlClocksEventReasonSwPowerCap, ...HwPowerBrakeSlowdown
-    "heat": 0x20 | 0x40,  # ...SwThermalSlowdown, ...HwThermalSlowdown
+    "power": 0x04 | 0x80,
+    "heat": 0x20 | 0x40,
 }
 
 
 @dataclass(frozen=True, repr=False)
 class GpuReport(Report):
-    """A GPU as the driver names it; a value that the driver does not tell is None.
+    """A GPU as reported by the driver. Unknown values are None.
 
     Attributes:
-        uuid: which tells cards apart, as in `"GPU-..."`.
-        name: as in `"Tesla T4"`.
+        uuid: unique identifier of the card, `"GPU-..."`.
+        name: name of the card, for example `"Tesla T4"`.
         total_bytes: memory of the card.
-        free_bytes: memory that no process has taken.
+        free_bytes: free memory of the card.
         driver: version of the driver.
-        cuda: newest version of CUDA that the driver can run, as in `"13.0"`.
-        is_sliced: whether the card is in MIG mode, so that a process gets a slice of it and of its memory.
+        cuda: newest CUDA version that the driver supports, for example `"13.0"`.
+        is_sliced: whether the card is in MIG mode, in which each process gets a part of the card and its memory.
     """
 
     uuid: str | None
@@ -64,7 +66,7 @@ class GpuReport(Report):
         return f"{self.name or 'GPU, name n/a'}, {memory}"
 
     def details(self) -> str:
-        """Return all that is known in one line."""
+        """Return all known values as one line."""
         free = "" if self.free_bytes is None else f", {format_bytes(self.free_bytes)} free"
         sliced = ", in MIG slices" if self.is_sliced else ""
         driver = "" if self.driver is None else f", driver {self.driver}"
@@ -79,20 +81,20 @@ class GpuReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class GpuSnapshot:
-    """One GPU at one instant; what is not known is None, never 0.
+    """A snapshot of one GPU. Unknown values are None, never 0.
 
     Attributes:
-        uuid: of the card, or of the MIG instance.
-        name: as the driver names it.
-        utilization_rate: share of the last sample period in which a kernel ran, in [0, 1]; a duty cycle, not a load.
-            None under MIG.
-        used_bytes: memory in use by all processes.
+        uuid: unique identifier of the card or the MIG instance.
+        name: name reported by the driver.
+        utilization_rate: share of the last sample period in which a kernel ran, in [0, 1]; a duty cycle, not a measure
+            of load. None in MIG mode.
+        used_bytes: memory used by all processes.
         total_bytes: memory of the card.
-        torch_bytes: memory that tensors of this process occupy; None if torch has not touched the card.
-        torch_reserved_bytes: memory that torch holds for them.
-        power_w: power drawn.
-        slowed_by: why the clocks are held down: `"power"`, `"heat"`; empty if they are not.
-        is_lost: whether the card has fallen off the bus.
+        torch_bytes: memory of this process's tensors; None if torch has not used the card.
+        torch_reserved_bytes: memory reserved by torch's allocator.
+        power_w: power draw in watts.
+        slowed_by: reasons for throttled clocks: `"power"`, `"heat"`; empty if they are not throttled.
+        is_lost: whether the card has fallen off the bus and no longer responds.
     """
 
     uuid: str | None = None
@@ -109,14 +111,14 @@ class GpuSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class _Device:
-    """What CUDA takes for one device: a card, or a MIG instance of one.
+    """A CUDA device: a card or a MIG instance.
 
     Attributes:
-        handle: of the driver; None for a card that it does not open.
-        card: handle of the card; the same one, unless this is a MIG instance.
-        names: how `CUDA_VISIBLE_DEVICES` can call it, its UUID first.
+        handle: NVML handle; None for a card that the driver cannot open.
+        card: NVML handle of the card; differs from `handle` for a MIG instance.
+        names: identifiers valid in `CUDA_VISIBLE_DEVICES`, the UUID first.
         is_lost: whether the card has fallen off the bus.
-        is_sliced: whether the card is in MIG mode; None if the driver does not tell.
+        is_sliced: whether the card is in MIG mode; None if unknown.
     """
 
     handle: Any
@@ -127,23 +129,23 @@ class _Device:
 
     @property
     def is_instance(self) -> bool:
-        """Whether it is a MIG instance."""
+        """Whether the device is a MIG instance."""
         return self.handle is not self.card
 
 
 def gpu_reports(nvml: ModuleType | None = None, paths: Sequence[str] | None = None) -> tuple[GpuReport, ...]:
-    """Return the GPUs that NVML lists; none where driver or binding is missing. No CUDA context is made.
+    """Return the GPUs that NVML lists, without creating a CUDA context; empty if the driver or pynvml is missing.
 
     Args:
-        nvml: the binding; by default `pynvml` as `nvidia-ml-py` installs it.
-        paths: where it is looked for unless imported already; by default Python's search path.
+        nvml: the NVML module; by default `pynvml` from the package `nvidia-ml-py`.
+        paths: folders to search if the module is not imported yet; by default Python's search path.
     """
     opened = _open_driver(nvml, paths)
     if opened is None:
         return ()
     try:
         driver = _text(_ask(opened, "nvmlSystemGetDriverVersion"))
-        # A thousand for each major version, ten for each minor one.
+        # Encoded as 1000 * major + 10 * minor.
         version = _ask(opened, "nvmlSystemGetCudaDriverVersion")
         cuda = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
         found = []
@@ -169,13 +171,14 @@ def gpu_reports(nvml: ModuleType | None = None, paths: Sequence[str] | None = No
 
 
 def _open_driver(nvml: ModuleType | None, paths: Sequence[str] | None = None) -> ModuleType | None:
-    """Return the binding with the driver opened; None where either is missing, or another package has its name."""
+    """Return the initialized NVML module; None if it or the driver is missing, or another package has its name."""
     if nvml is None:
         try:
             if paths is not None and "pynvml" not in sys.modules and PathFinder.find_spec("pynvml", paths) is None:
                 return None
             nvml = importlib.import_module("pynvml")
-        except Exception:  # a package of that name can fail in any way
+        except Exception:
+            # An unrelated package of that name can raise any exception.
             return None
     if not all(hasattr(nvml, name) for name in _NEEDED):
         _say_shadowed(getattr(nvml, "__file__", None) or repr(nvml))
@@ -193,7 +196,7 @@ def _say_shadowed(file: str) -> None:
 
 
 def _devices(nvml: ModuleType) -> list[_Device]:
-    """Return all cards and MIG instances, each card before its instances, in the order of their PCI addresses."""
+    """Return all cards in the order of their PCI addresses, each followed by its MIG instances."""
     found = []
     for index in range(_ask(nvml, "nvmlDeviceGetCount") or 0):
         try:
@@ -202,7 +205,8 @@ def _devices(nvml: ModuleType) -> list[_Device]:
             found.append(_Device(None, None, is_lost=getattr(error, "value", None) == _IS_LOST))
             continue
         uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", card))
-        mode = _ask(nvml, "nvmlDeviceGetMigMode", card)  # now, and after the next reset
+        # The current mode, and the mode after the next reset.
+        mode = _ask(nvml, "nvmlDeviceGetMigMode", card)
         is_sliced = None if mode is None else bool(mode[0])
         found.append(_Device(card, card, () if uuid is None else (uuid,), is_sliced=is_sliced))
         if is_sliced:
@@ -214,16 +218,18 @@ def _instances(nvml: ModuleType, card: Any, card_uuid: str | None) -> list[_Devi
     found = []
     for index in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", card) or 0):
         instance = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", card, index)
-        if instance is not None:  # the places need not all be taken
+        # Indices without an instance return None.
+        if instance is not None:
             uuid = _text(_ask(nvml, "nvmlDeviceGetUUID", instance))
             numbers = [_ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
-            older = f"MIG-{card_uuid}/{numbers[0]}/{numbers[1]}"  # as drivers before 470 call it
+            # The identifier used by drivers before version 470.
+            older = f"MIG-{card_uuid}/{numbers[0]}/{numbers[1]}"
             found.append(_Device(instance, card, tuple(filter(None, (uuid, older)))))
     return found
 
 
 def _visible(known: list[_Device], environ: Mapping[str, str]) -> list[_Device]:
-    """Return the devices that CUDA shows to a process, in its order; a word that names none hides all after it."""
+    """Return the devices visible to CUDA, in its order; an invalid entry of the variable hides all later ones."""
     instances = [device for device in known if device.is_instance]
     sliced = [instance.card for instance in instances]
     numbered = instances[:1] or [device for device in known if not device.is_instance]
@@ -234,7 +240,8 @@ def _visible(known: list[_Device], environ: Mapping[str, str]) -> list[_Device]:
     for word in map(str.strip, wanted.split(",")):
         if word.isdecimal():
             named = numbered[int(word) : int(word) + 1]
-        elif word.startswith(("GPU-", "MIG-")):  # the beginning of a UUID will do, if it is no other's
+        elif word.startswith(("GPU-", "MIG-")):
+            # CUDA accepts the prefix of a UUID if it is unique.
             named = [device for device in known if any(name.startswith(word) for name in device.names)]
             if len(named) == 1 and named[0].handle in sliced:
                 named = [device for device in instances if device.card is named[0].card][:1]
@@ -247,24 +254,24 @@ def _visible(known: list[_Device], environ: Mapping[str, str]) -> list[_Device]:
 
 
 def _text(value: str | bytes | None) -> str | None:
-    """Return a text of the driver, which older bindings give as bytes."""
+    """Decode a text from the driver, which older versions of pynvml return as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _ask(nvml: ModuleType, query: str, *arguments: Any) -> Any:
-    """Return what the driver answers; None where it does not, or where the binding is too old to ask."""
+    """Query the driver; return None if the query fails or this version of pynvml does not support it."""
     with contextlib.suppress(nvml.NVMLError, AttributeError):
         return getattr(nvml, query)(*arguments)
     return None
 
 
 class Gpus:
-    """Asks the driver, by handles that are kept.
+    """Takes GPU snapshots with cached driver handles.
 
     Args:
-        nvml: the NVML binding; by default `pynvml` as `nvidia-ml-py` installs it, if it is there.
+        nvml: the NVML module; by default `pynvml` from the package `nvidia-ml-py`, if installed.
         environ: the process's environment.
-        modules: the imported modules, among which torch may be.
+        modules: the imported modules, which may include torch.
     """
 
     def __init__(
@@ -276,7 +283,8 @@ class Gpus:
         self._modules = modules
         self._follows_torch = False
         self._known: list[_Device] = []
-        self._cards: dict[_Card, int] = {}  # with the number that CUDA has for it
+        # Values are CUDA device indices.
+        self._cards: dict[_Card, int] = {}
         self._nvml = _open_driver(nvml)
         if self._nvml is not None:
             self._known = _devices(self._nvml)
@@ -284,20 +292,20 @@ class Gpus:
             self._cards = {_Card(self._nvml, device): number for number, device in enumerate(visible)}
 
     def snapshot(self) -> tuple[GpuSnapshot, ...]:
-        """Return the state of each GPU at this instant, none where there is no driver."""
+        """Return a snapshot of each GPU; empty without a driver."""
         if not self._cards:
             return ()
         cuda = self._cuda()
         return tuple(card.snapshot(cuda, number) for card, number in self._cards.items())
 
     def close(self) -> None:
-        """Let the driver go; may be called twice."""
+        """Release the driver; may be called twice."""
         if self._nvml is not None:
             _ask(self._nvml, "nvmlShutdown")
         self._nvml, self._known, self._cards = None, [], {}
 
     def _cuda(self) -> Any:
-        """Return `torch.cuda` if something else has initialised it; this never does."""
+        """Return `torch.cuda` if it is already initialized; this method never initializes it."""
         cuda = getattr(self._modules.get("torch"), "cuda", None)
         try:
             if cuda is None or not cuda.is_initialized():
@@ -305,12 +313,13 @@ class Gpus:
             if not self._follows_torch:
                 self._follows_torch = True
                 self._follow(cuda)
-        except Exception:  # torch is half imported, or breaks in a way of its own
+        except Exception:
+            # torch is partially imported, or raises another error.
             return None
         return cuda
 
     def _follow(self, cuda: Any) -> None:
-        """Order the cards as torch does: CUDA numbers unlike cards by their speed, NVML by their PCI address."""
+        """Order the cards as torch does: CUDA orders different cards by speed, NVML by PCI address."""
         named = [device for device in self._known if device.names]
         numbers: dict[_Device, int] = {}
         for number in range(cuda.device_count()):
@@ -318,7 +327,8 @@ class Gpus:
             found = [device for device in named if device.names[0].endswith(uuid)]
             if len(found) != 1:
                 return
-            numbers.setdefault(found[0], number)  # a card can be listed twice
+            # A card can be listed twice.
+            numbers.setdefault(found[0], number)
         if numbers:
             kept = {card.device: card for card in self._cards}
             self._cards = {kept.get(device) or _Card(self._nvml, device): number for device, number in numbers.items()}
@@ -329,7 +339,7 @@ class _LostError(Exception):
 
 
 class _Card:
-    """One device, with the ways to ask for each of its figures that have not been refused."""
+    """One device, with the queries for each value that have not failed permanently."""
 
     def __init__(self, nvml: Any, device: _Device) -> None:
         self.device = device
@@ -342,11 +352,13 @@ class _Card:
             "name": [lambda: nvml.nvmlDeviceGetName(handle)],
             "utilization": [self._from_samples, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100],
             "memory": [
-                lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2),  # without the driver's part
+                # Version 2 excludes memory reserved by the driver.
+                lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2),
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle),
             ],
             "power": [lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000],
-            "slowed": [  # the clocks are those of the whole card
+            # Clocks belong to the whole card, not to a MIG instance.
+            "slowed": [
                 lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(card),
                 lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card),
             ],
@@ -358,11 +370,11 @@ class _Card:
             self._name = _text(self._asked("name"))
 
     def snapshot(self, cuda: Any, number: int) -> GpuSnapshot:
-        """Return the state of this instant.
+        """Return a snapshot of the device.
 
         Args:
-            cuda: `torch.cuda` if it is initialised, else None.
-            number: this card's number in it.
+            cuda: `torch.cuda` if it is initialized, else None.
+            number: CUDA device index.
         """
         if self._is_lost:
             return GpuSnapshot(self._uuid, self._name, is_lost=True)
@@ -386,12 +398,13 @@ class _Card:
         )
 
     def _asked(self, figure: str) -> Any:
-        """Return a figure by the first way that tells it; ways that never will are forgotten."""
+        """Return a value by the first query that succeeds, and drop queries that failed permanently."""
         for way in tuple(self._ways[figure]):
             try:
                 if (found := way()) is not None:
                     return found
-            except (AttributeError, TypeError):  # the binding is older than the way
+            except (AttributeError, TypeError):
+                # This version of pynvml does not support the query.
                 self._ways[figure].remove(way)
             except self._nvml.NVMLError as error:
                 value = getattr(error, "value", None)
@@ -403,22 +416,24 @@ class _Card:
         return None
 
     def _from_samples(self) -> float | None:
-        """Return the mean of what the driver has sampled since the last look, some six times a second."""
+        """Return the mean utilization since the last call; the driver takes about six samples per second."""
         kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
         _, samples = self._nvml.nvmlDeviceGetSamples(self.device.handle, kind, self._seen_us)
         fresh = [sample for sample in samples if sample.timeStamp > self._seen_us and sample.sampleValue.uiVal <= 100]
         if not fresh:
             return None
-        if not self._seen_us:  # the buffer holds what was before this began
+        # The driver's buffer also contains samples from before the first call.
+        if not self._seen_us:
             fresh = [max(fresh, key=lambda sample: sample.timeStamp)]
         self._seen_us = max(sample.timeStamp for sample in fresh)
         return float(sum(sample.sampleValue.uiVal for sample in fresh)) / (100 * len(fresh))
 
 
 def _torch_memory(cuda: Any, number: int) -> tuple[int | None, int | None]:
-    """Return what tensors occupy and what torch holds for them; None where it has taken nothing of this card."""
+    """Return the bytes allocated and reserved by torch on a card; None if torch has not used it."""
     if cuda is not None:
-        with contextlib.suppress(Exception):  # another allocator, another torch, or fewer devices than cards
+        with contextlib.suppress(Exception):
+            # A custom allocator, another torch version, or fewer devices than cards.
             told = cuda.memory_stats_as_nested_dict(number)
             reserved = told["reserved_bytes"]["all"]
             if reserved["peak"]:

@@ -1,7 +1,7 @@
-"""CPUs, RAM, storage, network and stalls of this machine, as far as this process may use and see them.
+"""CPU, RAM, storage, network and stall statistics of this machine, within the limits of this process.
 
-In a container the files of `/proc` speak of the host. So CPU figures are those of the allowed cores, or of the cgroup
-where a quota allows less; RAM is what the tightest limit leaves; stalls are the cgroup's own where it tells them.
+In a container, the files in `/proc` describe the host. CPU statistics therefore cover the allowed cores, or the cgroup
+if its quota is lower. RAM is relative to the lowest limit. Stall statistics are those of the cgroup if available.
 """
 
 from __future__ import annotations
@@ -32,43 +32,44 @@ from colabkit.foundation.mount_table import Reader, mounts, read_file
 from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
 from colabkit.foundation.telemetry.totals import Family, Rate
 
-_SLOW_S = 10.0  # room on disks, affinity and quota change slowly
+# Interval for values that change slowly: disk space, affinity and CPU quota.
+_SLOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostSnapshot:
-    """The machine at one instant, and what happened since the snapshot before.
+    """A snapshot of the machine, with rates since the previous snapshot.
 
-    What is not known is None, never 0; in the first snapshot that holds for all rates.
+    Unknown values are None, never 0. In the first snapshot, all rates are None. Shares are in [0, 1].
 
     Attributes:
-        at_s: when, by `time.monotonic`.
-        cpus: CPUs that this process may use, which can be a fraction of a core.
-        cpu_rate: share of them that was busy, by any process, in [0, 1].
-        own_cpu_rate: share of them that this process and its children used.
-        children_cpu_rate: share of them that the children alone used.
-        busiest_core_rate: share of the time that the busiest of the allowed cores was busy.
-        ram_used_bytes: RAM that is not available any more, tmpfs included.
-        ram_total_bytes: RAM under the tightest limit.
-        tmpfs_bytes: of the RAM in use, what files in tmpfs take, and shared memory, which the kernel counts with them.
-        own_ram_bytes: resident memory of this process alone, pages that it shares with others and maps of files
-            included.
-        storage_read_bytes_per_s: bytes a second that this process and its children fetched from storage; page-cache
-            hits are none, and reads through FUSE may be none.
-        asked_read_bytes_per_s: bytes a second that they asked for, page-cache hits and pipes included; maps are none.
-        disk_read_bytes_per_s: bytes a second that the disks of the whole host read; one that lies on another, as LVM
-            makes them, counts twice.
-        network_bytes_per_s: bytes a second that all network interfaces received, loopback apart; what a bridge passes
-            on to a container counts twice on the host.
-        disk_free_bytes: room on the disk of the near folder.
-        disk_total_bytes: its size.
-        shm_free_bytes: room in `/dev/shm`.
-        shm_total_bytes: its size.
-        cpu_stall_rate: share of the time that some task waited for a CPU, by the kernel's pressure counters: those of
-            this process's cgroup, else of the machine.
-        io_stall_rate: share of the time that some task waited for storage, likewise.
-        memory_stall_rate: share of the time that some task waited for memory, likewise.
-        gpus: the GPUs that this process may use, none where there is no driver.
+        at_s: time of the snapshot, by `time.monotonic`.
+        cpus: number of CPUs that this process may use, which can be fractional.
+        cpu_rate: share of these CPUs that any process used.
+        own_cpu_rate: share of these CPUs that this process and its children used.
+        children_cpu_rate: share of these CPUs that the children used.
+        busiest_core_rate: utilization of the busiest allowed core.
+        ram_used_bytes: RAM that is not available, including tmpfs.
+        ram_total_bytes: RAM under the lowest limit.
+        tmpfs_bytes: RAM used by files in tmpfs and by shared memory, which the kernel counts together.
+        own_ram_bytes: resident memory of this process, including shared pages and memory-mapped files.
+        storage_read_bytes_per_s: bytes per second that this process and its children read from storage, without
+            page-cache hits; reads through FUSE may be missing.
+        asked_read_bytes_per_s: bytes per second that they requested by read calls, including page-cache hits and pipes;
+            reads from memory maps are missing.
+        disk_read_bytes_per_s: bytes per second read by all disks of the host; stacked devices such as LVM volumes count
+            twice.
+        network_bytes_per_s: bytes per second received by all network interfaces except loopback; on the host of a
+            container, bridged traffic counts twice.
+        disk_free_bytes: free space on the disk of the folder for local copies.
+        disk_total_bytes: size of that disk.
+        shm_free_bytes: free space in `/dev/shm`.
+        shm_total_bytes: size of `/dev/shm`.
+        cpu_stall_rate: share of the time in which some task waited for a CPU, by the kernel's pressure counters of this
+            process's cgroup, or else of the machine.
+        io_stall_rate: share of the time in which some task waited for storage, from the same counters.
+        memory_stall_rate: share of the time in which some task waited for memory, from the same counters.
+        gpus: the GPUs that this process may use; empty without a driver.
     """
 
     at_s: float = 0.0
@@ -96,17 +97,17 @@ class HostSnapshot:
 
 
 class Host:
-    """Reads the machine; what cannot be read is None.
+    """Reads the state of the machine; values that cannot be read are None.
 
     Args:
         read: reads a small text file.
-        system: `cpu_times`, `net_io_counters` and `disk_io_counters` as psutil has them, and without its care for
-            counters that begin anew, which takes a lock that a forked process could find held.
-        process: this process, as `psutil.Process` has it.
-        clock: tells seconds.
-        affinity: tells the numbers of the allowed cores.
-        statvfs: tells the room of a file system.
-        environ: the process's environment, which names the near folder.
+        system: provides `cpu_times`, `net_io_counters` and `disk_io_counters` like psutil. They are called with
+            `nowrap=False`, since psutil's handling of counter overflow takes a lock that may be held after a fork.
+        process: this process, as a `psutil.Process`.
+        clock: returns the current time in seconds.
+        affinity: returns the indices of the allowed cores.
+        statvfs: returns the statistics of a file system.
+        environ: the process's environment, which may set the folder for local copies.
     """
 
     def __init__(
@@ -136,12 +137,13 @@ class Host:
         self._room: tuple[int | None, int | None] = (None, None)
 
     def snapshot(self, gpus: tuple[GpuSnapshot, ...] = ()) -> HostSnapshot:
-        """Return the state of this instant, with `gpus` in it."""
+        """Return a snapshot that includes `gpus`."""
         at_s = self._clock()
         if at_s >= self._due_s:
             self._due_s = at_s + _SLOW_S
             self._look_slowly()
-        read = functools.cache(self._read)  # several of the figures are in the same files
+        # Several values are read from the same files.
+        read = functools.cache(self._read)
         cpu_rate, busiest = self._cpu(read)
         own = self._family.totals()
         own_cpus = self._rate("own", own.cpu_s)
@@ -185,7 +187,7 @@ class Host:
         self._room = self._near_room()
 
     def _near_room(self) -> tuple[int | None, int | None]:
-        """Return free and total bytes of the disk that holds, or will hold, the near folder."""
+        """Return free and total bytes of the disk of the folder for local copies, which need not exist."""
         table = mounts(self._read)
         if can_hang(self._near, table):
             return None, None
@@ -202,10 +204,10 @@ class Host:
         return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
 
     def _cpu(self, read: Reader) -> tuple[float | None, float | None]:
-        """Return the busy share of the allowed CPUs, and that of the busiest core.
+        """Return the utilization of the allowed CPUs, and that of the busiest core.
 
-        A core's time is counted in ticks, of which sandboxes may count none. Under a quota the cores are other
-        people's as well, so there the cgroup's own use counts.
+        The kernel counts core times in ticks, which may be missing in sandboxes. With a CPU quota, the cores are shared
+        with other cgroups, so the CPU time of this cgroup is used instead.
         """
         shares = self._core_shares()
         busiest = max(shares, default=None)
@@ -217,7 +219,8 @@ class Host:
 
     def _core_shares(self) -> list[float]:
         cores = _ask(lambda: self._system.cpu_times(percpu=True)) or []
-        if len(cores) != len(self._allowed):  # where some are offline, places are no numbers
+        # If some cores are offline, list positions differ from core indices.
+        if len(cores) != len(self._allowed):
             in_order = sorted(self._allowed)
             cores = [cores[core] for core in in_order] if in_order and in_order[-1] < len(cores) else []
         now = [_core_times(times) for times in cores]
@@ -235,7 +238,7 @@ class Host:
         return sum(received) if received else None
 
     def _stall(self, read: Reader, resource: str) -> float | None:
-        """Return the share of the time that some task waited for a resource, exact by the kernel's microseconds."""
+        """Return the share of the time in which some task waited for a resource, in [0, 1]."""
         if resource not in self._stall_files:
             own = [
                 f"{folder}/{resource}.pressure" for version, folder in cgroup_folders(read, resource) if version == 2
@@ -248,7 +251,7 @@ class Host:
 
 
 def _ask(query: Callable[[], Any]) -> Any:
-    """Return what psutil answers, None where it cannot: sandboxes have no `/proc/diskstats`, for example."""
+    """Query psutil; return None if it fails, for example because a sandbox has no `/proc/diskstats`."""
     try:
         return query()
     except (psutil.Error, OSError, RuntimeError, NotImplementedError):
@@ -256,13 +259,13 @@ def _ask(query: Callable[[], Any]) -> Any:
 
 
 def _core_times(times: Any) -> tuple[float, float]:
-    """Return busy and all seconds of a core; time of guests is in that of the user already."""
+    """Return busy and total seconds of a core; user time already includes guest time."""
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
 def _cgroup_cpu_s(read: Reader) -> float | None:
-    """Return the CPU seconds that this process's cgroup has used."""
+    """Return the CPU seconds used by this process's cgroup; None if unknown."""
     for version, folder in (*cgroup_folders(read, "cpu"), *cgroup_folders(read, "cpuacct")):
         with contextlib.suppress(OSError, ValueError, KeyError):
             if version == 2:
@@ -272,7 +275,7 @@ def _cgroup_cpu_s(read: Reader) -> float | None:
 
 
 def _tmpfs_bytes(read: Reader, limited_by: str) -> int | None:
-    """Return what tmpfs and shared memory hold, of the machine or of the cgroup that limits the RAM."""
+    """Return the bytes in tmpfs and shared memory, of the machine or of the cgroup that limits the RAM."""
     with contextlib.suppress(OSError, ValueError):
         if limited_by == "machine":
             lines = (line.split() for line in read("/proc/meminfo").splitlines())
@@ -288,7 +291,7 @@ def _numbers(text: str) -> dict[str, str]:
 
 
 def _stalled_s(read: Reader, file: str) -> float | None:
-    """Return the seconds that some task was stalled, from a file of the kernel's pressure stall information."""
+    """Return the seconds in which some task was stalled, from a pressure stall information file of the kernel."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         words: Sequence[str] = read(file).splitlines()[0].split()
         if words[0] == "some" and words[-1].startswith("total="):
@@ -297,14 +300,14 @@ def _stalled_s(read: Reader, file: str) -> float | None:
 
 
 class Telemetry:
-    """Takes snapshots; keeps its own handles to driver and process, since opening them anew is slow.
+    """Takes snapshots of the machine with cached handles to the driver and the process.
 
-    For one thread at a time.
+    Not thread-safe.
 
     Args:
-        nvml: the NVML binding; by default `pynvml` as `nvidia-ml-py` installs it, if it is there.
+        nvml: the NVML module; by default `pynvml` from the package `nvidia-ml-py`, if installed.
         environ: the process's environment.
-        modules: the imported modules, among which torch may be.
+        modules: the imported modules, which may include torch.
     """
 
     def __init__(
@@ -317,9 +320,9 @@ class Telemetry:
         self._gpus = Gpus(nvml, environ, modules)
 
     def snapshot(self) -> HostSnapshot:
-        """Return the state of this instant; takes about a millisecond."""
+        """Return a snapshot; takes about 1 ms."""
         return self._host.snapshot(self._gpus.snapshot())
 
     def close(self) -> None:
-        """Let the driver go; may be called twice."""
+        """Release the driver; may be called twice."""
         self._gpus.close()

@@ -1,6 +1,6 @@
-"""A thread that takes a snapshot of the machine every second, and what it has seen.
+"""A thread that takes a snapshot of the machine every second and stores the recent ones.
 
-It touches nothing but numbers: no display, no CUDA. Panels and reports read it from their own threads.
+The thread uses neither displays nor CUDA. Panels and reports read its snapshots from their own threads.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
-_MOST_COST = 0.01  # of one CPU; where snapshots take longer than that allows, there are fewer
+# Share of one CPU; if snapshots would take more, they are taken less often.
+_MOST_COST = 0.01
 
 
 class Sampler:
-    """Takes snapshots in a daemon thread from entering a `with` block, or `start()`, to leaving it, or `stop()`.
+    """Takes snapshots in a daemon thread during a `with` block, or from `start()` to `stop()`.
 
     Args:
-        telemetry: takes them; by default one of its own, opened and closed by the thread, since drivers can be slow.
-        period_s: seconds from one to the next.
-        points: how many are kept: the newest ones, and as many of the whole run.
-        clock: tells seconds, on the scale of `HostSnapshot.at_s`.
-        cpu_clock: tells the CPU seconds of the calling thread.
+        telemetry: takes the snapshots; by default a new `Telemetry`, opened and closed in the thread because drivers
+            can be slow.
+        period_s: seconds between snapshots.
+        points: number of newest snapshots to keep, and of snapshots spread over the whole run.
+        clock: returns the current time in seconds, on the scale of `HostSnapshot.at_s`.
+        cpu_clock: returns the CPU seconds of the calling thread.
     """
 
     def __init__(
@@ -61,29 +63,32 @@ class Sampler:
         self._pid = os.getpid()
 
     def start(self) -> Self:
-        """Start the thread and return at once; the first snapshot comes a little later. Once for each sampler."""
+        """Start the thread without waiting for the first snapshot; may be called only once."""
         self._started_s, self._pid = self._clock(), os.getpid()
         thread = threading.Thread(target=self._run, name="colabkit-telemetry", daemon=True)
         try:
             thread.start()
             self._thread = thread
-        except RuntimeError as error:  # no more threads are allowed
+        except RuntimeError as error:
+            # The limit on threads is reached.
             self._say(error)
         return self
 
     def stop(self) -> None:
-        """End the thread, within a second; what was seen stays. May be called twice."""
+        """Stop the thread, waiting at most 1 s; the snapshots are kept. May be called twice."""
         thread, self._thread = self._thread, None
-        if thread is None or self._pid != os.getpid():  # a forked process has none of its parent's threads
+        # A forked process does not have its parent's threads.
+        if thread is None or self._pid != os.getpid():
             return
         self._stopping.set()
-        if thread is not threading.current_thread():  # in which the garbage collector may end the last user
+        # The garbage collector may end the last user in the sampler's own thread, which cannot join itself.
+        if thread is not threading.current_thread():
             thread.join(_STOP_S)
         self._ended_s = self._clock()
 
     @property
     def latest(self) -> HostSnapshot | None:
-        """The newest snapshot, None before the first."""
+        """The newest snapshot; None before the first one."""
         return self._recent[-1] if self._recent else None
 
     def recent(self, seconds: float) -> tuple[HostSnapshot, ...]:
@@ -92,17 +97,17 @@ class Sampler:
         return self.between(now_s - seconds, now_s)
 
     def between(self, since_s: float, until_s: float) -> tuple[HostSnapshot, ...]:
-        """Return the newest snapshots as far as they lie between two instants, oldest first."""
+        """Return the snapshots between two times, on the scale of `HostSnapshot.at_s`, oldest first."""
         return tuple(snapshot for snapshot in self._recent.copy() if since_s <= snapshot.at_s <= until_s)
 
     def curve(self) -> tuple[HostSnapshot, ...]:
-        """Return the whole run, oldest first: at most `points` snapshots evenly apart, and the newest."""
+        """Return at most `points` snapshots spread evenly over the whole run and the newest one, oldest first."""
         whole, latest = tuple(self._whole), self.latest
         return whole if latest is None or (whole and whole[-1] is latest) else (*whole, latest)
 
     @property
     def cost_share(self) -> float:
-        """CPU seconds that the thread took, over the time that passed."""
+        """CPU seconds of the thread divided by the elapsed time."""
         if self._started_s is None:
             return 0.0
         passed_s = (self._clock() if self._ended_s is None else self._ended_s) - self._started_s
@@ -115,19 +120,22 @@ class Sampler:
             telemetry = Telemetry() if self._telemetry is None else self._telemetry
             while not self._stopping.wait(pause_s):
                 pause_s = max(self._period_s, self._take(telemetry) / _MOST_COST)
-        except Exception as error:  # watching never harms a run
+        except Exception as error:
+            # Monitoring must not stop a run.
             self._say(error)
         finally:
             if telemetry is not None and self._telemetry is None:
-                with contextlib.suppress(Exception):  # the driver may be gone
+                with contextlib.suppress(Exception):
+                    # The driver may no longer be available.
                     telemetry.close()
 
     def _take(self, telemetry: Telemetry) -> float:
-        """Take a snapshot and return the CPU seconds that it took."""
+        """Take a snapshot and return its cost in CPU seconds."""
         began_s = self._cpu_clock()
         try:
             self._keep(telemetry.snapshot())
-        except Exception as error:  # one that cannot be taken is left out
+        except Exception as error:
+            # Skip this snapshot.
             self._say(error)
         cost_s = self._cpu_clock() - began_s
         self._cost_s += cost_s
@@ -157,20 +165,23 @@ class Sampler:
 
 
 class _SamplerUsers:
-    """The one sampler of a process, and how many use it."""
+    """The shared sampler of a process and the number of its users."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a forgotten `sampled()` may be ended by the garbage collector wherever it runs
+        # Reentrant, since the garbage collector may end an abandoned `sampled()` while this thread holds the lock.
+        self.lock = threading.RLock()
         self.sampler: Sampler | None = None
         self.users = 0
-        self.last: Sampler | None = None  # also when it is over
+        # Kept after the sampler has stopped.
+        self.last: Sampler | None = None
 
 
 _shared = _SamplerUsers()
 
 
 def _forget() -> None:
-    global _shared  # noqa: PLW0603  # the lock may have been held when the process was forked
+    # The old lock may have been held at the time of the fork.
+    global _shared  # noqa: PLW0603
     _shared = _SamplerUsers()
 
 
@@ -178,20 +189,21 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def seen(since_s: float, until_s: float) -> tuple[HostSnapshot, ...]:
-    """Return the snapshots between two instants, as far as the sampler of this process, or the last one, has any."""
+    """Return the snapshots between two times from the current or most recent sampler of this process."""
     sampler = _shared.last
     return () if sampler is None else sampler.between(since_s, until_s)
 
 
 @contextmanager
 def sampled() -> Iterator[Sampler]:
-    """Return a context manager that gives the one sampler of this process: the first user starts it, the last stops it.
+    """Return a context manager for the shared sampler of this process.
 
-    A forked process has none of its parent's; it gets its own if it asks.
+    The first user starts the sampler, and the last one stops it. A forked process has a separate sampler.
     """
     shared = _shared
     with shared.lock:
-        shared.users += 1  # first, so that no other user that ends meanwhile, in this thread too, is the last
+        # Count this user first, so that another user that ends at the same time does not stop the sampler.
+        shared.users += 1
     try:
         with shared.lock:
             if shared.sampler is None:

@@ -1,8 +1,8 @@
-"""Running totals: what they gain in a second, and those of this process and its children.
+"""Running totals of this process and its children, and their rates.
 
-The kernel adds what a child has used to its parent's totals when the child is waited for, CPU time and IO alike. So
-the sum of the process, of what it has waited for, and of the children that live goes on evenly when a child ends.
-Children in a session of their own are servers, as those of mounts, and no part of its work: what they do is taken off.
+When a process waits for an ended child, the kernel adds the child's CPU time and I/O to the totals of the parent.
+Therefore the sum over the process, its ended children and its live children does not jump when a child ends. Children
+in a separate session are servers, for example of mounts, and are not part of the work, so their totals are subtracted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import psutil
 
 from colabkit.foundation.mount_table import Reader
 
-_LOOK_EVERY_S = 5.0  # finding children reads the table of all processes: 2 ms and more
+# Finding children reads the table of all processes, which takes 2 ms or more.
+_LOOK_EVERY_S = 5.0
 
 
 class Rate:
-    """What a running total gains in a second, between two looks.
+    """The increase of a running total per second, between two calls.
 
-    Each total has a time of its own: reading them all takes a while when another thread holds the interpreter.
+    Each total has its own timestamp, since reading all totals takes a while if another thread holds the GIL.
 
     Args:
-        clock: tells seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -33,7 +34,7 @@ class Rate:
         self._before: tuple[float, float] | None = None
 
     def of(self, total: float | None) -> float | None:
-        """Return the gain a second since the last look; None without one, and where the total is unknown or fell."""
+        """Return the increase per second since the last call; None at the first call or if `total` is None or fell."""
         now = self._clock()
         before, self._before = self._before, None if total is None else (now, total)
         if total is None or before is None or now <= before[0] or total < before[1]:
@@ -42,13 +43,13 @@ class Rate:
 
 
 class Totals(NamedTuple):
-    """Running totals; those that cannot be read are None.
+    """Running totals; unknown values are None.
 
     Attributes:
-        cpu_s: CPU seconds of all.
-        children_cpu_s: of the children alone.
-        read_bytes: bytes fetched from storage.
-        asked_bytes: bytes asked for by reads.
+        cpu_s: CPU seconds of the process and its children.
+        children_cpu_s: CPU seconds of the children.
+        read_bytes: bytes read from storage.
+        asked_bytes: bytes requested by read calls.
     """
 
     cpu_s: float | None
@@ -58,12 +59,12 @@ class Totals(NamedTuple):
 
 
 class Family:
-    """Reads the totals of a process and of its children.
+    """Reads the totals of a process and its children.
 
     Args:
-        process: as `psutil.Process` has it.
-        clock: tells seconds.
-        read: returns a file's text.
+        process: the process, as a `psutil.Process`.
+        clock: returns the current time in seconds.
+        read: returns the text of a file.
     """
 
     def __init__(self, process: Any, clock: Callable[[], float], read: Reader) -> None:
@@ -73,11 +74,12 @@ class Family:
         self._children: list[Any] = []
         self._started = ""
         self._due_s = clock()
-        self._servers: dict[Any, Totals] = {}  # what they have done so far
+        # Totals of servers so far.
+        self._servers: dict[Any, Totals] = {}
         self._uncounted: tuple[float, ...] = (0.0, 0.0, 0, 0)
 
     def totals(self) -> Totals:
-        """Return the totals; what a child did before it was found, at most five seconds, is not in them."""
+        """Return the totals, without the work of a child before it was found, which takes at most 5 s."""
         started = self._started_children()
         if self._clock() >= self._due_s or started != self._started:
             self._started = started
@@ -92,21 +94,22 @@ class Family:
                 self._servers.pop(child, None)
             else:
                 if (before := self._servers.get(child)) is not None:
-                    if live[-1].cpu_s is None:  # it waits to be waited for, and is then counted as before
+                    # A zombie cannot be read, so its last totals are used.
+                    if live[-1].cpu_s is None:
                         live[-1] = before
                     self._leave_out(live[-1], before)
                     self._servers[child] = live[-1]
 
         def sum_of(place: int) -> Any:
             mine = own[place]
-            # All that a child used is its parent's children's.
+            # All CPU time of a child counts as children's time of this process.
             theirs = sum(one[0 if place == 1 else place] or 0 for one in live)
             return None if mine is None else mine + theirs - self._uncounted[place]
 
         return Totals(*(sum_of(place) for place in range(4)))
 
     def _started_children(self) -> str:
-        """Return what the kernel lists as children of the main thread, which starts most workers: a cheap look."""
+        """Return the kernel's list of children of the main thread, which starts most workers; this is fast."""
         try:
             return self._read(f"/proc/self/task/{os.getpid()}/children")
         except (OSError, ValueError):
@@ -130,7 +133,7 @@ class Family:
         self._servers = {child: totals for child, totals in self._servers.items() if child in kept}
 
     def _leave_out(self, done: Totals, before: Totals | None = None) -> None:
-        """Take off what a child has done since `before`."""
+        """Subtract the work of a child since `before`."""
         cpu_s, _, *read = (
             (now or 0) - (then or 0) for now, then in zip(done, before or Totals(0.0, 0.0, 0, 0), strict=True)
         )
@@ -139,10 +142,11 @@ class Family:
 
 
 def _is_server(child: Any) -> bool:
-    """Return whether a child leads or belongs to another session than this process."""
+    """Return whether a child belongs to another session than this process."""
     try:
         return os.getsid(child.pid) != os.getsid(0)
-    except (AttributeError, OSError):  # where there are no sessions, or it has ended
+    except (AttributeError, OSError):
+        # The platform has no sessions, or the process has ended.
         return False
 
 
@@ -152,7 +156,8 @@ def _totals(process: Any) -> Totals:
         times = process.cpu_times()
         children_cpu_s = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
         cpu_s = times.user + times.system + children_cpu_s
-    except psutil.ZombieProcess:  # it has ended, and waits to be waited for
+    except psutil.ZombieProcess:
+        # The process has ended but has not been waited for.
         pass
     except psutil.NoSuchProcess:
         raise
@@ -165,6 +170,7 @@ def _totals(process: Any) -> Totals:
         pass
     except psutil.NoSuchProcess:
         raise
-    except (psutil.Error, OSError, AttributeError, NotImplementedError):  # macOS counts no IO of processes
+    except (psutil.Error, OSError, AttributeError, NotImplementedError):
+        # macOS does not report I/O per process.
         pass
     return Totals(cpu_s, children_cpu_s, read_bytes, asked_bytes)
