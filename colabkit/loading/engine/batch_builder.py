@@ -1,4 +1,4 @@
-"""Batches are built from columns: rows gathered, images decoded, crops cut, transforms applied."""
+"""Build batches from columns: gather rows, decode images, crop, and apply transforms."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.loading.engine.user_code import describe_samples, reporting_errors
 from colabkit.packs import stack_samples
 
-_PIECES_A_THREAD = 4  # so that no thread has nothing to do while another makes the rest of a batch
+# Several pieces per thread, so that no thread idles while another builds the rest of a batch.
+_PIECES_A_THREAD = 4
 _LEAST_PIECE = 4
-_GATHERED_BYTES = 5 << 20  # at once; two buffers of this size stay in a third-level cache
-_SMALL_ROW = 256  # bytes; such fields are gathered for a whole plan at once
+# Bytes gathered at once. Two buffers of this size fit in a third-level cache.
+_GATHERED_BYTES = 5 << 20
+# Bytes of a row up to which a field is gathered for a whole plan at once.
+_SMALL_ROW = 256
 
 
 @dataclass(frozen=True)
 class TransformStages:
-    """The steps of a transform, split by where and when they run; each is None if there is nothing to do.
+    """The steps of a transform, grouped by where and when they run; each group is None if it is empty.
 
     Attributes:
-        geometry: crops and flips that are done while samples are gathered or decoded, in worker threads.
-        by_slice: steps that work on any slice of a batch without its labels, in worker threads.
-        by_batch: our steps that need the complete batch, or its labels, in a worker thread.
-        at_last: steps that run where the batch is handed over: on a GPU, and custom functions.
+        geometry: crops and flips that worker threads apply while they gather or decode samples.
+        by_slice: steps that worker threads apply to slices of a batch, without its labels.
+        by_batch: steps of colabkit that need the complete batch or its labels; a worker thread applies them.
+        at_last: steps that run in the user's thread when a batch is requested: custom functions, and steps on a GPU.
     """
 
     geometry: Geometry | None = None
@@ -57,20 +60,20 @@ class TransformStages:
 
     @property
     def works_in_threads(self) -> bool:
-        """Whether worker threads have more to do than to gather."""
+        """Whether worker threads do more than gather rows."""
         return bool(self.geometry or self.by_slice or self.by_batch)
 
 
 def split_transform(
     transform: Callable[..., Any] | None, *, on_device: bool, by_sample: bool, resized: bool
 ) -> TransformStages:
-    """Return the stages of a transform.
+    """Split a transform into stages.
 
     Args:
-        transform: ours, or any callable on a batch of images.
-        on_device: whether batches go to a GPU, which then does all that can be done to a batch.
-        by_sample: whether the geometry has to be done sample by sample, because samples differ in size.
-        resized: whether a geometry that resizes is done sample by sample, from the stored rows.
+        transform: a transform of colabkit, or any callable on a batch of images.
+        on_device: whether batches go to a GPU, which then runs all steps that work on a batch.
+        by_sample: whether crops have to run sample by sample, because samples differ in size.
+        resized: whether crops that resize run sample by sample, from the stored rows.
     """
     if transform is None:
         return TransformStages()
@@ -97,11 +100,11 @@ class PrefetchDepth:
     """How much is built ahead.
 
     Attributes:
-        plan_batches: batches that are planned together at most.
-        group_batches: batches that threads build together at most.
-        groups: such groups under way or waiting.
-        threads: that build them; with 0 batches are built where they are requested.
-        begins_inline: whether the first batches are, too.
+        plan_batches: largest number of batches that are planned together.
+        group_batches: largest number of batches that threads build together, as one group.
+        groups: number of groups in progress or waiting.
+        threads: number of threads that build groups; with 0 the caller's thread does.
+        begins_inline: whether the first batches are built in the caller's thread in any case.
     """
 
     plan_batches: int
@@ -113,13 +116,17 @@ class PrefetchDepth:
 
 @dataclass(eq=False)
 class BatchBuilder:
-    """Builds the batches of an epoch; several threads may call `fill` and `finish`, on different groups.
+    """Build the batches of an epoch; several threads may call `fill` and `finish`, on different groups.
 
     Attributes:
-        stages: of the transform; those of worker threads are applied.
-        images: how samples are decoded, if they are image files.
-        seed_and_epoch: of the epoch, for the samples' random numbers.
-        pinned: the buffers of batches for a GPU, else None.
+        options: options of the loader.
+        columns: columns of the data set.
+        stages: stages of the transform; the builder applies those of worker threads.
+        images: options for decoding, if samples are image files.
+        depth: how much is built ahead.
+        decoder: decoder of the epoch, if samples are image files.
+        seed_and_epoch: seed and epoch of the samples' random numbers.
+        pinned: pinned buffers of batches for a GPU, else None.
     """
 
     options: LoaderOptions
@@ -140,15 +147,16 @@ class BatchBuilder:
         self._field_bytes = row_bytes if self._made is None else [prod(self._made), *row_bytes[1:]]
         self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
         self._has_pieces = bool(self.images or stages.geometry or stages.by_slice)
-        # A sampler may ask for more samples.
+        # The last batch of several ranks, or a batch of a sampler, may hold more samples.
         samples = min(depth.group_batches * (self.options.batch_size + 1), max(1, columns.count))
         keep = depth.groups + 2
         self._buffers = FieldBuffers([samples * size for size in self._field_bytes], keep, self.options.device)
-        self._results = PageableSlots(0, keep)  # what transforms make
+        # Memory for the results of transforms.
+        self._results = PageableSlots(0, keep)
         self.pinned = self._buffers.pinned
 
     def _made_shape(self) -> tuple[int, int, int] | None:
-        """Return `[h, w, C]` of a sample that is decoded or cropped in pieces; None if it is gathered unchanged."""
+        """Return the shape `[h, w, C]` of samples that are decoded or cropped; None if they are only gathered."""
         images, rows, geometry = self.images, self.columns.rows, self.stages.geometry
         shape: tuple[int, ...]
         if images is not None:
@@ -161,7 +169,7 @@ class BatchBuilder:
         return height, width, shape[2]
 
     def of_epoch(self, seed: int, epoch: int, ahead: FileReadAhead | None) -> BatchBuilder:
-        """Return a builder for one epoch, with the same buffers; `ahead` reads the files of a remote source."""
+        """Return a builder for one epoch that shares the buffers; `ahead` reads the files of a remote source."""
         builder = copy.copy(self)
         builder.seed_and_epoch = seed, epoch
         if self.images is not None:
@@ -169,7 +177,7 @@ class BatchBuilder:
         return builder
 
     def begin(self, plan: BatchPlan) -> BatchGroup:
-        """Return a group with all fields gathered that only have to be, and the pieces that are left to do."""
+        """Start a group: gather all fields that need no other work, and list the pieces that remain."""
         count = len(plan.indices)
         memories, buffer = self._buffers.lend([count * size for size in self._field_bytes])
         group = BatchGroup(plan, buffer)
@@ -195,13 +203,13 @@ class BatchBuilder:
         return group
 
     def _pieces(self, plan: BatchPlan) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of a plan; none lies in two batches, or an error would spoil both."""
+        """Yield the pieces of a plan; a piece never spans two batches, so that an error affects only one."""
         for start, stop in plan.spans:
             step = max(_LEAST_PIECE, -(-(stop - start) // (_PIECES_A_THREAD * self._threads)))
             yield from ((place, min(place + step, stop)) for place in range(start, stop, step))
 
     def fill(self, group: BatchGroup, start: int, stop: int) -> None:
-        """Make the samples from `start` to `stop`."""
+        """Build the samples from `start` to `stop`: decode, crop and transform them."""
         draws = group.draws.part(start, stop)
         rows, geometry = self.columns.rows, self.stages.geometry
         if self.decoder is not None:
@@ -235,7 +243,7 @@ class BatchBuilder:
             if bad:
                 _leave_out(batch, bad)
             if not len(batch.positions):
-                continue  # all of it is bad
+                continue
             if self.stages.by_batch is not None:
                 draws = replace(group.draws, positions=batch.positions)
                 with self._reporting_errors(draws, np.delete(plan.indices[start:stop], bad)):
@@ -254,7 +262,7 @@ class BatchBuilder:
             values[self._label] = labels
 
     def _result(self, group: BatchGroup, made: Tensor) -> Tensor:
-        """Return memory for what transforms make of the whole group, like what they made of a piece."""
+        """Return memory for the transformed group, with the dtype and layout of the transformed piece `made`."""
         with group.lock:
             if group.result is None:
                 count = len(group.plan.indices)
@@ -268,12 +276,12 @@ class BatchBuilder:
 
 
 def _release_memory(group: BatchGroup) -> None:
-    """Drop a group's tensors, or their buffer could not be used again while one of its batches is held."""
+    """Drop a group's tensors, so that their buffer can be used again once its batches are released."""
     group.values, group.result = [], None
 
 
 def _leave_out(batch: Batch, bad: list[int]) -> None:
-    """Take some samples out of a batch."""
+    """Remove bad samples from a batch."""
     good = np.setdiff1d(np.arange(len(batch.positions)), bad)
     batch.values = [
         value[torch.from_numpy(good)] if isinstance(value, Tensor) else [value[place] for place in good.tolist()]
@@ -283,13 +291,15 @@ def _leave_out(batch: Batch, bad: list[int]) -> None:
 
 
 class InlineGather:
-    """Gathers batches of rows, a few at a time, in the thread that asks for them.
+    """Gather batches of rows, a few at a time, in the caller's thread.
 
-    A gather of some megabytes takes less than a millisecond, so all that is done beside it counts. Its target stays in
-    a processor's cache when two small buffers take turns: the user holds one while the other is filled.
+    Gathering some megabytes takes less than a millisecond, so the overhead around it matters. Two small buffers that
+    alternate stay in the processor's cache: the user holds one while the other is filled.
 
     Args:
-        counts: the loader's meters, for `gather` and `read`.
+        columns: columns of the data set, without image files.
+        batch_size: samples per batch.
+        counts: meters of the loader, for `gather` and `read`.
     """
 
     def __init__(self, columns: DatasetColumns, batch_size: int, counts: LoaderMeters) -> None:
@@ -300,7 +310,8 @@ class InlineGather:
         }
         self._row_bytes = sum(row_bytes.values())
         self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, *row_bytes.values(), 1)))
-        samples = min(self._batches_at_once * batch_size, max(1, columns.count))  # a few batches are larger
+        # A slot grows for the few batches that are larger.
+        samples = min(self._batches_at_once * batch_size, max(1, columns.count))
         self._slots = {
             place: GatherSlots(column, samples)
             for place, column in enumerate(self._columns)
@@ -308,7 +319,7 @@ class InlineGather:
         }
 
     def batches(self, plan: BatchPlan) -> Generator[tuple[float, list[Batch]], None, None]:
-        """Yield the seconds of each gather, and its batches, the last one first."""
+        """Yield the seconds that each gather took, and its batches in reverse order."""
         clock, together, gather_s, given = time.perf_counter, self._batches_at_once, 0.0, 0
         sizes, positions, ends = plan.sizes, plan.positions, plan.ends
         starts = [*itertools.accumulate(sizes, initial=0)]
@@ -338,7 +349,8 @@ class InlineGather:
                     Batch(fields, positions[starts[place] : starts[place + 1]], ends[place], was_ready=False)
                     for place, fields in enumerate(zip(*values, strict=True), first)
                 ]
-                del values  # or a buffer could not be used again when the user lets go of its batches
+                # Release the tensors, so that a buffer can be used again once the user drops its batches.
+                del values
                 batches.reverse()
                 made_s = clock() - began
                 gather_s += made_s

@@ -1,4 +1,4 @@
-"""What batches consist of: the columns of a packed split, of files, or of arrays and tensors in memory."""
+"""The columns (fields) that batches are built from: of a packed split, of files, or of arrays and tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from colabkit.loading.engine.gather import RowGather
 from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
 
 _CHANNELS = (1, 3, 4)
-_FEW = 4  # arrays in a list that are fields rather than samples, if each is longer than that
+# A list of at most this many arrays, each longer than this, probably holds fields, not samples.
+_FEW = 4
 
 Structure: TypeAlias = Literal["alone", "tuple", "dict"]
 ImageDataset: TypeAlias = PackedDataset | FileDataset
 ColumnReader: TypeAlias = Callable[[Indices], Any]
 Column: TypeAlias = RowGather | ImageDataset | ColumnReader
-"""A field: rows to gather, image files to decode, or a function that reads some samples."""
+"""The source of a field: rows to gather, image files to decode, or a function that reads samples by index."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class DatasetColumns:
     """The columns of a data set.
 
     Attributes:
-        by_name: the columns; transforms are applied to the first one.
-        structure: how batches hold them: one alone, a tuple, a dict.
-        labels: name of the column with the labels, None if there is none.
-        description: of the data set, for its text.
-        is_on_disk: whether rows lie in mapped files, not in memory.
-        order: names of the columns in the order that batches have; None for that of `by_name`.
+        by_name: columns by name; transforms apply to the first one.
+        structure: structure of batches: a single value, a tuple or a dict.
+        labels: name of the column with the labels; None if there is none.
+        count: number of samples.
+        description: description of the data set for the loader's `repr`.
+        is_on_disk: whether rows are in mapped files, not in memory.
+        order: names of the columns in the order of batches; None for the order of `by_name`.
         name_of: returns the name of a sample for messages; None if samples have no names.
     """
 
@@ -55,26 +57,26 @@ class DatasetColumns:
 
     @property
     def first(self) -> Column:
-        """The column that transforms are applied to."""
+        """The column that transforms apply to."""
         return next(iter(self.by_name.values()))
 
     @property
     def rows(self) -> RowGather | None:
-        """The first column if it is rows to gather."""
+        """The first column, if it holds rows to gather."""
         return self.first if isinstance(self.first, RowGather) else None
 
     @property
     def images(self) -> ImageDataset | None:
-        """The first column if it is image files to decode."""
+        """The first column, if it holds image files to decode."""
         return self.first if isinstance(self.first, ImageDataset) else None
 
     @property
     def label_place(self) -> int | None:
-        """Place of the labels among the columns, None if there are none."""
+        """Index of the labels among the columns; None if there are none."""
         return None if self.labels is None else [*self.by_name].index(self.labels)
 
     def batch(self, values: Sequence[Any]) -> Any:
-        """Return a batch as the user gets it, of the values of the columns."""
+        """Arrange the values of the columns in the structure of batches."""
         names: Iterable[str] = self.by_name
         if self.order is not None:
             named = dict(zip(names, values, strict=True))
@@ -85,14 +87,17 @@ class DatasetColumns:
 
 
 def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bool) -> DatasetColumns | None:
-    """Return the columns of a data set, None for one that can only be loaded sample by sample.
+    """Return the columns of a data set; None for one that can only be loaded sample by sample.
 
     Args:
-        dataset: a `PackedDataset`, a `FileDataset`, a tensor, an array, a tuple, list or dict of them, or a
-            `TensorDataset`.
+        act: verb and object of error messages.
+        dataset: a `PackedDataset`, a `FileDataset`, a tensor, an array, a tuple or dict of them, or a `TensorDataset`;
+            any other data set gives None.
+        fields: names of the columns to keep; None for all.
+        as_dict: whether batches are dicts.
 
     Raises:
-        InvalidOption: if fields are named that are not there, or arrays do not fit together.
+        InvalidOption: if a field does not exist, or arrays differ in length.
     """
     name_of = None
     if _gives_samples_of(dataset, PackedDataset, FileDataset):
@@ -120,9 +125,10 @@ def columns_of(act: str, dataset: Any, fields: Sequence[str] | None, as_dict: bo
 
 
 def fingerprint_of(act: str, dataset: Any) -> str:
-    """Return a text that differs between data sets: of arrays by some of their samples, of others by kind and length.
+    """Return a text that identifies a data set.
 
-    It is the same whether samples are loaded in rows or one by one.
+    It is computed from some samples of arrays, or from type and length of other data sets. It does not depend on
+    whether samples are loaded in rows or one by one.
     """
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
         return own
@@ -132,7 +138,7 @@ def fingerprint_of(act: str, dataset: Any) -> str:
 
 
 def check_channels(act: str, columns: DatasetColumns) -> None:
-    """Raise `InvalidOption` for arrays `[N, H, W, C]` where a transform takes `[N, C, H, W]`."""
+    """Raise `InvalidOption` for arrays `[N, H, W, C]` if a transform needs `[N, C, H, W]`."""
     rows = columns.rows
     if rows is None or rows.are_images or len(rows.shape) != 3:
         return
@@ -145,7 +151,7 @@ def check_channels(act: str, columns: DatasetColumns) -> None:
 
 
 def unwrap_subset(act: str, dataset: Any) -> Any:
-    """Return the view of a pack or of files for torch's `Subset` of one; all else unchanged.
+    """Replace torch's `Subset` of a packed split or of files by a view of it; return other data sets unchanged.
 
     Raises:
         InvalidOption: if it is a whole pack.
@@ -161,10 +167,10 @@ def unwrap_subset(act: str, dataset: Any) -> Any:
 
 
 def as_samples(act: str, dataset: Any) -> Any:
-    """Return a map-style data set: the given one, or one of a tuple or dict of arrays.
+    """Return a map-style data set unchanged, or make one from a tuple or dict of arrays.
 
     Raises:
-        InvalidOption: if arrays do not fit together, or it is no data set.
+        InvalidOption: if arrays differ in length, or the argument is not a data set.
     """
     found = _arrays(act, dataset) if isinstance(dataset, tuple | list | Mapping) else None
     if found is None:
@@ -182,7 +188,7 @@ def as_samples(act: str, dataset: Any) -> Any:
 
 
 def _gives_samples_of(dataset: Any, *kinds: type[Any]) -> bool:
-    """Return whether a data set is of one of some kinds; a subclass with indexing of its own is not."""
+    """Return whether a data set is an instance of one of these classes that does not override indexing."""
     methods = ("__getitem__", "__getitems__")
     return any(
         isinstance(dataset, kind)
@@ -225,7 +231,7 @@ def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> d
 
 
 def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
-    """Return arrays by name, and how batches hold them; None for other data sets."""
+    """Return arrays by name and the structure of batches; None for other data sets."""
     if _gives_samples_of(dataset, torch.utils.data.TensorDataset):
         return {str(number): tensor for number, tensor in enumerate(dataset.tensors)}, "tuple"
     if isinstance(dataset, Tensor | np.ndarray):
@@ -252,7 +258,7 @@ def _arrays(act: str, dataset: Any) -> tuple[dict[str, Any], Structure] | None:
 
 
 def _are_columns(values: list[Any]) -> bool:
-    """Return whether a list is a few long arrays of one length, so probably fields, not samples."""
+    """Return whether a list holds a few long arrays of the same length: probably fields, not samples."""
     is_few = 1 < len(values) <= _FEW
     if not is_few or not all(isinstance(value, Tensor | np.ndarray) and value.ndim for value in values):
         return False
@@ -260,13 +266,13 @@ def _are_columns(values: list[Any]) -> bool:
 
 
 def _row_gather(act: str, name: str, value: Any) -> RowGather:
-    """Return what gathers the rows of an array."""
+    """Return a `RowGather` over the rows of an array or tensor."""
     if isinstance(value, np.ndarray):
         try:
             native = value.astype(value.dtype.newbyteorder("="), copy=False)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                # torch has no negative strides.
+                # torch does not support negative strides.
                 value = torch.from_numpy(native if min(native.strides, default=0) >= 0 else native.copy())
         except (TypeError, ValueError) as error:
             found = f"an array {name!r} of dtype {value.dtype}"
@@ -284,7 +290,7 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    """Return a digest of shapes, dtypes and some rows: enough to tell one data set from another."""
+    """Return a digest of shapes, dtypes and some rows, to distinguish data sets."""
     digest = hashlib.sha256()
     for name, array in arrays.items():
         shape, dtype = tuple(array.shape), str(array.dtype).removeprefix("torch.")
@@ -295,9 +301,9 @@ def _digest(arrays: Mapping[str, Any]) -> str:
 
 
 def _row_bytes(array: Any, number: int) -> bytes:
-    """Return the bytes of a row, whatever its layout in memory; none unless it consists of plain numbers."""
+    """Return the bytes of a row, independent of its memory layout; empty if it does not consist of plain numbers."""
     if not isinstance(array, Tensor):
-        # The bytes of objects are addresses.
+        # The bytes of an object array are addresses, which change from run to run.
         return b"" if array.dtype.hasobject else array[number : number + 1].tobytes()
     if array.layout != torch.strided or array.is_quantized:
         return b""

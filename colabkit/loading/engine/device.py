@@ -1,9 +1,9 @@
-"""Batches on a GPU: sent there on a copy stream, or gathered there from rows in its memory.
+"""Batches on a GPU: copied there on a separate stream, or gathered there from rows in GPU memory.
 
-The copy is guarded both ways. Device memory is allocated on the user's stream, so the caching allocator hands it out in
-that stream's order, and the copy stream first waits for what that stream still has to do: the memory's former content
-may be in use there. The user's stream then waits for the copy. There is one copy stream for each device and process,
-since every new one would keep memory of its own.
+Copies are synchronized in both directions. Device memory is allocated on the user's stream, so the caching allocator
+hands it out in the order of that stream. The copy stream first waits for the user's stream, which may still use the
+memory's former content; then the user's stream waits for the copy. All loaders share one copy stream per device and
+process, because the allocator caches memory separately for each stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEP_BYTES = 64 << 20
 
 
 def set_mark(device: torch.device) -> Mark:
-    """Set a mark in the current stream of a device and return it."""
+    """Record a timing event in the current stream of a device and return it."""
     mark = torch.cuda.Event(enable_timing=True)
     mark.record(torch.cuda.current_stream(device))
     return mark
@@ -38,11 +38,12 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeviceTransfer:
-    """Copies host batches to a GPU ahead of their use and hands them out in order.
+    """Copy host batches to a GPU ahead of their use and return them in order.
 
     Args:
-        slots: with the host batches; they get their buffers back.
-        counts: the loader's meters, for `transfer`.
+        device: the GPU.
+        slots: buffers of the host batches, to which each buffer is returned after its copy.
+        counts: meters of the loader, for `transfer`.
     """
 
     def __init__(self, device: torch.device, slots: PinnedSlots, counts: LoaderMeters) -> None:
@@ -54,20 +55,23 @@ class DeviceTransfer:
         self._timed: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __len__(self) -> int:
-        """Return how many batches are under way or waiting on the device."""
+        """Return the number of batches in progress or waiting on the device."""
         return len(self._in_flight)
 
     def submit(self, batches: Sequence[tuple[Any, int]], buffer: Tensor | None) -> None:
-        """Start copying batches; returns at once.
+        """Start copying batches, without waiting for the copies.
 
         Args:
-            batches: tensors of any structure, and how many samples each holds.
-            buffer: of the slots; None for memory of torch's own, which torch keeps until it is copied.
+            batches: batches of any structure, each with its number of samples.
+            buffer: buffer of the slots that holds the batches; None for memory that torch manages and keeps until it
+                is copied.
         """
-        copied = torch.cuda.Event(blocking=True)  # waiting for it must not spin one of few cores
+        # A blocking event, because waiting must not spin on one of few CPU cores.
+        copied = torch.cuda.Event(blocking=True)
         for batch, samples in batches:
             current = torch.cuda.current_stream(self._device)
-            tensors = tensors_in(batch)  # first: a copy of a custom mapping may share its values with it
+            # Collected before the copy, because the copy of a custom mapping may share its values.
+            tensors = tensors_in(batch)
             on_device = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device=self._device))
             started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._stream.wait_stream(current)
@@ -83,26 +87,30 @@ class DeviceTransfer:
             self._slots.give_back(buffer, copied)
 
     def close(self) -> None:
-        """Drop batches that were never taken: their memory may be handed out again only after their copies."""
+        """Drop the batches that were never taken, after making the current stream wait for their copies.
+
+        Their memory is freed in that stream's order, so it is not used again before the copies end.
+        """
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._in_flight.clear()
         self._count_ended()
 
     def take(self) -> tuple[Any, tuple[Mark, Mark]]:
-        """Return the oldest batch, and marks around the current stream's wait for its copy; the host waits for none."""
+        """Return the oldest batch, and events around the stream's wait for its copy; the host does not wait."""
         batch, ended, made_on = self._in_flight.popleft()
         current = torch.cuda.current_stream(self._device)
         before = set_mark(self._device)
         current.wait_event(ended)
         after = set_mark(self._device)
-        if current != made_on:  # the allocator has to know of a stream that it did not give the memory to
+        # The allocator has to know that a stream other than the allocating one uses the memory.
+        if current != made_on:
             for tensor in tensors_in(batch):
                 tensor.record_stream(current)
         self._count_ended()
         return batch, (before, after)
 
     def _count_ended(self) -> None:
-        """Count the copies that have ended by now, without waiting for any."""
+        """Count the copies that have ended, without waiting for the others."""
         while self._timed and self._timed[0][3].query():
             samples, size, started, ended = self._timed.popleft()
             self._counts.add("transfer", samples, size, started.elapsed_time(ended) / 1000)
@@ -113,12 +121,12 @@ def send(
     groups: Iterable[tuple[list[Batch], Tensor | None]],
     is_enough: Callable[[int], bool],
 ) -> Generator[Batch, None, None]:
-    """Yield batches on the device; an error comes after the batches before it.
+    """Yield batches on the device; an error is raised after the batches before it.
 
     Args:
-        transfer: sends them; it is closed at the end.
-        groups: host batches of one buffer each, and the buffer; None for memory of torch's own.
-        is_enough: returns whether so many batches under way, at least one, are enough.
+        transfer: copies the batches; it is closed at the end.
+        groups: host batches with their common buffer; None for memory that torch manages.
+        is_enough: returns whether this number of batches in progress, at least one, is enough.
     """
     was_ready = True
 
@@ -128,7 +136,8 @@ def send(
             was_ready = was_ready and batches[0].was_ready
             transfer.submit([(batch.values, len(batch.positions)) for batch in batches], buffer)
             batches.reverse()
-            while batches:  # emptied, or a batch would live as long as this generator
+            # Pop each batch, so that this generator does not keep it alive.
+            while batches:
                 yield batches.pop()
 
     try:
@@ -141,12 +150,13 @@ def send(
 
 
 class DeviceEngine:
-    """Gathers batches on a device from rows that are all in its memory; the host does next to nothing.
+    """Gather batches on a device from rows in its memory, with almost no work on the host.
 
     Args:
-        columns: fields by name; rows are copied to the device, others are read when they are needed.
-        plan_batches: batches that are gathered together.
-        counts: the loader's meters, for `gather`.
+        columns: fields by name; rows are copied to the device once, other fields are read when needed.
+        device: the GPU.
+        plan_batches: number of batches that are gathered together.
+        counts: meters of the loader, for `gather`.
     """
 
     def __init__(
@@ -172,7 +182,7 @@ class DeviceEngine:
                 yield batches.pop()
 
     def _gather(self, plan: BatchPlan) -> list[Batch]:
-        """Return the batches of a plan, gathered at once."""
+        """Gather all batches of a plan together."""
         indices = self._send(torch.from_numpy(plan.indices))
         fields: list[Any] = []
         for column in self._columns:
@@ -188,4 +198,4 @@ class DeviceEngine:
         return batches
 
     def _send(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)  # or the host would wait for it
+        return tensor.to(self._device, non_blocking=True)

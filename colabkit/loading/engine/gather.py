@@ -1,4 +1,4 @@
-"""Rows are gathered into host buffers, which are used again only when nobody can see their content any more."""
+"""Gather rows into host buffers, which are reused only when no tensor refers to their content any more."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def warn_unpinned(error: RuntimeError) -> None:
 
 
 def aligned(size: int, step: int = _CACHE_LINE) -> int:
-    """Return a size rounded up to whole steps, so that what follows begins at one."""
+    """Return a size rounded up to a multiple of `step`."""
     return -(-size // step) * step
 
 
 def empty_bytes(size: int) -> npt.NDArray[np.uint8]:
-    """Return new memory, `uint8 [size]`, that begins with a cache line, or with a huge page where it fills one.
+    """Allocate `uint8 [size]`, aligned to a cache line, or to a huge page if it is at least that large.
 
-    Rows are copied into it up to a sixth faster than to where `numpy.empty` begins, 16 bytes behind a page. NumPy asks
-    the kernel for huge pages for arrays of 4 MiB and more.
+    Copying rows into it is up to a sixth faster than into memory of `numpy.empty`, which starts 16 bytes after a page
+    boundary. NumPy requests huge pages from the kernel for arrays of 4 MiB and more.
     """
     step = _HUGE_PAGE if size >= _HUGE_PAGE else _CACHE_LINE
     memory = np.empty(aligned(size, step) + step, np.uint8)
@@ -52,15 +52,15 @@ def empty_bytes(size: int) -> npt.NDArray[np.uint8]:
 
 
 class PageableSlots:
-    """Pageable buffers, for batches that the user receives without a copy.
+    """A pool of pageable buffers, for batches that the user receives without a copy.
 
-    A buffer comes back by itself when the last tensor that shares its memory is gone: torch keeps the NumPy view that
-    it was made from alive exactly that long. Fresh memory would cost a page fault for every 4 KiB of every batch. The
-    buffer that came back last is lent first, while it is still in the processor's cache.
+    A buffer returns to the pool automatically when the last tensor that shares its memory is freed, because torch keeps
+    the NumPy view under a tensor alive exactly that long. New memory would cost a page fault for every 4 KiB of every
+    batch. The buffer returned last is lent first, while it is still in the processor's cache.
 
     Args:
-        slot_bytes: bytes of a buffer; it grows with the requested sizes.
-        keep: how many idle buffers to keep.
+        slot_bytes: size of a buffer; it grows with the requested sizes.
+        keep: largest number of idle buffers to keep.
     """
 
     def __init__(self, slot_bytes: int, keep: int) -> None:
@@ -69,16 +69,17 @@ class PageableSlots:
         self._lent: dict[int, tuple[weakref.ref[Any], npt.NDArray[np.uint8]]] = {}
 
     def lend(self, size: int) -> Tensor:
-        """Return `size` bytes as a `uint8` tensor; they are the caller's until all tensors over them are gone."""
+        """Lend `size` bytes as a `uint8` tensor, until all tensors that share them are freed."""
         self._slot_bytes = max(size, self._slot_bytes)
         buffer = None
-        while buffer is None or buffer.nbytes < size:  # idle buffers that are too small now are dropped
+        # Idle buffers that are too small are dropped.
+        while buffer is None or buffer.nbytes < size:
             try:
                 buffer = self._idle.pop()
             except IndexError:
                 buffer = empty_bytes(self._slot_bytes)
         view = buffer[:size]
-        # `weakref.finalize` would take ten times as long.
+        # `weakref.finalize` is ten times as slow.
         ended = weakref.ref(view, self._take_back)
         self._lent[id(ended)] = ended, buffer
         return torch.from_numpy(view)
@@ -88,10 +89,10 @@ class PageableSlots:
 
 
 class PinnedSlots:
-    """Page-locked buffers, from which a GPU copies while the host goes on; pageable ones if locking fails.
+    """A pool of page-locked buffers, from which a GPU copies asynchronously; pageable ones if locking fails.
 
     Args:
-        slot_bytes: bytes of a buffer; a larger one is made once and not kept.
+        slot_bytes: size of a buffer; a larger one is allocated when requested and not kept.
         device: the GPU, whose driver locks the pages.
     """
 
@@ -102,7 +103,7 @@ class PinnedSlots:
         self._can_pin = True
 
     def lend(self, size: int) -> Tensor:
-        """Return at least `size` bytes as a `uint8` tensor, waiting until the copy out of them has ended."""
+        """Lend at least `size` bytes as a `uint8` tensor, after waiting for the last copy out of them."""
         if size > self._slot_bytes:
             return self._new_buffer(size)
         try:
@@ -113,12 +114,13 @@ class PinnedSlots:
         return buffer
 
     def give_back(self, buffer: Tensor, copied: torch.cuda.Event) -> None:
-        """Take a buffer back, to be used again once `copied` has happened. One that is never given back is freed."""
+        """Return a buffer to the pool, to be lent again after `copied`; a buffer that is never returned is freed."""
         if buffer.nbytes == self._slot_bytes:
             self._idle.append((buffer, copied))
 
     def _new_buffer(self, size: int) -> Tensor:
-        with torch.inference_mode(False):  # a tensor made in that mode cannot be filled again outside
+        # A tensor made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
             if self._can_pin:
                 try:
                     with torch.cuda.device(self._device):
@@ -130,30 +132,31 @@ class PinnedSlots:
 
 
 class FieldBuffers:
-    """Lends memory for the fields of a group of batches, to any thread.
+    """Lend memory for the fields of a group of batches; thread-safe.
 
-    Batches on the CPU have a pageable buffer for each field, because users keep labels longer than images. Batches for
-    a GPU have one pinned buffer for all fields.
+    Batches on the CPU use one pageable buffer per field, because users keep labels longer than images. Batches for a
+    GPU use one pinned buffer for all fields.
 
     Args:
-        field_bytes: usual bytes of each field.
-        keep: how many idle pageable buffers of each field to keep.
+        field_bytes: usual size of each field in bytes.
+        keep: largest number of idle pageable buffers to keep per field.
+        device: device of the batches.
 
     Attributes:
-        pinned: the pinned buffers, None for batches on the CPU.
+        pinned: pool of pinned buffers; None for batches on the CPU.
     """
 
     def __init__(self, field_bytes: Sequence[int], keep: int, device: torch.device) -> None:
         is_pinned = device.type == "cuda"
         self.pinned = PinnedSlots(sum(map(aligned, field_bytes)), device) if is_pinned else None
-        # Small fields are not worth keeping.
+        # Buffers of small fields are not worth pooling.
         self._pageable = [
             PageableSlots(size, keep) if place == 0 or size >= _LARGE else None
             for place, size in enumerate(field_bytes)
         ]
 
     def lend(self, sizes: Sequence[int]) -> tuple[list[Tensor], Tensor | None]:
-        """Return so many bytes for each field, `uint8`, and the pinned buffer that they lie in, if any."""
+        """Lend one `uint8` tensor per field, of the given sizes in bytes; also return their pinned buffer, if any."""
         if self.pinned is None:
             return [
                 torch.empty(size, dtype=torch.uint8, device="cpu") if slots is None else slots.lend(size)
@@ -168,15 +171,16 @@ _KEPT_SLOTS = 4
 
 
 class RowGather:
-    """Gathers rows of maps into a buffer by the fastest branch of `torch.index_select`.
+    """Gather rows of mapped files into a buffer with the fastest branch of `torch.index_select`.
 
-    That is a parallel memcpy of rows, taken when a row has fewer than 32,768 elements; so rows are viewed as the widest
-    integers that divide them. Source: `index_select_out_cpu_` in ATen's TensorAdvancedIndexing.cpp. Rows that lie in
-    several files are gathered file by file, then put in order: two copies instead of one.
+    This branch copies rows in parallel with memcpy, and is used for rows of fewer than 32,768 elements. Rows are
+    therefore viewed as the widest integers that divide their size. Source: `index_select_out_cpu_` in ATen's
+    TensorAdvancedIndexing.cpp. Rows of several files are gathered file by file and then reordered, which takes a second
+    copy.
 
     Args:
         maps: rows of each file, contiguous `[N, ...]`, of one shape and dtype, on one device.
-        numbers: the rows, counted through all files, that a view has; None for all.
+        numbers: row numbers of a view's samples, counted through all files; None for all rows.
         are_images: whether rows are `[H, W, C]`.
     """
 
@@ -194,13 +198,14 @@ class RowGather:
             if self.row_bytes % dtype.itemsize == 0 and all(rows.data_ptr() % dtype.itemsize == 0 for rows in as_bytes)
         )
         self._wide_maps = [rows.view(self._wide) for rows in as_bytes]
-        if self.row_bytes == self._wide.itemsize:  # of one number: a vector is gathered three times as fast
+        # Rows of one element are gathered three times as fast from a vector.
+        if self.row_bytes == self._wide.itemsize:
             self._wide_maps = [rows.view(-1) for rows in self._wide_maps]
         self._stops = torch.tensor([len(rows) for rows in maps], device="cpu").cumsum(0)
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return sum(map(len, self.maps)) if self.numbers is None else len(self.numbers)
 
     @property
@@ -209,9 +214,9 @@ class RowGather:
         return self.are_images and self.dtype == torch.uint8 and len(self.shape) == 3
 
     def gather_new(self, indices: Tensor) -> Tensor:
-        """Return the rows at `indices` in new memory, images as `[B, C, H, W]`, channels last.
+        """Gather the rows at `indices` into new memory; images become `[B, C, H, W]` in channels-last memory format.
 
-        They are gathered as integers, since `index_select` does not know all types of elements.
+        They are gathered as integers, because `index_select` does not support all dtypes.
 
         Args:
             indices: `int64 [B]`.
@@ -222,22 +227,22 @@ class RowGather:
         return self.shaped(rows.view(-1), len(indices))
 
     def gather(self, indices: Tensor, buffer: Tensor) -> Tensor:
-        """Copy the rows at `indices` into `buffer` and return them, images as `[B, C, H, W]`, channels last.
+        """Gather the rows at `indices` into `buffer` and return them; images become channels-last `[B, C, H, W]`.
 
         Args:
             indices: `int64 [B]`.
-            buffer: `uint8`, as many bytes as the rows have together, aligned as the rows are.
+            buffer: `uint8`, of exactly the size of the rows, with the same alignment as the rows.
         """
         self.gather_wide(indices, self.wide(buffer, len(indices)))
         return self.shaped(buffer, len(indices))
 
     def wide(self, buffer: Tensor, count: int) -> Tensor:
-        """Return `count` rows of a buffer as what `gather_wide` fills."""
+        """View a buffer as `count` rows of wide integers, as `gather_wide` needs."""
         wide = buffer.view(self._wide)
         return wide.view(count, -1) if self._wide_maps[0].ndim > 1 else wide
 
     def gather_wide(self, indices: Tensor, wide: Tensor) -> None:
-        """Copy the rows at `indices` into what `wide` returned for a buffer."""
+        """Gather the rows at `indices` into a view returned by `wide`."""
         rows = self._rows_of(indices)
         if len(self._wide_maps) == 1:
             torch.index_select(self._wide_maps[0], 0, rows, out=wide)
@@ -245,12 +250,12 @@ class RowGather:
             self._gather_by_file(rows, wide)
 
     def shaped(self, buffer: Tensor, count: int) -> Tensor:
-        """Return `count` rows of a buffer, images as `[count, C, H, W]`, channels last."""
+        """View a buffer as `count` rows of the original dtype; images become channels-last `[count, C, H, W]`."""
         rows = buffer.view(self.dtype).view(count, *self.shape)
         return rows.movedim(-1, 1) if self.are_images else rows
 
     def shaped_array(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
-        """Return rows of bytes as `shaped` does; None if NumPy does not know their type."""
+        """View rows of bytes as `shaped` does, but in NumPy; None if NumPy does not support their dtype."""
         try:
             typed = rows.view(torch.empty(0, dtype=self.dtype, device="cpu").numpy().dtype)
         except TypeError:
@@ -259,11 +264,11 @@ class RowGather:
         return np.moveaxis(shaped, -1, 1) if self.are_images else shaped
 
     def _rows_of(self, indices: Tensor) -> Tensor:
-        """Return the rows of samples, counted through all files."""
+        """Return the row numbers of samples, counted through all files."""
         return indices if self.numbers is None else self.numbers[indices]
 
     def on(self, device: torch.device, step_bytes: int) -> RowGather:
-        """Return the same rows in the memory of a device, copied in steps; rows that a view leaves out stay behind."""
+        """Return the rows of this view in the memory of a device, copied in steps of `step_bytes`."""
         count = self.count
         rows = torch.empty((count, *self.shape), dtype=self.dtype, device=device)
         step = max(1, step_bytes // max(1, self.row_bytes))
@@ -274,7 +279,7 @@ class RowGather:
         return RowGather((rows,), None, self.are_images)
 
     def pixels(self, numbers: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[Any]]:
-        """Yield the row of each sample as it lies in its map, `[...]`."""
+        """Yield the mapped row of each sample, `[...]`, without a copy."""
         rows = self._rows_of(torch.from_numpy(numbers))
         if len(self.maps) == 1:
             yield from map(self._arrays[0].__getitem__, rows.tolist())
@@ -296,9 +301,9 @@ class RowGather:
 
 
 class GatherSlots:
-    """Buffers that rows are gathered into, each used again when no tensor shares its memory any more.
+    """Buffers to gather rows into, each reused when no tensor shares its memory any more.
 
-    They save what `PageableSlots` does for each buffer that it lends, 4% of an epoch of small images.
+    They avoid the overhead of `PageableSlots` for each lent buffer, which is 4% of an epoch of small images.
     """
 
     def __init__(self, rows: RowGather, samples: int) -> None:
@@ -308,8 +313,9 @@ class GatherSlots:
         self._lock = threading.Lock()
 
     def gather(self, indices: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
-        """Return the rows of some samples, split into batches."""
-        with self._lock:  # two threads may iterate one loader
+        """Gather the rows of some samples and split them into batches."""
+        # Two threads may iterate over one loader.
+        with self._lock:
             for slot in self._slots:
                 if slot.is_free:
                     break
@@ -322,10 +328,10 @@ class GatherSlots:
 
 
 class _GatherSlot:
-    """A buffer that knows whether any tensor shares it.
+    """A buffer that detects whether any tensor shares it.
 
-    torch keeps the array that a tensor was made from alive as long as any tensor has its storage. Each of these arrays
-    refers to the one that owns the memory, so the references to that one show whether the buffer is in use.
+    torch keeps the array under a tensor alive as long as any tensor uses its storage. Each of these arrays refers to
+    the array that owns the memory, so the reference count of the owner shows whether the buffer is in use.
     """
 
     def __init__(self, rows: RowGather, samples: int) -> None:
@@ -335,7 +341,8 @@ class _GatherSlot:
     def _allocate(self, samples: int) -> None:
         memory = empty_bytes(samples * self._rows.row_bytes).reshape(samples, -1)
         self._samples = samples
-        with torch.inference_mode(False):  # a tensor made in that mode cannot be filled again outside
+        # A tensor made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
             self._wide = self._rows.wide(torch.from_numpy(memory).view(-1), samples)
         shaped = self._rows.shaped_array(memory)
         self._is_shaped = shaped is not None
@@ -346,12 +353,16 @@ class _GatherSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody sees its content."""
+        """Whether no tensor shares the buffer."""
         return sys.getrefcount(self._owner) == self._own_references
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return its first `count` rows as what to fill, and as the user gets them; only while it is free."""
-        if count > self._samples:  # as the last batch of several ranks may be, and any of a custom sampler
+        """Return the first `count` rows twice: as wide integers to fill, and as returned to the user.
+
+        Call this only while the buffer is free.
+        """
+        # The last batch of several ranks, or a batch of a custom sampler, may be larger.
+        if count > self._samples:
             self._allocate(count)
         wide = self._wide if count == self._samples else self._wide[:count]
         found = torch.from_numpy(self._array[:count])

@@ -1,4 +1,4 @@
-"""Image files become rows of a batch: decoded, resized or cropped, and cached where there is room."""
+"""Decode image files into rows of a batch: resize or crop them, and cache them if there is room."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _NEXT_STEP = "Remove or repair it, or use on_bad='skip'"
 
 @dataclass
 class BadSamples:
-    """Image files that could not be decoded, with the reason of each of the first 1,000, and the `on_bad` option."""
+    """The `on_bad` option, and the image files that could not be decoded: names and reasons of the first 1,000."""
 
     on_bad: OnBad = "raise"
     reasons: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, error: BadImage) -> None:
-        """Raise the error of a bad sample, or note it.
+        """Raise the error of a bad sample, or record it.
 
         Raises:
-            BadImage: naming the sample, if bad ones are errors; always if it is a good image of another size.
+            BadImage: with the sample's name, if `on_bad` is `"raise"`, or if it is a valid image of another size.
         """
         if isinstance(error, OtherSize):
             next_step = "Give size=, or a transform that cuts to one size"
@@ -55,7 +55,7 @@ class BadSamples:
 
 @dataclass
 class _DecodingWork:
-    """Samples `start` to `stop` of a group, where they go, and what decoding them took."""
+    """Samples `start` to `stop` of a group, their output memory, and the time spent on them."""
 
     group: BatchGroup
     start: int
@@ -68,7 +68,7 @@ class _DecodingWork:
     augment_s: float = 0.0
 
     def index(self, place: int) -> int:
-        """Return the data set's index of a sample."""
+        """Return the index of a sample in the data set."""
         return self.group.plan.indices.item(self.start + place)
 
     def position(self, place: int) -> int:
@@ -78,12 +78,15 @@ class _DecodingWork:
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """How image files are decoded, in every epoch.
+    """The options for decoding image files, the same in every epoch.
 
     Attributes:
-        files: their channels and blank images.
-        row_shape: `[H, W, C]` of every decoded image; None if each keeps its size until it is cropped.
-        is_resized: whether images are resized to the row's shape; if not, one of another size is bad.
+        dataset: data set that reads the files.
+        files: number of channels, and size of blank images.
+        row_shape: shape of every decoded image, `[H, W, C]`; None if images keep their sizes until they are cropped.
+        is_resized: whether images are resized to the row shape; if not, an image of another size is bad.
+        cache: cache of decoded rows.
+        bad: the files that could not be decoded.
     """
 
     dataset: ImageDataset
@@ -104,11 +107,13 @@ class ImageOptions:
 
 @dataclass(eq=False)
 class ImageDecoder:
-    """Decodes the samples of batches in one epoch.
+    """Decode the samples of the batches of one epoch.
 
     Attributes:
-        geometry: cropped out of each image; None keeps it whole.
+        options: options for decoding.
+        geometry: crop to apply to each image; None keeps the whole image.
         ahead: reads the files of a remote source ahead; None for local files.
+        counts: meters of the loader.
     """
 
     options: ImageOptions
@@ -117,10 +122,10 @@ class ImageDecoder:
     counts: LoaderMeters
 
     def fill(self, group: BatchGroup, start: int, stop: int, draws: Draws) -> None:
-        """Fill in the samples from `start` to `stop` of a group, and count `read`, `decode` and `augment`.
+        """Decode the samples from `start` to `stop` of a group, and count `read`, `decode` and `augment`.
 
         Raises:
-            BadImage: naming a sample that cannot be decoded, if that is an error.
+            BadImage: with the name of a sample that cannot be decoded, if `on_bad` is `"raise"`.
         """
         work = _DecodingWork(group, start, stop, group.values[0].permute(0, 2, 3, 1).numpy()[start:stop])
         cpu_began = time.thread_time()
@@ -128,7 +133,7 @@ class ImageDecoder:
         if self.ahead is None:
             self.counts.add("read", work.read, work.read_bytes, work.read_s)
         waited_s = 0.0 if self.ahead is None else work.read_s
-        # The CPU seconds are of all three parts.
+        # The CPU seconds cover reading, decoding and cropping together.
         decoded_bytes, cpu_s = work.read * prod(work.out.shape[1:]), time.thread_time() - cpu_began
         self.counts.add("decode", work.read, decoded_bytes, work.decode_s, waited_s, cpu_s=cpu_s)
         if self.geometry is not None:
@@ -138,7 +143,7 @@ class ImageDecoder:
         raise NotImplementedError
 
     def _read(self, work: _DecodingWork, place: int) -> bytes | None:
-        """Return the bytes of a sample's file; None if its row was cached meanwhile."""
+        """Return the bytes of a sample's file; None if another thread has cached its row meanwhile."""
         began = time.perf_counter()
         if self.ahead is not None:
             data = self.ahead.fetch(work.position(place))
@@ -163,7 +168,7 @@ class ImageDecoder:
 
 @dataclass(eq=False)
 class RowDecoder(ImageDecoder):
-    """Decodes images to rows of one shape, or takes cached rows, and crops them."""
+    """Decode images to rows of one shape, or use cached rows, and crop them."""
 
     row_shape: tuple[int, int, int]
 
@@ -183,7 +188,7 @@ class RowDecoder(ImageDecoder):
         work.augment_s += time.perf_counter() - began
 
     def _row(self, work: _DecodingWork, place: int) -> Pixels:
-        """Return the row of a sample: the cached one, else a new one, which is cached if there is room."""
+        """Return the cached row of a sample, or decode the row and cache it if there is room."""
         index = work.index(place)
         if (row := self._cache.row(index)) is not None:
             if self.ahead is not None:
@@ -207,7 +212,7 @@ class RowDecoder(ImageDecoder):
         work.decode_s += time.perf_counter() - began
         if slot is None:
             return row
-        # The slot is free again if another thread was faster, and after a bad image.
+        # The slot was freed if another thread was faster, or if the image is bad.
         cached = self._cache.row(index)
         return np.zeros(self.row_shape, np.uint8) if cached is None else cached
 
@@ -227,14 +232,15 @@ class RowDecoder(ImageDecoder):
 
 @dataclass(eq=False)
 class CropDecoder(ImageDecoder):
-    """Crops images of any size, and decodes each no further than needed."""
+    """Crop images of any size, and decode only the region that is needed."""
 
     geometry: Geometry
 
     def _fill(self, work: _DecodingWork, draws: Draws) -> None:
         files: dict[int, tuple[bytes, tuple[int, int]]] = {}
         for place, out in enumerate(work.out):
-            data = self._read(work, place) or b""  # never None, since nothing is cached here
+            # Never None, because this decoder caches nothing.
+            data = self._read(work, place) or b""
             try:
                 if self._is_blank(data):
                     out[...] = 0
@@ -276,7 +282,7 @@ class CropDecoder(ImageDecoder):
 
 
 def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pixels) -> None:
-    """Crop a box out of each of some rows `uint8 [H, W, C]` of one shape, into `out`, `uint8 [B, h, w, C]`."""
+    """Crop one box out of each row, `uint8 [H, W, C]` of one shape, into `out`, `uint8 [B, h, w, C]`."""
     rows = list(rows)
     sizes = np.broadcast_to(np.array(rows[0].shape[:2], np.int64), (len(rows), 2))
     fill = int(geometry.fill)
@@ -288,10 +294,10 @@ def crop_each(rows: Iterable[Pixels], geometry: Geometry, draws: Draws, out: Pix
 def row_shape_of(
     dataset: ImageDataset, files: ImageFiles, count: int, size: tuple[int, int] | None, bad: BadSamples
 ) -> tuple[int, int, int] | None:
-    """Return the shape of decoded images: of `size`, else of the first good one; None if there is no image.
+    """Return the shape of decoded images: from `size`, else from the first valid image; None for an empty data set.
 
     Raises:
-        BadImage: naming a sample before it, if bad ones are errors.
+        BadImage: with the name of a bad sample before the first valid one, if `on_bad` is `"raise"`.
     """
     for index in range(count if size is None else 0):
         data = dataset.encoded(index)

@@ -1,7 +1,7 @@
-"""Samples that Python code makes one by one are made in worker processes, by torch's own `DataLoader`.
+"""Load samples one at a time in worker processes, with torch's `DataLoader`.
 
-Every sample is made with the generators of Python, NumPy and torch seeded by its position, so it comes out the same
-with any number of workers, and after a resume.
+The generators of Python, NumPy and torch are seeded by each sample's position, so a sample is the same with any number
+of workers, and after a resume.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ from colabkit.loading.engine.user_code import (
 )
 from colabkit.loading.inspection import bytes_in, name_of
 
-_TICK_S = 0.25  # how often listeners hear of a waiting user
+# Interval of the events that report a waiting user.
+_TICK_S = 0.25
 _SENT_AHEAD = 2
 
-SampleKey: TypeAlias = tuple[int, int, int, int]  # seed, epoch, position, index
+# Seed, epoch, position, index.
+SampleKey: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """An error of custom code, as it goes from a worker to the user.
+    """An error of user code, on its way from a worker to the user.
 
     Attributes:
-        text: where it happened, and the error's own text.
+        text: where the error happened, and its own text.
         next_step: how to reproduce it.
-        error: itself; pickled if it comes from another process.
-        traceback: its traceback there, as a text.
+        error: the error, pickled if it comes from another process.
+        traceback: traceback in that process, as text.
     """
 
     text: str
@@ -61,13 +63,13 @@ class WorkerFailure:
 
     @classmethod
     def of(cls, error: Exception, where: str, next_step: str) -> WorkerFailure:
-        """Return the failure for an error; one that cannot be pickled goes as a `RuntimeError` of its text."""
+        """Return the failure for an error; one that cannot be pickled becomes a `RuntimeError` with its text."""
         text = f"{type(error).__name__}: {error}"
         if get_worker_info() is None:
             return cls(f"{where}{text}", next_step, error)
         try:
             pickled = pickle.dumps(error)
-            # This fails for errors whose constructor takes other arguments than they keep.
+            # Unpickling fails for errors whose constructor arguments differ from `args`.
             pickle.loads(pickled)  # noqa: S301 - of our own process
         except Exception:
             pickled = pickle.dumps(RuntimeError(text))
@@ -84,17 +86,19 @@ class WorkerFailure:
 
 @dataclass
 class WorkerBatch:
-    """A batch from a worker, or the error instead.
+    """A batch from a worker, or the error that replaces it.
 
-    A batch that goes to another process is pickled in a thread of the queue between them, where an error would be lost
-    with the batch, and the user would wait forever. So the batch is pickled separately, and its error replaces it.
+    The queue between processes pickles its items in a thread of its own. An error there would lose the batch, and the
+    user would wait forever. The batch is therefore pickled separately, and an error replaces it.
 
     Attributes:
-        batch: what `collate_fn` made of the samples.
-        busy_s: seconds it took the worker.
-        cpu_s: seconds of a CPU that the worker took for it, and for handing over the batch before.
-        wait_s: seconds that the worker had nothing to do before.
-        made_at: when it was done, by `time.perf_counter()`, which all processes share.
+        batch: result of `collate_fn`.
+        samples: number of samples passed to `collate_fn`.
+        busy_s: seconds that the worker took for it.
+        error: error that replaces the batch.
+        cpu_s: CPU seconds that the worker took for it, and for sending the batch before it.
+        wait_s: seconds that the worker was idle before it.
+        made_at: time of completion by `time.perf_counter()`, whose origin all processes share.
     """
 
     batch: Any
@@ -129,7 +133,7 @@ class WorkerBatch:
 
 
 class _KeyedDataset(Dataset[Any]):
-    """A map-style data set that makes whole batches of keys, each with a seed of its own."""
+    """A map-style data set that makes a batch from a list of keys, each of which seeds its own sample."""
 
     def __init__(self, dataset: Any, sample_transform: Callable[[Any], Any] | None, collate: Any) -> None:
         self._dataset = dataset
@@ -139,7 +143,8 @@ class _KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> WorkerBatch:
         is_alone, began = get_worker_info() is None, time.perf_counter()
-        cpu_s = time.thread_time if is_alone else time.process_time  # a worker's other thread hands batches over
+        # A worker process has a second thread, which sends batches.
+        cpu_s = time.thread_time if is_alone else time.process_time
         cpu_began_s = cpu_s()
         with restored_generators() if is_alone else nullcontext():
             made = self._make(keys)
@@ -188,9 +193,9 @@ def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:
 
 
 class ProcessEngine:
-    """Makes the batches of epochs sample by sample, in worker processes, or without any where they are requested.
+    """Make batches sample by sample, in worker processes, or with 0 workers in the caller's thread.
 
-    A thread puts batches for a GPU in page-locked memory. `sample_transform` applies to each sample's first field.
+    A thread moves batches for a GPU to page-locked memory. `sample_transform` applies to each sample's first field.
     """
 
     plan_batches = 1
@@ -203,20 +208,21 @@ class ProcessEngine:
         prefetch = max(1, -(-(options.prefetch_batches or 2 * workers) // workers)) if workers else None
         self._new_pool = functools.partial(_ProcessPool, keyed, workers, prefetch, pins, persists)
         self._is_persistent = persists
-        self._idle: dict[int, _ProcessPool] = {}  # which no iteration uses, by their process: a forked child has none
+        # Idle pools by the process that made them: a forked child must not use those of its parent.
+        self._idle: dict[int, _ProcessPool] = {}
         self._most_ahead = workers * (prefetch or 0)
         self._device = options.device
         self._counts = options.counts
         self._slots = PinnedSlots(0, options.device) if pins else None
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
-        """Yield the batches of an epoch; closing the generator ends all that works for it."""
+        """Yield the batches of an epoch; closing the generator stops its workers."""
         batches = self._host_batches(seed, epoch, plans)
         if self._slots is None:
             yield from batches
         else:
             transfer = DeviceTransfer(self._device, self._slots, self._counts)
-            # `map` drops each batch, whose memory would else live until the next one.
+            # Unlike a loop variable, `map` does not hold a batch, and so its memory, until the next one.
             yield from send(transfer, map(_alone, batches), lambda under_way: under_way >= _SENT_AHEAD)
 
     def _host_batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
@@ -230,7 +236,7 @@ class ProcessEngine:
                 size = bytes_in(made.batch)
                 self._counts.add("samples", made.samples, size, made.busy_s, made.wait_s, cpu_s=made.cpu_s)
                 if self._most_ahead:
-                    # It was ready at each request for it, or for a batch before it, since it was made.
+                    # It waited in the queue during every request since it was made.
                     self._counts.queued += sum(made.made_at <= at for at in requests)
                     self._counts.queue_room += self._most_ahead
                 yield Batch(made.batch, positions, end, was_ready=made.made_at <= requests[-1])
@@ -239,7 +245,7 @@ class ProcessEngine:
     def _made_batches(
         self, seed: int, epoch: int, plans: Iterator[BatchPlan]
     ) -> Iterator[tuple[WorkerBatch, int, Indices]]:
-        """Yield what workers made, with the end of the batch in the epoch, and the positions of its samples."""
+        """Yield each batch from the workers, with its end in the epoch and the positions of its samples."""
         waiting: deque[tuple[int, Indices]] = deque()
         keys = DeferredErrors(_keys_of(seed, epoch, plans, waiting))
         pool = self._idle_pool() or self._new_pool()
@@ -249,12 +255,15 @@ class ProcessEngine:
             while (made := self._next_of(ready)) is not None:
                 yield made, *waiting.popleft()
             is_sound = True
-        except GeneratorExit:  # the user has seen enough
+        # The user ended the iteration early.
+        except GeneratorExit:
             is_sound = True
             raise
-        except (OSError, EOFError) as error:  # of the pipes between processes
+        # The pipes between processes raise these.
+        except (OSError, EOFError) as error:
             raise _worker_died(f"a worker process is gone ({type(error).__name__}: {error})") from error
-        except RuntimeError as error:  # of `DataLoader`
+        # `DataLoader` raises this if a worker died.
+        except RuntimeError as error:
             raise _worker_died(str(error).partition("\n")[0].rstrip(" .")) from error
         finally:
             if is_sound and self._is_persistent and os.getpid() not in self._idle:
@@ -264,12 +273,12 @@ class ProcessEngine:
         keys.raise_error()
 
     def _idle_pool(self) -> _ProcessPool | None:
-        """Return the live processes of an epoch before, if no other iteration uses them."""
+        """Return the live worker processes of an earlier epoch, if no other iteration uses them."""
         pool = self._idle.pop(os.getpid(), None)
         return pool if pool is not None and pool.is_alive else None
 
     def _next_of(self, ready: Iterator[WorkerBatch]) -> WorkerBatch | None:
-        """Return the next batch, None after the last; listeners hear of the wait when DataLoader times out."""
+        """Return the next batch, None after the last; publish a `Waiting` event whenever `DataLoader` times out."""
         began = time.perf_counter()
         while True:
             try:
@@ -292,7 +301,7 @@ def _worker_died(found: str) -> LoaderFailed:
 def _keys_of(
     seed: int, epoch: int, plans: Iterator[BatchPlan], waiting: deque[tuple[int, Indices]]
 ) -> Iterator[list[SampleKey]]:
-    """Yield the keys of each batch, after adding its end in the epoch and its positions to `waiting`."""
+    """Yield the keys of each batch, and append its end in the epoch and its positions to `waiting`."""
     for plan in plans:
         for (start, stop), end in zip(plan.spans, plan.ends, strict=True):
             positions, indices = plan.positions[start:stop], plan.indices[start:stop].tolist()
@@ -301,7 +310,7 @@ def _keys_of(
 
 
 class _ProcessPool:
-    """Worker processes, for one epoch or for several in turn."""
+    """Worker processes for one epoch, or for several in sequence."""
 
     def __init__(
         self, dataset: Dataset[Any], num_workers: int, prefetch: int | None, pins: bool, persistent_workers: bool
@@ -316,32 +325,34 @@ class _ProcessPool:
             prefetch_factor=prefetch,
             pin_memory=pins,
             persistent_workers=persistent_workers,
-            # With a limit torch would not see that its pinning thread is gone, nor wait for processes that start again.
+            # With a timeout, torch would not notice a dead pinning thread, nor wait for persistent workers to restart.
             timeout=_TICK_S if num_workers and not (pins or persistent_workers) else 0,
-            generator=torch.Generator(),  # or each epoch would draw from the caller's
+            # Without its own generator, each epoch would draw from the global one.
+            generator=torch.Generator(),
         )
 
     def begin(self, keys: Iterable[list[SampleKey]]) -> Iterator[WorkerBatch]:
-        """Return the batches of some keys; what is left of those before is dropped."""
+        """Return the batches of some keys; the remaining batches of earlier keys are dropped."""
         self._sampler.keys = keys
-        with torch.device("cpu"):  # where its generator is, whatever the default device
+        # Its generator is on the CPU, whatever the default device.
+        with torch.device("cpu"):
             self._ready = iter(self._loader)
         return self._ready
 
     @property
     def is_alive(self) -> bool:
-        """Whether no process has ended, as an interrupt from the keyboard ends all."""
+        """Whether all processes are alive; a keyboard interrupt ends them all."""
         return all(worker.is_alive() for worker in getattr(self._ready, "_workers", ()))
 
     def close(self) -> None:
-        """End the processes, which otherwise would live as long as an error whose traceback holds them."""
+        """End the processes, which a traceback that refers to them would otherwise keep alive."""
         shut_down = getattr(self._ready, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
 
 
 class _KeySampler:
-    """A batch sampler that yields the current keys: a `DataLoader` takes no other sampler once it is made."""
+    """A batch sampler that yields the current keys, because a `DataLoader` cannot change its sampler."""
 
     keys: Iterable[list[SampleKey]] = ()
 

@@ -1,4 +1,4 @@
-"""Samples are read before they are needed: pages of mapped rows, and image files of remote sources."""
+"""Read samples before they are needed: pages of mapped rows, and image files of remote sources."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from colabkit.packs import FileDataset, PackedDataset
 from colabkit.storage import STALLED_S, Calls, Item, Level, Retries, read_item
 
 _STEP_BYTES = 32 << 20
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap does not have it
+# MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not define.
+_POPULATE_READ = 22
 _HELD_BYTES = 256 << 20
 _TICK_S = 0.25
 
 
 class Cancellation(BaseException):
-    """Raised inside a thread whose work nobody needs any more; no failure of that work."""
+    """Raised in a thread whose caller has abandoned its work; not an error of that work."""
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A mapped file: its path, the offset of the first row in it, how many rows it has, and the bytes of each."""
+    """A mapped file: its path, the offset of its first row, the number of rows, and the bytes per row."""
 
     path: Path
     offset: int
@@ -45,7 +46,7 @@ class RowFile:
 
 
 def row_files_of(dataset: PackedDataset, rows: RowGather) -> tuple[RowFile, ...] | None:
-    """Return the files with the rows of a packed split; None if they are unknown."""
+    """Return the files that hold the rows of a packed split; None if they are unknown."""
     files = dataset.mapped_files()
     if files is None or len(files) != len(rows.maps):
         return None
@@ -57,14 +58,16 @@ def row_files_of(dataset: PackedDataset, rows: RowGather) -> tuple[RowFile, ...]
 def read_rows_ahead(
     plans: Iterator[BatchPlan], files: Sequence[RowFile], numbers: Indices | None, depth: int
 ) -> Iterator[BatchPlan]:
-    """Yield plans, after the kernel was told to read the rows of the next ones from disk.
+    """Yield plans, after advising the kernel to read the rows of the following plans from disk.
 
     Args:
-        files: with the rows, counted through all of them.
-        numbers: row of each sample; None if rows are numbered as samples.
-        depth: samples to read ahead.
+        plans: plans of the batches.
+        files: files with the rows; row numbers count through all files.
+        numbers: row number of each sample; None if it equals the sample's index.
+        depth: number of samples to read ahead.
     """
-    if not hasattr(os, "posix_fadvise"):  # as on macOS
+    # macOS has no `posix_fadvise`.
+    if not hasattr(os, "posix_fadvise"):
         yield from plans
         return
     stops = np.cumsum([file.rows for file in files])
@@ -80,7 +83,8 @@ def read_rows_ahead(
             os.posix_fadvise(opened[owner], place, file.row_bytes, os.POSIX_FADV_WILLNEED)
 
     try:
-        with contextlib.suppress(OSError):  # a removed file can still be read through its map, without advice
+        # A removed file can still be read through its map, but without advice.
+        with contextlib.suppress(OSError):
             opened.extend(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files)
         yield from announce_plans(plans, advise, depth) if len(opened) == len(files) else plans
     finally:
@@ -89,38 +93,42 @@ def read_rows_ahead(
 
 
 class PagePopulator:
-    """Reads the pages of mapped rows into memory, in order, in a thread of its own.
+    """Read the pages of mapped rows into memory, in order, in a background thread.
 
-    Without it the first epoch would fetch them one page fault at a time, in random order. It calls `madvise` through
-    ctypes, which releases the interpreter's lock; an old kernel ignores it.
+    Otherwise the first epoch would load them one page fault at a time, in random order. The thread calls `madvise`
+    through ctypes, which releases the GIL. Old kernels reject the call, and the thread ends.
 
     Args:
-        numbers: the needed rows, counted through all maps; None for all.
+        maps: mapped rows of each file.
+        numbers: numbers of the needed rows, counted through all maps; None for all.
     """
 
     def __init__(self, maps: Sequence[Tensor], numbers: Tensor | None = None) -> None:
         self._maps = maps
         self._numbers = numbers
         self._ranges: Indices | None = None
-        self._reached: tuple[int, int] | None = (0, 0)  # range, and bytes of it; None when all are done
+        # Index of the current range, and bytes of it that are read; None when all ranges are read.
+        self._reached: tuple[int, int] | None = (0, 0)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # the garbage collector may call `stop` anywhere
+        # Reentrant, because the garbage collector may call `stop` in a thread that holds the lock.
+        self._lock = threading.RLock()
         self._users = 0
 
     def start(self) -> None:
-        """Resume, unless it is at work; call `stop` once for each time."""
+        """Start or resume the thread if it is not running; call `stop` once for each call."""
         with self._lock:
             self._users += 1
             if self._thread is None and self._reached is not None and (madvise := _madvise()) is not None:
-                self._is_over = threading.Event()  # of this thread alone: an earlier one may still wait for a slow disk
+                # Each thread has its own event, because an earlier thread may still wait for a slow disk.
+                self._is_over = threading.Event()
                 self._thread = threading.Thread(
                     target=self._run, args=(madvise, self._is_over), name="colabkit-loader-populating", daemon=True
                 )
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread unless others started it too; one that waits for the disk ends a step later."""
+        """Stop the thread if nobody else uses it; a thread that waits for the disk ends after its current step."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -147,7 +155,7 @@ class PagePopulator:
 
 
 def _ranges_of(maps: Sequence[Tensor], numbers: Tensor | None) -> Indices:
-    """Return the address ranges of the pages of some rows, `int64 [N, 2]`, in order."""
+    """Return the address ranges of the pages that hold the needed rows, `int64 [N, 2]`, in ascending order."""
     is_needed = np.full(sum(map(len, maps)), numbers is None)
     if numbers is not None:
         is_needed[numbers.numpy()] = True
@@ -155,7 +163,8 @@ def _ranges_of(maps: Sequence[Tensor], numbers: Tensor | None) -> Indices:
     for rows in maps:
         start, stop = stop, stop + len(rows)
         framed = np.pad(is_needed[start:stop], 1)
-        edges = np.flatnonzero(framed[1:] != framed[:-1])  # the begin and end of each run of rows
+        # Start and stop of each run of needed rows.
+        edges = np.flatnonzero(framed[1:] != framed[:-1])
         if not len(edges):
             continue
         places = rows.data_ptr() + edges * (rows.nbytes // len(rows))
@@ -178,11 +187,12 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 class FileReadAhead:
-    """Reads the files of coming samples in a thread of its own, with as many requests in flight as pay.
+    """Read the files of upcoming samples in a background thread, which adapts the number of concurrent requests.
 
     Args:
-        is_cached: returns whether a sample need not be read.
-        counts: the loader's meters, for `read`: the seconds of all requests together.
+        files: the data set.
+        is_cached: returns whether a sample is cached, so it need not be read.
+        counts: meters of the loader, for `read`: the total seconds of all requests.
     """
 
     def __init__(self, files: FileDataset, is_cached: Callable[[int], bool], counts: LoaderMeters) -> None:
@@ -190,19 +200,23 @@ class FileReadAhead:
         self._files = files
         self._is_cached = is_cached
         self._counts = counts
-        self._changed = threading.Condition()  # guards what follows
-        self._coming: OrderedDict[int, int] = OrderedDict()  # indices by position
+        # Protects the attributes below.
+        self._changed = threading.Condition()
+        # Sample indices by position, in the order of use.
+        self._coming: OrderedDict[int, int] = OrderedDict()
         self._found: dict[int, bytes | BaseException] = {}
-        self._requested: set[int] = set()  # positions that are not fetched yet
+        # Positions that were requested from the source, but not fetched by the loader yet.
+        self._requested: set[int] = set()
         self._forgotten: set[int] = set()
-        self._held_bytes = 0  # found, and not fetched yet
+        # Bytes that were read, but not fetched by the loader yet.
+        self._held_bytes = 0
         self._error: BaseException | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="colabkit-loader-reading", daemon=True)
         self._thread.start()
 
     def announce(self, plan: BatchPlan) -> None:
-        """Note samples that will be fetched, in this order."""
+        """Queue samples that will be fetched in this order."""
         with self._changed:
             self._coming.update(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
             self._changed.notify_all()
@@ -219,17 +233,18 @@ class FileReadAhead:
                 self._changed.notify_all()
 
     def fetch(self, position: int) -> bytes | None:
-        """Return the bytes of the announced sample at a position, once; None if it is cached by now.
+        """Return the bytes of the announced sample at a position, once; None if it has been cached meanwhile.
 
         Raises:
-            SourceChanged, FileFailed, TimedOut: if they cannot be read.
+            SourceChanged, FileFailed, TimedOut: if the file cannot be read.
         """
         with self._changed:
             while position not in self._found:
                 if self._is_over:
                     raise Cancellation
                 if position not in self._requested and position not in self._coming:
-                    return None  # another thread cached it before it was requested
+                    # Another thread cached the sample before it was requested.
+                    return None
                 if self._error is not None:
                     raise self._error
                 self._changed.wait(_TICK_S)
@@ -242,11 +257,12 @@ class FileReadAhead:
             return data
 
     def close(self) -> None:
-        """End the reading; a read that hangs is left behind."""
+        """Stop reading; a read that hangs is abandoned."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:  # as if the garbage collector closes an iteration
+        # The garbage collector may close an abandoned iteration in this object's own thread.
+        if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S + 2.0)
 
     def _run(self) -> None:
@@ -268,7 +284,7 @@ class FileReadAhead:
                 self._changed.notify_all()
 
     def _start_calls(self, calls: Calls[tuple[int, Item], Any]) -> None:
-        """Start calls for the next samples while there is room for more."""
+        """Start reading the next samples while more requests are allowed and memory is left."""
         while calls.room > 0 and calls.may_begin and self._held_bytes < _HELD_BYTES:
             with self._changed:
                 if not self._coming:
@@ -302,7 +318,7 @@ class FileReadAhead:
             self._changed.notify_all()
 
     def _tick(self, calls: Calls[tuple[int, Item], Any]) -> None:
-        """While no call ends, start those for samples announced meanwhile; leave when closed."""
+        """Start reading newly announced samples while other calls are in progress; raise `Cancellation` if closed."""
         if self._is_over:
             raise Cancellation
         self._start_calls(calls)

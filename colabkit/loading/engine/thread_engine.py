@@ -1,11 +1,11 @@
-"""Batches are gathered, decoded, cropped and transformed in this process: by threads, or where they are requested.
+"""Build batches in this process, in worker threads or in the caller's thread.
 
-Rows that lie in memory are gathered faster than a thread can hand them over. So the first ones are gathered where they
-are requested, and a thread takes over when it can work while the user does: when both take longer than a hand-over.
+Gathering rows from memory is faster than handing a batch from thread to thread. The first batches are therefore
+gathered in the caller's thread. A worker thread takes over once both the gather and the user's own work take longer
+than a hand-over, because then the two can overlap.
 
-Small batches are built several at a time, as one group, because handing one over between threads costs more than
-gathering 512 CIFAR images. A group is opened by one thread; what takes long in it is cut into pieces that all threads
-share, those of the oldest group first.
+Small batches are built several at a time, as one group, because a hand-over costs more than gathering 512 CIFAR images.
+One thread opens a group; the slow work in it is split into pieces that all threads share, oldest group first.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ from colabkit.packs import FileDataset
 
 logger = logging.getLogger("colabkit")
 
-_TICK_S = 0.25  # how often listeners hear of a waiting user
+# Interval of the events that report a waiting user.
+_TICK_S = 0.25
 _FILES_AHEAD = 512
 _HAND_OVER_S = 2e-4
-_CONVINCED = 3  # gathers in a row that would have paid for a thread
+# Consecutive gathers for which a thread would have been faster, before one takes over.
+_CONVINCED = 3
 _CLOSE_S = 10.0
 _NO_PLAN = BatchPlan(np.empty(0, np.int64), np.empty(0, np.int64), (), ())
 _OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
 class ThreadPool:
-    """Builds the batches of plans in daemon threads; `take` returns their groups in order.
+    """Build the batches of plans in daemon threads; `take` returns their groups in order.
 
-    An error arrives in its turn: after the batches before it, and nothing comes after it.
+    An error is raised after the batches before it, and ends the iteration.
 
     Args:
-        plans: of the batches; one thread at a time fetches the next one.
-        builder: builds them.
-        threads: how many; with 0 `take` itself builds the group that it returns.
-        groups_ahead: how many groups may be under way or waiting.
-        on_wait: called with the seconds that a thread had nothing to do.
+        plans: plans of the batches; one thread at a time fetches the next one.
+        builder: builder of the batches.
+        threads: number of threads; with 0 `take` builds the group that it returns.
+        groups_ahead: largest number of groups in progress or waiting.
+        on_wait: called with the seconds that a thread was idle.
     """
 
     def __init__(
@@ -75,10 +77,11 @@ class ThreadPool:
         self._plans = plans
         self._builder = builder
         self._on_wait = on_wait
-        # In the caller's thread an interrupt is no error of a batch.
+        # In the caller's thread a keyboard interrupt must pass through, not count as the error of a batch.
         self._errors: type[BaseException] = BaseException if threads else Exception
         self._ready: queue.SimpleQueue[BatchGroup | BaseException | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()  # guards what follows
+        # Protects the attributes below.
+        self._changed = threading.Condition()
         self._room = groups_ahead
         self._pieces: deque[tuple[BatchGroup, int, int]] = deque()
         self._under_way: deque[BatchGroup] = deque()
@@ -94,15 +97,15 @@ class ThreadPool:
         _live.add(self)
 
     def ready(self) -> int:
-        """Return how many groups `take` would return at once."""
+        """Return the number of groups that `take` would return without waiting."""
         return self._ready.qsize()
 
     def take(self, timeout: float) -> BatchGroup | None:
         """Return the next group, or None after the last.
 
         Raises:
-            queue.Empty: if there is none within `timeout` seconds.
-            BaseException: with which building it failed.
+            queue.Empty: if no group is ready within `timeout` seconds.
+            BaseException: the error with which building the group failed.
         """
         while not self._threads and self._ready.empty() and self._step():
             pass
@@ -112,7 +115,7 @@ class ThreadPool:
         return group
 
     def make_room(self) -> None:
-        """Allow one more group; call it once for each group taken, when its last batch is handed out."""
+        """Allow one more group; call this once for each group, when its last batch is handed to the user."""
         with self._changed:
             self._room += 1
             self._changed.notify()
@@ -120,8 +123,8 @@ class ThreadPool:
     def close(self) -> None:
         """Stop the threads and wait for them, up to a deadline; may be called twice.
 
-        It does not wait if one of the threads calls it: the garbage collector, which closes an iteration that was left,
-        runs in any thread, and holding any lock.
+        A call from one of the threads does not wait. This happens when the garbage collector closes an abandoned
+        iteration, because it runs in any thread.
         """
         with self._changed:
             self._is_over = True
@@ -145,7 +148,7 @@ class ThreadPool:
             self._ready.put(error)
 
     def _step(self) -> bool:
-        """Fill a piece, or open the next group if none is left and there is room; return False when all is done."""
+        """Build one piece, or open the next group if no piece is left and there is room; return False at the end."""
         waited_s = 0.0
         with self._changed:
             while not (self._is_over or self._pieces or self._is_exhausted or self._may_open):
@@ -153,13 +156,14 @@ class ThreadPool:
                 self._changed.wait()
                 waited_s += time.perf_counter() - since
             is_over = self._is_over or (self._is_exhausted and not self._pieces)
-            # Local to this call, or its group's buffer could not be used again while this thread waits.
+            # A local variable, because a thread that waits must not hold a group, whose buffer could not be used again.
             piece = self._pieces.popleft() if self._pieces and not is_over else None
             if piece is None and not is_over:
                 self._room -= 1
                 self._is_opening = True
         if waited_s:
-            self._on_wait(waited_s)  # which takes a lock of its own
+            # Called without the lock, because it takes another one.
+            self._on_wait(waited_s)
         if piece is not None:
             self._work(*piece)
         elif not is_over:
@@ -196,7 +200,8 @@ class ThreadPool:
 
     def _work(self, group: BatchGroup, start: int, stop: int) -> None:
         try:
-            if start < group.failed_at:  # nothing after a failure is delivered
+            # Samples after a failure are not delivered.
+            if start < group.failed_at:
                 self._builder.fill(group, start, stop)
         except Cancellation:
             raise
@@ -225,12 +230,13 @@ class ThreadPool:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Hand over the groups that are done, in order; after one that failed, its error and nothing more."""
+        """Queue the finished groups in order; after a failed group, queue its error and stop."""
         while not self._is_over and self._under_way and self._under_way[0].is_done:
             group = self._under_way.popleft()
             if group.batches:
                 self._ready.put(group)
-            elif group.error is None:  # all its samples were left out, so it is not delivered
+            elif group.error is None:
+                # All its samples are bad and skipped, so there is nothing to deliver.
                 self._room += 1
                 self._changed.notify_all()
             if group.error is not None:
@@ -247,35 +253,38 @@ _live: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Stop all threads while the interpreter still runs: ending one that is inside torch would abort the process."""
+    """Stop all threads before the interpreter exits: ending a thread inside torch would abort the process."""
     for pool in tuple(_live):
         pool.close()
 
 
-if hasattr(os, "register_at_fork"):  # a child has none of these threads
+# A forked child has none of these threads.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_live.clear)
 
 
 def limit_torch_to_one_thread() -> None:
-    """Make torch compute with one thread when it is called from this thread.
+    """Limit torch to one compute thread for calls from the current thread.
 
-    OpenMP would give each calling thread helpers of its own, which spin for milliseconds after every call and take the
-    cores from the model. `torch.set_num_threads` would hold for future threads as well. If the OpenMP library is not
-    found nothing changes, which is slower but just as correct.
+    Otherwise OpenMP starts helper threads for each calling thread, which spin for milliseconds after every call and
+    take CPU cores from the model. `torch.set_num_threads` would also affect future threads. If the OpenMP library is
+    not found nothing changes, which is slower but correct.
     """
     if (set_threads := _set_threads()) is not None:
-        torch.get_num_threads()  # which else would set it again at its first use in this thread
+        # The first torch call in a thread sets the number of threads, so make it before the limit.
+        torch.get_num_threads()
         set_threads(1)
 
 
 @functools.cache
 def _set_threads() -> Callable[[int], object] | None:
-    """Return `omp_set_num_threads` of the OpenMP library that torch has loaded, None where there is none."""
+    """Return `omp_set_num_threads` of the OpenMP library that torch has loaded, or None."""
     try:
         mapped = {line.split()[-1] for line in read_file("/proc/self/maps").splitlines() if "omp" in line}
     except OSError:
         return None
-    for path in sorted(mapped, key=lambda path: ("/torch" not in path, path)):  # other packages bring theirs
+    # Other packages may load their own OpenMP libraries, so torch's comes first.
+    for path in sorted(mapped, key=lambda path: ("/torch" not in path, path)):
         if path.rpartition("/")[2].startswith(_OPENMP_LIBRARIES):
             try:
                 return ctypes.CDLL(path).omp_set_num_threads
@@ -286,12 +295,16 @@ def _set_threads() -> Callable[[int], object] | None:
 
 @dataclass(eq=False)
 class ThreadEngine:
-    """Builds the batches of epochs by threads of this process.
+    """Build the batches of epochs in threads of this process.
 
     Attributes:
-        images: how samples are decoded, if they are image files.
-        populator: reads a map's pages into memory meanwhile; None for none.
-        row_files: with rows that are read from disk just ahead of their use; None if the kernel caches them.
+        options: options of the loader.
+        columns: columns of the data set.
+        stages: stages of the transform.
+        images: options for decoding, if samples are image files.
+        depth: how much is built ahead.
+        populator: reads the pages of mapped rows into memory in the background, if any.
+        row_files: files whose rows are read from disk just ahead of their use; None if the kernel caches them.
     """
 
     options: LoaderOptions
@@ -310,7 +323,7 @@ class ThreadEngine:
         self._inline = InlineGather(self.columns, self.options.batch_size, self._counts) if is_inline else None
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
-        """Yield the batches of an epoch; closing the generator ends all that works for it."""
+        """Yield the batches of an epoch; closing the generator stops its background work."""
         ahead = self._file_read_ahead()
         if self.populator is not None:
             self.populator.start()
@@ -336,7 +349,7 @@ class ThreadEngine:
     def _gather_inline(
         self, gather: InlineGather, plans: Iterator[BatchPlan]
     ) -> Generator[Batch, None, Iterator[BatchPlan] | None]:
-        """Yield batches gathered in the caller's thread; return the rest when a thread would pay, else None."""
+        """Yield batches gathered in the caller's thread; return the remaining plans once a thread would be faster."""
         clock, convinced = time.perf_counter, 0
         for plan in plans:
             given = 0
@@ -354,7 +367,7 @@ class ThreadEngine:
     def _build(
         self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | None
     ) -> Generator[Batch, None, None]:
-        """Yield batches that threads build, or the caller's thread if there are none."""
+        """Yield batches built by threads, or by the caller's thread if there are no threads."""
         part = "decode" if self.images else "augment" if self.stages.works_in_threads else "gather"
         pool = ThreadPool(
             split_plans(plans, self.depth.group_batches),
@@ -368,8 +381,9 @@ class ThreadEngine:
             with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
                 yield from ready
         finally:
+            # Close this first: a worker thread may wait for one of its files.
             if ahead is not None:
-                ahead.close()  # first, or a worker would wait for a file that does not come
+                ahead.close()
             pool.close()
 
     def _file_read_ahead(self) -> FileReadAhead | None:
@@ -391,7 +405,7 @@ class ThreadEngine:
                 yield batches.pop()
 
     def _sent(self, pool: ThreadPool, pinned: PinnedSlots) -> Generator[Batch, None, None]:
-        """Yield batches that were sent to a GPU."""
+        """Yield batches after copying them to a GPU."""
 
         def groups() -> Iterator[tuple[list[Batch], torch.Tensor | None]]:
             while (group := self._take(pool)) is not None:
@@ -403,7 +417,7 @@ class ThreadEngine:
         yield from send(transfer, groups(), lambda under_way: under_way > few or not pool.ready())
 
     def _take(self, pool: ThreadPool) -> BatchGroup | None:
-        """Return the next group, None after the last; listeners hear of the wait."""
+        """Return the next group, None after the last; publish `Waiting` events meanwhile."""
         ready = pool.ready()
         if self.depth.threads:
             self._counts.queued += ready
