@@ -1,4 +1,4 @@
-"""HDF5 files by others as packs: their data sets by name, their samples and labels."""
+"""HDF5 files not written by colabkit, presented as packs: dataset names, samples and labels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 DataSetNames: TypeAlias = str | Mapping[str, str]
-"""The data set of one split, or of each split by name."""
+"""The dataset of the only split, or a mapping of split names to datasets."""
 
 _SEARCHED_BYTES = 1 << 16
 _WITH_SPLIT = (
@@ -80,7 +80,15 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class Hdf5Contents:
-    """The contents of a file by others, by split: names of data sets, where samples lie, labels; `y` may be empty."""
+    """Contents of an HDF5 file not written by colabkit, by split.
+
+    Attributes:
+        info: description in the form of a pack.
+        x: names of the datasets with the samples.
+        y: names of the datasets with the labels; may be empty.
+        samples: location and type of the samples.
+        labels: labels as a pack stores them.
+    """
 
     info: PackInfo
     x: Mapping[str, str]
@@ -90,7 +98,7 @@ class Hdf5Contents:
 
 
 def is_plain_hdf5(path: Path) -> bool:
-    """Return whether a file is HDF5 that `pack()` has never touched; a pack that lost its seal is not."""
+    """Return whether a file is HDF5 not written by `pack()`; false for a pack that lost its seal."""
     with translated(f"open {str(path)!r}"):
         if not path.is_file() or is_pack(path):
             return False
@@ -101,12 +109,12 @@ def is_plain_hdf5(path: Path) -> bool:
 
 
 def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool) -> Hdf5Contents:
-    """Return what a file by others holds under the names given, or under usual ones; reads its labels.
+    """Return the contents of an HDF5 file under the given names, or under common ones; reads the labels.
 
     Raises:
-        BadSource: if there is no such data set, or one that cannot be used.
-        NotSealed: if it was a pack, and has no seal any more.
-        InvalidOption: if names are no names of data sets.
+        BadSource: if a dataset does not exist or cannot be used.
+        NotSealed: if the file is a pack that lost its seal.
+        InvalidOption: if `x` or `y` is not a valid set of dataset names.
     """
     act = f"open {str(path)!r}"
     stamp = file_stamp(path)
@@ -155,10 +163,10 @@ def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, tru
 def open_hdf5_split(
     path: Path, x: Mapping[str, str], y: Mapping[str, str], trusted: bool, seal: str, split: str
 ) -> OpenSplit:
-    """Return a split of the foreign file at `path`.
+    """Return a split of the HDF5 file at `path`.
 
     Raises:
-        SourceChanged: if it is not the file any more whose identity is `seal`.
+        SourceChanged: if the file no longer has the identity `seal`.
     """
     stamp = file_stamp(path)
     contents = inspect_hdf5(path, x, y or None, trusted)
@@ -180,7 +188,7 @@ def open_hdf5_split(
 
 @dataclass(frozen=True, slots=True)
 class _ReadColumn:
-    """Samples that are read through HDF5: compressed, of varying length, or in another byte order's company."""
+    """Samples that must be read through HDF5: compressed, of varying length, or not in NumPy's memory layout."""
 
     reader: Hdf5Reader
     found: Hdf5Dataset
@@ -204,7 +212,7 @@ class _ReadColumn:
 
 
 def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, str]:
-    """Return names of data sets by split, in the order of splits."""
+    """Return dataset names by split, in the order of `SPLITS`."""
     if names is None:
         return {}
     given = {"train": names} if isinstance(names, str) else names if isinstance(names, Mapping) else {}
@@ -220,7 +228,7 @@ def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, st
 
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the data sets whose names tell that they are samples and labels."""
+    """Return the datasets whose names are common for samples and labels."""
     names = list_datasets(file)
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:
@@ -247,7 +255,7 @@ def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, s
 
 
 def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
-    """Return what the samples are, and whether they vary in length."""
+    """Return the content type of the samples, and whether they vary in length."""
     first = found[0]
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
@@ -265,7 +273,7 @@ def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return height, width and channels; grey images are often stored without the latter."""
+    """Return height, width and channels; grayscale images are often stored without a channel axis."""
     return (*shape, 1) if len(shape) == 2 else shape
 
 
@@ -274,7 +282,7 @@ def _with_channels(images: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, Tensor], LabelValues]:
-    """Return each split's labels as a pack has them, and their kind and classes."""
+    """Return each split's labels as a pack stores them, and their kind and classes."""
     if not stored:
         return {}, LabelValues("none", (), None)
     arrays = [array.reshape(len(array)) if array.shape[1:] == (1,) else array for array in stored.values()]
@@ -299,7 +307,7 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str,
 
 
 def _is_class(array: npt.NDArray[Any]) -> bool:
-    """Return whether labels are classes or 0 and 1; other whole numbers `[N, K]` are targets."""
+    """Return whether labels are classes or 0 and 1; other integers `[N, K]` are regression targets."""
     return array.dtype.kind not in "iu" or array.ndim == 1 or bool(((array == 0) | (array == 1)).all())
 
 
@@ -308,7 +316,7 @@ def _text(value: object) -> str:
 
 
 def _identity(path: Path, layouts: str, labels: Mapping[str, npt.NDArray[Any]]) -> str:
-    """Return a digest that tells one foreign file from another: layout, labels, and both ends of the file."""
+    """Return a digest that identifies a file by layout, labels, length and its first and last bytes."""
     digest = hashlib.sha256(layouts.encode())
     for array in labels.values():
         digest.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())

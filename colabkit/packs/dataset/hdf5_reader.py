@@ -1,4 +1,4 @@
-"""HDF5 files by others: which of their data sets may be read, and reading them through HDF5."""
+"""HDF5 files not written by colabkit: which of their datasets are safe to read, and reading them through HDF5."""
 
 from __future__ import annotations
 
@@ -24,29 +24,39 @@ if TYPE_CHECKING:
     import h5py
 
 
-# Filters that HDF5 and h5py bring along, by their registered numbers: gzip, shuffle, fletcher32, lzf.
+# Registered numbers of the filters that ship with HDF5 and h5py: gzip, shuffle, fletcher32, lzf.
 _FILTERS = frozenset({1, 2, 3, 32000})
-# How far deflate can shrink zeros; a file that declares more is mostly air. Source: zlib.net/zlib_tech.html.
+# Highest compression ratio of deflate; a file that declares more data is suspicious. See zlib.net/zlib_tech.html.
 _MOST_EXPANSION = 1032
-_CACHE_BYTES = 32 << 20  # of unpacked chunks, for samples read one by one; HDF5's own 1 MiB holds no chunk of images
+# Cache of decompressed chunks for reading single samples; a chunk of images exceeds HDF5's default of 1 MiB.
+_CACHE_BYTES = 32 << 20
 _NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Hdf5Dataset:
-    """A data set of a file by others; `name` is its path, `varies` tells elements that are bytes of varying length."""
+    """A dataset in an HDF5 file not written by colabkit.
+
+    Attributes:
+        name: path of the dataset in the file.
+        shape: shape of the dataset.
+        dtype: dtype of its elements.
+        offset: offset in bytes of its values in the file; None if they must be read through HDF5.
+        chunk_rows: number of samples stored together in a chunk.
+        varies: whether its elements are byte strings of varying length.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    offset: int | None  # of its bytes in plain order; None if it has to be read through HDF5
-    chunk_rows: int  # samples that are stored together
+    offset: int | None
+    chunk_rows: int
     varies: bool
 
 
 @contextmanager
 def open_hdf5(act: str, path: Path) -> Iterator[h5py.File]:
-    """Yield the file, open for reading; what HDF5 says of damage becomes `BadSource`."""
+    """Yield the file, open for reading; HDF5's errors about damage become `BadSource`."""
     import h5py
 
     try:
@@ -64,7 +74,7 @@ def _damage_error(act: str, what: str, error: Exception) -> BadSource:
 
 
 def list_datasets(file: h5py.File) -> list[str]:
-    """Return the paths of all data sets in the file itself; it follows no links."""
+    """Return the paths of all datasets in the file, without following links."""
     import h5py
 
     names: list[str] = []
@@ -73,10 +83,10 @@ def list_datasets(file: h5py.File) -> list[str]:
 
 
 def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: bool) -> Hdf5Dataset:
-    """Return where and what a data set is, in a file of `length` bytes.
+    """Return the location and type of a dataset in a file of `length` bytes.
 
     Raises:
-        BadSource: if there is none of this name, if it cannot be read, or leads out of the file and is not trusted.
+        BadSource: if the dataset does not exist or cannot be read, or leaves the file while `trusted` is false.
     """
     import h5py
 
@@ -119,7 +129,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
 
 
 def _find_dataset(act: str, file: h5py.File, name: str, trusted: bool) -> Any:
-    """Return a data set's HDF5 id: over any links if trusted, else group by group over links that stay in the file."""
+    """Return a dataset's HDF5 id, following any link if trusted, otherwise only hard links within the file."""
     import h5py
 
     if trusted and isinstance(found := file.get(name), h5py.Dataset):
@@ -151,7 +161,7 @@ def _refused_error(act: str, name: str, found: str) -> BadSource:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Return whether torch has tensors of a dtype."""
+    """Return whether PyTorch has tensors of a dtype."""
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
@@ -159,15 +169,16 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
     return True
 
 
-_lock = threading.RLock()  # one for all readers: HDF5 lets in one thread at a time anyway
+# All readers share one lock, because HDF5 runs one thread at a time anyway.
+_lock = threading.RLock()
 _readers: weakref.WeakSet[Hdf5Reader] = weakref.WeakSet()
 
 
 class Hdf5Reader:
-    """Reads rows of a file's data sets through HDF5, from any thread, also after a fork.
+    """Reads rows of a file's datasets through HDF5, from any thread and after a fork.
 
-    The file is opened when it is needed, unless its `file_stamp` is another one by then, and closed before this
-    process forks: HDF5 would share its state with the child.
+    The file is opened on first use, provided its `file_stamp` is still the same. It is closed before this process forks
+    because HDF5 would share its state with the child.
     """
 
     def __init__(self, path: Path, stamp: tuple[int, ...]) -> None:
@@ -179,10 +190,10 @@ class Hdf5Reader:
             _readers.add(self)
 
     def rows(self, found: Hdf5Dataset, rows: Indices) -> npt.NDArray[Any]:
-        """Return some rows, `[B, ...]`, each chunk read once."""
+        """Return some rows, `[B, ...]`, reading each chunk once."""
         wanted, place = np.unique(rows, return_inverse=True)
         gathered = np.empty((len(wanted), *found.shape[1:]), found.dtype)
-        # A run ends where the next row is neither the neighbour nor in the same chunk.
+        # A run continues as long as the next row is adjacent or in the same chunk.
         ends = np.flatnonzero((np.diff(wanted) > 1) & (np.diff(wanted // found.chunk_rows) > 0)) + 1
         act = f"read {found.name!r} of {str(self._path)!r}"
         with _lock:
@@ -217,7 +228,7 @@ class Hdf5Reader:
 
 @cache
 def _close_before_forks() -> None:
-    """Have all files closed while this process forks."""
+    """Register hooks that close all files before this process forks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_lock_closed, after_in_parent=_lock.release, after_in_child=_lock.release)
 
@@ -229,7 +240,7 @@ def _lock_closed() -> None:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Return size, time of change and number of a file."""
+    """Return size, modification time and inode number of a file; () if it cannot be read."""
     try:
         about = path.stat()
     except OSError:

@@ -1,20 +1,20 @@
-r"""The layout, the seal and the checks of a pack; what goes into it and when is decided elsewhere.
+r"""Layout, seal and checks of a pack file; `packing` decides what goes into it.
 
-A pack is plain HDF5: `<field>_<split>` data sets at the root, contiguous, so each has one offset in the file and can be
-memory-mapped without HDF5. `X_train` holds samples, `Y_train` labels, `crc_train` the CRC32 of each sample's bytes.
-Samples that differ in length lie one after the other in one flat `uint8` data set; `X_train_index` then holds offset
-and length of each. The root attribute `colabkit_meta` tells fields, classes, source, options and counts as JSON, the
-data set `colabkit_notes` what of it is long, as a list of who was left out.
+A pack is plain HDF5: `<field>_<split>` datasets at the root. They are contiguous, so each has one offset in the file
+and can be memory-mapped without HDF5. `X_train` holds samples, `Y_train` labels, `crc_train` the CRC32 of each sample's
+bytes. Samples that differ in length are stored back to back in one flat `uint8` dataset; `X_train_index` then holds the
+offset and length of each. The root attribute `colabkit_meta` describes fields, classes, source, options and counts as
+JSON. The dataset `colabkit_notes` holds entries that are too long for the attribute, such as the list of omitted files.
 
-The seal is written last, into the user block, the first page, which HDF5 leaves alone:
+The seal is written last, into the user block: the first page of the file, which HDF5 ignores.
 
     colabkit pack 2\n <SHA-256 of the rest, in hex> <JSON: length, spans, tables, outside>
 
-`length` is the file's, `spans` are offset and size of each data set, `tables` the CRC32s of labels, CRCs and other
-tables, and `outside` is the SHA-256 of all bytes that lie in no data set. So a whole, unchanged pack is known by
-reading a few kilobytes, before HDF5 sees the file (one wrong bit can make HDF5 loop for ever or crash), and every other
-byte can be checked when it is wanted.
+`length` is the length of the file, `spans` the offset and size of each dataset, `tables` the CRC32s of labels, CRCs and
+other tables, and `outside` the SHA-256 of all bytes outside the datasets. Reading a few kilobytes is therefore enough
+to check the layout before HDF5 parses the file, which matters because a single wrong bit can make HDF5 crash or loop
+forever. All other bytes can be checked on demand.
 
-A pack of several shards is a small pack of its own, the index, which holds the labels and names the shards with their
-seals; they lie beside it and are packs, too.
+A pack of several shards has an index: a small pack that holds the labels and lists the names and seals of the shards.
+The shards are packs themselves, stored next to the index.
 """

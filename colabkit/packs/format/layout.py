@@ -1,4 +1,4 @@
-"""What a pack holds and where: fields, data sets, shards."""
+"""Description of a pack's contents: fields, datasets and shards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SPLITS = ("train", "dev", "test")
 Content: TypeAlias = Literal["image", "array", "text", "bytes", "labels"]
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-"""Numbers of samples or rows, from 0."""
+"""Numbers of samples or rows, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One thing that every sample has.
+    """One value that every sample has, such as its image or its label.
 
     Attributes:
-        name: as in `X` or `Y`.
+        name: name of the field, such as `X` or `Y`.
         content: `image` (uint8 [H, W, C], or the bytes of an image file), `array`, `text` (UTF-8), `bytes`, `labels`.
-        is_ragged: whether samples differ in length: their bytes then lie one after the other in one flat data set,
-            beside one of `[N, 2]` offsets and lengths.
+        is_ragged: whether samples differ in length. Their bytes are then stored back to back in one flat dataset,
+            together with a dataset of offsets and lengths, `[N, 2]`.
     """
 
     name: str
@@ -44,17 +44,17 @@ class Field:
     is_ragged: bool = False
 
     def data_set(self, split: str) -> str:
-        """Return the name of its data set."""
+        """Return the name of its dataset."""
         return f"{self.name}_{split}"
 
     def index(self, split: str) -> str:
-        """Return the name of the data set of offsets and lengths, `int64 [N, 2]`, of a ragged field."""
+        """Return the name of a ragged field's dataset of offsets and lengths, `int64 [N, 2]`."""
         return f"{self.name}_{split}_index"
 
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """One data set of a pack: where its bytes lie in the file. `offset` is in bytes; -1 before the file exists."""
+    """One dataset of a pack and its location; `offset` is in bytes, -1 before the file exists."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,13 +63,13 @@ class DataSet:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the data set."""
+        """Size of the dataset in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of a pack of several, as the index names it: beside the index, with this seal, so many of each split."""
+    """One shard, as listed in the index: file name next to the index, seal, and number of samples in each split."""
 
     name: str
     seal: str
@@ -78,15 +78,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class PackInfo:
-    """What a sealed pack says of itself.
+    """Description of a sealed pack.
 
     Attributes:
-        path: the file; of a pack of several shards the index.
-        data_sets: by name. An index holds the labels of all shards, the shards hold them too, with all else.
-        meta: fields, classes, source, options, counts, who was left out or bad.
-        table_crcs: CRC32 of each table's bytes, by data set name. Data sets that are no tables are covered by the CRC
-            of each sample.
-        seal: the digest that identifies the pack and proves it whole.
+        path: path of the file; for several shards, of the index.
+        data_sets: datasets by name. An index holds the labels of all shards; the shards hold them too, along with all
+            other fields.
+        meta: fields, classes, source, options, counts, omitted and bad samples.
+        table_crcs: CRC32 of each table's bytes, by dataset name. All other datasets are covered by the CRCs of the
+            samples.
+        seal: digest that identifies the pack and covers its layout.
     """
 
     path: Path
@@ -97,30 +98,30 @@ class PackInfo:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits, in the order train, dev, test."""
+        """Names of the splits, in the order train, dev, test."""
         return tuple(split for split in SPLITS if split in self.meta["splits"])
 
     def count(self, split: str) -> int:
-        """Return how many samples a split has."""
+        """Return the number of samples in a split."""
         return int(self.meta["splits"][split])
 
     @cached_property
     def fields(self) -> Mapping[str, Field]:
-        """What every sample has, by name, in order; `X` first."""
+        """The fields of every sample by name, in order; `X` is first."""
         return {name: Field(name, *about) for name, about in self.meta["fields"].items()}
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The files that hold the samples, in their order; none if this file does."""
+        """The shards in order; empty if this file holds the samples itself."""
         return tuple(Shard(**about) for about in self.meta.get("shards", ()))
 
     def sample_fields(self) -> tuple[Field, ...]:
-        """Return the fields whose bytes, one after the other, a sample's CRC covers."""
+        """Return the fields that a sample's CRC covers, in the order in which their bytes are joined."""
         split = self.splits[0]
         return tuple(field for field in self.fields.values() if field.data_set(split) not in self.table_crcs)
 
     def map(self, name: str) -> npt.NDArray[Any]:
-        """Return a data set as a read-only memory map; no HDF5 handle stays open, so forks and threads are safe.
+        """Return a dataset as a read-only memory map; no HDF5 handle stays open, so forks and threads are safe.
 
         Raises:
             FileFailed: if the file cannot be mapped.
@@ -133,7 +134,8 @@ class PackInfo:
         except OSError as error:
             if error.errno != errno.ENODEV:
                 raise unreadable(self.path, error) from error
-        private = np.memmap(self.path, found.dtype, "c", found.offset, found.shape)  # some FUSE mounts share no maps
+        # Some FUSE mounts do not support shared maps.
+        private = np.memmap(self.path, found.dtype, "c", found.offset, found.shape)
         private.flags.writeable = False
         return private
 
@@ -141,7 +143,7 @@ class PackInfo:
         """Return a table, copied into memory and checked against its CRC.
 
         Raises:
-            Corrupt: if its bytes are not the sealed ones.
+            Corrupt: if its bytes do not match the CRC.
         """
         table = np.array(self.map(name))
         if crc32(table.tobytes()) != self.table_crcs[name]:
@@ -150,7 +152,7 @@ class PackInfo:
 
 
 def unreadable(path: Path, error: OSError) -> FileFailed:
-    """Return the error for a pack that the system does not let us read."""
+    """Return the error for a pack that the operating system cannot read."""
     found = str(error.strerror or error).partition("\n")[0]
     next_step = "Check its permissions, or stage it"
     if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -1,4 +1,4 @@
-"""The file of a pack: space reserved, seal written, seal and layout checked before HDF5 reads it."""
+"""Pack files: reserving space, writing the seal, and checking seal and layout before HDF5 reads the file."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ _DIGEST_LENGTH = 64
 _BLOCK_BYTES = 1 << 20
 _REQUIRED = ("classes", "encoding", "label_kind", "sample_shape", "source")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_KINDS = "biufcS"  # of dtypes: plain numbers, and bytes of one length
-# Longer values of the description become a data set, since an attribute holds 64 KiB.
+# Kinds of allowed dtypes: numbers, and byte strings of fixed length.
+_KINDS = "biufcS"
+# Longer metadata values are stored in a dataset because an attribute is limited to 64 KiB.
 _LONG_CHARS = 2000
-_DIGITS = 20  # of an offset, a size or a CRC
+# Most digits that an offset, a size or a CRC takes.
+_DIGITS = 20
 
 
 def create_pack(
     path: Path, data_sets: Iterable[DataSet], meta: Mapping[str, Any]
 ) -> tuple[dict[str, DataSet], dict[str, int]]:
-    """Create an unsealed pack with all its space reserved; long values of `meta` become a data set.
+    """Create an unsealed pack with all space reserved; long values of `meta` are stored in a dataset.
 
     Returns:
-        The data sets with their offsets, by name, and the CRC32s of the tables that are written already.
+        The datasets with their offsets, by name, and the CRC32s of the tables that are already written.
 
     Raises:
-        InvalidOption: if there are too many data sets for the seal.
-        NotEnoughSpace: if the space cannot be reserved; nothing of the samples is written yet.
+        InvalidOption: if the seal has no room for this many datasets.
+        NotEnoughSpace: if the space cannot be reserved; raised before any sample is written.
     """
     import h5py
 
@@ -62,7 +64,8 @@ def create_pack(
             properties.set_layout(h5py.h5d.CONTIGUOUS)
             properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            properties.set_obj_track_times(False)  # the same samples are the same bytes at any time
+            # Packing the same samples again gives the same bytes.
+            properties.set_obj_track_times(False)
             kind = h5py.h5t.py_create(np.dtype(one.dtype), logical=True)
             space = h5py.h5s.create_simple(one.shape)
             made = h5py.h5d.create(file.id, one.name.encode(), kind, space, dcpl=properties)
@@ -81,7 +84,7 @@ def create_pack(
 
 
 def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str, int]) -> str:
-    """Write the seal, wait until the file is on the medium, and return the seal; the file keeps its length."""
+    """Write the seal, sync the file to disk, and return the seal; the file keeps its length."""
     spans = sorted((one.offset, one.size_bytes) for one in data_sets if one.size_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -100,7 +103,7 @@ def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str,
 
 
 def _check_room(data_sets: list[DataSet]) -> None:
-    """Refuse more data sets than the seal, one page, has room for."""
+    """Raise `InvalidOption` if the seal, one page, has no room for this many datasets."""
     longest = 256 + sum(2 * _DIGITS + 8 + len(one.name) + _DIGITS for one in data_sets)
     if longest > file_changes.HDF5_USER_BLOCK_BYTES:
         found = f"{len(data_sets)} data sets with names like {data_sets[0].name!r}"
@@ -109,13 +112,13 @@ def _check_room(data_sets: list[DataSet]) -> None:
 
 
 def read_pack(path: Path) -> PackInfo:
-    """Return the description of a pack, after checking its seal, size and layout.
+    """Return the description of a pack, after checking its seal, length and layout.
 
     Raises:
-        SourceMissing: if there is no such file.
-        BadSource: if it is no HDF5 file.
-        NotSealed: if it is HDF5 but no finished pack.
-        Corrupt: if it was sealed and has changed.
+        SourceMissing: if the file does not exist.
+        BadSource: if it is not an HDF5 file.
+        NotSealed: if it is HDF5 but not a finished pack.
+        Corrupt: if it has changed since it was sealed.
         FileFailed: if it cannot be read.
     """
     import h5py
@@ -144,7 +147,7 @@ def read_pack(path: Path) -> PackInfo:
 
 
 def _check_meta(info: PackInfo) -> None:
-    """Refuse a pack that does not say of itself what all readers ask."""
+    """Raise `Corrupt` if required metadata is missing or invalid."""
     if missing := [name for name in _REQUIRED if name not in info.meta]:
         raise corrupt(info.path, f"it does not tell its {missing[0]}")
     if not info.splits or SAMPLES not in info.fields:
@@ -157,11 +160,12 @@ def _check_meta(info: PackInfo) -> None:
 
 
 def _check_fields(info: PackInfo) -> None:
-    """Refuse a pack whose data sets do not have as many samples as it says, or cannot be what they are for."""
+    """Raise `Corrupt` if a dataset has the wrong number of samples or an unsuitable type."""
     for split in info.splits:
         for field in info.fields.values():
             if info.shards and field.data_set(split) not in info.data_sets:
-                continue  # the shards hold it
+                # In a pack of shards, the index holds only labels.
+                continue
             rows = info.data_sets[field.index(split) if field.is_ragged else field.data_set(split)]
             if rows.shape[0] != info.count(split):
                 raise corrupt(info.path, f"{rows.name!r} has {rows.shape[0]} samples instead of {info.count(split)}")
@@ -174,7 +178,7 @@ def _check_fields(info: PackInfo) -> None:
 
 
 def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
-    """Refuse a table that is not sealed, or not of these kinds of numbers and this rank."""
+    """Raise `Corrupt` if a table is not covered by the seal, or has another dtype or rank."""
     found = info.data_sets[name]
     dtype = np.dtype(found.dtype)
     if name not in info.table_crcs or dtype.kind not in kinds or dtype.itemsize > 8 or len(found.shape) != rank:
@@ -182,7 +186,7 @@ def _check_table(info: PackInfo, name: str, kinds: str, rank: int) -> None:
 
 
 def is_pack(path: Path) -> bool:
-    """Return whether a file begins like a pack, whole or not."""
+    """Return whether a file begins like a pack, finished or not."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -190,7 +194,7 @@ def is_pack(path: Path) -> bool:
 
 
 def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
-    """Return the seal and the CRCs of the tables; refuse a file whose bytes outside of the data sets are not sealed."""
+    """Return the seal and the tables' CRCs; raise `Corrupt` if any byte outside the datasets has changed."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = os.fstat(fd).st_size
@@ -211,7 +215,7 @@ def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
 
 
 def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotSealed:
-    """Return the error for a file that does not begin like a pack of this version."""
+    """Return the error for a file that does not begin like a pack of this format version."""
     if head.startswith(_NAME):
         version = head[len(_NAME) :][:8].partition(b"\n")[0].decode("ascii", "replace")
         needed = f"format {_FORMAT_VERSION}"
@@ -224,18 +228,19 @@ def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotS
 
 
 def hdf5_start(fd: int, length: int) -> int | None:
-    """Return where HDF5 begins in a file: at 0 or after a user block of 512 bytes times a power of 2; else None."""
+    """Return the offset of HDF5 data: 0, or after a user block of 512 bytes times a power of 2; None if not found."""
     places = [0, *(512 << power for power in range((length // 512).bit_length()))]
     signed = (place for place in places if os.pread(fd, len(_HDF5_SIGNATURE), place) == _HDF5_SIGNATURE)
     return next(signed, None)
 
 
 def outside_digest(fd: int, length: int, spans: Iterable[Sequence[int]]) -> str:
-    """Return the SHA-256 of the bytes after the user block that lie in none of the spans (offset, size)."""
+    """Return the SHA-256 of all bytes after the user block that are in none of the spans (offset, size)."""
     digest = hashlib.sha256()
     position = file_changes.HDF5_USER_BLOCK_BYTES
     for offset, size in [*spans, (length, 0)]:
-        while position < offset:  # in pieces: what a file says of itself may leave all of it outside
+        # In blocks, since the spans in a damaged file may leave all of its bytes outside.
+        while position < offset:
             block = os.pread(fd, min(_BLOCK_BYTES, offset - position), position)
             if not block:
                 raise OSError(errno.EIO, "the file ended while it was read")
@@ -246,7 +251,7 @@ def outside_digest(fd: int, length: int, spans: Iterable[Sequence[int]]) -> str:
 
 
 def _data_set(path: Path, file: h5py.File, name: str) -> DataSet:
-    """Return where a data set lies, refusing all but plain contiguous arrays of numbers in this very file."""
+    """Return the location of a dataset; raise `Corrupt` unless it is a contiguous array of numbers in this file."""
     import h5py
 
     if not isinstance(file.get(name, getlink=True), h5py.HardLink) or not isinstance(file[name], h5py.Dataset):

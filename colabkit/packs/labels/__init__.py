@@ -1,1 +1,1 @@
-"""Labels and splits of samples: from columns, from folders, by functions, or dealt out by seeded shares and folds."""
+"""Labels and splits of samples: from columns, folders or functions, or from seeded shares and folds."""

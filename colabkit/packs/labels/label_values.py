@@ -1,4 +1,4 @@
-"""What labels mean: one inference for table cells, for values that a function returns, and for arrays."""
+"""Interpretation of labels, with the same rules for table cells, results of functions and arrays."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from colabkit.foundation import BadSource, cannot, format_bytes, format_things, 
 from colabkit.storage import Item
 
 LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
-"""The number of a class, 0 or 1 for each of several labels, numbers, or no label."""
+"""A class number; 0 or 1 for each of several labels; one or more regression targets; or no labels."""
 
 _PLAIN = frozenset({bool, int, float, str, list, tuple, set, frozenset, type(None)})
 _LISTS = frozenset({list, tuple, set, frozenset})
 _KINDS = "text, whole numbers, floats, bools or lists"
 _MOST_CLASSES = 100_000
 _LARGEST_CLASS = np.iinfo(np.int64).max
-# A table of labels is kept in memory.
+# Limit for the table of labels, which is held in memory.
 _MOST_TABLE_BYTES = 4 << 30
 
 
@@ -30,9 +30,10 @@ class LabelValues:
     """Labels of all samples.
 
     Attributes:
-        kind: class, multilabel, regression or none.
+        kind: kind of the labels.
         classes: names of the classes, or of the K labels or targets; empty for a single target.
-        values: `int64 [n]` classes, `uint8 [n, K]` labels, `float32 [n]` or `[n, K]` targets, None for no labels.
+        values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
+            labels.
     """
 
     kind: LabelKind
@@ -41,12 +42,12 @@ class LabelValues:
 
 
 def infer_array(values: npt.NDArray[Any]) -> LabelValues | None:
-    """Return the labels in an array `[n]` or `[n, K]`, None if they are no labels.
+    """Interpret an array `[n]` or `[n, K]` as labels; None if it cannot hold labels.
 
-    Whole numbers and bools `[n]` are classes, 0 and 1 `[n, K]` labels, floats targets of a regression.
+    Integers and bools `[n]` are classes, 0 and 1 `[n, K]` are labels, floats are regression targets.
 
     Raises:
-        ValueError: if a label is NaN, or cannot be stored; the message is the reason alone.
+        ValueError: if a label is NaN or cannot be stored; the message is only the reason.
     """
     stored = convert_labels(values)
     if stored is None:
@@ -57,10 +58,10 @@ def infer_array(values: npt.NDArray[Any]) -> LabelValues | None:
 
 
 def convert_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-    """Return labels `[n]` or `[n, K]` as they are stored: `int64`, `uint8` or `float32`; None if they are no labels.
+    """Convert labels `[n]` or `[n, K]` to the stored dtype, `int64`, `uint8` or `float32`; None if they are not labels.
 
     Raises:
-        ValueError: if a label is NaN, or cannot be stored; the message is the reason alone.
+        ValueError: if a label is NaN or cannot be stored; the message is only the reason.
     """
     kind = values.dtype.kind
     if kind == "f" and values.ndim <= 2:
@@ -70,7 +71,8 @@ def convert_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
         return stored
     if kind not in "biu":
         return None
-    if values.shape[1:] == (1,):  # as Keras has them
+    # Keras stores class labels as [n, 1].
+    if values.shape[1:] == (1,):
         values = values.reshape(-1)
     if values.ndim == 1:
         if kind == "u":
@@ -80,12 +82,12 @@ def convert_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
 
 
 def kind_of_stored(dtype: npt.DTypeLike, ndim: int) -> LabelKind:
-    """Return the kind of labels that are stored with this dtype, in an array of this many axes."""
+    """Return the kind of labels stored with this dtype and number of dimensions."""
     return "regression" if np.dtype(dtype).kind == "f" else "multilabel" if ndim > 1 else "class"
 
 
 def name_classes(values: npt.NDArray[Any]) -> tuple[str, ...]:
-    """Return the names of classes that are bools or numbers from 0 to 99,999; none for other numbers."""
+    """Return the names of classes that are bools or integers from 0 to 99,999; empty for other numbers."""
     if values.dtype.kind == "b":
         return "False", "True"
     if not values.size or values.min() < 0 or values.max() >= _MOST_CLASSES:
@@ -94,7 +96,7 @@ def name_classes(values: npt.NDArray[Any]) -> tuple[str, ...]:
 
 
 def number_classes(cells: Sequence[Any]) -> LabelValues:
-    """Return cells as the numbers of classes, which are sorted."""
+    """Number the sorted distinct values of the cells as classes."""
     number = {value: index for index, value in enumerate(sorted(set(cells)))}
     values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
     return LabelValues("class", tuple(map(str, number)), values)
@@ -107,31 +109,32 @@ def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dt
 
 
 def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> LabelValues:
-    """Return what the cells of one column mean as labels: their types decide, not their values.
+    """Interpret the cells of one column as labels, by the cells' types rather than their values.
 
-    - Text is classes, sorted. Bools are the classes False and True. Whole numbers are classes: from 0
-      to 99,999 they are kept, and there are as many classes as the largest asks for; others are numbered in order.
-    - Floats are targets of a regression, also where all or some are whole. Lists of floats of one length are several
+    - Text is classes, sorted. Bools are the classes False and True. Integers are classes: from 0 to 99,999 they keep
+      their value, and the largest value determines the number of classes; otherwise they are numbered in order.
+    - Floats are regression targets, even if some or all are whole numbers. Lists of floats of one length are several
       targets.
-    - Lists and sets of text or whole numbers are the labels that a sample has, among all that occur, sorted. But lists
-      of one length that hold only 0 and 1, or bools, tell for each label whether the sample has it.
+    - Lists and sets of text or integers are the labels that a sample has, among all distinct ones, sorted. Lists of one
+      length that hold only 0 and 1, or bools, state for each label whether the sample has it.
 
-    Numbers and arrays of NumPy and torch count as plain ones. `act`, `what` and `items` are for messages.
+    NumPy and PyTorch numbers and arrays are treated like plain ones. `act`, `what` and `items` are for messages.
 
     Raises:
-        BadSource: if a cell is empty or NaN, or the cells are of several kinds or of another.
+        BadSource: if a cell is empty or NaN, or if cells have different or unsupported types.
     """
     column = _LabelCells(act, what, cells, items)
     cells, kinds = column.cells, column.kinds
     if kinds == {str}:
         return number_classes(cells)
     if kinds in ({bool}, {int}):
-        # Numbers in this range keep their value, so that splits packed separately agree on what 3 means.
+        # Numbers in this range keep their value, so that class 3 is the same in splits that are packed separately.
         if min(cells) >= 0 and max(cells) < _MOST_CLASSES:
             values = np.array(cells)
             return LabelValues("class", name_classes(values), values.astype(np.int64))
         return number_classes(cells)
-    if kinds in ({float}, {float, int}):  # JSON and text write 1 for 1.0
+    # JSON and text may write 1.0 as 1.
+    if kinds in ({float}, {float, int}):
         return LabelValues("regression", (), column.targets())
     if kinds <= _LISTS:
         return _infer_lists(column)
@@ -145,12 +148,12 @@ def infer_cells(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]
 def infer_columns(
     act: str, names: Sequence[str], columns: Sequence[Sequence[Any]], items: Sequence[Item]
 ) -> LabelValues:
-    """Return what several columns mean: labels if all hold 0 and 1 or bools, targets if there are floats.
+    """Interpret several columns as labels if all hold 0 and 1 or bools, or as targets if any holds floats.
 
-    Labels or targets get the names of the columns.
+    The labels or targets are named after the columns.
 
     Raises:
-        BadSource: if a cell is empty or no number, or the columns hold other whole numbers only.
+        BadSource: if a cell is empty or not a number, or the columns hold only integers that are not all 0 or 1.
     """
     has_floats, is_binary = False, True
     found: list[npt.NDArray[Any]] = []
@@ -189,17 +192,18 @@ class _LabelCells:
         return BadSource(cannot(self._act, f"{self._what} {found}", needed, next_step))
 
     def named(self, row: int) -> str:
-        """Return what a cell is and whose, for a message."""
+        """Return the type of a cell and the path of its sample, for a message."""
         names = {str: "text", bool: "a bool", int: "a whole number", float: "a float"}
         cell = self.cells[row]
         return f"{names.get(type(cell)) or kind_of(cell)} for {self.items[row].path!r}"
 
     def targets(self) -> npt.NDArray[Any]:
-        """Return floats, or lists of one length of them, as `float32`; refuse what that cannot hold."""
+        """Return floats, or lists of floats of one length, as `float32`; raise an error for values out of its range."""
         with np.errstate(over="ignore"):
             try:
                 values = np.array(self.cells, np.float64).astype(np.float32)
-            except OverflowError:  # a whole number beyond float64
+            except OverflowError:
+                # An integer exceeds the range of float64.
                 values = np.array([_float(cell) for cell in self.cells], np.float32)
         beyond = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
         if beyond.any():
@@ -250,7 +254,7 @@ def _float(value: float) -> float:
 
 
 def _plain_cells(cells: Sequence[Any]) -> Sequence[Any]:
-    """Return cells as plain Python values, where they are numbers, text or arrays of another type."""
+    """Convert numbers, text and arrays of other types to plain Python values."""
     return cells if set(map(type, cells)) <= _PLAIN else list(map(_plain, cells))
 
 
@@ -261,4 +265,5 @@ def _plain(value: Any) -> Any:
         return str.__str__(value)
     if isinstance(value, int):
         return int(value)
-    return value.tolist() if hasattr(value, "tolist") else value  # arrays and their scalars
+    # Only arrays and their scalars have tolist().
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,7 +1,7 @@
-"""Samples, labels and splits of a listing: from its columns, its folders, or functions of the path.
+"""Samples, labels and splits of a listing, from its columns, its folders, or functions of the path.
 
-Folders are `[split/]class/…/file`. Splits are folders named like splits, and only where all top folders are; everything
-else at the top is a class. A folder that wraps the whole tree, as archives often have it, is ignored.
+Folders are `[split/]class/…/file`. Top-level folders count as splits only if all of them are named like splits;
+otherwise each top-level folder is a class. A folder that wraps the whole tree, as is common in archives, is ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from colabkit.packs.labels.splits import shares_of, split_named, split_shares, s
 from colabkit.storage import Item, Listing
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
-"""What labels are taken from: `"auto"`, a column, several columns, a function of a sample's path, or nothing."""
+"""Source of the labels: `"auto"`, a column, several columns, a function of a sample's path, or None for no labels."""
 
 Splits: TypeAlias = str | Mapping[str, float] | Callable[[str], str] | None
-"""What splits are taken from: a column, shares, a function of a sample's path, or None for what the source says."""
+"""Source of the splits: a column, shares, a function of a sample's path, or None for the source's own splits."""
 
 LABEL_COLUMNS = (
     *("label", "labels", "class", "class_name", "target", "category", "y", "cls"),
     *("image/class/label", "json.label", "json.class"),
 )
-"""Names of columns that hold labels."""
+"""Names of columns that `"auto"` recognizes as labels."""
 
 _SPLIT_COLUMN = "split"
 _IMAGES = frozenset({"bmp", "gif", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"})
@@ -44,14 +44,15 @@ class Labelling:
     """Samples with their labels and splits.
 
     Attributes:
-        items: the samples; a file can be several.
-        rows: `int64 [n]`, the row of each sample in the listing.
-        kind: what the labels are.
+        items: the samples; one file can hold several.
+        rows: row of each sample in the listing, `int64 [n]`.
+        kind: kind of the labels.
         classes: names of the classes, or of the K labels or targets; empty for a single target or no labels.
-        values: `int64 [n]` numbers of classes, `uint8 [n, K]` labels, `float32 [n]` or `[n, K]` targets, None for none.
-        splits: for each split that has samples, in the order train, dev, test, their numbers, `int64`, in the order
-            of the pack.
-        left_out: files that are no samples, with the reason.
+        values: `int64 [n]` class numbers, `uint8 [n, K]` labels, or `float32 [n]` or `[n, K]` targets; None for no
+            labels.
+        splits: sample numbers, `int64`, of each non-empty split in the order of the pack; splits are in the order
+            train, dev, test.
+        left_out: files that are not samples, with the reason.
     """
 
     items: tuple[Item, ...]
@@ -68,28 +69,29 @@ def label_samples(
 ) -> Labelling:
     """Return the samples of a listing with their labels and splits.
 
-    Of a table or of records, which have columns, every row is a sample, in their order. Else samples are the files that
-    end like images, or if there is none in `.npy`; where no name has an ending, all are. If classes are the names of
-    folders, files are sorted by class, folder and name, else they are in the listing's order.
+    In tables and record files, which have columns, every row is a sample, in order. Otherwise the samples are the files
+    with an image extension; if there are none, the `.npy` files; if no file has an extension, all files. If classes
+    come from folder names, files are sorted by class, folder and name; otherwise they stay in the order of the listing.
 
     Args:
         listing: the files.
-        name: the source's name, for messages.
-        labels: the name of a column, several such names, a function that takes a sample's path and returns what a cell
-            could hold, or None. `"auto"` takes the first column named `label, labels, class, class_name, target,
-            category, y, cls, image/class/label, json.label` or `json.class`, in capitals or not, else the names of
-            folders. `label_values.infer_cells` describes what cells mean.
-        splits: the name of a column, a function that takes a sample's path and returns a split, or shares of all
-            samples such as `{"train": 0.8, "test": 0.2}`, which each class keeps, each combination of labels, and each
-            of up to ten ranges of a single target. None takes a column named `split`, in capitals or not, else folders
-            named like splits, else all samples train. Splits are called `train, training, dev, val, valid, validation,
+        name: name of the source, for messages.
+        labels: the name of a column, several such names, a function that takes a sample's path and returns any value
+            that a cell may hold, or None. `"auto"` uses the first column named `label, labels, class, class_name,
+            target, category, y, cls, image/class/label, json.label` or `json.class`, ignoring case, otherwise the
+            folder names. See `label_values.infer_cells` for how values are interpreted.
+        splits: the name of a column; a function that takes a sample's path and returns a split; or shares of all
+            samples such as `{"train": 0.8, "test": 0.2}`, stratified by class, by combination of labels, or by up to
+            ten bins of a single target. None uses a column named `split`, ignoring case, otherwise folders named like
+            splits, otherwise all samples are `train`. Splits are called `train, training, dev, val, valid, validation,
             test` or `testing`.
-        seed: of shares; the same seed gives the same splits.
+        seed: seed of the shares; the same seed gives the same splits.
 
     Raises:
-        BadSource: if there are no samples or no labels, cells that are empty or of several kinds, or unknown splits.
-        InvalidOption: if there is no such column, or shares do not add up to 1, leave a split empty, or the source
-            has splits already.
+        BadSource: if there are no samples or no labels, if cells are empty or of several kinds, or if a split is
+            unknown.
+        InvalidOption: if a column does not exist, if shares do not add up to 1 or leave a split empty, or if shares are
+            given for a source that already has splits.
     """
     check_whole_number(f"split {name!r}", "seed", seed, 0)
     act = f"label {name!r}"
@@ -118,20 +120,21 @@ def label_samples(
 
 
 def _label_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
-    """Return the column of labels by its name, None if there is none."""
+    """Return the column with a common label name; None if there is none."""
     named = {column.lower(): column for column in reversed([*columns])}
     return next((named[name] for name in LABEL_COLUMNS if name in named), None)
 
 
 def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, order: Indices) -> LabelValues:
-    """Return classes from folders; raises `BadSource` if there are none, or one for all rows of a table."""
+    """Return classes from folders; raises `BadSource` if there are none, or only one for a table."""
     try:
         meaning = tree.classes(act, order)
     except BadSource:
         if not columns:
             raise
         meaning = LabelValues("class", (), order)
-    if columns and len(meaning.classes) < 2:  # one folder is merely where a table's files lie
+    # A single folder is just the location of a table's files, not a class.
+    if columns and len(meaning.classes) < 2:
         found = f"the columns {', '.join(columns)}, and no folder for each class"
         needed = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
         next_step = "Use labels='a column', a function of the path, or labels=None"
@@ -140,7 +143,7 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
 
 
 def _infer_labels(act: str, columns: Mapping[str, Sequence[Any]], labels: Labels, items: Sequence[Item]) -> LabelValues:
-    """Return what columns, or the results of a function, mean as labels."""
+    """Return the labels held by columns or returned by a function."""
     if labels is None:
         return LabelValues("none", (), None)
     if isinstance(labels, str):
@@ -173,7 +176,7 @@ def _split_samples(
     meaning: LabelValues,
     seed: int,
 ) -> dict[str, Indices]:
-    """Return the numbers of each split's samples; `by_folder` has the place in `SPLITS` of each by its folder."""
+    """Return the sample numbers of each split; `by_folder` holds split indices derived from the folders."""
     own = next((name for name in columns if name.lower() == _SPLIT_COLUMN), None)
     if isinstance(splits, str):
         places = _split_places(act, f"the column {splits!r}", _column(act, columns, splits), items)
@@ -183,7 +186,7 @@ def _split_samples(
         places = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
     else:
         shares = shares_of(act, splits)
-        # A column that holds other values than splits is no split of the source.
+        # A column with any other value does not define splits of the source.
         cells = [SPLITS[place] for place in np.unique(by_folder)] if own is None else columns[own]
         names = {split_named(cell) for cell in cells}
         if None not in names and names != {SPLITS[0]}:
@@ -196,7 +199,7 @@ def _split_samples(
 
 
 def _split_places(act: str, what: str, cells: Sequence[Any], items: Sequence[Item]) -> Indices:
-    """Return the place in `SPLITS` of the split that each cell means."""
+    """Return the split of each cell, as index into `SPLITS`."""
     splits = [split_named(cell) for cell in cells]
     if None in splits:
         unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
@@ -208,7 +211,7 @@ def _split_places(act: str, what: str, cells: Sequence[Any], items: Sequence[Ite
 
 
 class _FolderTree:
-    """Splits and classes of the folders that hold samples; `folders` has the rows of each, by its path."""
+    """Splits and classes of the folders that hold samples; `folders` maps each path to its rows."""
 
     def __init__(self, items: Sequence[Item], folders: Mapping[str, Sequence[int]]) -> None:
         self._items = items
@@ -217,9 +220,9 @@ class _FolderTree:
         self._has_splits = all(parts and split_named(parts[0]) for parts in self._inside.values())
 
     def check_splits(self, act: str) -> None:
-        """Raise `BadSource` for folders of classes beside `train` and its like whose own name is no split's.
+        """Raise `BadSource` if folders named like splits are mixed with others and all of them have subfolders.
 
-        They would be lost.
+        Otherwise `train` would count as a class, and the class folders inside it would be lost.
         """
         depths: dict[str, int] = {}
         for parts in self._inside.values():
@@ -234,7 +237,7 @@ class _FolderTree:
         raise BadSource(cannot(act, found, needed, "Rename it, or use labels= and splits= with functions of the path"))
 
     def splits(self) -> Indices:
-        """Return the place in `SPLITS` of the split of each row of the listing."""
+        """Return the split of each row of the listing, as index into `SPLITS`."""
         splits = {folder: split_named(parts[0]) for folder, parts in self._inside.items()} if self._has_splits else {}
         return self._by_row({folder: SPLITS.index(splits.get(folder) or SPLITS[0]) for folder in self._folders})
 
@@ -242,7 +245,7 @@ class _FolderTree:
         """Return the classes of the samples in these rows.
 
         Raises:
-            BadSource: if a sample lies in no class folder, or names have no endings, so that they are no files' names.
+            BadSource: if a sample is in no class folder, or if names lack extensions and are therefore not file names.
         """
         named = {folder: self._class_of(folder) for folder in self._folders}
         next_step = "Sort the files into folders, or use a function of the path, or labels=None"
@@ -258,17 +261,17 @@ class _FolderTree:
         return LabelValues("class", tuple(names), numbers[order])
 
     def order(self) -> Indices:
-        """Return the rows of samples sorted by class, folder and name, as `ImageFolder` of torchvision sorts them."""
+        """Return the rows of samples sorted by class, folder and name, like torchvision's `ImageFolder`."""
         ranked = sorted(self._folders, key=lambda folder: (self._class_of(folder), folder))
         sorted_rows = (sorted(self._folders[folder], key=lambda row: self._items[row].path) for folder in ranked)
         return np.fromiter(chain.from_iterable(sorted_rows), np.int64)
 
     def _class_of(self, folder: str) -> str:
-        """Return the class of a folder's samples, empty if it is no class folder nor below one."""
+        """Return the class of a folder's samples; empty if it is outside of all class folders."""
         return next(iter(self._inside[folder][self._has_splits :]), "")
 
     def _by_row(self, numbers: Mapping[str, int]) -> Indices:
-        """Return each row's number by that of its folder, 0 for rows that are no samples."""
+        """Return the number of each row's folder; 0 for rows that are not samples."""
         found = np.zeros(len(self._items), np.int64)
         for folder, rows in self._folders.items():
             found[rows] = numbers[folder]
@@ -276,7 +279,7 @@ class _FolderTree:
 
 
 def _strip_wrapping(inside: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the folders' parts without the folders that wrap all of them, down to classes or splits."""
+    """Return the folders' path components without wrapper folders, down to classes or splits."""
     while True:
         tops = {parts[0] if parts else "" for parts in inside.values()}
         if len(tops) != 1 or split_named(next(iter(tops))) or any(len(parts) < 2 for parts in inside.values()):
@@ -293,13 +296,13 @@ def _by_folder(items: Sequence[Item], rows: Iterable[int]) -> dict[str, list[int
 
 
 def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tuple[tuple[str, str], ...]]:
-    """Return the rows of samples by their folder, and the files that are none, with the reason.
+    """Return the rows of samples by folder, and the files that are not samples, with the reason.
 
-    Samples are the files that end like images; where there is none, those that end in `.npy`; where no name has an
-    ending at all, as in an LMDB, all of them. Hidden files are none.
+    Samples are the files with an image extension; if there are none, the `.npy` files; if no file has an extension, as
+    in an LMDB, all files. Hidden files are never samples.
 
     Raises:
-        BadSource: if there are none.
+        BadSource: if there are no samples.
     """
     items = listing.items
     images: dict[str, list[int]] = defaultdict(list)
@@ -330,6 +333,6 @@ def _find_samples(act: str, listing: Listing) -> tuple[dict[str, list[int]], tup
 
 
 def _ending(name: str) -> str:
-    """Return what follows the last dot of a file's name, in small letters; empty if there is no dot."""
+    """Return a file name's extension in lower case without the dot; empty if it has none."""
     _, dot, ending = name.rpartition(".")
     return ending.lower() if dot else ""

@@ -1,4 +1,4 @@
-"""Which sample goes to which split or fold: pure functions on arrays, seeded, the same on every machine."""
+"""Assignment of samples to splits and folds: pure, seeded functions with the same result on every machine."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ SPLIT_FOLDERS = {
     "test": "test",
     "testing": "test",
 }
-"""The split that a folder, shard or cell of this name means, in small letters."""
+"""Split for each accepted name, in lower case, of a folder, shard or cell."""
 
 _MOST_BINS = 10
 
 
 def split_named(name: object) -> str | None:
-    """Return the split that a name means, in capitals or not; None if it means none."""
+    """Return the split for a name, ignoring case; None if it is not a name of a split."""
     return SPLIT_FOLDERS.get(name.lower()) if isinstance(name, str) else None
 
 
 def shares_of(act: str, splits: object) -> dict[str, float]:
-    """Return shares, given by any name that means a split, in the order train, dev, test.
+    """Return shares in the order train, dev, test; keys may be any accepted name of a split.
 
     Raises:
-        InvalidOption: if they are no shares, name no split or one twice, or do not add up to 1.
+        InvalidOption: if a share or a name is invalid, a split is named twice, or the shares do not add up to 1.
     """
     if not isinstance(splits, Mapping):
         next_step = "Use {'train': 0.8, 'test': 0.2}, for example"
@@ -64,14 +64,14 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
 
 
 def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Indices]:
-    """Return the numbers of the samples in each split, `int64` and sorted: each number below `n` is in one split.
+    """Return the sample numbers of each split, `int64` and sorted: each number below `n` is in one split.
 
-    Each stratum is shuffled by itself and cut at its rounded shares, so that every split has the stratum's share to
-    within one sample, and a stratum more leaves the others unchanged. Strata are `[n]`, such as classes; None makes all
-    samples one stratum. Shares may have any names. The same seed gives the same splits.
+    Each stratum is shuffled and divided separately by its rounded shares. Every split thus has the stratum's share to
+    within one sample, and adding a stratum leaves the others unchanged. Strata are `[n]`, for example classes; None
+    treats all samples as one stratum. Shares may have any names. The same seed gives the same splits.
 
     Raises:
-        InvalidOption: if the shares do not add up to 1, there are not `n` strata, or a split would stay empty.
+        InvalidOption: if the shares do not add up to 1, there are not `n` strata, or a split would be empty.
     """
     act = f"split into {dict(shares)!r:.200}"
     check_whole_number(act, "seed", seed, 0)
@@ -94,10 +94,11 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
 
 
 def strata_of(kind: LabelKind, values: npt.NDArray[Any] | None, shares: Mapping[str, float]) -> Indices | None:
-    """Return the strata by which samples with these labels are split, `int64 [n]`; None for no strata.
+    """Return the strata for splitting samples with these labels, `int64 [n]`; None for no strata.
 
-    Classes are strata. Of several labels each combination is one; those too rare for the smallest share to get a
-    sample are one together. Of numbers, strata are up to ten bins with equal counts. Several numbers have none.
+    Each class is a stratum. With several labels, each combination is one; combinations too rare for the smallest share
+    to get a sample form one common stratum. A regression target is divided into up to ten bins of equal count. Several
+    targets have no strata.
     """
     if values is None or kind == "none" or (kind == "regression" and values.ndim > 1):
         return None
@@ -127,16 +128,17 @@ def fold_numbers(
 ) -> Indices:
     """Return the fold of each sample, `int64 [n]`, from 0 to `k - 1`; no fold is empty.
 
-    Without groups the folds' sizes differ by at most one sample, and so do their counts of each stratum. With groups no
-    group is in two folds: from the heaviest group on, each goes to the fold that then has least of its strata, to the
-    smallest of equals. That keeps low the sum of squares of the folds' shares of all strata, as `StratifiedGroupKFold`
-    of scikit-learn does with their standard deviation, and without strata is what its `GroupKFold` does.
+    Without groups, the folds' sizes differ by at most one sample, and so do their counts of each stratum. With groups,
+    all samples of a group are in one fold. Groups are assigned from the heaviest to the lightest, each to the fold that
+    has least of its strata so far, or among equals to the smallest fold. This keeps the sum of squares of the folds'
+    shares of all strata low. scikit-learn's `StratifiedGroupKFold` does the same with their standard deviation, and
+    `GroupKFold` is the case without strata.
 
     Args:
-        n: how many samples.
-        k: how many folds, at least 2.
-        strata: `[n]`, such as classes, whose shares each fold keeps.
-        groups: `[n]`, such as patients, whose samples stay together.
+        n: number of samples.
+        k: number of folds, at least 2.
+        strata: `[n]`, for example classes; each fold keeps their proportions.
+        groups: `[n]`, for example patients; samples of one group stay together.
         seed: the same seed gives the same folds.
 
     Raises:
@@ -178,7 +180,7 @@ def _folds_of_groups(act: str, k: int, stratum_of: Indices, group_of: Indices, s
     folds = np.empty(count, np.int64)
     for group in order.tolist():
         its = slice(start[group], start[group + 1])
-        # What a fold's sum of squares grows by, less what is the same for all folds. An empty fold costs nothing.
+        # Growth of each fold's sum of squares, omitting the term that is equal for all folds; an empty fold costs 0.
         costs = held[:, stratum[its]] @ share[its]
         fold = np.lexsort((fold_sizes, costs))[0]
         held[fold, stratum[its]] += share[its]
@@ -209,7 +211,7 @@ def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[An
 
 
 def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int) -> Indices:
-    """Return values as numbers from 0, in their order."""
+    """Return values as integers from 0 that preserve their order."""
     array = np.asarray(values)
     if array.shape != (n,):
         found, needed = f"{name} of shape {array.shape}", f"one value for each of {format_things(n, 'sample')}"
