@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -68,6 +69,8 @@ class Squares(Dataset):
 def no_process_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
+    # Frames of an error that was caught may keep a loader and its workers.
+    gc.collect()
     _, left = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], 10)
     assert left == []
 
