@@ -260,7 +260,7 @@ class _Launch:
                 self._pipes[reader] = rank
                 with writer:
                     numbers = [str(int(number)) for number in (payload, writer.fileno(), has_gpus, os.getpid())]
-                    process = subprocess.Popen(  # noqa: S603 - no shell; this Python
+                    process = subprocess.Popen(  # noqa: S603 - runs this Python, without a shell
                         [sys.executable, "-c", _START, json.dumps(sys.path), *numbers],
                         stdin=subprocess.DEVNULL,
                         stdout=written,

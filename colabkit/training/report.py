@@ -95,7 +95,7 @@ class TrainReport(Report):
     passed_over: tuple[tuple[str, str], ...]
     not_kept: tuple[str, ...]
     failed_saves: tuple[tuple[int, str], ...]
-    spent: MetersSnapshot = MetersSnapshot()  # noqa: RUF009  # frozen
+    spent: MetersSnapshot = MetersSnapshot()  # noqa: RUF009 - frozen, so it may be shared
     facts: LoaderFacts | None = None
     hosts: tuple[HostSnapshot, ...] = ()
     precision: str | None = None

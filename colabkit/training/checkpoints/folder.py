@@ -252,7 +252,7 @@ class CheckpointFolder:
             needed, next_step = "a disk that answers", "Check the disk, or save to another one"
             if not job.is_given_up:
                 job.is_given_up = True
-                # Another call may wait than the one that saves.
+                # The failure belongs to the job, which another call may have started.
                 own = TimedOut(cannot(f"save the checkpoint of step {job.step}", found, needed, next_step))
                 self._last_error = own
                 self._note_failure(job.step, str(own), is_told=job.is_raised)
