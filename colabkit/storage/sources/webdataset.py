@@ -98,7 +98,7 @@ class WebDatasetSource(RangeSource):
 
 
 def is_webdataset(path: Path) -> bool:
-    """Return whether a plain tar is a shard: among its first files are neighbours of one stem, one of a known kind."""
+    """Return whether a plain tar is a shard: its first files include neighbors with one stem, one of a known kind."""
     try:
         with path.open("rb", buffering=0) as file, closing(_plain_stream(path, file, os.stat(path).st_size)) as stream:
             files = (one for one in tar_members(stream) if not one.is_folder and not one.oddity)

@@ -210,7 +210,7 @@ class _ZipMember(ByteSpan):
 
 @lru_cache(maxsize=1024)
 def _mtime_ns(date_time: tuple[int, ...]) -> int:
-    """Return a member's time, which has no zone, as if it were UTC; 0 where it makes no sense."""
+    """Return a member's time, which has no time zone, as if it were UTC; 0 if it is invalid."""
     try:
         return calendar.timegm(date_time) * 10**9
     except (ValueError, OverflowError):

@@ -1,1 +1,1 @@
-"""`stage()` copies a remote source to local storage: read concurrently, checked, published atomically."""
+"""`stage()` copies a remote source to local storage: concurrent reads, verification, atomic publishing."""

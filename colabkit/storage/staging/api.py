@@ -1,8 +1,8 @@
-"""`stage()` copies a remote source to local storage: read concurrently, checked, published atomically.
+"""`stage()` copies a remote source to local storage: concurrent reads, verification, atomic publishing.
 
-A local copy holds exactly the source's files, and its seal, `.colabkit-stage.json`, which is written last.
-Files are read many at once, since a mount answers each after a latency; large files in several ranges at once; an
-archive is copied in one piece and extracted from there. The next run resumes what an interrupted run has copied.
+A local copy holds exactly the source's files and a seal, `.colabkit-stage.json`, which is written last. Many files are
+read at once, since a mount answers each request with a delay; large files are read in several concurrent ranges; an
+archive is copied as one file and extracted locally. After an interruption, the next run reuses the data already copied.
 """
 
 from __future__ import annotations
@@ -50,37 +50,40 @@ def stage(
     dry_run: bool = False,
     progress: bool = True,
 ) -> StageReport:
-    """Copy a source to local storage and return where it is.
+    """Copy a source to local storage and return the local path.
 
-    Every file's byte count is checked against the listing, and no file may be written to meanwhile; the copy appears at
-    its path only when it is complete. An existing copy of the same source is used again without touching the source. A
-    run that was stopped, by an error, Ctrl-C or a kill, resumes: files that are local already are not read again. While
-    another process stages the same, this one waits for it.
+    The size of every file is checked against the listing, and no file may change during the copy. The copy appears at
+    its path only when it is complete. An existing copy of the same source is reused without accessing the source. A run
+    that was stopped by an error, Ctrl-C or a kill resumes: files already copied are not read again. If another process
+    is staging the same source, the call waits for it.
 
     Args:
         source: a folder; a zip or tar archive; any other file; a table of paths (pandas DataFrame, `.csv`, `.parquet`
-            or a list of paths); an https address or Drive link, through `fetch()`; a bucket's folder (`gs://`, `s3://`);
-            `samples:digits`; or a `Source`.
-        to: `"auto"` uses tmpfs if enough RAM remains for training, else disk; `"tmpfs"` and `"disk"` insist; anything
-            else is the path of the copy. As root, where RAM allows more than the existing tmpfs, one is mounted for the
-            copy alone, until `unstage()`.
-        threads: reads in flight; `"auto"` measures: their number climbs while throughput climbs, and falls on errors.
-        verify: `"size"` compares byte counts; `"full"` reads the source a second time and compares all bytes.
-        extract: false keeps an archive as one file.
-        refresh: look at the source again although a local copy is there, and copy what has changed.
-        dry_run: only plan; the report's `plan` lists what would be done.
+            or a list of paths); an https address or Drive link, through `fetch()`; a bucket's folder (`gs://`,
+            `s3://`); `samples:digits`; or a `Source`.
+        to: `"auto"` uses tmpfs if enough RAM remains for training, otherwise disk; `"tmpfs"` and `"disk"` force one;
+            any other value is the path of the copy. As root, if RAM allows more than the existing tmpfs, a tmpfs is
+            mounted for the copy alone until `unstage()`.
+        threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
+        verify: `"size"` compares file sizes; `"full"` reads the source a second time and compares all bytes.
+        extract: False keeps an archive as one file.
+        refresh: check the source again even if a local copy exists, and copy changed files.
+        dry_run: only plan; the report's `plan` describes the steps.
         progress: show a progress bar.
 
+    Returns:
+        The path of the copy, its files, and the time taken.
+
     Raises:
-        SourceMissing: if nothing is at the source's path.
-        BadSource: if the source holds no files, or the target lies inside it.
-        BadArchive: if an archive is broken, cut short or hostile.
-        TargetExists: if something else is at the target's path, or a file of your own in the local copy has a place
-            that the source now takes.
-        NotEnoughSpace: before anything is written, where that can be known.
-        SourceChanged: if a file changed between listing and reading, or while it was read.
-        Corrupt: if with `verify="full"` the second reading gives other bytes.
-        TimedOut: if the source does not answer.
+        SourceMissing: if the source does not exist.
+        BadSource: if the source has no files, or the target is inside it.
+        BadArchive: if an archive is damaged, truncated or malicious.
+        TargetExists: if something else is at the target path, or a file that you added to the local copy has the path
+            of a new source file.
+        NotEnoughSpace: before anything is written, if the sizes are known.
+        SourceChanged: if a file changed after it was listed, or during the read.
+        Corrupt: if with `verify="full"` the second read returns different bytes.
+        TimedOut: if the source does not respond.
     """
     started = time.monotonic()
     name, key, address = identity_of(source, extract=extract)
@@ -92,12 +95,14 @@ def stage(
         places = candidates(name, to, key, act)
         run = StagingRun(act, name, places, to != "auto", threads, verify, refresh, progress, _local_origin(name))
         if found := run.find():
-            Target("", found.folder, key).discard_kept()  # of a kill after the last step but one
+            # A previous run may have been killed before its cleanup.
+            Target("", found.folder, key).discard_kept()
             return _report(run, found, started)
         with _local_file(source, address, run, dry_run=dry_run) as local:
             if local is None:
                 return _report(run, _plan_of_address(run), started)
-            if not (found := run.find()):  # another process may have fetched and staged it meanwhile
+            # Another process may have fetched and staged it meanwhile.
+            if not (found := run.find()):
                 with closing(_open(local, extract=extract)) as opened:
                     if address is not None:
                         run.origin = origin_of(opened.path) if hasattr(opened, "path") else None
@@ -106,14 +111,17 @@ def stage(
 
 
 def unstage(path: AnySource | StageReport) -> UnstageReport:
-    """Remove a local copy that `stage()` made, or the rest of one that was interrupted, and give its space back.
+    """Remove a local copy made by `stage()`, or the data of an interrupted run, and free its space.
 
     Args:
         path: the copy's path, the report of `stage()`, or the source that was staged with `to="auto"`.
 
+    Returns:
+        The removed path, and the bytes freed.
+
     Raises:
-        SourceMissing: if nothing is there.
-        NotSealed: if `stage()` did not make it; then it is left alone.
+        SourceMissing: if there is no local copy.
+        NotSealed: if `stage()` did not create the data at this path; it is left unchanged.
     """
     if isinstance(path, StageReport):
         path = path.path
@@ -133,7 +141,7 @@ def unstage(path: AnySource | StageReport) -> UnstageReport:
 
 
 def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> Iterator[Target]:
-    """Yield where local copies may be."""
+    """Yield the places where local copies may be."""
     if is_local:
         folder = Path(os.path.realpath(name))
         if copy := LocalCopy.of(folder):
@@ -146,7 +154,7 @@ def _targets_of(source: AnySource, name: str, act: str, *, is_local: bool) -> It
 
 
 def _download(address: Address) -> Target:
-    """Return the place of a download until it is staged."""
+    """Return the location of a download until it is staged."""
     return Target("disk", near_folder(os.environ) / "downloads" / address.digest()[:12], address.digest())
 
 
@@ -154,10 +162,10 @@ def _download(address: Address) -> Target:
 def _local_file(
     source: AnySource, address: Address | None, run: StagingRun, *, dry_run: bool
 ) -> Iterator[AnySource | None]:
-    """Give the source, or the file fetched from its address, None for a dry run.
+    """Yield the source, or the file fetched from its address; None for a dry run.
 
-    A download is kept until it is staged: an interrupted run resumes it. While another process fetches it, this one
-    waits.
+    A download is kept until it is staged, so that an interrupted run can resume it. If another process is fetching it,
+    wait for that process.
     """
     if address is None or address.kind == FSSPEC:
         yield source
@@ -173,7 +181,7 @@ def _local_file(
 
 
 def _local_origin(name: str) -> tuple[int, int] | None:
-    """Return size and time of a source that is a file on this machine, None of any other: that may be remote."""
+    """Return size and time of a source that is a local file; None for any other source, which may be remote."""
     if not os.path.isabs(name) or can_hang(name, mounts()) or not os.path.isfile(name):
         return None
     return origin_of(Path(name))
@@ -188,7 +196,7 @@ def _open(source: AnySource, *, extract: bool) -> Source:
 
 
 def _plan_of_address(run: StagingRun) -> StagePlan:
-    """Return what is known of an address without fetching it."""
+    """Return the plan for an address, without fetching it."""
     target = choose(run.places, 0, is_asked=len(run.places) == 1)
     why = "as asked" if target.name == "path" else "its size is known once it is fetched"
     return StagePlan(run.name, "address", None, 0, 0, 0, 0, 0, target.name, why, target.path, ())

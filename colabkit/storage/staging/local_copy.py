@@ -1,7 +1,7 @@
-"""A local copy that `stage()` has finished: its files, and its seal, a hidden file in it that is written last.
+"""A finished local copy of `stage()`: its files, and its seal, a hidden file that is written last.
 
-The seal's first line is a JSON object about the whole copy, each further line a JSON array about one file: path, size
-and time at the source, and the CRC32 of each of its blocks.
+The seal's first line is a JSON object about the whole copy. Each further line is a JSON array about one file: its path,
+its size and time at the source, and the CRC32 of each of its blocks.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from colabkit.storage.staging.reports import StageVerifyReport
 _FORMAT = 2
 
 Crcs = Mapping[int, int]
-"""CRC32 of each block of a file, by its offset."""
+"""CRC32 of each block of a file, by the block's offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The facts about a local copy.
+    """The metadata of a local copy.
 
     Attributes:
-        key: tells its source and the way it was staged from all others.
-        source: its source's name.
+        key: digest that identifies the source and the options it was staged with.
+        source: name of the source.
         target: `"tmpfs"`, `"disk"` or `"path"`.
         why: the reason for the target.
-        file: the name of the one file in it, where it is the copy of a file.
-        files: files in it.
-        staged_bytes: their bytes.
-        retries: reads and listings that were tried again.
-        skipped: what was skipped, with the reason.
+        file: name of the file if the copy is a single file, otherwise empty.
+        files: number of files.
+        staged_bytes: total size of the files.
+        retries: number of reads and listings that were retried.
+        skipped: pairs of a skipped path and the reason.
         verify: `"size"` or `"full"`.
-        origin: size and time of the archive that it was extracted from, None of other sources.
-        tmpfs: the folder at which a tmpfs was mounted for it, else empty.
+        origin: size and time of the archive that was extracted; None for other sources.
+        tmpfs: folder of the tmpfs that was mounted for the copy, otherwise empty.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Seal:
     format: int = _FORMAT
 
     def write(self, folder: Path, manifest: Iterable[tuple[Item, Crcs]]) -> None:
-        """Seal a folder that is complete."""
+        """Seal a complete folder."""
         lines = [json.dumps(dataclasses.asdict(self))]
         for item, crcs in manifest:
             lines.append(json.dumps([item.path, item.size, item.mtime_ns, *(crcs[offset] for offset in sorted(crcs))]))
@@ -72,14 +72,14 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """A folder with a seal."""
+    """A sealed folder."""
 
     folder: Path
     seal: Seal
 
     @classmethod
     def at(cls, folder: Path) -> LocalCopy | None:
-        """Return the local copy in a folder, None if its seal is missing or makes no sense."""
+        """Return the local copy in a folder; None if its seal is missing or invalid."""
         try:
             with (folder / STAGE_SEAL).open("rb") as file:
                 values = json.loads(file.readline())
@@ -101,11 +101,11 @@ class LocalCopy:
 
     @property
     def path(self) -> Path:
-        """The folder, or the one file in it where the source is a file."""
+        """The folder, or the single file in it if the source is a file."""
         return self.folder / self.seal.file if self.seal.file else self.folder
 
     def manifest(self) -> list[tuple[Item, list[int]]]:
-        """Return the files as they were at the source, each with the CRC32 of its blocks.
+        """Return the files as they were at the source, with the CRC32s of their blocks.
 
         Raises:
             Corrupt: if the manifest is damaged.
@@ -121,9 +121,9 @@ class LocalCopy:
             raise Corrupt(cannot(act, "it is damaged", needed, next_step)) from error
 
     def contents_digest(self) -> tuple[str, int]:
-        """Return a SHA-256 of the files' names, sizes, times and CRC32s, and the time of the seal in nanoseconds.
+        """Return a SHA-256 of the files' names, sizes, times and CRC32s, and the seal's modification time in ns.
 
-        The digest is the same wherever the copy lies.
+        The digest does not depend on the location of the copy.
         """
         with (self.folder / STAGE_SEAL).open("rb") as file:
             file.readline()
@@ -132,7 +132,7 @@ class LocalCopy:
         return hashlib.sha256(b"\n".join(lines)).hexdigest(), sealed_ns
 
     def is_complete(self) -> bool:
-        """Return whether all sealed files are there in their sizes; other files do not matter."""
+        """Return whether all sealed files exist with their sizes; other files are ignored."""
         sizes = self._sizes()
         if len(sizes) < self.seal.files:
             return False
@@ -142,12 +142,12 @@ class LocalCopy:
             return False
 
     def has_good(self, item: Item, sealed: list[int]) -> bool:
-        """Return whether a file has the bytes that it was sealed with."""
+        """Return whether a file's bytes match its seal."""
         crcs = block_crcs(item, sealed)
         return good_blocks(self.folder / item.path, item, crcs) == crcs
 
     def verify(self, *, progress: bool) -> StageVerifyReport:
-        """Read all files and return which of them are missing or damaged."""
+        """Read all files and report missing and damaged ones."""
         started = time.monotonic()
         damaged = []
         with ProgressBar("verify", self.seal.staged_bytes, "B", progress, files=self.seal.files) as bar:
@@ -159,15 +159,16 @@ class LocalCopy:
         return StageVerifyReport(self.folder, self.seal.files, self.seal.staged_bytes, tuple(damaged), seconds)
 
     def carry_over(self, act: str, new: Path) -> None:
-        """Give files that users added to this copy a second name in the folder that replaces it.
+        """Hard-link or copy files that users added to this copy into the folder that replaces it.
 
         Raises:
-            TargetExists: if the source has something else in such a place now, so that a file would be lost.
+            TargetExists: if the source now has another file at such a path, so that the user's file would be lost.
         """
         sizes = self._sizes()
         try:
             sealed = {item.path for item, _ in self.manifest()}
-        except Corrupt:  # then every path that the source has too counts as sealed
+        # Then treat every path that also exists in the source as sealed.
+        except Corrupt:
             sealed = {path for path in sizes if os.path.lexists(new / path)}
         for path in sizes:
             if path in sealed or _are_same(self.folder / path, new / path):
@@ -180,7 +181,7 @@ class LocalCopy:
             file_changes.link_or_copy(self.folder / path, new / path)
 
     def _sizes(self) -> dict[str, int]:
-        """Return the size of every file beside the seal, by its path."""
+        """Return the size of every file except the seal, by path."""
         sizes: dict[str, int] = {}
         waiting = [""]
         while waiting:
@@ -197,24 +198,24 @@ class LocalCopy:
 
 
 def _are_same(own: Path, other: Path) -> bool:
-    """Return whether both are files of the same bytes."""
+    """Return whether both paths are files with the same bytes."""
     are_files = all(path.is_file() and not path.is_symlink() for path in (own, other))
     return are_files and filecmp.cmp(own, other, shallow=False)
 
 
 def _has_place(folder: Path, path: str) -> bool:
-    """Return whether a path is free in a folder, and no file stands where its folders would be."""
+    """Return whether a path in a folder is free, and none of its parents is a file."""
     parents = itertools.takewhile(lambda parent: parent != folder, (folder / path).parents)
     return not os.path.lexists(folder / path) and not any(parent.exists() and not parent.is_dir() for parent in parents)
 
 
 def block_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
-    """Return the CRC32 of each block of a sealed file, by its offset."""
+    """Return the CRC32 of each block of a sealed file, by offset."""
     return dict(zip(block_offsets(item.size), crcs, strict=False))
 
 
 def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
-    """Return those of the noted blocks whose bytes in a file have the noted CRC32; none if its size differs."""
+    """Return the blocks whose bytes in the file match their recorded CRC32; none if the file's size differs."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != item.size:

@@ -1,4 +1,4 @@
-"""A local copy in the making: each block is noted in a journal once it is written, so a kill costs one at most."""
+"""An unfinished local copy: a journal records each block after it is written, so a kill loses at most one block."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from colabkit.storage.staging.places import Target
 JOURNAL, ARCHIVE_JOURNAL = "journal", "archive-journal"
 
 KnownBlocks: TypeAlias = dict[tuple[str, int, int], dict[int, int]]
-"""CRC32 by offset of the blocks that are written, by path, size and time of the file."""
+"""CRC32s of written blocks by offset, for each file's path, size and time."""
 
 
 class PartialCopy:
-    """A folder that is being filled with a source's items; a context that closes its files.
+    """A folder that is being filled with a source's items; a context manager that closes its files.
 
-    A block counts once its line stands in the journal, after its bytes; the next process checks noted blocks by their
-    CRC32 and resumes from there. The source's name is for messages.
+    A block counts once the journal records it, after its bytes are written. The next process checks the recorded blocks
+    by their CRC32 and resumes from there. The source's name is for messages.
     """
 
     def __init__(self, source: str, folder: Path, journal: Path) -> None:
@@ -40,7 +40,8 @@ class PartialCopy:
         self.crcs: dict[str, dict[int, int]] = {}
         self._source = source
         self._journal = journal
-        self._open: dict[str, int] = {}  # descriptors of files that are half written
+        # Descriptors of unfinished files.
+        self._open: dict[str, int] = {}
         self._opening = threading.Lock()
         self._folders: set[str] = set()
 
@@ -58,10 +59,10 @@ class PartialCopy:
             os.close(fd)
 
     def resume(self, items: Iterable[Item]) -> list[Item]:
-        """Keep the blocks of these items that an earlier process wrote and noted, if they are good; remove all else.
+        """Keep the valid blocks of these items that an earlier process recorded; remove all other files.
 
         Returns:
-            The items that are complete; of half-written ones the good blocks are in `crcs`.
+            The complete items; the valid blocks of unfinished items are in `crcs`.
         """
         wanted = {item.path: item for item in items}
         for path in list(_files_below(self.folder)):
@@ -74,13 +75,15 @@ class PartialCopy:
                 file_changes.remove(self.folder / path)
         for here, folders, _ in os.walk(self.folder, topdown=False):
             for name in folders:
-                with suppress(OSError):  # those with files in them stay
+                # Folders with files in them stay.
+                with suppress(OSError):
                     file_changes.remove_empty_folder(Path(here, name))
         return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
 
     def link_from(self, old: LocalCopy, items: Iterable[Item]) -> list[Item]:
-        """Give files of a former local copy a second name in this one, if they are unchanged and good; return these."""
-        unchanged = {item for item in items if item.mtime_ns}  # without a time, a file may have changed
+        """Hard-link unchanged, valid files of an earlier local copy into this one; return these files."""
+        # A file without a time may have changed.
+        unchanged = {item for item in items if item.mtime_ns}
         linked = []
         for item, sealed in old.manifest():
             if item not in unchanged or item.path in self.crcs or not old.has_good(item, sealed):
@@ -91,18 +94,19 @@ class PartialCopy:
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                continue  # it is read again instead
+                # Read the file again instead.
+                continue
             self._note(item, block_crcs(item, sealed))
             linked.append(item)
         return linked
 
     def place(self, block: Block) -> None:
-        """Write the bytes of a block of a large item, from any thread; it counts when it is noted."""
+        """Write the bytes of a large item's block, from any thread, without recording it."""
         assert block.data is not None
         file_changes.write_at(self._fd(block.item), block.data, block.offset, self.folder / block.item.path)
 
     def write(self, block: Block) -> bool:
-        """Write a block that is not placed yet, and note it; return whether its file is complete now."""
+        """Write a block, unless it is already placed, and record it; return whether its file is now complete."""
         item = block.item
         if block.offset in self.crcs.get(item.path, {}):
             return False
@@ -121,7 +125,7 @@ class PartialCopy:
         return self._is_complete(item)
 
     def write_blocks(self, item: Item, blocks: Iterable[bytes]) -> None:
-        """Write an item from its blocks, in order, all of `BLOCK_BYTES` but the last; only then it is noted."""
+        """Write an item from consecutive blocks of `BLOCK_BYTES`, the last one shorter, then record it."""
         path = self.folder / item.path
         crcs: dict[int, int] = {}
         offset = 0
@@ -136,7 +140,7 @@ class PartialCopy:
         self._note(item, crcs)
 
     def check(self, block: Block) -> None:
-        """Compare a block that was read a second time with the one that was written; raises `Corrupt`."""
+        """Compare a block that was read a second time with the written one; raises `Corrupt`."""
         with (self.folder / block.item.path).open("rb", buffering=0) as file:
             written = os.pread(file.fileno(), block.size, block.offset)
         if crc32(written) != block.crc:
@@ -181,7 +185,7 @@ class PartialCopy:
 
 
 def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs]) -> Iterator[Wanted]:
-    """Yield what is to be read of items, the large ones in blocks, but for blocks that are written."""
+    """Yield the requests for items, large ones in blocks, except for written blocks."""
     for item in items:
         there = written.get(item.path, {})
         if item.size <= BLOCK_BYTES:
@@ -195,7 +199,7 @@ def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs])
 
 
 def read_journal(journal: Path) -> tuple[KnownBlocks, int]:
-    """Return the blocks that a journal notes, and the length of its complete lines: a kill may cut the last one."""
+    """Return the blocks recorded in a journal, and the length of its complete lines, since a kill may truncate one."""
     known: KnownBlocks = {}
     end = 0
     with suppress(OSError, ValueError, TypeError), journal.open("rb") as file:
@@ -210,13 +214,13 @@ def read_journal(journal: Path) -> tuple[KnownBlocks, int]:
 
 @dataclass(frozen=True, slots=True)
 class PriorCopy:
-    """Files of a source that are local already.
+    """Files of a source that already exist locally.
 
     Attributes:
-        place: where; None if there are none.
-        sealed: the finished copy, which is refreshed or lost files; None of an interrupted run.
+        place: their location; None if there are none.
+        sealed: the finished copy, which needs a refresh or has lost files; None for an interrupted run.
         known: the files and their blocks.
-        archive_bytes: how much of an archive is there.
+        archive_bytes: number of bytes of an archive that were already copied.
     """
 
     place: Target | None = None
@@ -225,12 +229,12 @@ class PriorCopy:
     archive_bytes: int = 0
 
     def lacks(self, item: Item) -> bool:
-        """Return whether a file is still to be read."""
+        """Return whether a file must still be read."""
         return (item.path, item.size, item.mtime_ns) not in self.known
 
     @classmethod
     def find(cls, places: Sequence[Target]) -> Self:
-        """Return the sealed copy in one of the places, else what an interrupted run left in one."""
+        """Return the sealed copy in one of the places, or else the data of an interrupted run."""
         for place in places:
             copy = LocalCopy.at(place.path)
             if copy is not None and copy.seal.key == place.key:
@@ -250,7 +254,7 @@ class PriorCopy:
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files in a folder, and of all links."""
+    """Yield the paths of all files and links below a folder."""
     for here, folders, names in os.walk(folder):
         inside = os.path.relpath(here, folder)
         links = (name for name in folders if os.path.islink(os.path.join(here, name)))
@@ -260,7 +264,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 def extract(
     archive: ArchiveSource, missing: list[Item], copy: PartialCopy, threads: Threads, retries: Retries
 ) -> Iterator[Item]:
-    """Write members of an archive, and yield each when it is complete."""
+    """Write members of an archive, and yield each complete one."""
     rest = missing
     if not archive.is_sequential:
         rest = [item for item in missing if item.size > BLOCK_BYTES]
@@ -275,7 +279,7 @@ def extract(
 
 
 def check_extracted(archive: ArchiveSource, items: list[Item], copy: PartialCopy, retries: Retries) -> Iterator[Item]:
-    """Read all members a second time, compare them with what was written, and yield each; raises `Corrupt`."""
+    """Read all members a second time, compare them with the written files, and yield each; raises `Corrupt`."""
     for item, blocks in _member_blocks(archive, items, retries):
         for offset, data in zip(block_offsets(item.size), blocks, strict=False):
             copy.check(Block(item, offset, len(data), crc32(data), data))

@@ -1,4 +1,4 @@
-"""Where local copies lie: their names, their keys, and the choice among tmpfs, disk and a given path."""
+"""Locations of local copies: their names and keys, and the choice between tmpfs, disk and a given path."""
 
 from __future__ import annotations
 
@@ -44,21 +44,24 @@ from colabkit.storage.staging.local_copy import LocalCopy
 
 TMPFS = Path("/dev/shm")
 RESERVE_BYTES = 2 << 30
-"""RAM that staging to tmpfs leaves for training, or a quarter of what is available where that is more."""
+"""Minimum RAM in bytes that staging to tmpfs leaves for training; a quarter of the available RAM if that is more."""
 
 _TABLE = "a table of paths"
-_NAME_CHARS = 60  # with a key at most 255 bytes, also of 4 a character
+# Together with a key this is at most 255 bytes, even with 4 bytes per character.
+_NAME_CHARS = 60
 _CAP_SYS_ADMIN = 21
 _MOUNT_S = 10.0
-_SLACK_BYTES = 16 << 20  # of a tmpfs: for its folders and our own notes
+# Extra space of a tmpfs for folders and journals.
+_SLACK_BYTES = 16 << 20
 _PAGE_BYTES = 4096
-_ENTRY_BYTES = 1024  # of a file system, for each file
+# Space that a file system uses for each file's entry.
+_ENTRY_BYTES = 1024
 
 
 def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address | None]:
-    """Return a source's name for messages, the key that tells it from others, and its address if it has one.
+    """Return a source's name for messages, the key that identifies it, and its address if it has one.
 
-    All from its text: the remote, which may be slow, hung or gone, is not touched.
+    All are derived from the text alone, since a remote source may be slow, hanging or gone.
     """
     address = None
     if isinstance(source, Source):
@@ -83,7 +86,7 @@ def identity_of(source: AnySource, *, extract: bool) -> tuple[str, str, Address 
 
 
 def short_name(name: str) -> str:
-    """Return the name of local copies and packs of a source: the last part of its name, without endings."""
+    """Return the base name of local copies and packs: the last part of the source's name, without suffixes."""
     if name == _TABLE:
         return "paths"
     stem = Path(name).stem.removesuffix(".tar").rpartition(":")[2]
@@ -91,13 +94,14 @@ def short_name(name: str) -> str:
 
 
 def _address(text: str) -> Address | None:
-    """Return the address that a text stands for, None if it is a path of this machine."""
+    """Return the address in a text; None if it is a local path."""
     if "://" in text or text.startswith(("drive.google.com/", "docs.google.com/")):
         return address_of(text)
     if "/" in text or os.path.lexists(text):
         return None
     try:
-        return address_of(text)  # the id of a Drive file
+        # It may be the ID of a Drive file.
+        return address_of(text)
     except InvalidOption:
         return None
 
@@ -123,10 +127,10 @@ class Target:
 
     Attributes:
         name: `"tmpfs"`, `"disk"` or `"path"`.
-        path: of the local copy.
-        key: of the source; empty where it is not known.
+        path: path of the local copy.
+        key: key of the source; empty if unknown.
         why: the reason for the place.
-        mounted_at: the folder at which a tmpfs is mounted for it alone; None without.
+        mounted_at: folder of a tmpfs that is mounted for this copy alone; None for a shared place.
     """
 
     name: str
@@ -136,28 +140,28 @@ class Target:
     mounted_at: Path | None = None
 
     def kept(self, on_wait: Callable[[], None] | None = None) -> KeptPartial:
-        """Return the partial in which an interrupted run keeps its work for this place."""
+        """Return the partial that keeps the data of an interrupted run for this place."""
         return KeptPartial(self.path.parent, self.identity, on_wait)
 
     @property
     def identity(self) -> str:
-        """Digits that tell the interrupted work for this place from any other."""
+        """Digest that identifies the data of interrupted runs for this place."""
         return _digest(self.key, self.path.name)
 
     def wait_for_others(self, progress: bool) -> None:
-        """Return once no other process stages the same to this place, or nothing moves there any more."""
+        """Wait until no other process is staging to this place, or that process shows no more activity."""
         kept = self.kept()
         if kept.is_busy():
             with ProgressBar("wait for another stage()", None, " s", progress) as bar:
                 wait_while_busy(kept.kept_folder, kept.is_busy, bar.wait)
 
     def discard_kept(self) -> int:
-        """Remove what an interrupted run kept; return the bytes given back."""
+        """Remove the data of an interrupted run; return the bytes freed."""
         identity = self.identity if self.key else partials.kept_for(self.path)
         return discard_kept(self.path, identity) if identity else 0
 
     def clear(self, act: str) -> int | None:
-        """Remove the local copy of the source, interrupted work and a tmpfs; return the bytes given back, if any."""
+        """Remove the local copy, data of interrupted runs and an empty tmpfs; return the bytes freed, or None."""
         freed: int | None = None
         if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
             freed = copy.seal.staged_bytes
@@ -168,7 +172,7 @@ class Target:
         return freed
 
     def fits(self, needed: int) -> bool:
-        """Return whether so many bytes have room here, and training keeps its RAM."""
+        """Return whether this many bytes fit here and leave enough RAM for training."""
         if self.name != "tmpfs":
             return needed <= file_changes.free_bytes(self.path)
         if self.mounted_at is None:
@@ -176,7 +180,7 @@ class Target:
         return needed + _SLACK_BYTES <= _spare_ram() and can_mount()
 
     def prepare(self, act: str, needed: int) -> None:
-        """Make a private folder in the shared tmpfs, or mount a tmpfs that is large enough; raises `NotEnoughSpace`."""
+        """Create a private folder in the shared tmpfs, or mount a large enough tmpfs; raises `NotEnoughSpace`."""
         if self.name == "tmpfs" and self.mounted_at is None:
             file_changes.make_private_folder(self.path.parent)
         if (point := self.mounted_at) is None:
@@ -193,7 +197,7 @@ class Target:
             raise NotEnoughSpace(cannot(act, found, "a tmpfs of its own", "Use to='disk'"))
 
     def give_back_tmpfs(self, act: str) -> None:
-        """Unmount the tmpfs that was mounted for this place, and remove its folder, if it is empty."""
+        """Unmount the tmpfs of this place and remove its folder, if it is empty."""
         if (point := self.mounted_at) is None or not point.is_dir() or any(point.iterdir()):
             return
         if os.path.ismount(point):
@@ -202,7 +206,7 @@ class Target:
             file_changes.remove_empty_folder(point)
 
     def check_room(self, act: str, needed: int, cached: int) -> None:
-        """Raise `NotEnoughSpace` if bytes will not fit, with those that the mount's own cache takes on disk."""
+        """Raise `NotEnoughSpace` if `needed` bytes, plus `cached` bytes in the mount's own disk cache, do not fit."""
         cache = Path.home() / DRIVEFS_FOLDER
         if self.mounted_at is None:
             shared = cached if cached and _device(self.path) == _device(cache) else 0
@@ -215,7 +219,7 @@ class Target:
 
 
 def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> list[Target]:
-    """Return all places where the local copy of a source may be; the last is on disk, or the path in `to`."""
+    """Return all possible places for the local copy; the last one is on disk, or the path in `to`."""
     name = f"{short_name(source)}-{key[:8]}"
     disk = near_folder(os.environ)
     shared, own = TMPFS / f"colabkit-{os.getuid()}", disk / f"{name}.tmpfs"
@@ -228,7 +232,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
 
 
 def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
-    """Return the place, of these candidates, where a local copy of `needed` bytes goes, with the reason."""
+    """Choose a place for a local copy of `needed` bytes among the candidates, with the reason."""
     size, room, spare = format_bytes(needed), format_bytes(tmpfs_room()), format_bytes(_spare_ram())
     shared = next((place for place in places if place.name == "tmpfs" and place.mounted_at is None), None)
     own = next((place for place in places if place.mounted_at is not None), None)
@@ -243,23 +247,23 @@ def choose(places: list[Target], needed: int, is_asked: bool) -> Target:
 
 
 def room_of(items: Iterable[Item]) -> int:
-    """Return the bytes that files take on a file system: whole pages, and an entry for each."""
+    """Return the disk space that files take: whole pages, plus an entry for each."""
     return sum(-(-item.size // _PAGE_BYTES) * _PAGE_BYTES + _ENTRY_BYTES for item in items)
 
 
 def tmpfs_room() -> int:
-    """Return the bytes that staging may put in the existing tmpfs."""
+    """Return the bytes that staging may put into the existing tmpfs."""
     return min(file_changes.free_bytes(TMPFS), _spare_ram()) if TMPFS.is_dir() else 0
 
 
 def _spare_ram() -> int:
-    """Return the RAM that local copies may take: training needs some of it too."""
+    """Return the RAM in bytes that local copies may take, since training needs some too."""
     available = memory_limits(read_file).available_bytes
     return max(0, available - max(RESERVE_BYTES, available // 4))
 
 
 def cache_bytes(path: str, read_bytes: int) -> int:
-    """Return the bytes that the mount of a path caches on this machine's disk of those read: DriveFS caches all."""
+    """Return the bytes that the mount of a path caches on the local disk when reading; DriveFS caches everything."""
     table = mounts()
     holding = mount_holding(resolved(path, table), table) if os.path.isabs(path) else None
     return read_bytes if holding is not None and holding.fstype == DRIVEFS else 0
@@ -267,10 +271,11 @@ def cache_bytes(path: str, read_bytes: int) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time mount below a folder."""
+    """Lock a folder, so that only one process at a time mounts below it."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # where there are no locks
+        # Some file systems have no locks.
+        with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
@@ -278,7 +283,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder in a place open to all is this user's, or missing."""
+    """Return whether a folder in a world-writable place belongs to this user, or does not exist."""
     try:
         found = folder.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""What `stage()` and `unstage()` return."""
+"""Reports of `stage()`, `unstage()` and the verification of local copies."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from colabkit.foundation import Report, format_bytes, format_count, format_rate,
 
 @dataclass(frozen=True, repr=False)
 class StagePlan(Report):
-    """What `stage()` is going to do, decided before anything is written.
+    """The plan of `stage()`, made before anything is written.
 
     Attributes:
-        source: where the data comes from.
+        source: name of the source.
         kind: `"folder"`, `"archive"`, `"file"`, `"table"` or `"bucket"`.
-        files: files that the local copy will have, None for an archive that is not local yet.
-        read_bytes: bytes to be read from the source.
-        staged_bytes: bytes of the local copy; of an archive whose members are not known yet, an estimate.
-        peak_bytes: what the target has to hold at most while staging: beside the copy the archive it is extracted from.
-        cache_bytes: bytes that the mount's own cache takes on this machine's disk: DriveFS keeps all that is read.
-        present_bytes: bytes that an interrupted run left, which are not read again if they are good.
+        files: number of files in the local copy; None for an archive that is not local yet.
+        read_bytes: bytes to read from the source.
+        staged_bytes: size of the local copy; an estimate for an archive whose members are unknown.
+        peak_bytes: maximum space needed at the target during staging, including an archive that is being extracted.
+        cache_bytes: local disk space for the mount's own cache; DriveFS caches everything that is read.
+        present_bytes: bytes left by an interrupted run, which are not read again if they are valid.
         target: `"tmpfs"`, `"disk"` or `"path"`.
         why: the reason for the target.
-        path: where the local copy will be.
+        path: path of the local copy.
         skipped: links and special files, with the reason.
     """
 
@@ -49,7 +49,7 @@ class StagePlan(Report):
         return f"Would stage {self.source!r} to {str(self.path)!r}: {size}{there} ({self.target}: {self.why})"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's rows."""
+        """Return the rows of the table."""
         return [
             ("source", f"{self.kind} {self.source}"),
             ("files", "known once it is local" if self.files is None else format_count(self.files)),
@@ -69,22 +69,22 @@ class StagePlan(Report):
 
 @dataclass(frozen=True, repr=False)
 class StageReport(Report):
-    """What `stage()` did.
+    """The report of `stage()`.
 
     Attributes:
-        path: the local copy: a folder, or a file where the source is one.
-        source: where it came from.
+        path: the local copy: a folder, or a file if the source is a file.
+        source: name of the source.
         target: `"tmpfs"`, `"disk"` or `"path"`, with the reason in `why`.
-        files: files in the local copy.
-        staged_bytes: their bytes.
-        seconds: how long it took.
-        retries: reads and listings that failed and were tried again.
+        files: number of files in the local copy.
+        staged_bytes: total size of these files.
+        seconds: duration of the call.
+        retries: number of reads and listings that were retried.
         skipped: links and special files, with the reason.
         reused: whether an existing local copy was used.
-        resumed_bytes: bytes that an interrupted run, or the copy that was refreshed, had already.
-        verify: `"size"`: byte counts were compared; `"full"`: the source was read twice and the bytes compared.
-        plan: what was decided before; None where the local copy was found.
-        is_dry: whether this was only planned.
+        resumed_bytes: bytes reused from an interrupted run or from the copy that was refreshed.
+        verify: `"size"` if file sizes were compared; `"full"` if the source was read twice and all bytes compared.
+        plan: the plan of the run; None if an existing copy was used.
+        is_dry: whether this was a dry run.
         is_refreshed: whether the source was checked for changes.
     """
 
@@ -134,7 +134,7 @@ class StageReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class UnstageReport(Report):
-    """What `unstage()` gave back."""
+    """The report of `unstage()`: the removed path and the bytes freed."""
 
     path: Path
     freed_bytes: int
@@ -148,7 +148,7 @@ class UnstageReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class StageVerifyReport(Report):
-    """What `verify()` found in a local copy; `damaged` names each file that is missing or has other bytes."""
+    """The report of `verify()` for a local copy; `damaged` lists missing files and files with changed bytes."""
 
     path: Path
     files: int

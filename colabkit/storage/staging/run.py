@@ -1,4 +1,4 @@
-"""One run of `stage()`: it looks at existing local copies, lists, plans, copies or extracts, verifies and publishes."""
+"""One run of `stage()`: check existing local copies, list, plan, copy or extract, verify and publish."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from colabkit.storage.staging.places import Target, cache_bytes, choose, room_of
 from colabkit.storage.staging.reports import StagePlan
 
 _ARCHIVE = "archive"
-_INFLATION = 4  # assumed growth of a compressed archive whose members are not known yet
+# Assumed growth of a compressed archive whose members are unknown.
+_INFLATION = 4
 _SIGN_S = 1.0
 
 _look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", default=None)
@@ -50,10 +51,10 @@ _look: ContextVar[Callable[[Listing], None] | None] = ContextVar("_look", defaul
 
 @contextmanager
 def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
-    """Call `look` with what `stage()` lists in the block; what it raises ends the call, and nothing is copied.
+    """Call `look` with the listing of `stage()` in this block; an exception ends the call before anything is copied.
 
-    So a remote source is listed once. It is not called where a local copy is used again, nor for a remote archive
-    without a directory, which cannot be listed before it is local.
+    So a remote source is listed only once. `look` is not called if an existing local copy is reused, nor for a remote
+    archive without a directory, which cannot be listed before it is local.
     """
     token = _look.set(look)
     try:
@@ -101,11 +102,11 @@ class StagingRun:
 
     @property
     def key(self) -> str:
-        """Tells the source and the way it is staged from all others."""
+        """Digest that identifies the source and the options it is staged with."""
         return self.places[0].key
 
     def find(self) -> LocalCopy | None:
-        """Return the local copy of the source, if there is a complete one that needs no refresh."""
+        """Return the complete local copy of the source, if there is one that needs no refresh."""
         for place in () if self.refresh else self.places:
             copy = LocalCopy.at(place.path)
             if copy is None or copy.seal.key != self.key:
@@ -117,8 +118,9 @@ class StagingRun:
         return None
 
     def run(self, source: Source, dry_run: bool) -> LocalCopy | None:
-        """Stage and return the local copy; only plan, and return None, if `dry_run`."""
-        if len(self.places) == 1:  # a listing may take minutes
+        """Stage and return the local copy; with `dry_run`, only plan and return None."""
+        # Check the target before the listing, which may take minutes.
+        if len(self.places) == 1:
             self._check_target(source, self.places[0])
         with Reading(source, self.threads, self._retries, self._wait, self._place) as reading:
             if not dry_run:
@@ -129,7 +131,8 @@ class StagingRun:
             prior = PriorCopy.find(self.places)
             listing, ahead = self._list(source, None if dry_run or prior.sealed else reading, prior)
             if prior.place and (unchanged := self._find_unchanged(source, prior, listing)):
-                prior.place.discard_kept()  # of a run that was killed at its end
+                # A previous run may have been killed before its cleanup.
+                prior.place.discard_kept()
                 return unchanged
             self.plan, target = self._make_plan(source, listing, prior)
             self._check_target(source, target)
@@ -139,13 +142,14 @@ class StagingRun:
             target = self._prepare(target, self.plan)
             try:
                 with target.kept(self._wait) as self._kept:
-                    # Another process may have been faster.
+                    # Another process may have finished the copy meanwhile.
                     return self.find() or self._fill(self._kept, target, source, reading, listing, ahead, prior)
             finally:
-                target.give_back_tmpfs(self.act)  # if nothing is in it
+                # Unmounts a tmpfs that stayed empty.
+                target.give_back_tmpfs(self.act)
 
     def _check_target(self, source: Source, target: Target) -> None:
-        """Refuse a target that lies inside the source, or holds anything but this local copy."""
+        """Refuse a target that is inside the source, or contains anything but this local copy."""
         final = target.path
         check_outside(self.act, source, final)
         if not os.path.lexists(final):
@@ -158,7 +162,7 @@ class StagingRun:
             raise TargetExists(cannot(self.act, holds, "a free path", "Choose another target"))
 
     def _prepare(self, target: Target, plan: StagePlan) -> Target:
-        """Make the place ready; where a tmpfs cannot be mounted after all, and none was asked for, take disk."""
+        """Prepare the place; if a tmpfs cannot be mounted and the user did not request one, use disk."""
         try:
             target.prepare(self.act, plan.peak_bytes)
         except NotEnoughSpace:
@@ -169,7 +173,7 @@ class StagingRun:
         return target
 
     def _list(self, source: Source, ahead: Reading | None, prior: PriorCopy) -> tuple[Listing, set[str]]:
-        """Return the listing, and the items that are being read already: those that were found early."""
+        """Return the listing, and the paths of items that are already being read since they were found early."""
         reading: set[str] = set()
 
         def on_found(items: list[Item]) -> None:
@@ -199,7 +203,7 @@ class StagingRun:
                 raise BadSource(cannot(self.act, outside, "names inside the source", "Do not use a source like this"))
 
     def _find_unchanged(self, source: Source, prior: PriorCopy, listing: Listing) -> LocalCopy | None:
-        """Return the local copy that is to be refreshed, if the source has not changed and the copy is good."""
+        """Return the local copy to refresh, if the source has not changed and the copy is valid."""
         copy = prior.sealed
         if copy is None or self.verify == "full" or not copy.is_complete():
             return None
@@ -210,7 +214,7 @@ class StagingRun:
         return copy if is_same and all(copy.has_good(item, crcs) for item, crcs in manifest) else None
 
     def _make_plan(self, source: Source, listing: Listing, prior: PriorCopy) -> tuple[StagePlan, Target]:
-        """Return what is going to be done, and where."""
+        """Return the plan and the chosen place."""
         files = _files_of(listing)
         missing = [item for item in files if prior.lacks(item)]
         staged_bytes, read_bytes = (sum(item.size for item in items) for items in (files, missing))
@@ -279,18 +283,22 @@ class StagingRun:
                 if (old := LocalCopy.at(path)) and (old.seal.key == self.key or path == target.path):
                     old.carry_over(self.act, kept.data)
             seal.write(kept.data, manifest)
-            self._check_target(source, target)  # copying took its time
+            # Check again, since copying takes time.
+            self._check_target(source, target)
             if found := self.find():
                 kept.start_over()
-                return found  # another process, which was taken for dead, was faster
+                # Another process, which had seemed dead, has finished first.
+                return found
             kept.publish_as(kept.data, target.path, replace=True)
         except (OSError, BadArchive, BadSource) as error:
             number = error.errno if isinstance(error, OSError) else None
             if isinstance(error, NotEnoughSpace | BadArchive | BadSource) or number in (errno.ENOSPC, errno.EDQUOT):
-                kept.start_over()  # not resumable, so free the space
+                # The data cannot be resumed, so free the space.
+                kept.start_over()
             raise
         for place in self.places:
-            if place.path != target.path:  # one local copy is enough
+            # Keep only one local copy.
+            if place.path != target.path:
                 place.clear(self.act)
         self.is_reused = False
         return LocalCopy(target.path, seal)
@@ -304,7 +312,7 @@ class StagingRun:
         ahead: Collection[str] = (),
         old: LocalCopy | None = None,
     ) -> list[tuple[Item, Crcs]]:
-        """Copy items, but for those that an interrupted run or an old copy has; return them with their CRC32s."""
+        """Copy items, except those that an interrupted run or old copy has; return all with their CRC32s."""
         self._copy = copy
         there = copy.resume(items)
         there += copy.link_from(old, items) if old else []
@@ -392,13 +400,13 @@ class StagingRun:
 
 
 def origin_of(path: Path) -> tuple[int, int]:
-    """Return size and time of a file; a change of either means that it was written to."""
+    """Return size and time of a file, which show whether it was modified."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns
 
 
 def _files_of(listing: Listing) -> list[Item]:
-    """Return the files to copy, each once: the rows of a table may name one several times."""
+    """Return the files to copy without duplicates, since table rows may repeat a file."""
     files = {item.path: item for item in (*listing.items, *listing.extras)}
     files.pop(STAGE_SEAL, None)
     return list(files.values())
@@ -409,5 +417,5 @@ def _kind_of(source: Source) -> SourceKind:
 
 
 def _is_listed_later(source: Source) -> bool:
-    """Return whether listing a source would read all of it from a remote, so that it is listed once it is local."""
+    """Return whether listing needs all bytes of a remote archive, so that it is listed once it is local."""
     return isinstance(source, ArchiveSource) and source.can_hang and not source.has_directory
