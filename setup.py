@@ -21,7 +21,7 @@ setup(
     author_email=AUTHOR_EMAIL,
     project_urls=PROJECT_URLS,
     version=VERSION[1] if VERSION else None,
-    description="Data near, packed and prefetched, for training in Colab and Jupyter notebooks",
+    description="Local, packed and prefetched data for training in Colab and Jupyter notebooks",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
