@@ -104,7 +104,7 @@ class PrefetchDepth:
         group_batches: largest number of batches that threads build together, as one group.
         groups: number of groups in progress or waiting.
         threads: number of threads that build groups; with 0 the caller's thread does.
-        begins_inline: whether the first batches are built in the caller's thread in any case.
+        begins_inline: whether the first batches are built in the caller's thread even if there are threads.
     """
 
     plan_batches: int

@@ -124,7 +124,7 @@ def check_without_processes(options: LoaderOptions, why: str, next_step: str) ->
 
 
 def check_skipping(act: str, on_bad: str, share: Share) -> None:
-    """Raise `InvalidOption` if several ranks skip bad samples: a rank with a fully bad batch would yield one less."""
+    """Raise `InvalidOption` if several ranks skip bad samples, because a rank may then yield fewer batches."""
     if on_bad == "skip" and share.world_size > 1:
         found, needed = f"on_bad='skip' in {share.world_size} processes", "equally many batches in each"
         raise InvalidOption(cannot(act, found, needed, "Use on_bad='blank', which leaves none out"))
@@ -147,7 +147,7 @@ def check_counts(act: str, order: Order, batch_size: int, drop_last: bool, share
 
 
 def check_drop_last(act: str, drop_last: bool, yields_batches: bool) -> None:
-    """Raise `InvalidOption` for `drop_last` beside a sampler that yields batches."""
+    """Raise `InvalidOption` for `drop_last` together with a sampler that yields batches."""
     if drop_last and yields_batches:
         next_step = "Leave drop_last out: the sampler says which batches there are"
         raise InvalidOption(cannot(act, "drop_last=True beside a sampler of batches", "one of the two", next_step))

@@ -155,7 +155,7 @@ def column_pipeline(options: LoaderOptions, columns: DatasetColumns, dataset: An
         row_shape = None
     else:
         stages, row_shape = _image_stages(options, columns, columns.images)
-    # Threads crop `uint8` samples.
+    # Threads crop `uint8` samples, which must be able to hold the fill value.
     if stages.geometry is not None:
         check_fill(act, stages.geometry.fill)
     row_bytes = None if rows is None else rows.row_bytes

@@ -216,13 +216,13 @@ class ProcessEngine:
         self._slots = PinnedSlots(0, options.device) if pins else None
 
     def batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
-        """Yield the batches of an epoch; closing the generator stops its workers."""
+        """Yield the batches of an epoch; closing the generator stops its workers unless they are persistent."""
         batches = self._host_batches(seed, epoch, plans)
         if self._slots is None:
             yield from batches
         else:
             transfer = DeviceTransfer(self._device, self._slots, self._counts)
-            # Unlike a loop variable, `map` does not hold a batch, and so its memory, until the next one.
+            # Use `map`: a loop variable would keep each batch, and so its memory, alive until the next one.
             yield from send(transfer, map(_alone, batches), lambda under_way: under_way >= _SENT_AHEAD)
 
     def _host_batches(self, seed: int, epoch: int, plans: Iterator[BatchPlan]) -> Generator[Batch, None, None]:
@@ -236,7 +236,7 @@ class ProcessEngine:
                 size = bytes_in(made.batch)
                 self._counts.add("samples", made.samples, size, made.busy_s, made.wait_s, cpu_s=made.cpu_s)
                 if self._most_ahead:
-                    # It waited in the queue during every request since it was made.
+                    # The batch was in the queue at every request since it was made.
                     self._counts.queued += sum(made.made_at <= at for at in requests)
                     self._counts.queue_room += self._most_ahead
                 yield Batch(made.batch, positions, end, was_ready=made.made_at <= requests[-1])

@@ -1,4 +1,4 @@
-"""Choose where samples live during training (GPU memory, RAM or disk) by the free space, and cache decoded images."""
+"""Choose where samples live during training (GPU memory, RAM or disk) from the free space; cache decoded images."""
 
 from __future__ import annotations
 
