@@ -25,7 +25,7 @@ _RECLAIMABLE = {
 """Fields of memory that the kernel can reclaim, by cgroup version; none of them includes tmpfs."""
 _DISK_FOLDERS = ("/content", "/kaggle/working", "/tmp")
 _SYSTEM_FOLDERS = ("/run", "/sys", "/proc", "/dev", "/var/run", "/var/lock", "/snap")
-# The kernel follows at most as many symlinks in a path.
+# The kernel also follows at most 40 symlinks in a path.
 _MOST_LINKS = 40
 _FOR_USERS = ("/dev/shm", "/run/user")
 

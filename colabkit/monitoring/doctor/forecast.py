@@ -27,7 +27,7 @@ _WORD = 8  # bytes
 
 @dataclass(frozen=True)
 class Forecast:
-    """The costs of a step and its loader, each measured without the other.
+    """The costs of a step and of its loader, each without the other.
 
     Attributes:
         samples: samples per step.

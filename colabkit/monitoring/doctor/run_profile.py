@@ -376,7 +376,7 @@ def typical_step(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 def quick_compute_s(steps: Sequence[StepTimes]) -> float:
-    """Return the compute seconds at the fastest 1% of the steps, scaled to a batch of typical size.
+    """Return the first percentile of the compute seconds, scaled to a batch of typical size.
 
     On a CPU shared by loader and step, a few steps run undisturbed. Measured next to decoding, which made typical steps
     two to six times as long, the fastest steps were within 10% of the time without a loader.

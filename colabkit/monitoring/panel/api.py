@@ -225,9 +225,9 @@ def _closed(screen: Screen) -> None:
 class FramePace:
     """Measures the cost of frames and schedules the next one.
 
-    The interval doubles, up to 8 s, after a frame that takes more than 5 ms or raises the panel's share of the time
-    above 0.5%. It halves after any other frame. The first frame does not count, since it loads the display and comes
-    before the run.
+    The interval doubles, up to 8 s, after a frame that takes more than 5 ms, or while frames take more than 0.5% of the
+    time. It halves after any other frame. The first frame does not count, since it loads the display and comes before
+    the run.
 
     While a frame is painted, other threads may get the GIL, such as those that send the frame or load data. Up to two
     switch intervals, 5 ms each by default, are therefore not counted. A longer wait is caused by the front end, and
