@@ -1,4 +1,4 @@
-"""Arrays as the samples of a pack: taken chunk by chunk, so that one that lies in a file is never in memory whole."""
+"""Arrays as the samples of a pack, read in chunks so that an array in a file is never loaded as a whole."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ IMAGE_CHANNELS = (1, 3)
 _STEP_BYTES = 8 << 20
 
 Rows: TypeAlias = Any
-"""An array whose rows are samples: NumPy's, or one that gives NumPy arrays for slices, as `h5py.Dataset`."""
+"""An array whose rows are samples: from NumPy, or anything whose slices are NumPy arrays, such as `h5py.Dataset`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextColumn:
-    """Text as UTF-8, or bytes, one for each sample."""
+    """Text as UTF-8, or bytes; one value for each sample."""
 
     values: tuple[bytes, ...]
     content: Literal["text", "bytes"]
@@ -39,14 +39,15 @@ class TextColumn:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is an array of NumPy, torch, HDF5 or the like."""
+    """Return whether a value is an array, for example of NumPy, PyTorch or HDF5."""
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
 def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
-    """Return an array of numbers, or the text or bytes of a list or array; raises `InvalidOption` for anything else.
+    """Return numbers as an array, or text or bytes as a column; raises `InvalidOption` for anything else.
 
-    Arrays of NumPy, memory maps too, and tensors on the CPU are not copied; what gives slices is not read yet.
+    NumPy arrays, including memory maps, and CPU tensors are not copied; arrays that load slices on demand are not read
+    yet.
     """
     if hasattr(value, "numpy") and hasattr(value, "detach"):
         value = value.detach().cpu()
@@ -54,7 +55,8 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         found = f"{name} is an array of which some values are masked"
         raise InvalidOption(cannot(act, found, "a value for each", "Fill them, as by filled(0)"))
     if isinstance(value, list | tuple) and value and all(isinstance(one, str | bytes) for one in value):
-        value = np.array(value, object)  # whose own text and bytes would lose zeros at the end
+        # NumPy's own text and bytes types would drop trailing zeros.
+        value = np.array(value, object)
     is_lazy = is_array(value) and not hasattr(value, "numpy") and not hasattr(value, "iloc")
     try:
         kind = value.dtype.kind if is_lazy else ""
@@ -82,11 +84,11 @@ def _text_column(act: str, name: str, rows: npt.NDArray[Any]) -> TextColumn:
 
 
 class ArraySampleMaker(MemorySampleMaker):
-    """Takes samples from arrays, one array a field and split.
+    """Takes samples from arrays, one array for each field and split.
 
     Args:
-        columns: for each field its arrays, split after split; `X` first, no labels.
-        chosen: numbers of the samples that there are, counted through all splits; None for all.
+        columns: the arrays of each field, split after split; `X` first, without labels.
+        chosen: numbers of the samples to use, counted across all splits; None for all.
     """
 
     def __init__(self, columns: Mapping[str, Sequence[Rows | TextColumn]], chosen: Indices | None = None) -> None:
@@ -100,18 +102,18 @@ class ArraySampleMaker(MemorySampleMaker):
         return f"sample {number}"
 
     def lengths(self, numbers: Indices) -> Indices | None:
-        """Return the bytes of each sample's text; None if samples are rows."""
+        """Return the size in bytes of each sample's text; None if samples are rows."""
         if not self.fields[0].is_ragged:
             return None
         texts = self._column(self.fields[0], numbers)
         return np.fromiter(map(len, texts), np.int64, len(texts))
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples, without a copy where rows lie side by side."""
+        """Return each field of many samples, without a copy if the rows are contiguous."""
         return tuple(self._column(made, numbers) for made in self.fields)
 
     def subset(self, numbers: Indices) -> ArraySampleMaker:
-        """Return these samples only; nothing is copied before it is written or pickled."""
+        """Return a maker of only these samples; copies nothing until they are written or pickled."""
         return ArraySampleMaker(self._columns, numbers if self._chosen is None else self._chosen[numbers])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,7 +128,8 @@ class ArraySampleMaker(MemorySampleMaker):
         rows = numbers if self._chosen is None else self._chosen[numbers]
         owners = np.searchsorted(self._ends, rows, "right")
         pieces: list[Any] = []
-        for owner in dict.fromkeys(owners.tolist()):  # samples of one split lie in one array
+        # Each split has its own array.
+        for owner in dict.fromkeys(owners.tolist()):
             array = self._columns[made.name][owner]
             mine = rows[owners == owner] - (int(self._ends[owner - 1]) if owner else 0)
             if isinstance(array, TextColumn):
@@ -139,7 +142,7 @@ class ArraySampleMaker(MemorySampleMaker):
 
 
 def check_alike(act: str, name: str, first: Rows | TextColumn | None, other: Rows | TextColumn | None) -> None:
-    """Refuse a field that is not of the same kind in two splits; raises `InvalidOption`."""
+    """Raise `InvalidOption` if a field differs in type between two splits."""
     if first is None or other is None:
         found = f"the field {name!r} in some splits only"
         raise InvalidOption(cannot(act, found, "the same fields in all", "Leave it out, or give it for all"))
@@ -153,7 +156,7 @@ def check_alike(act: str, name: str, first: Rows | TextColumn | None, other: Row
 
 
 def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn]) -> None:
-    """Refuse arrays that have not as many rows, or none; raises `InvalidOption` or `BadSource`."""
+    """Raise an error if arrays differ in length (`InvalidOption`) or are empty (`BadSource`)."""
     is_single = {name: not isinstance(one, TextColumn) and not one.shape for name, one in arrays.items()}
     counts = {name: None if is_single[name] else len(one) for name, one in arrays.items()}
     for name, count in counts.items():
@@ -165,7 +168,7 @@ def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn])
 
 
 def digest_of_column(column: Rows | TextColumn) -> list[Any]:
-    """Return plain values that other arrays do not have: the content or dtype, the shape, CRC32s."""
+    """Return plain values that identify an array: content or dtype, shape and CRC32s."""
     if isinstance(column, TextColumn):
         lengths = np.fromiter(map(len, column.values), np.int64, len(column))
         return [column.content, len(column), crc32(b"".join(column.values)), crc32(lengths.data)]
@@ -176,13 +179,13 @@ def digest_of_column(column: Rows | TextColumn) -> list[Any]:
 
 
 def _rows_at_once(rows: Rows) -> int:
-    """Return how many rows are read in one piece."""
+    """Return the number of rows to read at once."""
     row_bytes = int(np.prod(rows.shape[1:], dtype=np.int64)) * int(rows.dtype.itemsize)
     return max(1, _STEP_BYTES // max(1, row_bytes))
 
 
 def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
-    """Return rows of an array, side by side or not; of one in a file, what lies between is read too, step by step."""
+    """Return rows of an array; for arrays in files, read contiguous blocks that include the rows in between."""
     if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return np.asarray(array[int(rows[0]) : int(rows[-1]) + 1])
     if isinstance(array, np.ndarray):

@@ -1,4 +1,4 @@
-"""Map-style data sets as the samples of a pack: read one sample after the other, in one thread."""
+"""Map-style datasets as the samples of a pack, read sample by sample in one thread."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from colabkit.packs.packing.pack_plan import (
 
 _SAMPLE_KEYS = (SAMPLES, "x", "image", "images", "img", "pixel_values", "input", "inputs", "data", "text")
 LABEL_KEYS = (LABELS, "y", "label", "labels", "target", "targets", "class")
-"""What labels are called in samples that are mappings."""
+"""Keys of labels in samples that are mappings."""
 
 _FIRST_TRIES = 16
 
 KeyPath: TypeAlias = tuple[Any, ...]
-"""Where a value is in a sample: keys, one inside the other; none where the sample is the value."""
+"""Location of a value in a sample, as nested keys; () if the sample is the value."""
 
 
 class UnlikeFirst(UnequalSample):
-    """A value is of another shape or kind than in the first sample."""
+    """A value whose shape or type differs from the first sample's."""
 
     next_step = "Return the same fields, of one shape and dtype, for all samples"
 
 
 class UnequalPicture(UnequalSample):
-    """An image has another size than the first one."""
+    """An image whose size differs from the first one's."""
 
     next_step = "Use size= to bring all images to one size, or encoding='jpeg' to keep the size of each"
 
 
 class UnstorableValue(BadImage):
-    """A value is nothing that a pack holds."""
+    """A value of a type that a pack cannot store."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFormat:
-    """How images are stored; arguments as of `pack()`."""
+    """How images are stored; arguments as in `pack()`."""
 
     encoding: Encoding
     channels: int
@@ -65,7 +65,7 @@ class ImageFormat:
     quality: int
 
     def pixels(self, value: Any) -> Pixels:
-        """Return an image as `uint8 [H, W, C]`: one of Pillow as its file would be, pixels with their own channels."""
+        """Convert an image to `uint8 [H, W, C]`; Pillow images like their files, pixel arrays keep their channels."""
         if isinstance(value, Image.Image):
             return decode_pillow(value, self.channels, self.size)
         pixels = _numbers(SAMPLES, value)
@@ -73,31 +73,31 @@ class ImageFormat:
             pixels = pixels.transpose(1, 2, 0)
         if self.channels == 1 and pixels.shape[2] == 3:
             pixels = np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).convert("L"))[:, :, None]
-        # A copy, since a data set may fill the same memory for each sample.
+        # Copy, because a dataset may reuse the same memory for each sample.
         pixels = np.array(pixels, order="C")
         return pixels if self.size is None else fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), 1, self.size)
 
 
 class DatasetSampleMaker(MemorySampleMaker):
-    """Takes samples from map-style data sets, in their order.
+    """Takes samples from map-style datasets, in order.
 
-    A data set may support neither threads nor forks, so one thread at a time reads it. A sample is `x`, `(x, y, ...)`
-    or a mapping, whose keys decide which value is `X` and which `Y`. Images of Pillow, `uint8 [C, H, W]` tensors and
-    `uint8 [H, W, C]` arrays, with C = 1 or 3, become `uint8 [H, W, C]`. A number, or a row of numbers, behind `x` is
-    its label `Y`; other values become fields `Z`, `Z2`, or have the names of their keys. The first sample decides what
-    all fields are.
+    Only one thread at a time reads a dataset because it may support neither threads nor forks. A sample is `x`, `(x, y,
+    ...)` or a mapping, whose keys determine which value is `X` and which is `Y`. Pillow images, `uint8 [C, H, W]`
+    tensors and `uint8 [H, W, C]` arrays, with C = 1 or 3, are stored as `uint8 [H, W, C]`. If the value after `x` is a
+    number or a row of numbers, it is the label `Y`; other values become fields `Z`, `Z2` and so on, or are named after
+    their keys. The first sample determines the type of all fields.
 
     Args:
         act: verb and object for messages.
-        datasets: for each split its data set.
+        datasets: the dataset of each split.
         images: how images are stored.
-        label: the key of the labels of mappings; "auto" takes the usual ones, None takes no labels at all.
-        classes: names that may stand as labels; numbers then are their places.
+        label: key of the labels in mappings; "auto" uses common ones, None ignores labels.
+        classes: class names; text labels are converted to their index.
         skips_bad: whether the first samples may be bad.
 
     Raises:
-        BadSource: if a split is empty, or samples are not what can be packed.
-        InvalidOption: if options for images are given, and samples are no images.
+        BadSource: if a split is empty, or samples contain unsupported values.
+        InvalidOption: if options for images are given but samples are not images.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DatasetSampleMaker(MemorySampleMaker):
                     raise BadImage(cannot(act, found, "a good sample", "Repair or leave out this sample")) from error
 
     def _learn(self, first: Any) -> None:
-        """Learn from the first sample what all are."""
+        """Determine all fields from the first sample."""
         self._places = self._find_fields(first)
         values = {name: _at(first, place) for name, place in self._places.items()}
         # Height, width and channels of the first image; None if samples are no images.
@@ -149,16 +149,16 @@ class DatasetSampleMaker(MemorySampleMaker):
         self.label_count = labels.shape[0] if labels is not None and labels.shape else 0
 
     def path(self, number: int) -> str:
-        """Return the sample's number in its data set as text."""
+        """Return the sample's number in its dataset as text."""
         split, row = self._where(number)
         return f"sample {row}" + (f" of {split}" if len(self._datasets) > 1 else "")
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples, which the data set gives one by one."""
+        """Return each field of many samples, which are read one by one."""
         return self._join(numbers.tolist(), self._made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
-        """Return the fields of a sample; raises `BadImage` with the bare reason if it is broken or unlike the first."""
+        """Return the fields of a sample; raises `BadImage` with only the reason if it is broken or unlike the first."""
         sample = self._sample(number)
         values = []
         for made, place in zip(self.fields, self._places.values(), strict=True):
@@ -178,7 +178,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         return tuple(values)
 
     def subset(self, numbers: Indices) -> DatasetSampleMaker:
-        """Return these samples only; all subsets share one lock."""
+        """Return a maker of only these samples; all subsets share one lock."""
         chosen = object.__new__(DatasetSampleMaker)
         chosen.__dict__.update(self.__dict__)
         chosen._chosen = numbers if self._chosen is None else self._chosen[numbers]
@@ -192,7 +192,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         self._lock = threading.Lock()
 
     def _where(self, number: int) -> tuple[str, int]:
-        """Return the split and the row of a sample."""
+        """Return the split of a sample and its index there."""
         if self._chosen is not None:
             number = int(self._chosen[number])
         at = int(np.searchsorted(self._ends, number, "right"))
@@ -201,17 +201,18 @@ class DatasetSampleMaker(MemorySampleMaker):
     def _sample(self, number: int) -> Any:
         split, row = self._where(number)
         try:
-            # An executor may pack shards in several threads.
+            # A thread pool as executor may pack several shards at once.
             with self._lock:
                 return self._datasets[split][row]
         except (ColabkitError, MemoryError):
             raise
-        except Exception as error:  # a data set's own code raises anything
+        except Exception as error:
+            # User code in the dataset can raise any error.
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
             raise BadImage(f"the data set raised {reason}") from error
 
     def _find_fields(self, sample: Any) -> dict[str, KeyPath]:
-        """Return where each field is in a sample, by the first."""
+        """Return the location of each field in a sample, based on the first one."""
         if isinstance(sample, Mapping):
             return self._by_key(sample, ())
         if self._label not in ("auto", None):
@@ -221,7 +222,8 @@ class DatasetSampleMaker(MemorySampleMaker):
             return {SAMPLES: ()}
         if not sample:
             raise BadSource(cannot(self._act, "an empty tuple as sample", "x, or x and y", "Return (x, y)"))
-        names = getattr(next(iter(self._datasets.values())), "fields", None)  # of a pack's data set
+        # Datasets of packs have the names of their fields.
+        names = getattr(next(iter(self._datasets.values())), "fields", None)
         if isinstance(names, tuple) and len(names) == len(sample) and names[0] == SAMPLES:
             return {name: (number,) for number, name in enumerate(names) if name != LABELS or self._label}
         places: dict[str, KeyPath] = {SAMPLES: (0,)}
@@ -261,11 +263,12 @@ class DatasetSampleMaker(MemorySampleMaker):
         return places | {key: (*within, key) for key in others}
 
     def _value(self, name: str, value: Any) -> Any:
-        """Return a value in its stored form; raises `BadImage` with the bare reason."""
+        """Return a value in its stored form; raises `BadImage` with only the reason."""
         if name == SAMPLES and _is_image(value):
             pixels = self._images.pixels(value)
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels
-        if isinstance(value, Image.Image):  # a mask, whose numbers are no colours
+        # An image in another field is a mask, whose numbers are not colors.
+        if isinstance(value, Image.Image):
             return np.array(_numbers(name, value))
         if name == LABELS:
             return self._label_value(value)
@@ -273,7 +276,8 @@ class DatasetSampleMaker(MemorySampleMaker):
             return value.encode("utf-8", "surrogateescape")
         if isinstance(value, bytes | bytearray):
             return bytes(value)
-        return np.array(_numbers(name, value))  # a copy, as of pixels
+        # Copy, because a dataset may reuse the same memory for each sample.
+        return np.array(_numbers(name, value))
 
     def _label_value(self, value: Any) -> npt.NDArray[Any]:
         if isinstance(value, str):
@@ -320,7 +324,7 @@ def _at(sample: Any, place: Iterable[Any]) -> Any:
 
 
 def _may_be_label(value: Any) -> bool:
-    """Return whether a value is one, or a row of some, but no image and no mask."""
+    """Return whether a value is a number or a row of numbers, not an image or a mask."""
     return not isinstance(value, Image.Image | Mapping) and _dimensions(value) < 2
 
 
@@ -348,7 +352,7 @@ def _named(value: Any) -> str:
 
 
 def _is_image(value: Any) -> bool:
-    """Return whether a value is an image of Pillow, or of uint8: a tensor [C, H, W], or an array [H, W, C]."""
+    """Return whether a value is a Pillow image or uint8 pixels: a tensor [C, H, W] or an array [H, W, C]."""
     if isinstance(value, Image.Image):
         return True
     shape = tuple(getattr(value, "shape", ()))

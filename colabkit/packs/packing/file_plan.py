@@ -1,4 +1,4 @@
-"""The plan of a pack of files: samples, labels, further fields, encoding."""
+"""The plan of a pack of files: samples, labels, additional fields and encoding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from colabkit.storage import (
 )
 
 _PROBED = 16
-_FREE_SHARE = 0.9  # of the space at the target that `auto` takes
+# Share of the free disk space that encoding="auto" may use.
+_FREE_SHARE = 0.9
 _SUGGESTED_SIDE = 256
 _ARRAYS = ".npy"
 _NPY_MAGIC = b"\x93NUMPY"
@@ -54,7 +55,7 @@ class FileCollection:
 
     Raises:
         BadSource: if classes or splits cannot be found.
-        InvalidOption: if an option does not suit the source.
+        InvalidOption: if an option does not apply to the source.
     """
 
     def __init__(self, source: Source, listing: Listing, options: PackOptions) -> None:
@@ -72,7 +73,7 @@ class FileCollection:
 
     @cached_property
     def _are_arrays(self) -> bool:
-        """Whether samples are arrays: by their names, those of records by how the first begins."""
+        """Whether samples are arrays, judged by file names, or for record files by the first record's content."""
         if isinstance(self._source, RangeSource):
             return read_item(self._source, self._items[0], Retries()).startswith(_NPY_MAGIC)
         return all(item.path.lower().endswith(_ARRAYS) for item in self._items)
@@ -81,11 +82,11 @@ class FileCollection:
         """Return the plan of a pack at `final`.
 
         Args:
-            final: where it will be, whose free space decides what `auto` means.
-            is_unequal: whether the images were found to have several sizes.
+            final: path of the pack; the free space there affects `encoding="auto"`.
+            is_unequal: whether the images are known to have several sizes.
 
         Raises:
-            BadImage: if the images that are looked at first cannot be decoded.
+            BadImage: if none of the probed images can be decoded, or one cannot and bad files are errors.
         """
         encoding, shape, dtype, note = self._choose_encoding(final, is_unequal)
         options, labelled = self._options, self._labelled
@@ -152,9 +153,9 @@ class FileCollection:
         return "source", (), "|u1", note
 
     def _probe(self, most: int) -> tuple[list[tuple[tuple[int, ...], np.dtype[Any]]], float]:
-        """Decode some samples, spread over all, and return the shape and dtype of each, and the mean decoding time.
+        """Decode samples spread over the source; return the shape and dtype of each and the mean decoding time.
 
-        While all of them are bad, and may be, the next ones are decoded too.
+        As long as all of them are bad and bad samples are allowed, further samples are decoded.
         """
         options = self._options
         is_sequential = getattr(self._source, "is_sequential", False)
@@ -191,7 +192,7 @@ class FileCollection:
         return kinds, decode_s / len(kinds)
 
     def _further_fields(self) -> tuple[list[tuple[SampleField, Callable[[str], Any]]], tuple[FieldTable, ...]]:
-        """Return fields that a function makes, and those of columns, the labels first."""
+        """Return the fields made by functions, and those from columns, labels first."""
         labelled, made, tables = self._labelled, [], []
         if labelled.values is not None:
             tables.append(FieldTable(Field(LABELS, "labels"), labelled.values))
@@ -234,12 +235,13 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
 
 
 def _made_by(act: str, name: str, first: Any) -> SampleField:
-    """Return the field that a function makes, by what it returned for the first sample."""
+    """Return the field that a function makes, given its result for the first sample."""
     if isinstance(first, str | bytes):
         return SampleField(name, "text" if isinstance(first, str) else "bytes", is_ragged=True)
     try:
         array = np.asarray(first)
-    except ValueError:  # lists of several lengths
+    except ValueError:
+        # Nested lists have different lengths.
         array = np.asarray(None)
     if array.dtype.kind not in "biuf" or not is_storable(array.dtype):
         found = f"the function of the field {name!r} returned {kind_of(first)}"
@@ -257,21 +259,22 @@ def _table_digest(table: FieldTable) -> str:
 
 
 def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
-    """Return what a source is known by, and a digest of its contents if there is one.
+    """Return the identity of a source, and a digest of its contents if known.
 
-    Those of a local copy are its source's, wherever and whenever it was made, unless it was changed since.
+    An unchanged local copy has the identity of its source, no matter where and when it was made.
     """
     copy = None if source.can_hang else LocalCopy.of(Path(source.name))
     if copy is not None:
         contents, sealed_ns = copy.contents_digest()
         if all(item.mtime_ns <= sealed_ns for item in items):
             return copy.seal.source, contents
-    root = source.root if isinstance(source, ManifestSource) else ""  # tables in memory have no name of their own
+    # The root distinguishes tables in memory, which have no name of their own.
+    root = source.root if isinstance(source, ManifestSource) else ""
     return f"{source.name}\0{root}" if root else source.name, ""
 
 
 def _listing_digest(labelled: Labelling, contents: str) -> str:
-    """Return the SHA-256 of which file, of what size and time, or of which contents, is which sample."""
+    """Return the SHA-256 of the samples in order: paths, sizes, splits, and times or contents."""
     digest = hashlib.sha256("\0".join([item.path for item in labelled.items]).encode("utf-8", "surrogateescape"))
     times = (0 if contents else item.mtime_ns for item in labelled.items)
     for values in ((item.size for item in labelled.items), times):

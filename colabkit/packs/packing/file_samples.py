@@ -1,4 +1,4 @@
-"""Files as the samples of a pack: read whole, then decoded to one size, re-encoded or kept unchanged."""
+"""Files as the samples of a pack: read as a whole, then decoded to one size, re-encoded or stored unchanged."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from colabkit.storage import Block, Item, Reading, Retries, Source, Threads, Wan
 
 
 class BrokenMember(BadImage):
-    """An archive that can be read holds this member broken; the message is the reason alone."""
+    """A damaged member of an otherwise readable archive; the message is only the reason."""
 
 
 class UnequalArray(UnequalSample):
-    """An `.npy` array differs in shape or dtype from the first one."""
+    """An `.npy` array whose shape or dtype differs from the first one's."""
 
     next_step = "Bring all arrays to one shape and dtype, or leave this file out"
 
 
 class SampleReading(Reading):
-    """Reads whole items as `Reading` does, but can skip a broken member of an archive.
+    """Reads whole items like `Reading`, but can skip damaged members of an archive.
 
-    An archive that can only be read from its front ends where it is broken, which is always an error.
+    Damage in an archive without random access is always an error, since nothing behind it can be read.
 
     Args:
-        source: where the items are.
-        threads: reads in flight, or `"auto"`.
-        retries: counts them.
-        on_wait: called some times a second while nothing comes.
-        is_strict: whether a broken member is an error.
+        source: source of the items.
+        threads: number of concurrent reads, or `"auto"`.
+        retries: counts retries.
+        on_wait: called several times a second while nothing arrives.
+        is_strict: whether a damaged member is an error.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SampleReading(Reading):
         return self.blocks(Wanted(item, 0, item.size) for item in items)
 
     def data(self, block: Block) -> bytes | BrokenMember:
-        """Return the bytes of an item that arrived, or the reason why it is broken."""
+        """Return the bytes of an item that arrived, or the reason why it is damaged."""
         return self._broken.get(block.item) or bytes(block.data or b"")
 
     def _read(self, one: Wanted) -> Block:
@@ -82,7 +82,7 @@ class SampleReading(Reading):
 
 
 def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool) -> bytes | BrokenMember:
-    """Return all bytes of an item, or the reason why it is broken where that is no error."""
+    """Return all bytes of an item, or the reason why it is damaged unless that is an error."""
     try:
         return read_item(source, item, retries)
     except BadArchive as error:
@@ -92,7 +92,7 @@ def read_sample(source: Source, item: Item, retries: Retries, *, is_strict: bool
 
 
 def read_samples(source: Source, items: Sequence[Item], *, is_strict: bool) -> list[tuple[Item, bytes | BrokenMember]]:
-    """Return items with their bytes, read many at once where the source is slow; errors as of `read_sample`."""
+    """Return items with their bytes, read concurrently from slow sources; errors as in `read_sample`."""
     retries = Retries()
     if len(items) == 1 or not source.can_hang:
         return [(item, read_sample(source, item, retries, is_strict=is_strict)) for item in items]
@@ -106,20 +106,20 @@ def _broken(error: BadArchive) -> BrokenMember:
 
 @dataclass(frozen=True)
 class FileSampleMaker(SampleMaker):
-    """Makes samples of files: images decoded to one size, re-encoded or unchanged, and `.npy` arrays.
+    """Makes samples from files: images decoded to one size, re-encoded or unchanged, and `.npy` arrays.
 
     Attributes:
-        source: open; in another process it opens itself again.
-        items: one for each sample.
-        encoding: of the images.
+        source: the open source; it reopens itself in another process.
+        items: the file of each sample.
+        encoding: encoding of the images.
         channels: 3 or 1.
-        size: height and width of all images; None keeps their own.
-        is_strict: whether a broken member of an archive is an error.
-        shape: of a row of `raw`.
-        dtype: of its elements; other than uint8 for `.npy` files only.
-        is_image: whether samples are images, not arrays.
-        quality: of `jpeg`.
-        extra: further fields, each with the function that makes it of a sample's path.
+        size: height and width of all images; None keeps each image's size.
+        is_strict: whether a damaged member of an archive is an error.
+        shape: shape of a row for `raw`.
+        dtype: dtype of the row; other than uint8 only for `.npy` files.
+        is_image: whether samples are images rather than arrays.
+        quality: JPEG quality for `jpeg`.
+        extra: additional fields, each with the function of a sample's path that makes it.
     """
 
     source: Source
@@ -136,7 +136,7 @@ class FileSampleMaker(SampleMaker):
 
     @cached_property
     def fields(self) -> tuple[SampleField, ...]:  # type: ignore[override]
-        """The images or arrays, and the further fields."""
+        """The images or arrays, and the additional fields."""
         is_raw = self.encoding == "raw"
         shape, dtype = (self.shape, self.dtype) if is_raw else ((), "|u1")
         x = SampleField(SAMPLES, "image" if self.is_image else "array", not is_raw, shape, dtype)
@@ -147,23 +147,23 @@ class FileSampleMaker(SampleMaker):
         return self.items[number].path
 
     def subset(self, numbers: Indices) -> FileSampleMaker:
-        """Return these files only."""
+        """Return a maker of only these files."""
         return replace(self, items=[self.items[number] for number in numbers.tolist()])
 
     def lengths(self, numbers: Indices) -> Indices | None:
-        """Return the files' sizes if they are packed unchanged."""
+        """Return the file sizes if files are stored unchanged."""
         return self.sizes(numbers) if self.encoding == "source" else None
 
     def sizes(self, numbers: Indices) -> Indices:
-        """Return the bytes of each sample's file."""
+        """Return the size in bytes of each sample's file."""
         return np.fromiter((self.items[number].size for number in numbers.tolist()), np.int64, len(numbers))
 
     def blank(self, number: int) -> tuple[Value, ...]:
-        """Return a blank image and the further fields, which do not depend on the file's bytes."""
+        """Return a blank image and the additional fields, which do not depend on the file's bytes."""
         return (super().blank(number)[0], *self._extra(number)) if self.extra else super().blank(number)
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Yield the fields of some samples, whose files are read; bad ones are left out."""
+        """Read the files of some samples and yield their fields, omitting bad ones."""
         by_item = {self.items[number]: number for number in numbers}
         for item, data in read_samples(self.source, list(by_item), is_strict=self.is_strict):
             with contextlib.suppress(BadImage):
@@ -172,7 +172,7 @@ class FileSampleMaker(SampleMaker):
     def columns(
         self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
     ) -> Sequence[Column]:
-        """Return each field of many samples, of the bytes of their files; bad ones are blank."""
+        """Return each field of many samples, given the bytes of their files; bad samples are blank."""
         if self.encoding == "raw" and self.is_image and not self.extra:
             return (self._rows(numbers, data, on_bad),)
         given = iter(data)
@@ -181,7 +181,7 @@ class FileSampleMaker(SampleMaker):
     def _rows(
         self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
     ) -> npt.NDArray[np.uint8]:
-        """Decode images straight into their rows."""
+        """Decode images directly into their rows."""
         rows = np.empty((len(numbers), *self.shape), np.uint8)
         for place, (row, one) in enumerate(zip(rows, data, strict=True)):
             try:
@@ -197,7 +197,7 @@ class FileSampleMaker(SampleMaker):
         try:
             self._decode_row(data, row)
         except BadImage:
-            # This distinguishes an image of another size from one that is broken.
+            # Decoding again distinguishes an image of another size from a broken one.
             row[:] = self._encoded(data)
 
     @cached_property
@@ -226,12 +226,12 @@ class FileSampleMaker(SampleMaker):
         return encode_jpeg(decode_image(data, self.channels, self.size), self.quality)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        # The row decoder is a closure, which does not pickle.
+        # The row decoder is a closure, which cannot be pickled.
         return {name: value for name, value in self.__dict__.items() if name != "_decode_row"}
 
 
 def _stored_value(path: str, made: SampleField, value: Any) -> Value:
-    """Return what a user's function returned as the field stores it, with no number changed."""
+    """Convert the result of a user's function to the field's type; raises `BadSource` if a value would change."""
     act, next_step = f"pack the field {made.name!r} of {path!r}", "Return values of one kind and shape"
     if made.is_ragged:
         kind = str if made.content == "text" else bytes
@@ -239,7 +239,7 @@ def _stored_value(path: str, made: SampleField, value: Any) -> Value:
             raise BadSource(cannot(act, kind_of(value), f"{kind.__name__} like the first", next_step))
         return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     try:
-        # A copy, since the function may fill the same array for each sample.
+        # Copy, because the function may reuse the same array for each sample.
         return made.converted(np.array(value), UnequalSample)
     except UnequalSample as error:
         raise BadSource(cannot(act, str(error), "values of one shape and dtype", next_step)) from None

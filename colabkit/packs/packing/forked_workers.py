@@ -1,4 +1,4 @@
-"""Forked workers for work that is too fine for threads: each takes tasks by a pipe, and one that dies is replaced."""
+"""Forked workers for tasks too short for threads; each receives tasks through a pipe and is replaced if it dies."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from colabkit.foundation import ColabkitError, PackingFailed, TimedOut, cannot
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Tasks that a worker has: one under way, one that waits for it.
+# Tasks assigned to a worker: one running, one queued.
 _AHEAD = 2
 _TICK_S = 0.25
 _TRIES = 2
 _END_S = 5.0
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
 def can_fork() -> bool:
-    """Return whether processes can be forked here without harm; those of a pool may have none of their own."""
+    """Return whether processes can safely be forked here; daemonic pool workers must not have children."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
 @dataclass(eq=False)
 class _Worker(Generic[T]):
-    """A process with its end of the pipe, and its tasks with the number of their try, the oldest first."""
+    """A process, its pipe, and its tasks with the number of the current attempt, oldest first."""
 
     process: Any
     pipe: connection.Connection
@@ -49,16 +50,16 @@ class _Worker(Generic[T]):
 
 @dataclass
 class ForkedWorkers(Generic[T, R]):
-    """Calls a function in forked processes, which share the memory of this one; a context that ends them.
+    """Calls a function in forked processes that share this process's memory; a context manager that ends them.
 
-    A worker that dies, or takes longer than `stalled_s`, is replaced, and its task is tried once more.
+    A worker that dies or takes longer than `stalled_s` is replaced, and its task is retried once.
 
     Args:
         act: verb and object for messages.
         function: called with each task; its result is pickled.
-        count: processes.
+        count: number of processes.
         describe: returns the name of a task for messages.
-        stalled_s: seconds that one task may take.
+        stalled_s: maximum seconds for one task.
     """
 
     act: str
@@ -71,12 +72,12 @@ class ForkedWorkers(Generic[T, R]):
         self._workers: list[_Worker[T]] = []
 
     def results(self, tasks: Iterable[T], on_wait: Callable[[], None] | None = None) -> Iterator[R]:
-        """Yield the result of every task as they come.
+        """Yield the result of each task as it finishes.
 
         Raises:
-            PackingFailed: if a worker died twice over the same task.
-            TimedOut: if one took too long twice.
-            Exception: what the function raised; as a RuntimeError that says so if it cannot be pickled.
+            PackingFailed: if a worker died twice on the same task.
+            TimedOut: if the same task took too long twice.
+            Exception: any error that the function raised; as a RuntimeError with its text if it cannot be pickled.
         """
         remaining = ((task, 1) for task in tasks)
         again: deque[tuple[T, int]] = deque()
@@ -109,12 +110,12 @@ class ForkedWorkers(Generic[T, R]):
         if not worker.tasks:
             worker.moved = time.monotonic()
         worker.tasks.append(one)
-        # A worker that has died is noticed when its answer is awaited.
+        # A dead worker is detected when its answer is read.
         with contextlib.suppress(OSError):
             worker.pipe.send(one[0])
 
     def _replaced(self, worker: _Worker[T], how: str) -> list[tuple[T, int]]:
-        """Replace a worker and return its tasks, the first of which has had one try more."""
+        """Replace a worker and return its tasks, counting another attempt for the first one."""
         worker.process.kill()
         worker.process.join()
         worker.pipe.close()
@@ -144,7 +145,7 @@ class ForkedWorkers(Generic[T, R]):
             daemon=True,
         )
         with warnings.catch_warnings():
-            # Newer Pythons warn of forks beside threads.
+            # Newer Python versions warn about forking a process with threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 process.start()
@@ -184,18 +185,19 @@ class ForkedWorkers(Generic[T, R]):
 def _work(
     parent: int, function: Callable[[Any], Any], pipe: connection.Connection, others: list[connection.Connection]
 ) -> None:
-    """Answer tasks until the pipe is closed, which a parent that was killed does, too."""
+    """Process tasks until the pipe is closed, which also happens if the parent is killed."""
     with contextlib.suppress(OSError, AttributeError):
-        # The kernel kills this process when its parent is killed, also in the middle of a task that never ends.
+        # Let the kernel kill this process if the parent dies, even during a task that never ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before that
+    # The parent may have died before the call above.
+    if os.getppid() != parent:
         os._exit(1)
-    # Otherwise a collection would touch, and so copy, all shared memory.
+    # A garbage collection would otherwise write to, and thus copy, all shared memory.
     gc.freeze()
-    # Ctrl-C reaches the parent, which ends the workers.
+    # The parent handles Ctrl-C and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Otherwise the end of the parent would not close them.
+    # Close inherited pipe ends, otherwise the pipes would stay open after the parent ends.
     for other in others:
         other.close()
     with contextlib.suppress(EOFError, OSError):
@@ -210,14 +212,14 @@ def _work(
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error as it can be raised in the parent: the same where it survives pickling."""
+    """Return an error that can be sent to the parent: unchanged if it survives pickling, otherwise as RuntimeError."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, ColabkitError):
         error.add_note(f"In a worker process:\n{text}")
     try:
-        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - of this very process
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - data of this process
         if type(again) is type(error):
             return error
-    except Exception:  # noqa: S110 - some are made of more than their message
+    except Exception:  # noqa: S110 - constructors may need more than a message
         pass
     return RuntimeError(f"{type(error).__name__} in a worker process: {error}\n\n{text}")

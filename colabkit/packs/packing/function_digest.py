@@ -1,4 +1,4 @@
-"""A digest of a user's function by what it does: in a notebook, a function that is edited keeps its name."""
+"""Digests of user functions by behavior, since a function edited in a notebook keeps its name."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _BOOKKEEPING = {
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Return a digest that changes with what a function does.
+    """Return a digest that changes when a function's behavior changes.
 
-    Its code, its defaults and the values, functions and classes that it names count, and so do the class and the state
-    of an object that is called. Functions and classes of installed packages count by name. A value that cannot be
-    pickled, such as a lock, is different at each call.
+    It covers the code, the defaults, the values, functions and classes that the function refers to, and class and state
+    of a callable object. Functions and classes of installed packages count by name only. A value that cannot be
+    pickled, such as a lock, gives a different digest at each call.
     """
     return _Digests().of(function).hex()[:16]
 
 
 class _Digests:
-    """Digests of values, each made of the digests of what the value holds."""
+    """Digests of values, each built from the digests of the values it contains."""
 
     def __init__(self) -> None:
-        # Values are kept, or another one could take the address of one that is gone.
+        # Keep the values alive, so no other value can reuse the id of one.
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: list[int] = []
 
@@ -45,7 +45,7 @@ class _Digests:
         if type(value) in _PLAIN:
             return _hashed("plain", _marshalled(value))
         if id(value) in self._open:
-            # Functions call each other, and containers hold themselves: such a value is named by how far up it is.
+            # A recursive function or container is represented by its distance in the recursion.
             return _hashed("above", str(len(self._open) - self._open.index(id(value))).encode())
         if id(value) not in self._known:
             self._open.append(id(value))
@@ -62,7 +62,7 @@ class _Digests:
                 return _hashed("plain", _marshalled(value))
             return self._all(type(value).__name__, parts)
         if type(value) in (set, frozenset):
-            # Their order is another one in each process.
+            # The order of a set differs between processes.
             return _hashed("set", *sorted(map(self.of, value)))
         if isinstance(value, MappingProxyType):
             return self.of(dict(value))
@@ -97,7 +97,7 @@ class _Digests:
         name = f"{function.__module__}.{function.__qualname__}"
         code, cells = function.__code__, function.__closure__ or ()
         if _is_installed(code.co_filename):
-            # A decorator of a package stands for the function that it wraps.
+            # For a decorator of an installed package, only the wrapped functions count.
             held = [cell.cell_contents for cell in cells if _is_filled(cell)]
             wrapped = [one for one in held if isinstance(one, FunctionType)]
             return self._all("function", (name, getattr(function, "__wrapped__", None), *wrapped))
@@ -105,15 +105,15 @@ class _Digests:
         return self._all("function", (name, code, function.__defaults__, function.__kwdefaults__, *cells, *named))
 
     def _of_object(self, value: Any) -> bytes:
-        """Return the digest of an object by what pickle would write of it, which leaves out what functions do."""
+        """Return the digest of an object's pickle state, with functions included by behavior instead of by name."""
         try:
             if hasattr(value, "detach") and hasattr(value, "numpy"):
-                # What torch pickles of a tensor holds an address.
+                # The pickle state of a tensor contains a memory address.
                 return self._all("tensor", (type(value), value.detach().cpu().numpy()))
             reduce = copyreg.dispatch_table.get(type(value))
             reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:
-            # Classes raise anything here. Nothing is known of the value, so that it equals no other one.
+            # User classes can raise any error. The value is unknown, so it must not equal any other.
             return os.urandom(32)
         if isinstance(reduced, str):
             module = getattr(value, "__module__", "")
@@ -125,18 +125,18 @@ class _Digests:
 def _hashed(kind: str, *parts: bytes) -> bytes:
     digest = hashlib.sha256(kind.encode())
     for part in parts:
-        # With the length, so that the parts cannot be divided in two ways.
+        # Include the length, so different parts cannot join to the same bytes.
         digest.update(b"\0%d\0" % len(part) + part)
     return digest.digest()
 
 
 def _marshalled(value: Any) -> bytes:
-    # Version 2 knows no references, which depend on more than the values.
+    # Version 2 writes no references, which would depend on more than the values.
     return marshal.dumps(value, 2)
 
 
 def _names(code: CodeType) -> list[str]:
-    """Return the global names that a function and those inside of it look up."""
+    """Return the global names used by a function and its nested functions."""
     loads = (one for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     inner = (name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant))
     return list(dict.fromkeys([*(one.argval for one in loads), *inner]))

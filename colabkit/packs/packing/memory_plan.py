@@ -1,4 +1,4 @@
-"""Plans of packs of arrays and of map-style data sets, by split."""
+"""Plans of packs of arrays and of map-style datasets, by split."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _FIELDS = {"x": SAMPLES, "y": LABELS}
 
 
 def is_arrays(source: object) -> bool:
-    """Return whether a source is an array, or a mapping of arrays by field, or of such mappings by split."""
+    """Return whether a source is an array, a mapping of fields to arrays, or a mapping of splits to such mappings."""
     if isinstance(source, Mapping):
         return not is_dataset(source) and not any(is_dataset(part) for part in source.values())
-    return is_array(source) and not hasattr(source, "iloc")  # a pandas Series is a table of paths
+    # A pandas Series is not an array here but a table of paths.
+    return is_array(source) and not hasattr(source, "iloc")
 
 
 def is_dataset(source: object) -> bool:
-    """Return whether a source is a map-style data set, or a mapping of such by split."""
+    """Return whether a source is a map-style dataset, or a mapping of splits to datasets."""
     if isinstance(source, Mapping):
         return bool(source) and all(is_dataset(part) for part in source.values())
     if isinstance(source, str | bytes | list | tuple) or is_array(source) or hasattr(source, "iloc"):
@@ -49,7 +50,7 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     """Return the plan of a pack of arrays.
 
     Raises:
-        InvalidOption: if arrays do not fit together, or an option is meant for files.
+        InvalidOption: if arrays do not match each other, or an option applies only to files.
         BadSource: if a split is empty.
     """
     act = options.act
@@ -88,12 +89,12 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
 
 
 def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
-    """Return the plan of a pack of a map-style data set, or of one for each split.
+    """Return the plan of a pack of one map-style dataset, or of one for each split.
 
     Raises:
-        InvalidOption: if an option is meant for files.
-        BadSource: if a split is empty, or samples hold what cannot be packed.
-        BadImage: if the data set cannot give the first sample.
+        InvalidOption: if an option applies only to files.
+        BadSource: if a split is empty, or samples contain unsupported values.
+        BadImage: if the dataset cannot return the first sample.
     """
     act, key = options.act, options.labels
     refused = {
@@ -145,7 +146,7 @@ def _about(
 
 
 def _refuse(act: str, options: Mapping[str, bool]) -> None:
-    """Refuse options that are given, by their text, and mean something for files only."""
+    """Raise `InvalidOption` for given options that apply only to files; keys are the options as text."""
     for option, is_given in options.items():
         if is_given:
             next_step = "Leave it out, and change the samples before"
@@ -179,7 +180,7 @@ def _labels(act: str, columns: Sequence[Rows | TextColumn]) -> LabelValues:
 
 
 def _class_names(maker: DatasetSampleMaker, names: Sequence[str], known: npt.NDArray[Any] | None) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets of a data set."""
+    """Return the names of the classes, labels or targets of a dataset."""
     if maker.label_kind == "class":
         if maker.has_bools:
             return "False", "True"
@@ -206,11 +207,12 @@ def _number_splits(
 
 
 def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
-    """Return the class names of a data set, also through views of torch; none if it has none."""
+    """Return the class names of a dataset, also through `Subset` and `ConcatDataset`; () if it has none."""
     own = getattr(dataset, "classes", None)
     if isinstance(own, list | tuple) and own:
         return tuple(name if isinstance(name, str) else str(name) for name in own)
-    features = getattr(dataset, "features", None)  # of Hugging Face
+    # Hugging Face datasets describe their columns here.
+    features = getattr(dataset, "features", None)
     if isinstance(features, Mapping):
         for name in LABEL_KEYS if key in ("auto", None) else (key,):
             if names := getattr(features.get(name), "names", None):
@@ -224,7 +226,7 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
 
 
 def _targets(dataset: Any, key: str | None, count: int) -> Indices | None:
-    """Return the classes of all samples if the data set lists them, as torchvision's do, so that none is made."""
+    """Return the classes of all samples if the dataset lists them, like torchvision's, without loading samples."""
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         whole = _targets(dataset.dataset, key, len(dataset.dataset))
         return None if whole is None else whole[np.asarray(dataset.indices)]
@@ -248,9 +250,9 @@ def _joined(targets: Sequence[Indices | None]) -> Indices | None:
 
 
 def _by_split(act: str, source: Any) -> dict[str, Any]:
-    """Return the arrays or the data set of each split, in the order train, dev, test.
+    """Return the arrays or the dataset of each split, in the order train, dev, test.
 
-    Arrays come as a mapping of fields to arrays, or of splits to such mappings, or by names as a pack has them:
+    Arrays are given as a mapping of fields to arrays, as a mapping of splits to such mappings, or under combined names:
     `X_train`, `Y_train`, `X_test`.
     """
     if not isinstance(source, Mapping):

@@ -1,4 +1,4 @@
-"""The plan of a pack: its samples, who makes them and the layout, all decided before a byte is written."""
+"""The plan of a pack: samples, their maker and the layout, all fixed before anything is written."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from colabkit.packs.format.layout import CRC, LABELS, SAMPLES, DataSet, Field, I
 OnBad: TypeAlias = Literal["raise", "skip", "blank"]
 Encoding: TypeAlias = Literal["raw", "source", "jpeg"]
 Lengths: TypeAlias = Mapping[str, Indices]
-"""The bytes of each sample of a ragged field, by the name of its data set."""
+"""Size in bytes of each sample of a ragged field, by dataset name."""
 Value: TypeAlias = npt.NDArray[Any] | bytes | memoryview
 Column: TypeAlias = npt.NDArray[Any] | Sequence[Any]
-"""One field of many samples: rows `[n, ...]`, C-contiguous and of the field's dtype, or one value each."""
+"""One field of many samples: rows `[n, ...]`, C-contiguous and of the field's dtype, or a sequence of values."""
 BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
-"""Called with the place and the number of a bad sample, and its error; it raises if bad samples are an error."""
+"""Called with position, number and error of a bad sample; raises if bad samples are not allowed."""
 
 
 _LISTED_BAD = 5
 
 
 class UnequalSample(BadImage):
-    """A sample differs in shape or dtype from the first one."""
+    """A sample whose shape or dtype differs from the first one."""
 
     next_step = "Use size= to bring all images to one size, or encoding='source' to keep each unchanged"
 
@@ -41,9 +41,9 @@ class SampleField(Field):
     """A field that is made together with the samples.
 
     Attributes:
-        shape: of each sample; of a ragged field ().
-        dtype: of its elements.
-        is_table: whether it is small, and has one CRC as tables have.
+        shape: shape of each sample; () if the field is ragged.
+        dtype: dtype of the elements.
+        is_table: whether the field is small and covered by a single CRC, like a table.
     """
 
     shape: tuple[int, ...] = ()
@@ -52,17 +52,17 @@ class SampleField(Field):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample; of a ragged field 0."""
+        """Size of a sample in bytes; 0 if the field is ragged."""
         return 0 if self.is_ragged else int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     def check_shape(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> None:
-        """Raise the error if an array has another shape than the field."""
+        """Raise the error if an array's shape differs from the field's."""
         if array.shape != self.shape:
             found, first = ("x".join(map(str, shape)) or "()" for shape in (array.shape, self.shape))
             raise error(f"{self._named('shape')} is {found}, not {first} like the first")
 
     def converted(self, array: npt.NDArray[Any], error: type[UnequalSample]) -> npt.NDArray[Any]:
-        """Return an array with the field's dtype; raise the error if it has another shape, or a number would change."""
+        """Convert an array to the field's dtype; raise the error if the shape differs or a number would change."""
         self.check_shape(array, error)
         if array.dtype.str == self.dtype:
             return array
@@ -78,38 +78,38 @@ class SampleField(Field):
 
 
 class SampleMaker(ABC):
-    """Makes the samples of a pack by number. It is pickled for other processes.
+    """Makes the samples of a pack by number; can be pickled for other processes.
 
     Attributes:
-        fields: what it makes of each sample, `X` first.
+        fields: fields of each sample, `X` first.
     """
 
     fields: tuple[SampleField, ...]
 
     @abstractmethod
     def path(self, number: int) -> str:
-        """Return the name of a sample in messages and lists."""
+        """Return the name of a sample for messages and lists."""
 
     @abstractmethod
     def subset(self, numbers: Indices) -> Self:
-        """Return a maker of these samples only, numbered from 0."""
+        """Return a maker of only these samples, numbered from 0."""
 
     @abstractmethod
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Yield the fields of some samples; bad ones are left out."""
+        """Yield the fields of some samples, omitting bad ones."""
 
     def lengths(self, numbers: Indices) -> Indices | None:
-        """Return the bytes of each sample's `X` if that is ragged and they are known before it is made."""
+        """Return the size in bytes of each sample's `X`, if that is ragged and the sizes are known in advance."""
         return None
 
     def blank(self, number: int) -> tuple[Value, ...]:
-        """Return the fields that take the place of a bad sample."""
+        """Return the fields that replace a bad sample."""
         return tuple(b"" if one.is_ragged else np.zeros(one.shape, one.dtype) for one in self.fields)
 
     def _join(
         self, numbers: Iterable[int], make: Callable[[int], tuple[Value, ...]], on_bad: BadHandler
     ) -> Sequence[Column]:
-        """Make samples one by one and return each of their fields; bad samples are blank."""
+        """Make samples one by one and return them as columns; bad samples are blank."""
         samples = []
         for place, number in enumerate(numbers):
             try:
@@ -121,14 +121,14 @@ class SampleMaker(ABC):
 
 
 class MemorySampleMaker(SampleMaker):
-    """Makes samples of values in memory, or of a data set that makes them."""
+    """Makes samples from values in memory or from a dataset."""
 
     @abstractmethod
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of many samples; bad ones are blank."""
+        """Return each field of many samples as a column; bad samples are blank."""
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Yield the fields of some samples; bad ones are left out."""
+        """Yield the fields of some samples, omitting bad ones."""
         for number in numbers:
             bad: list[int] = []
             columns = self.columns(np.array([number]), lambda place, *_, bad=bad: bad.append(place))
@@ -138,13 +138,13 @@ class MemorySampleMaker(SampleMaker):
 
 @dataclass(frozen=True)
 class FieldTable:
-    """A field that is known before samples are made: a value for each of them, bytes if the field is ragged."""
+    """A field whose values are known before samples are made: one for each sample, as bytes if the field is ragged."""
 
     field: Field
     values: npt.NDArray[Any] | tuple[bytes, ...]
 
     def subset(self, numbers: Indices) -> FieldTable:
-        """Return the values of these samples."""
+        """Return the table of only these samples."""
         if isinstance(self.values, tuple):
             return FieldTable(self.field, tuple(self.values[number] for number in numbers.tolist()))
         return FieldTable(self.field, self.values[numbers])
@@ -152,7 +152,7 @@ class FieldTable:
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be made: its place in the split, its path and the reason."""
+    """A sample that could not be made: its index in the split, its path and the reason."""
 
     split: str
     index: int
@@ -162,16 +162,16 @@ class BadSample:
 
 @dataclass(frozen=True)
 class PackPlan:
-    """All that a pack, or a shard of one, will hold. It is pickled for other processes.
+    """The complete contents of a pack or a shard; can be pickled for other processes.
 
     Attributes:
-        name: of the source.
-        maker: makes its samples.
-        splits: numbers of the maker's samples for each split, in the pack's order.
-        tables: fields that are known before.
-        about: the pack's metadata: source, encoding, classes, options.
-        on_bad: what becomes of samples that cannot be decoded.
-        most_bad: how many there may be.
+        name: name of the source.
+        maker: makes the samples.
+        splits: the maker's sample numbers in each split, in the order of the pack.
+        tables: fields that are known in advance.
+        about: metadata of the pack: source, encoding, classes, options.
+        on_bad: what to do with samples that cannot be decoded.
+        most_bad: maximum number of bad samples.
     """
 
     name: str
@@ -184,22 +184,22 @@ class PackPlan:
 
     @property
     def act(self) -> str:
-        """Verb and object for messages."""
+        """The action for messages, verb and object."""
         return f"pack {self.name!r}"
 
     @property
     def samples(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return sum(map(len, self.splits.values()))
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is the plan of a shard."""
+        """Whether this is the plan of a shard."""
         return "shard" in self.about
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many samples each split has."""
+        """Number of samples in each split."""
         return {split: len(numbers) for split, numbers in self.splits.items()}
 
     @property
@@ -209,25 +209,25 @@ class PackPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample, without ragged fields and tables."""
+        """Size of a sample in bytes, without ragged fields and tables."""
         return sum(one.row_bytes for one in self.maker.fields)
 
     @cached_property
     def fields(self) -> Mapping[str, Field]:
-        """All fields: samples, labels, others."""
+        """All fields: `X`, labels, then the others."""
         fields = [*self.maker.fields, *(table.field for table in self.tables)]
         found = {field.name: field for field in fields}
         return {name: found[name] for name in sorted(found, key=lambda name: (name != SAMPLES, name != LABELS))}
 
     @cached_property
     def spooled(self) -> tuple[SampleField, ...]:
-        """Fields whose lengths are known only once samples are made."""
+        """Fields whose lengths are unknown until the samples are made."""
         is_known = self.lengths is not None
         return tuple(one for one in self.maker.fields if one.is_ragged and not (is_known and one.name == SAMPLES))
 
     @cached_property
     def lengths(self) -> Lengths | None:
-        """The bytes of each sample's `X` where they are known before, by data set; None where they are not."""
+        """Size in bytes of each sample's `X` by dataset; None if the sizes are not known in advance."""
         found = {}
         for split, numbers in self.splits.items():
             lengths = self.maker.lengths(numbers)
@@ -237,7 +237,7 @@ class PackPlan:
         return found
 
     def check_bad(self, bad: Sequence[BadSample]) -> None:
-        """Raise `BadImage` if there are more bad samples than are allowed, `BadSource` if all are bad."""
+        """Raise `BadImage` if more samples are bad than allowed, `BadSource` if all are bad."""
         if len(bad) > self.most_bad:
             first = "; ".join(f"{one.path!r} ({one.why})" for one in bad[:_LISTED_BAD])
             found = f"{format_things(len(bad), 'bad file')} or more, first {first}"
@@ -251,8 +251,8 @@ class PackPlan:
         """Return the layout of a pack.
 
         Args:
-            kept: for each split which of its samples are in the pack.
-            lengths: of the kept samples of ragged fields that are made; an unknown one has no bytes yet.
+            kept: which samples of each split are in the pack.
+            lengths: sizes of the kept samples of ragged fields; a missing field is laid out without bytes.
         """
         laid = []
         made = {one.name: one for one in self.maker.fields}
@@ -275,12 +275,12 @@ class PackPlan:
         return laid
 
     def meta(self, counts: Mapping[str, int], bad: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
-        """Return the pack's metadata; `bad` are split, index (None where left out), path and reason."""
+        """Return the pack's metadata; each entry of `bad` is split, index (None if omitted), path and reason."""
         fields = {name: [field.content, field.is_ragged] for name, field in self.fields.items()}
         return {**self.about, "fields": fields, "splits": dict(counts), "bad": list(bad)}
 
     def shard(self, start: int, stop: int, about: Mapping[str, Any]) -> PackPlan:
-        """Return the plan of a shard: samples `start` to `stop`, counted through all splits."""
+        """Return the plan of a shard with samples `start` to `stop`, counted across all splits."""
         chosen: list[Indices] = []
         splits: dict[str, Indices] = {}
         before = count = 0
@@ -297,7 +297,7 @@ class PackPlan:
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:
-    """Return whether a pack holds numbers of a dtype; torch knows no longer ones."""
+    """Return whether a pack can store a numeric dtype; PyTorch has no longer types."""
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 

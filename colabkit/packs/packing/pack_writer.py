@@ -1,4 +1,4 @@
-"""One file of a pack: its space reserved, its rows filled in, gaps closed, tables written, sealed and renamed."""
+"""Writes one pack file: reserve space, fill in rows, close gaps, write tables, seal and rename."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenPack:
-    """What became of a plan.
+    """Result of writing a plan.
 
     Attributes:
-        seal: of the file; empty if there is none.
-        counts: samples of each split.
+        seal: seal of the file; empty if no file was written.
+        counts: number of samples in each split.
         bad: samples that could not be made.
-        retries: reads that were tried again.
-        made_by: what made the samples: threads, processes.
+        retries: number of reads that were retried.
+        made_by: workers that made the samples, such as threads or processes.
     """
 
     seal: str
@@ -58,13 +58,13 @@ def write_pack(
 ) -> WrittenPack:
     """Write a plan to one sealed file.
 
-    Rows are written at their final place. Only where lengths are known late, or bad samples leave gaps, are they
-    written beside it first, and copied at the end. A shard without a good sample is not written.
+    Rows are written directly at their final position. If lengths are not known in advance, or bad samples leave gaps,
+    samples are first written to temporary files and copied at the end. A shard without a good sample is not written.
 
     Raises:
         BadSource: if no sample is good.
-        TargetExists: if something is there and `replace` is false.
-        NotEnoughSpace: before anything is read, if the pack cannot fit.
+        TargetExists: if something exists at `final` and `replace` is false.
+        NotEnoughSpace: if the pack cannot fit; raised before anything is read.
     """
     retries = Retries()
     every = {split: np.arange(count) for split, count in plan.counts.items()}
@@ -100,13 +100,13 @@ def write_pack(
 
 
 def check_free(plan: PackPlan, final: Path) -> None:
-    """Raise `TargetExists` if another process has made something at the final path."""
+    """Raise `TargetExists` if another process has created something at the final path."""
     if os.path.lexists(final):
         raise TargetExists(cannot(plan.act, f"{str(final)!r} was made meanwhile", "a free path", "Run it again"))
 
 
 def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
-    """Return what an earlier call wrote to `path`, if it is a finished pack of the plan with this `about`."""
+    """Return what an earlier call wrote to `path`, if it is a finished pack of the plan described by `about`."""
     try:
         info = read_pack(path)
     except ColabkitError:
@@ -118,11 +118,11 @@ def find_written(path: Path, about: Mapping[str, Any]) -> WrittenPack | None:
 
 
 class Compaction:
-    """Collects CRCs, lengths and bad samples; copies the good samples to a new file, one after the other.
+    """Collects CRCs, lengths and bad samples, and copies the good samples to a new file without gaps.
 
     Args:
-        plan: of the file.
-        folder: where samples are spooled whose lengths are known late; it is made when there are any.
+        plan: plan of the file.
+        folder: where samples of initially unknown length are spooled; created on demand.
     """
 
     def __init__(self, plan: PackPlan, folder: Path) -> None:
@@ -156,7 +156,7 @@ class Compaction:
             os.close(fd)
 
     def add(self, written: WrittenRange) -> None:
-        """Take in some samples."""
+        """Record a range of written samples and spool those of initially unknown length."""
         split, span = written.samples.split, slice(written.samples.start, written.samples.stop)
         self._crcs[split][span] = written.crcs
         self.bad += written.bad
@@ -170,12 +170,12 @@ class Compaction:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the file that was filled is not the final pack."""
+        """Whether the filled file is not the final pack, so samples must be copied."""
         return bool(self.bad or self._spooled)
 
     @cached_property
     def kept(self) -> Mapping[str, Indices]:
-        """The samples of each split that the pack has, in its order: all but bad ones that are skipped."""
+        """The samples of each split in the pack, in order: all except skipped bad ones."""
         is_kept = {split: np.ones(count, bool) for split, count in self._plan.counts.items()}
         if self._plan.on_bad == "skip":
             for one in self.bad:
@@ -184,11 +184,11 @@ class Compaction:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples of each split that has any."""
+        """Number of samples in each non-empty split."""
         return {split: len(kept) for split, kept in self.kept.items()}
 
     def listed_bad(self) -> list[tuple[str, int | None, str, str]]:
-        """Return split, index in the pack, path and reason of each bad sample, in order; None for what was left out."""
+        """Return split, index in the pack (None if omitted), path and reason of each bad sample, in order."""
         is_blank = self._plan.on_bad == "blank"
         splits = list(self._plan.splits)
         ordered = sorted(self.bad, key=lambda one: (splits.index(one.split), one.index))
@@ -196,14 +196,15 @@ class Compaction:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Bytes of each kept sample of ragged fields."""
+        """Size in bytes of each kept sample of ragged fields."""
         found = {}
         bad = {split: [one.index for one in self.bad if one.split == split] for split in self.kept}
         for name, lengths in [*self._known.items(), *((name, rows[:, 1]) for name, rows in self._spooled.items())]:
             split = name.rpartition("_")[2]
             if split in self.kept:
                 own = lengths.copy()
-                if name in self._known:  # the files of bad samples are not in the pack
+                # A bad sample is stored without bytes.
+                if name in self._known:
                     own[bad[split]] = 0
                 found[name] = own[self.kept[split]]
         return found
@@ -213,14 +214,14 @@ class Compaction:
         return self._crcs[split][self.kept[split]]
 
     def take_over(self, path: Path) -> Path:
-        """Move the file that was filled out of the way, and return where it is."""
+        """Move the filled file to the temporary folder and return its new path."""
         file_changes.make_folder(self._folder)
         rows = self._folder / "rows"
         file_changes.rename(path, rows)
         return rows
 
     def copy(self, rows: Path, old: Mapping[str, DataSet], path: Path, new: Mapping[str, DataSet]) -> None:
-        """Copy all kept samples from the filled file `rows` with `old` data sets, and from the spools, to the pack."""
+        """Copy all kept samples to the pack, from the spools and from the file `rows` with its `old` datasets."""
         fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
         to_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -245,7 +246,7 @@ class Compaction:
 
 
 def _runs(starts: Indices, sizes: Indices) -> Iterator[tuple[int, int]]:
-    """Yield offset and size of each run of bytes without a gap."""
+    """Yield offset and size of each contiguous run of bytes."""
     starts, sizes = starts[sizes > 0], sizes[sizes > 0]
     if not len(starts):
         return
@@ -255,7 +256,7 @@ def _runs(starts: Indices, sizes: Indices) -> Iterator[tuple[int, int]]:
 
 
 def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], compaction: Compaction) -> dict[str, int]:
-    """Write labels, CRCs, offsets and columns, and return the CRC32 of each by its data set's name."""
+    """Write labels, CRCs, offsets and columns, and return the CRC32 of each by dataset name."""
     crcs = {}
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -263,7 +264,8 @@ def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], com
             for name, values in _tables(plan, split, kept, compaction):
                 crcs[name] = write_table(fd, values, placed[name], path)
             for made in plan.maker.fields:
-                if made.is_table:  # its rows are there already
+                # The rows of such a table are already written.
+                if made.is_table:
                     crcs[made.data_set(split)] = _stored_crc(fd, placed[made.data_set(split)])
     finally:
         os.close(fd)
@@ -271,7 +273,7 @@ def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], com
 
 
 def write_table(fd: int, values: npt.NDArray[Any], placed: DataSet, path: Path) -> int:
-    """Write a table at its place and return its CRC32."""
+    """Write a table at its position and return its CRC32."""
     data = np.ascontiguousarray(values, placed.dtype).reshape(-1).view(np.uint8).data
     file_changes.write_at(fd, data, placed.offset, path)
     return crc32(data)
@@ -280,7 +282,7 @@ def write_table(fd: int, values: npt.NDArray[Any], placed: DataSet, path: Path) 
 def _tables(
     plan: PackPlan, split: str, kept: Indices, compaction: Compaction
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Yield the name and the values of each table of a split."""
+    """Yield the dataset name and the values of each table of a split."""
     yield f"{CRC}_{split}", compaction.crcs(split)
     for table in plan.tables:
         values = table.subset(plan.splits[split][kept]).values
@@ -295,7 +297,7 @@ def _tables(
 
 
 def _index(lengths: Indices) -> Indices:
-    """Return offset and length of each sample in the flat data set."""
+    """Return the offset and length of each sample in the flat dataset."""
     return np.stack([np.cumsum(lengths) - lengths, lengths], 1)
 
 

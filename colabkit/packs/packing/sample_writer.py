@@ -1,4 +1,4 @@
-"""Samples are made and written at their places: by threads, by forked processes, or while their files arrive."""
+"""Makes samples and writes their rows: in threads, in forked processes, or as their files arrive."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from colabkit.packs.packing.pack_plan import (
 )
 from colabkit.storage import Block, Item, Retries, Threads, concurrently
 
-# What a chunk should take: much longer than its hand-over, so short that all workers end together.
+# Target duration of a chunk: long compared to handing it over, short enough that all workers finish together.
 _CHUNK_S = 0.015
 _CHUNK_SAMPLES = 1024
 _CHUNK_BYTES = 8 << 20
-# Samples in a chunk if their sizes are not known.
+# Samples in a chunk if their sizes are unknown.
 _UNSIZED_SAMPLES = 16
 _MEASURED_S = 0.005
-# Samples that take less are made by processes: threads would mostly wait for the interpreter's lock.
+# Samples that take less time than this are made in processes; threads would mostly wait for the GIL.
 _TINY_S = 1e-3
-# Work that is over sooner is done at once.
+# Work shorter than this is not worth starting processes.
 _FORKING_S = 0.2
 
 
@@ -51,19 +51,19 @@ class SampleRange:
 
     @property
     def count(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenRange:
-    """Samples whose rows are written.
+    """Samples whose rows have been written.
 
     Attributes:
-        samples: which.
-        crcs: of the samples, `uint32`.
-        bad: the samples that could not be made.
-        spooled: for each field whose lengths were not known, those of the samples, and all their bytes.
+        samples: the range.
+        crcs: CRC32 of each sample, `uint32`.
+        bad: samples that could not be made.
+        spooled: for each field of initially unknown lengths, the lengths and the joined bytes of the samples.
     """
 
     samples: SampleRange
@@ -73,13 +73,13 @@ class WrittenRange:
 
 
 class SampleWriter:
-    """Makes the samples of a plan and writes their rows at their places in an unsealed pack.
+    """Makes the samples of a plan and writes their rows into an unsealed pack.
 
     Args:
-        plan: of the pack.
+        plan: plan of the pack.
         path: the pack, with its space reserved.
-        placed: its data sets by name.
-        retries: counts reads that were tried again.
+        placed: its datasets by name.
+        retries: counts reads that were retried.
     """
 
     def __init__(self, plan: PackPlan, path: Path, placed: dict[str, DataSet], retries: Retries) -> None:
@@ -91,10 +91,10 @@ class SampleWriter:
         self.made_by = "one thread"
 
     def write(self, threads: Threads, bar: ProgressBar) -> Generator[WrittenRange, None, None]:
-        """Fill the pack and yield each range of samples when it is written, in any order.
+        """Fill the pack and yield each range of samples once it is written, in any order.
 
         Raises:
-            BadImage: if a sample cannot be made and that is an error.
+            BadImage: if a sample cannot be made and bad samples are errors.
             SourceChanged, BadArchive, FileFailed, TimedOut, PackingFailed: if a file cannot be read or packed.
         """
         self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
@@ -108,14 +108,14 @@ class SampleWriter:
         yield from map(self.write_range, self._ranges(0, _CHUNK_SAMPLES if is_sized else _UNSIZED_SAMPLES))
 
     def write_range(self, samples: SampleRange) -> WrittenRange:
-        """Make and write some samples."""
+        """Make and write a range of samples."""
         maker = self._plan.maker
         assert isinstance(maker, MemorySampleMaker)
         numbers = self._plan.splits[samples.split][samples.start : samples.stop]
         return self._written(samples, lambda on_bad: maker.columns(numbers, on_bad))
 
     def _written(self, samples: SampleRange, make: Callable[[BadHandler], Sequence[Column]]) -> WrittenRange:
-        """Write samples, a column for each field."""
+        """Write samples given as one column per field."""
         bad: list[BadSample] = []
         columns = make(lambda place, number, error: bad.append(self._bad(samples, place, number, error)))
         crcs = [0] * samples.count
@@ -137,13 +137,13 @@ class SampleWriter:
         return WrittenRange(samples, np.array(crcs, "<u4"), tuple(bad), tuple(spooled))
 
     def _write_known(self, name: str, starts: Indices, blobs: Column) -> None:
-        """Write samples one after the other at the places that their lengths gave them; bad ones leave theirs empty."""
+        """Write samples of known lengths back to back; the space of bad samples is filled with zeros."""
         sizes = np.diff(starts).tolist()
         whole = b"".join(blob or bytes(size) for blob, size in zip(blobs, sizes, strict=True))
         file_changes.write_at(self._fd, whole, self._placed[name].offset + int(starts[0]), self._path)
 
     def _bad(self, samples: SampleRange, place: int, number: int, error: BadImage) -> BadSample:
-        """Return a sample that could not be made, or raise its error."""
+        """Return the record of a bad sample, or raise its error."""
         path, why = self._plan.maker.path(number), str(error)
         act = f"pack {path!r} of {self._plan.name!r}"
         if isinstance(error, UnequalSample):
@@ -155,10 +155,10 @@ class SampleWriter:
         return BadSample(samples.split, samples.start + place, path, why)
 
     def _ranges(self, first: int, count: int) -> Iterator[SampleRange]:
-        """Yield the samples from the `first`, counted through all splits, in ranges of at most so many.
+        """Yield all samples from number `first` on, counted across splits, in ranges of at most `count`.
 
-        Neither the rows of a range nor its files are more than 8 MiB, but for a single one. That bounds memory, and the
-        time that a range takes where later files are larger than those that were measured.
+        Neither the rows nor the files of a range exceed 8 MiB, unless it is a single sample. This bounds memory use,
+        and the duration of a range if later files are larger than the measured ones.
         """
         step = max(1, min(count, _CHUNK_SAMPLES, _CHUNK_BYTES // max(1, self._plan.row_bytes)))
         before = 0
@@ -175,12 +175,12 @@ class SampleWriter:
             before += samples
 
     def _read_ends(self, split: str) -> Indices | None:
-        """Return how many bytes are read for the samples of a split up to each; None if none are."""
+        """Return the cumulative number of bytes read for the samples of a split; None if nothing is read."""
         return None
 
 
 class FileSampleWriter(SampleWriter):
-    """Makes samples of files, by as many threads or processes as they reward; arguments as of `SampleWriter`."""
+    """Makes samples from files, with a suitable number of threads or processes; for arguments see `SampleWriter`."""
 
     def __init__(self, plan: PackPlan, path: Path, placed: dict[str, DataSet], retries: Retries) -> None:
         super().__init__(plan, path, placed, retries)
@@ -195,7 +195,7 @@ class FileSampleWriter(SampleWriter):
         yield from (self._write_arriving if is_remote else self._write_measured)(threads, bar)
 
     def write_range(self, samples: SampleRange) -> WrittenRange:
-        """Read, make and write some samples."""
+        """Read, make and write a range of samples."""
         maker, numbers = self._maker, self._numbers[samples.split][samples.start : samples.stop]
         items = (maker.items[number] for number in numbers)
         data = (read_sample(maker.source, item, self._retries, is_strict=maker.is_strict) for item in items)
@@ -212,13 +212,14 @@ class FileSampleWriter(SampleWriter):
         return self._ends[split]
 
     def _write_measured(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
-        """Make the first samples here, and the others by what they cost."""
+        """Make the first samples here, then choose threads or processes by the measured time per sample."""
         made, spent_s, samples = 0, 0.0, self._plan.samples
         while made < samples and spent_s < _MEASURED_S:
             few = next(self._ranges(made, max(1, made)))
             started = time.perf_counter()
             written = self.write_range(few)
-            if made:  # the first sample also pays for lazy imports
+            # Leave out the first sample, which also pays for lazy imports.
+            if made:
                 spent_s += time.perf_counter() - started
             made += few.count
             yield written
@@ -243,11 +244,12 @@ class FileSampleWriter(SampleWriter):
     def _write_arriving(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
         """Make samples as their files arrive.
 
-        Reading and making are separate: a read that hangs can be abandoned, and no more samples are made at once than
+        Reading and making are separate, so a hanging read can be abandoned, and no more samples are made at once than
         there are CPUs.
         """
         maker = self._maker
-        places: dict[Item, list[tuple[str, int, int]]] = {}  # one file can be several samples
+        # A file may hold several samples.
+        places: dict[Item, list[tuple[str, int, int]]] = {}
         for split, numbers in self._numbers.items():
             for index, number in enumerate(numbers):
                 places.setdefault(maker.items[number], []).append((split, index, number))

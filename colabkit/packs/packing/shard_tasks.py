@@ -1,4 +1,4 @@
-"""Shards as tasks of any executor of `concurrent.futures`, in whatever process of whatever machine they run."""
+"""Shards as tasks of any `concurrent.futures` executor, in any process on any machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from colabkit.storage import Threads
 
 _TICK_S = 0.25
 _LOOKED_S = 0.5
-# Running tasks look for their sign and end before.
+# Seconds to wait for running tasks, which check their sign more often and then end.
 _END_S = 10.0
-# Arrays travel inside their tasks.
+# Limit for the bytes of arrays in submitted tasks, since arrays are pickled with the task.
 _SENT_BYTES = 1 << 30
 
 Outcome: TypeAlias = tuple[WrittenPack | None, str]
@@ -31,7 +31,7 @@ Outcome: TypeAlias = tuple[WrittenPack | None, str]
 
 @dataclass(frozen=True)
 class ShardTask:
-    """A shard to be written at an absolute path; `sign` is a file that exists while somebody waits for the shard."""
+    """Writes one shard to an absolute path; `sign` is a file that exists as long as the caller waits for the shard."""
 
     plan: PackPlan
     path: Path
@@ -39,9 +39,9 @@ class ShardTask:
     threads: Threads
 
     def run(self) -> Outcome:
-        """Write the shard if there is none; return what was written, or the trace of an error of the user's code.
+        """Write the shard unless it exists; return the result, or the traceback if user code raised an error.
 
-        No processes are forked: the executor has its own.
+        No processes are forked because the executor has its own.
         """
         try:
             with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
@@ -51,13 +51,13 @@ class ShardTask:
         except ColabkitError:
             raise
         except Exception as error:
-            # As text, since not every error can be pickled.
+            # The traceback is returned as text because not every exception can be pickled.
             text = "".join(traceback.format_exception(error)).rstrip()
             return None, f"{type(error).__name__} in a task of the executor: {error}\n\n{text}"
 
 
 class _WatchingBar(ProgressBar):
-    """Shows nothing, but stops a task that the call has abandoned."""
+    """A progress bar that displays nothing but stops a task that the caller has abandoned."""
 
     def __init__(self, task: ShardTask) -> None:
         super().__init__("pack", None, " samples", enabled=False)
@@ -71,7 +71,7 @@ class _WatchingBar(ProgressBar):
         self.look()
 
     def look(self) -> None:
-        """Raise `PackingFailed` if the sign is gone, which is looked for twice a second at most."""
+        """Raise `PackingFailed` if the sign is gone; checks at most twice a second."""
         if time.monotonic() - self._looked < _LOOKED_S:
             return
         self._looked = time.monotonic()
@@ -88,19 +88,19 @@ def run_tasks(
     sign: Path,
     on_wait: Callable[[], None],
 ) -> Generator[tuple[int, WrittenPack], None, None]:
-    """Yield what each task wrote, as they end; the first error, and leaving this early, stop all others.
+    """Yield the result of each task as it finishes; an error or closing the generator stops all other tasks.
 
     Args:
         act: verb and object for messages.
-        tasks: by number.
-        executor: runs them.
-        sign: the sign of all tasks; it does not exist yet.
-        on_wait: called some times a second.
+        tasks: tasks by number.
+        executor: runs the tasks.
+        sign: sign file of all tasks; it must not exist yet.
+        on_wait: called several times a second.
 
     Raises:
-        PackingFailed: if the executor fails, or one of its processes.
+        PackingFailed: if the executor or one of its processes fails.
         InvalidOption: if a task cannot be pickled.
-        ColabkitError: what a task raised.
+        ColabkitError: any error that a task raised.
     """
     os.close(file_changes.create(sign))
     remaining = iter(tasks.items())
@@ -115,7 +115,7 @@ def run_tasks(
                     future = executor.submit(task.run)
                 numbers[future] = number
                 waiting.add(future)
-                # Other samples are read by the worker that makes them.
+                # Only arrays are sent with the task; other samples are read by the worker.
                 is_sent = isinstance(task.plan.maker, ArraySampleMaker)
                 task_bytes = task.plan.samples * task.plan.row_bytes if is_sent else 0
             if not waiting:
@@ -129,7 +129,7 @@ def run_tasks(
                 yield numbers[future], written
             on_wait()
     finally:
-        # An error that is under way says more.
+        # Do not replace the original error by a failure to remove the sign.
         with contextlib.suppress(OSError):
             file_changes.remove(sign)
         running = [future for future in waiting if not future.cancel()]
@@ -138,7 +138,7 @@ def run_tasks(
 
 @contextlib.contextmanager
 def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
-    """Raise errors of the package unchanged, and others as what they mean: the executor could not run a task."""
+    """Pass on errors of colabkit; convert others to `InvalidOption` or `PackingFailed`."""
     try:
         yield
     except ColabkitError:
@@ -147,7 +147,8 @@ def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
         if isinstance(error, pickle.PicklingError | AttributeError | TypeError):
             try:
                 pickle.dumps(task)
-            except Exception as reason:  # pickling raises anything
+            except Exception as reason:
+                # User-defined classes can raise any error while they are pickled.
                 found = f"a task that cannot be sent ({_in_one_line(reason)})"
                 next_step = "Define functions and classes at the top of a module that workers can import"
                 raise InvalidOption(cannot(act, found, "one that pickles", next_step)) from error

@@ -1,8 +1,8 @@
-"""A pack of several files: shards written one by one, here or by tasks of an executor, and at last their index.
+"""Packs of several files: shards, written one by one here or by tasks of an executor, and finally their index.
 
-Shards are written into a hidden folder beside the index. One process at a time has that folder, and it is kept when the
-process is interrupted. When all shards are there they are moved to their names, and the index is written. Meanwhile a
-list in the hidden folder names the files that are moved or replaced, so that the next call knows them as its own.
+Shards are written into a hidden folder next to the index. Only one process at a time uses that folder, and it is kept
+if the process is interrupted. Once all shards exist, they are moved to their final names and the index is written.
+Meanwhile, a list in the hidden folder names the files that are moved or replaced, so the next call recognizes them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from colabkit.packs.packing.shard_tasks import ShardTask, run_tasks
 from colabkit.storage import Threads
 
 SHARD_BYTES = 256 << 20
-"""The size of shards where an executor packs and no other size was given."""
+"""Default shard size if an executor is given."""
 
-# The file that lists what belongs to the pack, which also keeps the hidden folder.
+# The file that lists the pack's files; its presence also keeps the hidden folder from being removed.
 _OWN = "own"
 _SIGN = "wanted-"
 _PROBED = 16
@@ -48,7 +48,7 @@ _LIFE_S = 1.0
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Where and how a pack is written; arguments as of `pack()`, `final` as its `out`."""
+    """Where and how a pack is written; see `pack()`, where `final` is called `out`."""
 
     final: Path
     threads: Threads
@@ -59,12 +59,12 @@ class WriteOptions:
 
 
 def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
-    """Write a plan to one file, or to shards and an index that names them.
+    """Write a plan to one file, or to shards and their index.
 
     Raises:
-        TargetExists: if something is at the path and is not to be overwritten, or something else at that of a shard.
-        NotEnoughSpace: before anything is read, if the pack cannot fit.
-        BadImage, BadSource: if too many samples are bad, or all.
+        TargetExists: if something exists at the path and must not be replaced, or something else at a shard's path.
+        NotEnoughSpace: if the pack cannot fit; raised before anything is read.
+        BadImage, BadSource: if too many samples are bad, or all of them.
         PackingFailed: if the executor fails.
     """
     if options.shard_bytes is None:
@@ -108,7 +108,7 @@ def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: 
 
 
 def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
-    """Write a plan to one file; the shards of a pack that it replaces are removed behind it."""
+    """Write a plan to one file, then remove the shards of a pack that it replaced."""
     final, threads, replace = options.final.absolute(), options.threads, options.overwrite
     reclaim(final)
     old = _names_in(final) if replace else []
@@ -120,7 +120,8 @@ def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Wr
         try:
             written = write_pack(plan, final, threads, bar, replace=True)
         except BaseException:
-            kept.start_over()  # the old pack stays
+            # The old pack remains, so its shards must not count as leftovers.
+            kept.start_over()
             raise
         kept.remove_own()
         kept.start_over()
@@ -128,7 +129,7 @@ def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Wr
 
 
 def reclaim(final: Path) -> None:
-    """Remove what interrupted calls left of shards beside `final`, if no process works there."""
+    """Remove shards that interrupted calls left beside `final`, unless another process is working there."""
     kept = ShardFolder(final.absolute())
     if kept.is_begun() and not kept.is_busy():
         with kept:
@@ -137,11 +138,12 @@ def reclaim(final: Path) -> None:
 
 
 class ShardFolder(partials.KeptPartial):
-    """The hidden folder of a pack of shards, with a list of the files beside the index that belong to the pack.
+    """The hidden folder of a pack of shards, with a list of the files next to the index that belong to the pack.
 
     Args:
-        index: the path of the index.
-        on_wait: called some times a second while another process has the folder and still works; None does not wait.
+        index: path of the index.
+        on_wait: called several times a second while waiting for another process that uses the folder; None does not
+            wait.
     """
 
     def __init__(self, index: Path, on_wait: Callable[[], None] | None = None) -> None:
@@ -150,7 +152,7 @@ class ShardFolder(partials.KeptPartial):
 
     @property
     def own(self) -> list[str]:
-        """The names of the files that belong to the pack."""
+        """Names of the files that belong to the pack."""
         try:
             return list(json.loads((self.folder / _OWN).read_bytes()))
         except (OSError, ValueError):
@@ -165,7 +167,7 @@ class ShardFolder(partials.KeptPartial):
         file_changes.rename(new, path)
 
     def remove_own(self, but: Collection[str] = ()) -> None:
-        """Remove the packs among the files of the list, except some."""
+        """Remove the listed files that are packs, except those in `but`."""
         for name in self.own:
             if name not in but and is_pack(self.index.with_name(name)):
                 file_changes.remove(self.index.with_name(name))
@@ -176,13 +178,13 @@ class _ShardSet:
     """The shards of a plan, written or missing.
 
     Attributes:
-        plan: of the whole pack.
+        plan: plan of the whole pack.
         kept: the hidden folder.
-        names: of the shards.
-        ranges: their samples, counted through all splits.
-        bar: advances by each sample.
-        written: the shards that are written, by number.
-        made_by: what made the samples.
+        names: file names of the shards.
+        ranges: sample range of each shard, counted across all splits.
+        bar: progress bar, advanced by samples.
+        written: the shards already written, by number.
+        made_by: workers that made the samples.
     """
 
     plan: PackPlan
@@ -196,11 +198,11 @@ class _ShardSet:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the shards that are not written."""
+        """Numbers of the shards that are not written yet."""
         return [number for number in range(len(self.names)) if number not in self.written]
 
     def take_over(self, moved: Collection[str]) -> None:
-        """Take over whole shards from the hidden folder, and those of these names that were moved already."""
+        """Reuse complete shards in the hidden folder, and those in `moved` at their final path."""
         for number, (name, (start, stop)) in enumerate(zip(self.names, self.ranges, strict=True)):
             places = [self.kept.data, *([self.kept.folder.parent] if name in moved else [])]
             found = next(filter(None, (find_written(place / name, self._about(number)) for place in places)), None)
@@ -210,7 +212,7 @@ class _ShardSet:
         self._check_bad()
 
     def write(self, threads: Threads) -> None:
-        """Write the missing shards here, one after the other."""
+        """Write the missing shards in this process, one after the other."""
         for number in self.missing:
             path = self.kept.data / self.names[number]
             written = write_pack(self._shard(number), path, threads, self.bar, replace=True)
@@ -218,7 +220,7 @@ class _ShardSet:
             self._check_bad()
 
     def run(self, threads: Threads, executor: concurrent.futures.Executor) -> None:
-        """Write the missing shards by tasks of an executor."""
+        """Write the missing shards in tasks of an executor."""
         maker = self.plan.maker
         if threads == "auto" and not (isinstance(maker, FileSampleMaker) and maker.source.can_hang):
             threads = 1
@@ -238,7 +240,7 @@ class _ShardSet:
         return self.plan.shard(*self.ranges[number], self._about(number))
 
     def _about(self, number: int) -> dict[str, Any]:
-        """Return the metadata of a shard: that of the pack, and which shard it is."""
+        """Return the metadata of a shard: that of the pack, and the shard's number and range."""
         return {**self.plan.about, "left_out": (), "shard": [number, len(self.ranges), *self.ranges[number]]}
 
     def _wait(self) -> None:
@@ -248,12 +250,12 @@ class _ShardSet:
             self.kept.show_life()
 
     def _check_bad(self) -> None:
-        """Refuse more bad samples in all shards together than are allowed."""
+        """Raise an error if all shards together have more bad samples than allowed."""
         self.plan.check_bad([one for number in sorted(self.written) for one in self.written[number].bad])
 
 
 def estimate_bytes(plan: PackPlan) -> Indices:
-    """Return about how many bytes each sample takes, counted through all splits."""
+    """Return the approximate size of each sample in bytes, in order of the splits."""
     sizes = np.full(plan.samples, plan.row_bytes, np.int64)
     if plan.lengths:
         sizes += np.concatenate(list(plan.lengths.values()))
@@ -263,7 +265,7 @@ def estimate_bytes(plan: PackPlan) -> Indices:
 
 
 def _spooled_bytes(plan: PackPlan) -> int:
-    """Return about how many bytes the fields of a sample have whose lengths are not known, by making some samples."""
+    """Estimate the bytes per sample of fields of unknown length by making some samples."""
     if isinstance(plan.maker, FileSampleMaker) and getattr(plan.maker.source, "is_sequential", False):
         return int(plan.about["source_bytes"]) // plan.samples
     every = plan.numbers
@@ -276,7 +278,7 @@ def _spooled_bytes(plan: PackPlan) -> int:
 
 
 def divide_samples(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
-    """Return which samples, counted through all splits, go into each shard: at least one, and as many bytes in each."""
+    """Divide samples, counted across all splits, into shards of similar size with at least one sample each."""
     ends = np.cumsum(sizes)
     total = int(ends[-1])
     count = max(1, min(len(sizes), round(total / shard_bytes)))
@@ -289,8 +291,9 @@ def divide_samples(sizes: Indices, shard_bytes: int) -> list[tuple[int, int]]:
 
 
 def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
-    """Return a digest that only equal shards share: of the content, the columns and the times of the files."""
-    about = {name: value for name, value in plan.about.items() if name != "options"}  # which holds timings
+    """Return a digest of the contents, the columns and the file times, which identifies compatible shards."""
+    # The options contain a note with timings, which differ between calls.
+    about = {name: value for name, value in plan.about.items() if name != "options"}
     made = [[one.name, list(one.shape), one.dtype, one.is_ragged] for one in plan.maker.fields]
     digest = hashlib.sha256()
     if isinstance(plan.maker, FileSampleMaker):
@@ -304,7 +307,7 @@ def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _publish(plan: PackPlan, kept: ShardFolder, names: Sequence[str], *, replace: bool) -> list[PackInfo]:
-    """Move all shards to their names, where some may be already, and return them; nothing moves if one is taken."""
+    """Move all shards to their final names and return them; move nothing if a name is taken by another file."""
     final = kept.index
     old = _names_in(final) if replace else []
     own = {*kept.own, *old}
@@ -318,7 +321,8 @@ def _publish(plan: PackPlan, kept: ShardFolder, names: Sequence[str], *, replace
         check_free(plan, final)
     kept.add_own({*old, *names})
     if old:
-        file_changes.remove(final)  # without its index a pack of shards is absent, never half of it
+        # Remove the index first, so no reader finds a pack with only some of its shards.
+        file_changes.remove(final)
     kept.remove_own(but=names)
     for name in names:
         if os.path.lexists(kept.data / name):
@@ -334,7 +338,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _names_in(index: Path) -> list[str]:
-    """Return the names of the shards of an index; none if there is no index."""
+    """Return the names of the shards of an index; empty if there is no index."""
     try:
         return [Path(shard.name).name for shard in read_pack(index).shards]
     except ColabkitError:
@@ -344,7 +348,7 @@ def _names_in(index: Path) -> list[str]:
 def _write_index(
     plan: PackPlan, final: Path, shards: Sequence[PackInfo], written: Sequence[WrittenPack], *, replace: bool
 ) -> tuple[str, dict[str, int]]:
-    """Write the index of shards that lie beside it, and return its seal and how many samples each split has."""
+    """Write the index next to its shards; return its seal and the number of samples in each split."""
     counts = {
         split: total for split in plan.splits if (total := sum(shard.meta["splits"].get(split, 0) for shard in shards))
     }
@@ -369,7 +373,7 @@ def _write_index(
 
 
 def _listed_bad(plan: PackPlan, written: Sequence[WrittenPack]) -> list[list[Any]]:
-    """Return the bad samples of all shards, blank ones with their places in the whole pack."""
+    """Return the bad samples of all shards; blank ones with their index in the whole pack."""
     before = dict.fromkeys(plan.splits, 0)
     found = []
     for shard in written:

@@ -1,4 +1,4 @@
-"""The check of every byte of a pack or a local copy against its digests."""
+"""`verify()` checks every byte of a pack or a local copy against its checksums."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LISTED = 5
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport(Report):
-    """What `verify()` found.
+    """Result of `verify()`.
 
     Attributes:
-        path: the pack; of several shards its index.
-        samples: how many were checked.
-        damaged: split and index of each sample whose bytes changed.
-        damaged_files: names of the files that hold them.
-        seconds: how long it took.
+        path: path of the pack; for several shards, of the index.
+        samples: number of samples checked.
+        damaged: split and index of each sample that does not match its CRC.
+        damaged_files: names of the files with damaged samples.
+        seconds: duration of the check in seconds.
     """
 
     path: Path
@@ -70,17 +70,20 @@ class VerifyReport(Report):
 
 
 def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:
-    """Check every byte of a pack or a local copy against its digests and return which samples or files are damaged.
+    """Check every byte of a pack or a local copy against its checksums and report damaged samples or files.
 
-    Reads all of it once; of a pack of several shards all of them.
+    Reads all data once, including all shards.
 
     Args:
-        path: the pack, or what `stage()` returned.
+        path: a pack, a local copy made by `stage()`, or the report of `stage()`.
         progress: show a progress bar.
 
+    Returns:
+        A report; its `is_good` is true if nothing is damaged.
+
     Raises:
-        SourceMissing, BadSource, NotSealed: if there is no finished pack.
-        Corrupt: if its layout, labels or table of digests are damaged, so that samples cannot be judged.
+        SourceMissing, BadSource, NotSealed: if there is no finished pack at the path.
+        Corrupt: if the layout, the labels or the table of CRCs is damaged, so samples cannot be checked.
     """
     started = time.monotonic()
     if isinstance(path, StageReport):
@@ -107,11 +110,11 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
 
 
 def shards_of(info: PackInfo) -> Iterator[PackInfo]:
-    """Yield the files that hold the samples of a pack, each checked to be the one that the index names.
+    """Yield the files that hold the samples of a pack, after comparing each seal with the index.
 
     Raises:
-        Corrupt: if one is another file than the one that was sealed with it.
-        SourceMissing, BadSource, NotSealed: if one is missing or no pack.
+        Corrupt: if a shard has another seal than in the index.
+        SourceMissing, BadSource, NotSealed: if a shard is missing or is not a pack.
     """
     if not info.shards:
         yield info
@@ -125,7 +128,7 @@ def shards_of(info: PackInfo) -> Iterator[PackInfo]:
 
 
 def _damaged(info: PackInfo, split: str, bar: ProgressBar) -> Iterator[int]:
-    """Yield the index of each sample of a split whose bytes are not the sealed ones."""
+    """Yield the index of each sample of a split that does not match its CRC."""
     crcs = np.zeros(info.count(split), np.uint32)
     for name in info.table_crcs:
         if name.endswith((f"_{split}", f"_{split}_index")):
