@@ -1,4 +1,4 @@
-"""Storage: from a slow remote to fast local files.
+"""Storage: copy data from slow remotes to fast local files, and results back.
 
 - `drive`: `mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive.
 - `probing`: `read_probe()` measures what a mount can deliver.
@@ -8,7 +8,8 @@
 - `staging`: `stage()` makes local copies, `unstage()` removes them.
 - `publishing`: `publish()` copies finished files to the remote.
 
-A new source type is a class in `sources` that follows `sources.items`, and a line in `sources.registry`.
+To add a source type, write a class in `sources` that implements `sources.items.Source`, and register it in
+`sources.registry`.
 """
 
 import lazy_loader

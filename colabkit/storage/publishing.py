@@ -242,7 +242,7 @@ class _Publication:
 
 
 class MoveCallback(Protocol):
-    """A callback that the work calls after each answer of the mount, with the number of bytes transferred."""
+    """A function to call after each answer of the mount, with the number of bytes transferred."""
 
     def __call__(self, size: int = 0) -> None:
         """Record an answer; raises `AbandonedError` if the caller no longer waits for the work."""

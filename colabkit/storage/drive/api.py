@@ -399,7 +399,7 @@ def _served(found: Mount, act: str) -> DriveMount:
 
 
 def _take_away(found: Mount, timeout: float) -> str:
-    """Unmount at once, dead or alive; return the fate of its unsent writes."""
+    """Unmount at once, dead or alive; return a note about its unsent writes."""
     if found.fstype == DRIVEFS:
         DriveFs(found).drop(timeout)
         return "what DriveFS had not sent is lost"

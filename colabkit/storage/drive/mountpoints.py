@@ -36,8 +36,7 @@ from colabkit.foundation import (
 Liveness = Literal["alive", "failing", "dead", "hung"]
 
 PROBE_S = 15.0
-"""Seconds after which a mount that does not answer `statvfs` counts as hanging. The answer is never cached, and no
-folder is listed for it."""
+"""Seconds after which a mount hangs if it has not answered `statvfs`, whose answer is never cached."""
 
 GIVE_UP = "give up what is unsent with colabkit.unmount(force=True)"
 NOTHING_WAITS = "nothing waits to be sent; that it reached Drive cannot be seen from here"
@@ -72,8 +71,8 @@ def mount_failed(cause: str, found: str, needed: str, next_step: str, act: str =
 def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Liveness, str]:
     """Return whether a mount answers, and otherwise the reason: its program is dead, it hangs, or it returns errors.
 
-    A child process accesses the mount, since a hanging mount blocks every process that touches it, immune to signals.
-    All `folders` must exist and answer.
+    A child process accesses the mount, since a process that touches a hanging mount blocks and cannot be interrupted,
+    even by signals. All `folders` must exist and answer.
     """
     command = processes.python(_PROBE, *folders)
     try:
@@ -215,7 +214,7 @@ class DriveMount(ABC):
 
     @abstractmethod
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
-        """Clear the cache and return the data lost; only `force` may lose unsent writes. Raises errors as `send`."""
+        """Clear the cache and return the loss; only `force` may lose unsent writes. Raises the errors of `send`."""
 
     def wait_for_uploads(self, act: str, timeout: float, progress: bool) -> None:
         """Wait until no file is left to upload.

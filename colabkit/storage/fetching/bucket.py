@@ -39,7 +39,7 @@ _VERSION_FIELDS = frozenset(
 
 
 def fetch_bucket(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch the file, or every file below the folder, into the partial; raises errors as `fetch()`."""
+    """Fetch the file, or every file below the folder, into the partial; raises the errors of `fetch()`."""
     try:
         download = _BucketDownload(job, kept)
         return job.try_until_done(download.attempt, download.can_resume)

@@ -50,7 +50,7 @@ class _Tail:
 
 
 class _Guard:
-    """Checks every response before gdown reads it."""
+    """A check of every response before gdown reads it."""
 
     def __init__(self, plan: dict[str, Any], say: Any) -> None:
         self.plan, self.say = plan, say

@@ -57,13 +57,13 @@ _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder infor
 
 
 def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive file into the partial; Google documents arrive as gdown exports them. Raises errors as `fetch`."""
+    """Fetch a Drive file into the partial; documents arrive as gdown exports them. Raises the errors of `fetch`."""
     child = _Child(job, kept, is_folder=False)
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.can_resume)
 
 
 def fetch_drive_folder(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive folder into the partial; raises errors as `fetch_drive_file()`."""
+    """Fetch a Drive folder into the partial; raises the errors of `fetch_drive_file()`."""
     child = _Child(job, kept, is_folder=True)
     return job.try_until_done(lambda: _whole_folder(job, kept, child.run()), child.can_resume)
 

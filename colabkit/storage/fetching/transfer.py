@@ -99,7 +99,7 @@ class FetchRecord:
             return None
 
     def write(self, identity: str) -> None:
-        """Save the record for the next fetch; without it, the next fetch only cannot reuse the data."""
+        """Save the record for the next fetch; if saving fails, the next fetch cannot reuse the data."""
         values = {name: getattr(self, name) for name in self.__slots__}
         try:
             with partials.Partial(_record_path(identity)) as partial:

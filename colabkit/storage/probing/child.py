@@ -48,7 +48,7 @@ now = time.perf_counter
 
 
 class Op(NamedTuple):
-    """A finished operation: its start and end times in seconds, and the bytes it read."""
+    """A finished operation: its start and end times in seconds, and the number of bytes read or entries listed."""
 
     start: float
     end: float

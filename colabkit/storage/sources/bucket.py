@@ -155,7 +155,7 @@ class BucketSource:
         return io.BytesIO(self.read(item))
 
     def read(self, item: Item, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's bytes, or those from `start` up to but not including `end`; raises errors as `open`."""
+        """Return an object's bytes, or those from `start` to before `end`; raises the errors of `open`."""
         with self._judged(f"read {item.path!r} of {self.name!r}"):
             return bytes(self._fs.cat_file(self._key(item.path), start=start, end=end))
 

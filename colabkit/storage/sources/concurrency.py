@@ -20,7 +20,7 @@ FIRST = 64
 MOST_IN_FLIGHT = 128
 # The rate must grow by this factor when the level doubles; otherwise the source has reached its limit.
 _GAIN = 1.08
-# A step down may cost at most the rest of the best rate.
+# A step down may reduce the rate to this share of the best one.
 _LOSS = 0.95
 # Busy cores above which more threads only compete for the interpreter lock.
 _BUSY = 0.85
@@ -167,7 +167,7 @@ class _Call(Generic[T, R]):
 
 
 class Calls(Generic[T, R]):
-    """Run one function in threads, with the concurrency of a `Level`; results arrive in order of completion.
+    """Concurrent calls of one function, as many as a `Level` allows; results arrive in order of completion.
 
     A stalled call is abandoned in its daemon thread and repeated in another. So with `stalled_s`, the function must
     have no side effects.

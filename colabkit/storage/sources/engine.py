@@ -54,7 +54,7 @@ def block_offsets(size: int) -> range:
 
 
 class Reading:
-    """Read items of a source with many concurrent requests; a context manager that ends its threads.
+    """A reader of a source's items with many concurrent requests; a context manager that ends its threads.
 
     If the source can hang, the number of requests grows while throughput grows (`Level`). Errors that mounts recover
     from are retried as in `read_item`, and reduce the number; a stalled read is abandoned and repeated once. For other
@@ -103,7 +103,7 @@ class Reading:
         return True
 
     def blocks(self, wanted: Iterable[Wanted]) -> Generator[Block, None, None]:
-        """Yield all started and requested blocks, in order of completion; raises errors as `read_item`."""
+        """Yield all started and requested blocks, in order of completion; raises the errors of `read_item`."""
         if isinstance(self._source, SequentialSource) and self._source.is_sequential:
             yield from self._passed_through(self._source, wanted)
         elif self._calls is None:

@@ -273,7 +273,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
 
 
 def _fd(file: BinaryIO) -> int | None:
-    """Return the descriptor of a file that Python's `open()` returned; that of any other may hold other bytes."""
+    """Return the descriptor of a file that Python's `open()` created; None for others, which may hold other bytes."""
     raw = file.raw if isinstance(file, io.BufferedReader) else file
     return raw.fileno() if isinstance(raw, io.FileIO) else None
 

@@ -67,7 +67,7 @@ class TarStream:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self, size: int) -> None:
-        """Skip `size` bytes; raises errors as `read`."""
+        """Skip `size` bytes; raises the errors of `read`."""
         self._check_room(size)
         if not self.is_inflated:
             self.position += size
@@ -80,7 +80,7 @@ class TarStream:
             size -= skipped
 
     def drain(self) -> None:
-        """Read to the end, where most compression formats have their checksum; raises errors as `read`."""
+        """Read to the end, where most compression formats have their checksum; raises the errors of `read`."""
         while self.is_inflated and self._step(_STEP_BYTES):
             self._check_room(0)
 

@@ -93,7 +93,7 @@ class LocalCopy:
 
     @classmethod
     def of(cls, path: Path) -> LocalCopy | None:
-        """Return the local copy at a path, or whose one file lies there; None if there is none."""
+        """Return the local copy at a path, or the copy whose single file is at the path; None if there is none."""
         if found := cls.at(path):
             return found
         found = cls.at(path.parent)

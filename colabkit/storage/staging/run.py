@@ -65,21 +65,21 @@ def looked_at_by(look: Callable[[Listing], None]) -> Iterator[None]:
 
 @dataclass
 class StagingRun:
-    """The options of a `stage()` call, and how far it is.
+    """The options and the progress of a `stage()` call.
 
     Attributes:
         act: verb and object for messages.
-        name: of the source.
-        places: where the local copy may be, from `candidates`.
+        name: name of the source.
+        places: possible places of the local copy, from `candidates`.
         is_asked: whether the user chose the target.
-        threads: reads in flight, or `"auto"`.
+        threads: number of concurrent reads, or `"auto"`.
         verify: `"size"` or `"full"`.
-        refresh: look for changes although a local copy is there.
-        progress: show a progress bar.
-        origin: size and time of a source that is one file on this machine.
-        resumed_bytes: bytes that were local already.
-        plan: once it is made.
-        is_reused: whether an existing local copy is the result.
+        refresh: whether to look for changes even if a local copy exists.
+        progress: whether to show a progress bar.
+        origin: size and time of a source that is a single local file.
+        resumed_bytes: bytes that were already local.
+        plan: the plan, once it is made.
+        is_reused: whether the result is an existing local copy.
     """
 
     act: str
@@ -336,7 +336,7 @@ class StagingRun:
     def _extract(
         self, kept: KeptPartial, target: Target, source: ArchiveSource
     ) -> tuple[Listing, list[tuple[Item, Crcs]], tuple[int, int] | None]:
-        """Fill the local copy with an archive's members; one that can hang is copied first, as one file."""
+        """Extract an archive into the local copy; copy it as one file first if its source can hang."""
         path, origin = source.path, self.origin
         if source.can_hang:
             file = FileSource(source.path)
