@@ -102,7 +102,7 @@ class Loader:
         size: size in pixels of decoded image files: one side, or height and width. They are resized and cropped as in
             `pack()`. Images decoded to one size are cached, so later epochs skip decoding. For samples that are stored
             decoded, `size=` is allowed if it matches.
-        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"`, which decides by the free memory; `tier`
+        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"`, which chooses by the free space; `tier`
             reports the choice.
         on_bad: how to handle image files that cannot be decoded: `"raise"`, `"skip"` (only in a single process), or
             `"blank"` for an empty image. Valid images of different sizes are always an error if one size is needed.
