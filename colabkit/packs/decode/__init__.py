@@ -1,1 +1,1 @@
-"""Image files become uint8 arrays, by the fastest decoder that gives Pillow's result."""
+"""Decoding of image files to uint8 arrays, with the fastest decoder that matches Pillow's result."""

@@ -1,25 +1,25 @@
-"""Image files become uint8 arrays, by the fastest decoder that gives Pillow's result; `.npy` files become arrays.
+"""Decoding of image files to uint8 arrays with the fastest decoder that matches Pillow, and of `.npy` files to arrays.
 
-What comes out of an image, whatever the file holds:
+Every image is decoded as follows:
 
-- shape: `uint8 [H, W, C]`, C-contiguous, with C = 3 (RGB) or 1 (luminance);
-- grey files: repeated to RGB; RGB to luminance: a JPEG's own, ITU-R 601 for other formats;
-- orientation: turned upright as EXIF asks, or XMP where EXIF is silent; one that cannot be read counts as none;
-- transparency: dropped, not blended, so the colours beneath it show;
-- palettes: looked up; black and white: 0 and 255;
-- CMYK and YCCK: converted by Pillow, a JPEG's values always taken as inverted, as Adobe's are; no profile is applied;
-- 16 bits: the upper 8 are kept; 32 bits: as 16, after values beyond 0 to 65,535 are cut; floating point: an error;
-- animations and files of several pages: the first one;
-- size: scaled to cover it and cut around the centre, bilinear with antialiasing: what `ImageOps.fit` makes of the
-  upright image, within 1 of 255 if it had to be turned; a JPEG of at least 4 times the size is divided by 2, 4 or 8
-  while it is decoded, which changes a value by 0.5 of 255 on average (`pixels.KEPT` has the measurement);
-- pixels: more than 89,478,485, Pillow's bound on decompression bombs, are an error before they are decoded;
-- JPEG: within 2 of 255 of Pillow; bytes behind the image are ignored; a file cut short is an error, and flaws that
-  libjpeg only warns of are judged by Pillow, which passes over them;
-- formats: BMP, GIF, JPEG, PNG, PPM, TIFF, WebP; nothing that would run a program.
+- Shape: `uint8 [H, W, C]`, C-contiguous, with C = 3 (RGB) or 1 (luminance).
+- Grayscale: repeated to RGB if C = 3. RGB to luminance: a JPEG's own luminance, ITU-R 601 for other formats.
+- Orientation: rotated and flipped upright according to EXIF, or XMP if there is no EXIF; unreadable values are ignored.
+- Transparency: dropped without blending, so the hidden colors become visible.
+- Palettes: looked up. Black and white: 0 and 255.
+- CMYK and YCCK: converted by Pillow without color profiles; JPEG values are always treated as inverted, like Adobe's.
+- 16-bit: the upper 8 bits are kept. 32-bit: clipped to 0 to 65,535, then like 16-bit. Floating point: an error.
+- Animations and multi-page files: the first image.
+- Size: scaled to cover `size` and cropped around the center, bilinear with antialiasing. The result is that of
+  `ImageOps.fit` on the upright image, within 1 of 255 if the image is rotated. A JPEG of at least 4 times the size is
+  divided by 2, 4 or 8 while it is decoded, which changes values by 0.5 of 255 on average (measured in `pixels.KEPT`).
+- Pixels: more than 89,478,485, Pillow's limit against decompression bombs, is an error raised before decoding.
+- JPEG: within 2 of 255 of Pillow. Bytes after the image are ignored and a truncated file is an error. If libjpeg only
+  warns of a flaw, Pillow decodes the file and ignores it.
+- Formats: BMP, GIF, JPEG, PNG, PPM, TIFF, WebP; none that would run an external program.
 
-JPEG files of one or three components go to simplejpeg, torchcodec or torchvision (`jpeg`), the rest to Pillow.
-All functions may be called from many threads at once, and before and after a fork.
+JPEG files of one or three components are decoded by simplejpeg, torchcodec or torchvision (see `jpeg`), all others by
+Pillow. All functions can be called from many threads at once, and before and after a fork.
 """
 
 from __future__ import annotations
@@ -57,29 +57,32 @@ from colabkit.packs.decode.pixels import (
 Region = tuple[int, int, int, int]
 """Top, left, height and width of a box."""
 
-# Of the JPEG files that the fast decoders take: grey, YCbCr and RGB, not CMYK and YCCK.
+# Component counts that the fast decoders support: grayscale, YCbCr and RGB, but not CMYK and YCCK.
 _COMPONENTS = (1, 3)
-# What the fast decoders raise: simplejpeg the former, torch the latter.
+# Errors of the fast decoders: simplejpeg raises the first, torch the second.
 _FLAWS = (ValueError, RuntimeError)
-# Fewer rows below a box are not worth the copy of the file.
+# Saving fewer rows below a box is not worth copying the file.
 _SPARED_ROWS = 48
-# The tallest block of rows that is coded together, by 4:1:0 subsampling.
+# Largest height of a coded block (MCU), reached with 4:1:0 subsampling.
 _MCU_ROWS = 32
 _BASELINE = 0xFFC0
 _END = b"\xff\xd9"
 
 
 def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pixels:
-    """Return the image in `data` as `uint8 [H, W, channels]`, C-contiguous, perhaps read-only.
+    """Decode the image in `data` to `uint8 [H, W, channels]`, C-contiguous, possibly read-only.
 
     Args:
-        data: the bytes of an image file.
+        data: bytes of an image file.
         channels: 3 for RGB, 1 for luminance.
-        size: height and width to scale and cut to; None keeps the image's own.
+        size: height and width to scale and crop to; None keeps the image's size.
+
+    Returns:
+        The pixels, upright.
 
     Raises:
-        BadImage: if the bytes are no image, cut short, or have too many pixels. The message is the reason alone; the
-            caller knows the file's name.
+        BadImage: if the bytes are not an image, are truncated, or have too many pixels. The message is only the reason,
+            since the caller knows the file's name.
     """
     pixels, stored, orientation = _decode(data, channels, size)
     if size is not None:
@@ -88,11 +91,15 @@ def decode_image(data: Data, channels: int = 3, size: Size | None = None) -> Pix
 
 
 def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], None]:
-    """Return a function that fills a row of a batch with an image; a JPEG that needs no change is decoded in place.
+    """Return a function that decodes an image into a row of a batch, in place if a JPEG needs no conversion.
 
-    It takes the bytes of an image file and an array `uint8` of `shape`, `[H, W, C]` with C = 3 (RGB) or 1 (luminance),
-    which it does not check: that counts for tiny files. It raises `BadImage` as `decode_image` does, and without `fit`
-    `OtherSize` for images of another size; the row then holds anything.
+    The function takes the bytes of an image file and a `uint8` array of `shape`, `[H, W, C]` with C = 3 (RGB) or 1
+    (luminance). It does not check the array, which saves time for tiny files. It raises `BadImage` like `decode_image`,
+    and without `fit` also `OtherSize` for images of another size; after an error, the row's contents are undefined.
+
+    Args:
+        shape: shape of a row, `[H, W, C]`.
+        fit: whether to scale and crop images of another size.
     """
     height, width, channels = shape
     size = height, width
@@ -109,7 +116,8 @@ def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], N
                     decode_fast(data, out)
                     return
                 except _FLAWS:
-                    pass  # Pillow says what is wrong, or manages
+                    # Pillow may decode the file anyway, or describes the flaw.
+                    pass
         elif header is not None and not fit and turn_size(header[:2], header[3]) != size:
             raise OtherSize(describe_sizes(turn_size(header[:2], header[3]), size))
         pixels = decode_image(data, channels, size if fit else None)
@@ -123,12 +131,12 @@ def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], N
 def image_size(data: Data) -> Size:
     """Return the upright height and width of an image, from its header alone.
 
-    The first bytes of a file are enough where the format allows: BMP, GIF, PNG, PPM, and JPEG as long as the whole
-    header is there, which with a profile and a preview may take hundreds of kilobytes. WebP and TIFF need the whole
-    file, and so does an orientation that stands at the end of a PNG.
+    For BMP, GIF, PNG, PPM and JPEG, the first bytes of a file are enough. A JPEG's whole header must be included, which
+    may take hundreds of kilobytes with a color profile and a preview. WebP and TIFF need the whole file, and so does a
+    PNG whose orientation is stored at its end.
 
     Raises:
-        BadImage: as `decode_image`, as far as a header shows it.
+        BadImage: like `decode_image`, as far as the header shows the problem.
     """
     header = read_header(data)
     if header is None:
@@ -139,12 +147,12 @@ def image_size(data: Data) -> Size:
 
 
 def check_image(data: Data) -> Size:
-    """Return the upright height and width of an image that `decode_image` takes, at the least cost.
+    """Return the upright height and width of an image, after checking as cheaply as possible that it can be decoded.
 
-    A JPEG is decoded at an eighth of its sides, which reads all of its data; other formats are decoded in full.
+    A JPEG is decoded at an eighth of its size, which reads all of its data; other formats are decoded in full.
 
     Raises:
-        BadImage: as `decode_image`.
+        BadImage: like `decode_image`.
     """
     header = read_header(data)
     fast = find_decoder()
@@ -155,7 +163,8 @@ def check_image(data: Data) -> Size:
             fast.decode_scaled(data, 1, divide_size((height, width), 8))
             return turn_size((height, width), orientation)
         except _FLAWS:
-            pass  # Pillow says what is wrong, or manages
+            # Pillow may decode the file anyway, or describes the flaw.
+            pass
     return check_with_pillow(data)
 
 
@@ -163,8 +172,8 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
     """Return the array in a `.npy` file of format 1 or 2; it shares the memory of `data`.
 
     Raises:
-        BadImage: if the bytes are no such file, hold Python objects, or are more or fewer than the header says. The
-            message is the reason alone; the caller knows the file's name.
+        BadImage: if the bytes are not such a file, hold Python objects, or do not match the size in the header. The
+            message is only the reason, since the caller knows the file's name.
     """
     if not data:
         raise BadImage("an empty file")
@@ -192,24 +201,25 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
         return flat.reshape(shape, order="F" if is_fortran else "C")
     except BadImage:
         raise
-    except Exception as error:  # NumPy evaluates the header as a literal, which raises anything
+    except Exception as error:
+        # NumPy evaluates the header as a literal, which can raise any error.
         raise BadImage(f"a damaged header of an array: {error}") from error
 
 
 def decode_region(data: Data, channels: int, region: Region, wanted: Size, whole: Size) -> tuple[Pixels, Region] | None:
-    """Return pixels that hold a box of a JPEG, and where the box lies in them; None where all has to be decoded.
+    """Decode a box of a JPEG; return pixels that contain it and the box within them, or None for a full decode.
 
-    Rows below the box are left out by giving the decoder a lower image: what it then decodes is, value by value, the
-    top of the whole one. If the box is at least twice the wanted size, the image is divided by 2, 4 or 8 while it is
-    decoded, without the margin of `pixels.KEPT`, since a random box is seen once. The edges of the box then move to
-    whole pixels of the divided image: values of smooth photos differ from those of the whole one by 1 of 255 on
-    average, of photos with grain by 2, at most by 20.
+    Rows below the box are skipped by presenting a shorter image to the decoder; the rows that it decodes are identical
+    to those of the whole image. If the box is at least twice the requested size, the image is divided by 2, 4 or 8
+    while it is decoded, without the margin of `pixels.KEPT` because a random box is seen only once. The edges of the
+    box are then rounded to pixels of the divided image. Compared to a full decode, values of smooth photos differ by 1
+    of 255 on average, of grainy photos by 2, at most by 20.
 
     Args:
-        data: the bytes of an image file.
+        data: bytes of an image file.
         channels: 3 for RGB, 1 for luminance.
-        region: the box, inside the image of the upright size `whole`.
-        wanted: height and width that the box will be resized to.
+        region: the box, inside the upright image of size `whole`.
+        wanted: height and width to which the box will be resized.
         whole: height and width of the image, upright.
     """
     fast = find_decoder()
@@ -225,18 +235,20 @@ def decode_region(data: Data, channels: int, region: Region, wanted: Size, whole
             if pixels.shape[:2] == least:
                 return pixels, _divide_region(region, factor, least)
             return None
-        rows = -(-(top + height) // _MCU_ROWS) * _MCU_ROWS + _MCU_ROWS  # upsampled chroma looks at the next row
+        # One block more, because chroma upsampling reads the next row.
+        rows = -(-(top + height) // _MCU_ROWS) * _MCU_ROWS + _MCU_ROWS
         if whole[0] - rows >= _SPARED_ROWS and fast.decode_top is not None and (lower := _lower_frame(data, rows)):
             top_rows = np.empty((rows, whole[1], channels), np.uint8)
             fast.decode_top(memoryview(lower), top_rows)
             return top_rows, region
     except (*_FLAWS, struct.error):
-        return None  # Pillow says what is wrong, or manages
+        # Leave the file to decode_image, which falls back to Pillow.
+        return None
     return None
 
 
 def _decode(data: Data, channels: int, size: Size | None) -> tuple[Pixels, Size, int]:
-    """Return the image, not yet turned, perhaps scaled, with its stored height and width and its orientation."""
+    """Return the image, not yet upright and possibly scaled, with its stored height and width and its orientation."""
     header = read_header(data)
     if header is not None:
         height, width, components, orientation = header
@@ -251,19 +263,20 @@ def _decode(data: Data, channels: int, size: Size | None) -> tuple[Pixels, Size,
                 if fast.decode_scaled is not None:
                     return fast.decode_scaled(data, channels, divide_size(stored, factor)), stored, orientation
             except _FLAWS:
-                pass  # Pillow says what is wrong, or manages
+                # Pillow may decode the file anyway, or describes the flaw.
+                pass
     return decode_with_pillow(data, channels, size)
 
 
 def _divide_region(region: Region, factor: int, whole: Size) -> Region:
-    """Return a box in the coordinates of an image that was divided: each edge at the nearest pixel's."""
+    """Return a box in the coordinates of a divided image, with each edge rounded to the nearest pixel."""
     top, left = min(round(region[0] / factor), whole[0] - 1), min(round(region[1] / factor), whole[1] - 1)
     bottom, right = round((region[0] + region[2]) / factor), round((region[1] + region[3]) / factor)
     return top, left, max(1, min(bottom, whole[0]) - top), max(1, min(right, whole[1]) - left)
 
 
 def _lower_frame(data: Data, rows: int) -> bytearray | None:
-    """Return a baseline JPEG that says it has fewer rows; None if it is another kind of file, or is cut short."""
+    """Return a baseline JPEG whose header declares fewer rows; None if it is not baseline or is truncated."""
     if not bytes(data[-16:]).rstrip(b"\0").endswith(_END):
         return None
     at = 2

@@ -1,11 +1,11 @@
-"""JPEG files: their headers, the decoders that are faster than Pillow, and the encoder.
+"""JPEG files: headers, decoders that are faster than Pillow, and the encoder.
 
-`read_header` reads size, components and orientation without decoding: segments by ITU-T T.81, annex B; EXIF by CIPA
-DC-008 (a TIFF header and its first directory). It leaves anything out of the ordinary to Pillow.
+`read_header` reads size, components and orientation without decoding. It parses segments according to ITU-T T.81, annex
+B, and EXIF according to CIPA DC-008 (a TIFF header and its first directory). Unusual headers are left to Pillow.
 
-`find_decoder` prefers simplejpeg, since it scales while it decodes and fills a given array; then torchcodec (0.16 or
-later has `decode_jpeg`) and torchvision, which Colab's image brings. torch is imported only where simplejpeg is
-missing. A package that is installed but broken counts as missing: each has to decode a small image first.
+`find_decoder` prefers simplejpeg because it scales while decoding and fills a given array. Next are torchcodec (0.16 or
+later has `decode_jpeg`) and torchvision, which Colab's image includes. torch is imported only if simplejpeg is missing.
+A package that is installed but broken counts as missing: each must decode a small image first.
 """
 
 from __future__ import annotations
@@ -25,44 +25,48 @@ from colabkit.foundation import BadImage
 from colabkit.packs.decode.pixels import Data, Pixels, Size
 
 Header = tuple[int, int, int, int]
-"""Height and width as stored, the number of components, the orientation from 1 to 8; a plain tuple, which is cheap."""
+"""Height and width as stored, number of components, and orientation from 1 to 8; a plain tuple for speed."""
 
-FRAMES = frozenset((0xFFC0, 0xFFC1, 0xFFC2))  # baseline, extended, progressive
+# Baseline, extended and progressive frames.
+FRAMES = frozenset((0xFFC0, 0xFFC1, 0xFFC2))
 SOS = 0xFFDA
 APP1 = 0xFFE1
-PASSED = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))) - {APP1}  # DHT, DQT, DRI, COM, APPn
+# Segments to skip: DHT, DQT, DRI, COM, APPn.
+PASSED = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))) - {APP1}
 EXIF = b"Exif\x00\x00"
 ORIENTATION = 0x0112
 SHORT = 3
 TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
 
 MAX_SIDE = 65_500
-"""libjpeg's bound; the format itself ends at 65,535."""
+"""libjpeg's limit; the format itself allows 65,535."""
 
 TRIAL = bytes.fromhex(
     "ffd8ffe000104a46494600010100000100010000ffdb004300080606070605080707070909080a0c140d0c0b0b0c1912130f141d1a1f"
     "1e1d1a1c1c20242e2720222c231c1c2837292c30313434341f27393d38323c2e333432ffc0000b080008001001011100ffc400150001"
     "0100000000000000000000000000000005ffc40014100100000000000000000000000000000000ffda0008010100003f00863fffd9"
 )
-"""An image of 8 by 16 pixels of value 100, by Pillow."""
+"""A JPEG of 8 by 16 pixels of value 100, written by Pillow."""
 
-# libjpeg's words for data behind the last row.
+# libjpeg's message for data after the last row.
 _ROWS_LEFT = "extraneous bytes before marker"
 
 _LATEST: list[tuple[bytes, Header | None]] = [(b"\xff\xd8\0", None)]
-"""What the last header was up to its scan, and what it said."""
+"""Bytes of the last header up to its scan, and the parsed header."""
 
 _marker_and_length = struct.Struct(">HH").unpack_from
-_frame = struct.Struct(">BHHB").unpack_from  # bits a value, height, width, components
+# Bits per value, height, width, components.
+_frame = struct.Struct(">BHHB").unpack_from
 
 
 def read_header(data: Data) -> Header | None:
-    """Return what a JPEG's header says, or None for other formats and for headers that only Pillow should judge.
+    """Return a JPEG's header; None for other formats and for unusual headers, which are left to Pillow.
 
-    The whole header has to be there: everything up to the first scan.
+    The whole header, everything up to the first scan, must be included.
     """
     head, header = _LATEST[0]
-    if isinstance(data, bytes) and data.startswith(head):  # files of one data set often differ behind it only
+    # Files of one dataset often have the same header.
+    if isinstance(data, bytes) and data.startswith(head):
         return header
     if data[:2] != b"\xff\xd8":
         return None
@@ -86,7 +90,8 @@ def read_header(data: Data) -> Header | None:
         bits, height, width, components = frame
         orientation = _orientation(segments) if segments else 1
     except struct.error:
-        return None  # cut short
+        # The header is truncated.
+        return None
     if bits != 8 or not height or not width or orientation is None:
         return None
     header = height, width, components, orientation
@@ -95,10 +100,11 @@ def read_header(data: Data) -> Header | None:
 
 
 def _orientation(segments: list[bytes]) -> int | None:
-    """Return the orientation that APP1 segments tell, None if Pillow should judge it."""
+    """Return the orientation in APP1 segments; None if Pillow should determine it."""
     exif = [segment for segment in segments if segment.startswith(EXIF)]
     if len(exif) > 1:
-        return None  # one directory in several parts
+        # The EXIF directory is split into several segments.
+        return None
     found = _exif_orientation(exif[0][len(EXIF) :]) if exif else 0
     if found == 0:
         return None if any(b"tiff:Orientation" in segment for segment in segments) else 1
@@ -106,7 +112,7 @@ def _orientation(segments: list[bytes]) -> int | None:
 
 
 def _exif_orientation(tiff: bytes) -> int | None:
-    """Return the orientation in an EXIF directory, 0 if it has none, None if the directory is odd or damaged."""
+    """Return the orientation in an EXIF directory; 0 if it has none, None if the directory is unusual or damaged."""
     order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
     if order is None:
         return None
@@ -118,7 +124,8 @@ def _exif_orientation(tiff: bytes) -> int | None:
         (place,) = struct.unpack_from(order + "I", tiff, entry + 8)
         length = count * TYPE_BYTES.get(kind, len(tiff))
         if length > 4 and place + length > len(tiff):
-            return None  # Pillow reads no further
+            # Pillow stops reading here.
+            return None
         if tag == ORIENTATION:
             if found or kind != SHORT or count != 1 or not 1 <= value <= 8:
                 return None
@@ -128,16 +135,18 @@ def _exif_orientation(tiff: bytes) -> int | None:
 
 @dataclass(frozen=True)
 class JpegDecoder:
-    """A decoder for JPEG files of one or three components, which raises ValueError or RuntimeError for any flaw.
+    """A decoder for JPEG files of one or three components that raises ValueError or RuntimeError for any flaw.
 
     Attributes:
-        name: of the package.
+        name: name of the package.
         decode: takes the file's bytes and channels (1 or 3), returns `uint8 [H, W, C]`.
-        decode_scaled: takes also a height and a width, and returns the smallest image that libjpeg makes of at least
-            these; None if the package cannot.
-        decode_into: takes the file's bytes and a C-contiguous array of the image's shape to fill; None if it cannot.
-        decode_top: as `decode_into`, for a file that holds more rows than it says, which is no flaw; None if it cannot.
-        turns: whether it turns the image, by rules of its own, so that it can be given upright ones only.
+        decode_scaled: also takes a height and a width, and returns the smallest image of at least this size that
+            libjpeg can produce; None if not supported.
+        decode_into: takes the file's bytes and a C-contiguous array of the image's shape to fill; None if not
+            supported.
+        decode_top: like `decode_into`, but accepts a file with more rows than its header declares; None if not
+            supported.
+        turns: whether it applies orientation by its own rules, so it can only be used for upright images.
     """
 
     name: str
@@ -150,13 +159,13 @@ class JpegDecoder:
 
 @functools.cache
 def find_decoder() -> JpegDecoder | None:
-    """Return the first decoder that works here, or None if Pillow has to do all."""
+    """Return the first decoder that works here; None if everything must be decoded by Pillow."""
     for probe in PROBES.values():
         try:
             found = probe()
             if _works(found):
                 return found
-        except Exception:  # noqa: S112 - a broken install raises anything: a missing operator, a wrong ABI, a library
+        except Exception:  # noqa: S112 - a broken installation can raise any error
             continue
     return None
 
@@ -181,7 +190,8 @@ def _simplejpeg() -> JpegDecoder:
     def decode_top(data: Data, out: Pixels) -> None:
         try:
             decode_into(data, out)
-        except ValueError as error:  # it tells of the first flaw, after all rows are there
+        except ValueError as error:
+            # simplejpeg raises only after decoding all rows, and reports the first flaw.
             if _ROWS_LEFT not in str(error):
                 raise
 
@@ -204,7 +214,7 @@ def _torchvision() -> JpegDecoder:
     modes = {3: io.ImageReadMode.RGB, 1: io.ImageReadMode.GRAY}
 
     def decode(data: Data, channels: int) -> Pixels:
-        # A copy, since torch warns of memory that it could not write to.
+        # Copy, because torch warns about read-only memory.
         file = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return _as_rows(io.decode_jpeg(file, mode=modes[channels]))
 
@@ -216,11 +226,11 @@ PROBES: dict[str, Callable[[], JpegDecoder]] = {
     "torchcodec": _torchcodec,
     "torchvision": _torchvision,
 }
-"""By name, in the order in which they are asked; each raises if its package is missing or broken."""
+"""Decoders by name in order of preference; each function raises an error if its package is missing or broken."""
 
 
 def _as_rows(tensor: Any) -> Pixels:
-    # NumPy does the rest: torch's threads and a fork do not go together.
+    # Use NumPy, because torch's threads do not survive a fork.
     return np.ascontiguousarray(tensor.numpy().transpose(1, 2, 0))
 
 
@@ -237,12 +247,13 @@ def _works(found: JpegDecoder) -> bool:
 
 
 def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
-    """Return `uint8 [H, W, 1 or 3]` as a baseline JPEG file: colour halved in both directions (4:2:0), no metadata.
+    """Encode `uint8 [H, W, 1 or 3]` as a baseline JPEG file with 4:2:0 subsampling and no metadata.
 
-    simplejpeg has only the fast DCT below a quality of 96, which costs up to 0.1 of 255 on average against Pillow.
+    simplejpeg always uses the fast DCT below quality 96, which differs from Pillow by up to 0.1 of 255 on average.
 
     Raises:
-        BadImage: if the pixels have no such shape, or a side of 0 or more than 65,500. The message is the reason alone.
+        BadImage: if the pixels have another shape or dtype, or a side of 0 or more than 65,500. The message is only the
+            reason.
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
         raise BadImage(f"{pixels.dtype} {list(pixels.shape)}, not uint8 [H, W, 1 or 3]")
@@ -269,6 +280,7 @@ def _writer() -> Callable[[Pixels, int], bytes] | None:
             return file
 
         write(np.zeros((8, 8, 3), np.uint8), 90)
-    except Exception:  # missing or broken
+    except Exception:
+        # simplejpeg is missing or broken.
         return None
     return write

@@ -1,4 +1,4 @@
-"""Decoded pixels: their limits, turning and scaling; and Pillow, which decodes what the fast decoders do not take."""
+"""Decoded pixels: limits, orientation and scaling; and Pillow for files that the fast decoders do not support."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ Size = tuple[int, int]
 """Height and width."""
 
 MAX_PIXELS = 89_478_485
-"""Pillow's bound on decompression bombs, which is a warning there."""
+"""Pillow's limit against decompression bombs, where it only warns."""
 
 FACTORS = (8, 4, 2)
-"""What libjpeg-turbo divides an image's sides by while it decodes; scales between these are slower than none."""
+"""Factors by which libjpeg-turbo divides an image while decoding; other factors are slower than a full decode."""
 
 KEPT = 2
-"""An image scaled while it is decoded keeps this many times the requested size, and the rest is resampled.
+"""An image scaled while decoding keeps this multiple of the requested size; the rest is resampled.
 
-On 400 photos at 32, 64, 128 and 224 pixels the result then differs from a full decode by 0.4 to 0.5 of 255 on average,
-by 1.4 in the worst photo; 99.9% of the values differ by at most 6. Without the margin it is 1.6, 4.9 and 23.
+On 400 photos at 32, 64, 128 and 224 pixels, the result differs from a full decode by 0.4 to 0.5 of 255 on average, and
+by 1.4 in the worst photo; 99.9% of the values differ by at most 6. Without this margin, the numbers are 1.6, 4.9 and
+23.
 """
 
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_JPEG = ("JPEG", "MPO")  # a phone's file with several images is the latter
+# MPO is a JPEG with several images, as written by some phones.
+_JPEG = ("JPEG", "MPO")
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _ORIENTATION = 0x0112
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
 
 class OtherSize(BadImage):
-    """An image of another size than needed, which may be good otherwise; the message is the reason alone."""
+    """An image whose size is not the required one; the message is only the reason."""
 
 
 def describe_sizes(found: Size, needed: Size) -> str:
-    """Return the reason of an `OtherSize`."""
+    """Return the message of an `OtherSize`."""
     return f"{found[1]}x{found[0]} pixels, where {needed[1]}x{needed[0]} are needed"
 
 
@@ -55,17 +57,17 @@ def check_pixels(height: int, width: int) -> None:
 
 
 def turn_size(size: Size, orientation: int) -> Size:
-    """Return height and width after turning, which is also the way back."""
+    """Convert height and width between stored and upright; the conversion is its own inverse."""
     return (size[1], size[0]) if orientation >= 5 else size
 
 
 def divide_size(size: Size, factor: int) -> Size:
-    """Return height and width divided as libjpeg divides them: rounded up."""
+    """Return height and width divided and rounded up, as libjpeg does."""
     return -(-size[0] // factor), -(-size[1] // factor)
 
 
 def choose_factor(stored: Size, orientation: int, wanted: Size | None) -> int:
-    """Return what the sides of a stored JPEG may be divided by while decoding, for an upright result `wanted`."""
+    """Return the factor by which a stored JPEG can be divided while decoding to get the upright size `wanted`."""
     if wanted is None:
         return 1
     height, width = (KEPT * side for side in turn_size(wanted, orientation))
@@ -73,16 +75,16 @@ def choose_factor(stored: Size, orientation: int, wanted: Size | None) -> int:
 
 
 def fit_pixels(pixels: Pixels, stored: Size, orientation: int, wanted: Size) -> Pixels:
-    """Return pixels scaled to cover an upright size and cut around the centre: bilinear with antialiasing, not turned.
+    """Scale pixels to cover an upright size and crop around the center, bilinear with antialiasing; does not rotate.
 
-    They may have been scaled while they were decoded; `stored` is their height and width before that, since an odd
-    side is not halved exactly.
+    The pixels may already have been scaled while decoding. `stored` is the size before that, which is needed because an
+    odd side is not halved exactly.
     """
     height, width = turn_size(wanted, orientation)
     if pixels.shape[:2] == (height, width) == stored:
         return pixels
     factor = next(factor for factor in (1, 2, 4, 8) if divide_size(stored, factor) == pixels.shape[:2])
-    # The box of ImageOps.fit, in coordinates of the stored image.
+    # Compute the crop box of ImageOps.fit in coordinates of the stored image.
     cut_height, cut_width = (float(side) for side in stored)
     if cut_width * height >= cut_height * width:
         cut_width = cut_height * width / height
@@ -97,11 +99,11 @@ def fit_pixels(pixels: Pixels, stored: Size, orientation: int, wanted: Size) -> 
 
 
 def turn_pixels(pixels: Pixels, orientation: int) -> Pixels:
-    """Return pixels turned upright by EXIF's orientation, C-contiguous; the table is `ImageOps.exif_transpose`'s."""
+    """Return pixels rotated and flipped upright by EXIF orientation, C-contiguous, like `ImageOps.exif_transpose`."""
     if orientation == 1:
         return pixels
     height, width, channels = pixels.shape
-    # Three bytes move as one value, which halves the time.
+    # Moving each pixel as one value of three bytes takes half the time.
     values: npt.NDArray[Any] = np.ascontiguousarray(pixels).view(f"V{channels}").reshape(height, width)
     if orientation >= 5:
         values = values.T
@@ -114,9 +116,9 @@ def turn_pixels(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[Pixels, Size, int]:
-    """Return the image, not yet turned, with its stored height and width and its orientation.
+    """Return the image, not yet upright, with its stored height and width and its orientation.
 
-    A JPEG may be scaled while it is decoded, if it will be brought to the size `wanted`.
+    A JPEG may be scaled while decoding if the size `wanted` allows it.
     """
     with _open(data) as image:
         stored = _load(image, channels, lambda size: choose_factor(size, _orientation(image), wanted))
@@ -124,14 +126,15 @@ def decode_with_pillow(data: Data, channels: int, wanted: Size | None) -> tuple[
 
 
 def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pixels:
-    """Return a `PIL.Image.Image` of any mode as `images.decode_image` returns its file, perhaps read only now."""
+    """Convert a `PIL.Image.Image` of any mode to the pixels that `decode_image` returns for its file."""
     try:
         check_pixels(image.height, image.width)
         image.load()
         pixels, orientation = _to_channels(image, channels), _orientation(image)
     except (BadImage, MemoryError):
         raise
-    except Exception as error:  # of a file that is read only now, and broken
+    except Exception as error:
+        # Loading a broken file can raise any error.
         raise BadImage(f"{type(error).__name__}: {error}") from error
     if size is not None:
         pixels = fit_pixels(pixels, (pixels.shape[0], pixels.shape[1]), orientation, size)
@@ -139,7 +142,7 @@ def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pi
 
 
 def check_with_pillow(data: Data) -> Size:
-    """Return the upright height and width of an image that decodes wholly."""
+    """Return the upright height and width of an image, after checking that all of its data decodes."""
     with _open(data) as image:
         stored = _load(image, 3, lambda _: 8)
         _check_mode(image)
@@ -147,12 +150,13 @@ def check_with_pillow(data: Data) -> Size:
 
 
 def measure_with_pillow(data: Data) -> Size:
-    """Return the upright height and width of an image, undecoded but for rare PNG files with metadata at their end."""
+    """Return the upright height and width of an image; decodes only rare PNG files with metadata at their end."""
     with _open(data) as image:
         if image.format == "PNG" and _has_late_metadata(data):
             image.load()
         stored = image.height, image.width
-        if image.format == "TIFF":  # whose size some versions of Pillow have already turned
+        # Some versions of Pillow report the upright size of a TIFF.
+        if image.format == "TIFF":
             stored = int(image.tag_v2[_TIFF_HEIGHT]), int(image.tag_v2[_TIFF_WIDTH])
         return turn_size(stored, _orientation(image))
 
@@ -168,19 +172,22 @@ def _open(data: Data) -> Iterator[Any]:
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         bomb = isinstance(error, Image.DecompressionBombError)
         raise BadImage("more pixels than allowed" if bomb else _describe_unknown(bytes(data[:256]))) from error
-    except Exception as error:  # Pillow's plugins raise all sorts on broken files
+    except Exception as error:
+        # Pillow's plugins can raise any error on broken files.
         raise BadImage(f"{type(error).__name__}: {error}") from error
 
 
 def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
-    """Decode an image, a JPEG at its size divided by the factor that is chosen, and return its height and width."""
+    """Decode an image, dividing a JPEG by the chosen factor, and return its stored height and width."""
     stored = image.height, image.width
     if image.format not in _JPEG:
-        image.load()  # which turns a TIFF
+        # Loading rotates a TIFF, so the size is read afterwards.
+        image.load()
         return image.height, image.width
     factor = choose(stored)
-    mode = "L" if channels == 1 else None  # a JPEG's own luminance, as the fast decoders give it
-    # A draft of the very size it has would change nothing but the mode.
+    # Take a JPEG's own luminance, like the fast decoders.
+    mode = "L" if channels == 1 else None
+    # With a factor of 1, this changes only the mode.
     image.draft(mode, (max(1, image.width // factor), max(1, image.height // factor)))
     image.load()
     return stored
@@ -188,15 +195,16 @@ def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
 
 def _orientation(image: Any) -> int:
     try:
-        # The general method: a PNG's own would decode the whole image to look for EXIF behind it.
+        # Call the base class's method, because a PNG's own would decode the whole image to find EXIF after the pixels.
         value = Image.Image.getexif(image).get(_ORIENTATION, 1)
         return int(value) if value in range(2, 9) else 1
-    except Exception:  # damaged EXIF: Pillow raises anything
+    except Exception:
+        # Damaged EXIF can raise any error in Pillow.
         return 1
 
 
 def _has_late_metadata(png: Data) -> bool:
-    """Return whether metadata stands behind a PNG's pixels, where it may hold an orientation."""
+    """Return whether a PNG has metadata after its pixels, which may include an orientation."""
     at, pixels = 8, False
     while at + 8 <= len(png):
         kind = bytes(png[at + 4 : at + 8])
@@ -223,7 +231,7 @@ def _check_mode(image: Any) -> None:
 
 
 def _describe_unknown(head: bytes) -> str:
-    """Return why a file that begins like this is not an image."""
+    """Return the reason why a file with this beginning is not an image."""
     if not head:
         return "an empty file"
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
