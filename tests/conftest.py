@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark all but a few cases of each test as `full`, and deselect what only `--full` runs."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not item.get_closest_marker("full"):
+        if not item.get_closest_marker("full") and not item.get_closest_marker("every_case"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
         kept = {round(number * (len(found) - 1) / (MOST_CASES - 1)) for number in range(MOST_CASES)}

@@ -75,6 +75,12 @@ def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positio
 
     Raises:
         InvalidOption: if the range is not within [0, n].
+
+    Example:
+        >>> from colabkit import sampler
+        >>> order = sampler.epoch_order(5, seed=0, epoch=0, start=0, stop=5)
+        >>> sorted(order.tolist())
+        [0, 1, 2, 3, 4]
     """
     check_range(start, stop, n)
     if n <= _SORTED_UP_TO:

@@ -125,6 +125,16 @@ class Loader:
             them ahead) or `"source"` (each epoch decodes them or calls the data set again). `tier.reason` names the
             deciding sizes, and `tier.rows` is the number of cached decoded samples.
         bad_samples: names of image files that could not be decoded, with the reasons.
+
+    Example:
+        >>> import colabkit
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> loader = colabkit.Loader(data, batch_size=64, shuffle=True)
+        >>> images, labels = next(iter(loader))
+        >>> images.shape, labels.shape
+        (torch.Size([64, 3, 8, 8]), torch.Size([64]))
+        >>> len(loader)
+        29
     """
 
     def __init__(

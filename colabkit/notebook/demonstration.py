@@ -179,6 +179,14 @@ def demo(
         SourceMissing, BadSource, BadArchive, BadImage: If the data does not exist, has no classes, or is damaged.
         TargetExists: If `keep` is not empty.
         NotEnoughSpace: If the local copy or the pack does not fit.
+
+    Example:
+        >>> import colabkit
+        >>> report = colabkit.demo(epochs=1, latency=0.001, progress=False)
+        >>> report.samples, report.classes
+        (1797, 10)
+        >>> report.packed_images_per_s > 0
+        True
     """
     act = "run the demo"
     check_whole_number(act, "epochs", epochs, 1)

@@ -44,6 +44,13 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     Args:
         shell: The running IPython shell.
+
+    Example:
+        >>> import colabkit
+        >>> from IPython import get_ipython
+        >>> colabkit.load_ipython_extension(get_ipython())
+        >>> get_ipython().find_line_magic("stage") is None
+        False
     """
     if shell in _unloaders:
         return
@@ -77,6 +84,14 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
     Args:
         shell: The running IPython shell.
+
+    Example:
+        >>> import colabkit
+        >>> from IPython import get_ipython
+        >>> colabkit.load_ipython_extension(get_ipython())
+        >>> colabkit.unload_ipython_extension(get_ipython())
+        >>> get_ipython().find_line_magic("stage") is None
+        True
     """
     from colabkit.notebook.launcher.panel import close_launchers
 

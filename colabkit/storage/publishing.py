@@ -132,6 +132,13 @@ def publish(
         Corrupt: if the bytes read back differ from those written.
         TimedOut: if the mount does not respond for ten minutes, plus one second for each 10 MB of the largest file and
             for each 10 files; the unfinished copy stays there under its hidden name.
+
+    Example:
+        >>> import colabkit
+        >>> packed = colabkit.pack("samples:digits", "digits.h5")
+        >>> published = colabkit.publish(packed.path, "saved/")
+        >>> published.published_bytes == packed.pack_bytes
+        True
     """
     started = time.monotonic()
     act = f"publish {str(path)!r}"

@@ -98,6 +98,16 @@ def headspace(
     Raises:
         InvalidOption: If a custom step comes without `state`, accumulated gradients are pending, or the loader is
             empty or can be iterated only once.
+
+    Example:
+        >>> import colabkit, torch
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> loader = colabkit.Loader(data, batch_size=64)
+        >>> model = colabkit.small_network(10, (8, 8, 3))
+        >>> step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
+        >>> ceiling = colabkit.headspace(step, loader, seconds=0.5)
+        >>> ceiling.batch_size, ceiling.samples_per_s > 0
+        (64, True)
     """
     act = "measure the headspace"
     check_step(act, "headspace", step, loader, is_any_loader=True)

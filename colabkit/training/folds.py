@@ -96,6 +96,15 @@ def k_fold(
     Raises:
         InvalidOption: If there are fewer samples or groups than folds, `run` is not a function, or it returns
             something else.
+
+    Example:
+        >>> import colabkit
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> def run(train, held_out, fold):
+        ...     return {"share": len(held_out) / len(data)}
+        >>> result = colabkit.k_fold(run, data, folds=3)
+        >>> round(result.mean["share"], 2)
+        0.33
     """
     act = "train on folds"
     check_callable(act, "run", run, "Pass k_fold(run, dataset)", optional=False)

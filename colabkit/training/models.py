@@ -263,6 +263,12 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
 
     Raises:
         InvalidOption: If `classes` is less than 1, or `shape` is not that of an image.
+
+    Example:
+        >>> import colabkit, torch
+        >>> model = colabkit.small_network(10, (8, 8, 3))
+        >>> model(torch.rand(4, 3, 8, 8)).shape
+        torch.Size([4, 10])
     """
     act = "make a small network"
     check_whole_number(act, "classes", classes, 1)

@@ -176,6 +176,14 @@ def notebook_launch(function: Callable[..., Any], processes: int | None = None, 
     Raises:
         InvalidOption: If there are fewer GPUs than processes, or the function cannot be pickled.
         LaunchFailed: If a process failed. It describes the first failure and has its traceback as a note.
+
+    Example:
+        >>> import colabkit
+        >>> def work(factor):
+        ...     import torch.distributed as dist
+        ...     return factor * dist.get_world_size()
+        >>> colabkit.notebook_launch(work, 2, 10)
+        20
     """
     act = "launch training"
     gpus = torch.cuda.device_count()

@@ -80,6 +80,14 @@ def supervised_step(
 
     Raises:
         InvalidOption: If an argument is invalid, or contradicts another one.
+
+    Example:
+        >>> import colabkit, torch
+        >>> model = colabkit.small_network(10, (8, 8, 3))
+        >>> step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
+        >>> images, labels = torch.rand(4, 3, 8, 8), torch.tensor([3, 1, 4, 1])
+        >>> sorted(step((images, labels)))
+        ['accuracy', 'loss']
     """
     options = StepOptions(scheduler, amp, channels_last, accumulate, clip, compile)
     check_training(model, optimizer, loss, scheduler)

@@ -163,6 +163,16 @@ def train(
         TargetExists: If `resume` is False and `save_to` contains checkpoints.
         Corrupt: If all checkpoints are damaged.
         NotEnoughSpace, FileFailed, TimedOut: If the first or the last checkpoint cannot be written.
+
+    Example:
+        >>> import colabkit, torch
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> loader = colabkit.Loader(data, batch_size=64, shuffle=True)
+        >>> model = colabkit.small_network(10, (8, 8, 3))
+        >>> step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
+        >>> report = colabkit.train(step, loader, epochs=2, save_to="checkpoints")
+        >>> report.steps, report.stopped
+        (58, None)
     """
     check_step(_ACT, "train", step, loader)
     check_whole_number(_ACT, "epochs", epochs, 0)

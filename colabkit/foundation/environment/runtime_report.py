@@ -172,6 +172,14 @@ def runtime() -> RuntimeReport:
 
     Returns:
         The report.
+
+    Example:
+        >>> import colabkit
+        >>> machine = colabkit.runtime()
+        >>> machine.cpus > 0, machine.memory.available_bytes > 0
+        (True, True)
+        >>> machine.python
+        '3...'
     """
     memory = memory_limits(read_file)
     table = mounts()

@@ -60,6 +60,14 @@ class Compose(_Steps):
 
     Raises:
         InvalidOption: if the list is empty, an item is not callable, or an item transforms single samples.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> transform = augment.Compose([augment.RandomHorizontalFlip(), augment.Normalize()])
+        >>> transform(images).dtype
+        torch.float32
     """
 
     def __init__(self, transforms: Iterable[Callable[..., Any]], *others: Any) -> None:

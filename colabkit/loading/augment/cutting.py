@@ -27,6 +27,13 @@ class Boxes:
         height: number of rows, `int64 [B]`.
         width: number of columns, `int64 [B]`.
         mirrored: whether the box is flipped horizontally after the cut, `bool [B]`.
+
+    Example:
+        >>> import numpy as np
+        >>> from colabkit import augment
+        >>> boxes = augment.Boxes.of_size(np.array([0, 4]), np.array([2, 4]), (8, 8))
+        >>> list(boxes.rows())
+        [(0, 2, 8, 8, False), (4, 4, 8, 8, False)]
     """
 
     top: Sizes

@@ -24,6 +24,16 @@ class Geometry(Transform):
         size: height and width of the result; None for those of the image.
         resizes: whether the box may differ in size from the result.
         fill: pixel value outside the image.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> class UpperLeftCrop(augment.Geometry):
+        ...     size = (24, 24)
+        ...     def boxes(self, sizes, draws):
+        ...         return augment.Boxes.of_size(0 * sizes[:, 0], 0 * sizes[:, 1], self.size)
+        >>> UpperLeftCrop()(torch.zeros(4, 3, 32, 32, dtype=torch.uint8)).shape
+        torch.Size([4, 3, 24, 24])
     """
 
     size: tuple[int, int] | None = None
@@ -82,6 +92,14 @@ class RandomResizedCrop(Geometry):
 
     Raises:
         InvalidOption: if an argument is invalid.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> crop = augment.RandomResizedCrop(24, scale=(0.5, 1.0))
+        >>> crop(images).shape
+        torch.Size([4, 3, 24, 24])
     """
 
     resizes = True
@@ -139,6 +157,14 @@ class RandomCrop(Geometry):
 
     Raises:
         InvalidOption: if an argument is invalid, or, when it is applied, if an image is too small.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> crop = augment.RandomCrop(32, padding=4)
+        >>> crop(images).shape
+        torch.Size([4, 3, 32, 32])
     """
 
     def __init__(self, size: int | tuple[int, int], padding: int | Sequence[int] = 0, fill: float = 0) -> None:
@@ -181,6 +207,14 @@ class CenterCrop(Geometry):
 
     Raises:
         InvalidOption: if the size is invalid.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> crop = augment.CenterCrop(24)
+        >>> torch.equal(crop(images), images[:, :, 4:28, 4:28])
+        True
     """
 
     def __init__(self, size: int | tuple[int, int]) -> None:
@@ -206,6 +240,14 @@ class RandomHorizontalFlip(Geometry):
 
     Raises:
         InvalidOption: if the probability is not between 0 and 1.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> flip = augment.RandomHorizontalFlip(p=1.0)
+        >>> torch.equal(flip(images), images.flip(3))
+        True
     """
 
     def __init__(self, p: float = 0.5) -> None:

@@ -38,6 +38,13 @@ class Normalize(Transform):
     Raises:
         InvalidOption: if a value is not a finite number, a standard deviation is not positive, the lengths differ, or
             the dtype is not floating-point.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+        >>> augment.Normalize(mean=[0.5, 0.5, 0.5], std=[0.25, 0.25, 0.25])(images)[0, :, 0, 0]
+        tensor([2., 2., 2.])
     """
 
     def __init__(
@@ -101,6 +108,14 @@ class Cutout(Transform):
 
     Raises:
         InvalidOption: if an argument is invalid.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.full((4, 3, 32, 32), 255, dtype=torch.uint8)
+        >>> cut = augment.Cutout(8)(images)
+        >>> (cut == 0).flatten(1).any(1)
+        tensor([True, True, True, True])
     """
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0, fill: float = 0) -> None:
@@ -153,6 +168,15 @@ class MixUp(Transform):
 
     Raises:
         InvalidOption: if an argument is invalid, or, when it is applied, if a label is not one of these classes.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> labels = torch.tensor([0, 1, 2, 3])
+        >>> mixed, probabilities = augment.MixUp(classes=4)(images, labels)
+        >>> probabilities.shape, probabilities.dtype
+        (torch.Size([4, 4]), torch.float32)
     """
 
     whole_batch = True

@@ -28,6 +28,15 @@ class Draws:
         epoch: number of the epoch.
         positions: positions of the samples in the epoch's global order, `int64 [B]`.
         stream: number of the sample's random stream; each transform of a `Compose` has its own.
+
+    Example:
+        >>> import numpy as np
+        >>> from colabkit import augment
+        >>> draws = augment.Draws(seed=0, epoch=3, positions=np.arange(64))
+        >>> draws.uniforms(2).shape
+        (64, 2)
+        >>> np.array_equal(draws.uniforms(2)[8:16], draws.part(8, 16).uniforms(2))
+        True
     """
 
     seed: int
@@ -65,6 +74,15 @@ class Transform:
     Attributes:
         whole_batch: whether the result of a sample depends on the other samples, so the batch has to be complete.
         changes_labels: whether it changes labels; if not, a loader may call `apply` without them.
+
+    Example:
+        >>> import torch
+        >>> from colabkit import augment
+        >>> class Invert(augment.Transform):
+        ...     def apply(self, images, labels, draws):
+        ...         return 255 - images, labels
+        >>> Invert()(torch.zeros(1, 3, 8, 8, dtype=torch.uint8)).unique()
+        tensor([255], dtype=torch.uint8)
     """
 
     whole_batch: bool = False
@@ -115,6 +133,13 @@ class PerBatch(Transform):
 
     Raises:
         InvalidOption: if it is not callable.
+
+    Example:
+        >>> import colabkit, torch
+        >>> images = torch.zeros(64, 3, 8, 8, dtype=torch.uint8)
+        >>> scale = colabkit.augment.PerBatch(lambda batch: batch.float() / 255)
+        >>> next(iter(colabkit.Loader(images, batch_size=32, transform=scale))).dtype
+        torch.float32
     """
 
     whole_batch = True
@@ -143,6 +168,13 @@ class PerSample:
 
     Raises:
         InvalidOption: if it is not callable.
+
+    Example:
+        >>> import colabkit, torch
+        >>> signals = torch.zeros(64, 100)
+        >>> spectrum = colabkit.augment.PerSample(lambda signal: torch.fft.rfft(signal).abs())
+        >>> next(iter(colabkit.Loader(signals, batch_size=32, transform=spectrum))).shape
+        torch.Size([32, 51])
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:

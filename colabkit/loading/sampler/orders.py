@@ -25,7 +25,16 @@ from colabkit.foundation import (
 
 @runtime_checkable
 class Order(Protocol):
-    """Protocol of a sample order: a pure function from the epoch and a range of positions to sample indices."""
+    """Protocol of a sample order: a pure function from the epoch and a range of positions to sample indices.
+
+    Example:
+        >>> from colabkit import sampler
+        >>> order = sampler.Shuffled(1000)
+        >>> isinstance(order, sampler.Order)
+        True
+        >>> len(order), order.n, order.policy
+        (1000, 1000, 'shuffle')
+    """
 
     def __len__(self) -> int:
         """Return the number of positions per epoch."""
@@ -83,6 +92,11 @@ class Sequential(PureOrder):
 
     Raises:
         InvalidOption: if n is not a whole number of 0 or more.
+
+    Example:
+        >>> from colabkit import sampler
+        >>> sampler.Sequential(1000).indices(epoch=0, start=10, stop=14)
+        array([10, 11, 12, 13])
     """
 
     n: int
@@ -119,6 +133,12 @@ class Shuffled(PureOrder):
 
     Raises:
         InvalidOption: if an argument is not a whole number of 0 or more.
+
+    Example:
+        >>> from colabkit import sampler
+        >>> order = sampler.Shuffled(1_000_000_000, seed=1)
+        >>> order.indices(epoch=0, start=500, stop=504)
+        array([...])
     """
 
     n: int
@@ -158,6 +178,13 @@ class BlockShuffled(PureOrder):
 
     Raises:
         InvalidOption: if an argument is not a whole number in its range.
+
+    Example:
+        >>> from colabkit import sampler
+        >>> order = sampler.BlockShuffled(10_000, block_samples=64, window_blocks=4)
+        >>> first_window = order.indices(epoch=0, start=0, stop=256)
+        >>> len(set(first_window // 64))
+        4
     """
 
     n: int

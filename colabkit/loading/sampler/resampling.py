@@ -46,6 +46,14 @@ class Balanced(PureOrder):
 
     Raises:
         InvalidOption: if labels are not whole numbers, or another argument is not a whole number in its range.
+
+    Example:
+        >>> import colabkit, torch
+        >>> labels = torch.tensor([0] * 90 + [1] * 10)
+        >>> order = colabkit.sampler.Balanced(labels)
+        >>> loader = colabkit.Loader((torch.rand(100, 8), labels), batch_size=20, sampler=order)
+        >>> next(iter(loader))[1].bincount()
+        tensor([10, 10])
     """
 
     num_samples: int
@@ -141,6 +149,12 @@ class Weighted(PureOrder):
             `num_samples` are above 0.
 
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006): exponential keys.
+
+    Example:
+        >>> import colabkit
+        >>> order = colabkit.sampler.Weighted([0.0, 0.5, 0.5], num_samples=100)
+        >>> 0 in order.indices(epoch=0, start=0, stop=100)
+        False
     """
 
     weights: npt.NDArray[np.float64]

@@ -68,6 +68,14 @@ def diagnose(
             `seconds` is not a finite number; if `headspace` has another type, or the loader was not used for training.
         SourceMissing: if nothing is at the path of the report.
         BadSource: if the file at the path is not a saved report.
+
+    Example:
+        >>> import colabkit
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> loader = colabkit.Loader(data, batch_size=64)
+        >>> diagnosis = colabkit.diagnose(loader, seconds=0.5)
+        >>> diagnosis.verdict in ("data", "copy", "compute", "other", "unknown")
+        True
     """
     next_step = "Pass headspace=colabkit.headspace(step, loader)"
     kinds = (HeadspaceReport, type(None))
@@ -170,6 +178,15 @@ def watch(loader: Iterable[T_co]) -> WatchedLoader[T_co]:
 
     Raises:
         InvalidOption: if `loader` is not an iterable of batches, for example a model or a tensor.
+
+    Example:
+        >>> import colabkit, torch
+        >>> loader = colabkit.watch(torch.utils.data.DataLoader(range(6400), batch_size=64))
+        >>> for batch in loader:
+        ...     mean = batch.float().mean()
+        >>> diagnosis = colabkit.diagnose(loader)
+        >>> diagnosis.samples_per_s > 0
+        True
     """
     if isinstance(loader, WatchedLoader):
         return loader

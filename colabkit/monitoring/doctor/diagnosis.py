@@ -47,6 +47,14 @@ class Advice:
         confidence: confidence in the prediction.
         check: how to verify the effect.
         rule: name of the rule that gave the advice.
+
+    Example:
+        >>> import colabkit
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> diagnosis = colabkit.diagnose(colabkit.Loader(data, batch_size=64), seconds=0.5)
+        >>> actions = [advice.action for advice in diagnosis.advice]
+        >>> len(actions) <= 3
+        True
     """
 
     found: str

@@ -54,6 +54,15 @@ def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboa
     Raises:
         InvalidOption: if an argument has an invalid value.
         MissingPackage: if `screen="widgets"` and ipywidgets is not installed.
+
+    Example:
+        >>> import colabkit
+        >>> data = colabkit.prepare("samples:digits", save_to=None)["train"]
+        >>> loader = colabkit.Loader(data, batch_size=64)
+        >>> with colabkit.dashboard(screen="none"):
+        ...     samples = sum(len(labels) for images, labels in loader)
+        >>> samples
+        1797
     """
     check_number("show the panel", "refresh_s", refresh_s, 0.5, example=0.5)
     check_one_of("show the panel", "screen", screen, get_args(ScreenName))

@@ -62,6 +62,13 @@ def open_launcher() -> Launcher:
     Raises:
         NoNotebook: If this is not a notebook.
         MissingPackage: If ipywidgets is not installed.
+
+    Example:
+        >>> import colabkit
+        >>> launcher = colabkit.open_launcher()
+        >>> launcher.is_open
+        True
+        >>> launcher.close()
     """
     act = "open the launcher"
     ipython = sys.modules.get("IPython")

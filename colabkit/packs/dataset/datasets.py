@@ -102,6 +102,14 @@ class PackedDataset(LabelledDataset):
         split_name, labels, classes, fields: see `LabelledDataset`.
         fingerprint: text that identifies this split of this pack and this view of it.
         numbers: row numbers of a view within the split, `int64 [N]`; None for the whole split.
+
+    Example:
+        >>> import colabkit
+        >>> packed = colabkit.pack("samples:digits", "digits.h5")
+        >>> data = colabkit.open_pack("digits.h5")["train"]
+        >>> images, labels = data[:4]
+        >>> images.shape, labels.dtype
+        (torch.Size([4, 3, 8, 8]), torch.int64)
     """
 
     def __init__(self, opened: OpenSplit, numbers: Indices | None = None) -> None:
@@ -337,6 +345,14 @@ class FileDataset(LabelledDataset):
         split_name, labels, classes, fields: see `LabelledDataset`.
         fingerprint: text that identifies these files by their relative paths, sizes and labels; a copy elsewhere has
             the same fingerprint.
+
+    Example:
+        >>> import colabkit
+        >>> staged = colabkit.stage("samples:digits", to="digits")
+        >>> data = colabkit.FileDataset(staged.path)
+        >>> image, label = data[0]
+        >>> len(data), image.shape, label
+        (1797, torch.Size([3, 8, 8]), 0)
     """
 
     def __init__(

@@ -62,6 +62,14 @@ def open_pack(
         NotSealed: if it is a pack that was never finished, or lost its seal.
         Corrupt: if it has changed since it was sealed.
         InvalidOption: if `x` or `y` is given for a pack, whose dataset names are fixed.
+
+    Example:
+        >>> import colabkit
+        >>> packed = colabkit.pack("samples:digits", "digits.h5")
+        >>> data = colabkit.open_pack("digits.h5")["train"]
+        >>> image, label = data[0]
+        >>> image.shape, data.classes[label]
+        (torch.Size([3, 8, 8]), '0')
     """
     act = f"open {os.fspath(path)!r}"
     found = user_path(path, act).absolute()
@@ -86,6 +94,15 @@ class Pack(Mapping[str, PackedDataset]):
         encoding: how samples are stored: `raw` and `array` as they are used, `source` and `jpeg` as image files.
         splits: number of samples in each split.
         info: layout and seal, read from the file.
+
+    Example:
+        >>> import colabkit
+        >>> packed = colabkit.pack("samples:digits", "digits.h5")
+        >>> pack = colabkit.open_pack("digits.h5")
+        >>> dict(pack.splits), len(pack.classes)
+        ({'train': 1797}, 10)
+        >>> len(pack["train"])
+        1797
     """
 
     def __init__(self, info: PackInfo, open_split: Callable[[str], OpenSplit]) -> None:

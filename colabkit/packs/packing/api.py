@@ -211,6 +211,15 @@ def pack(
         TargetExists: if something else exists at `out` and `overwrite` is false.
         NotEnoughSpace: if the pack does not fit; raised before anything is written.
         PackingFailed: if worker processes die.
+
+    Example:
+        >>> import colabkit
+        >>> shares = {"train": 0.8, "test": 0.2}
+        >>> packed = colabkit.pack("samples:digits", "digits.h5", size=16, splits=shares)
+        >>> packed.sample_shape, packed.encoding
+        ((16, 16, 3), 'raw')
+        >>> sum(packed.splits.values())
+        1797
     """
     started = time.monotonic()
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""

@@ -84,6 +84,13 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
     Raises:
         SourceMissing, BadSource, NotSealed: if there is no finished pack at the path.
         Corrupt: if the layout, the labels or the table of CRCs is damaged, so samples cannot be checked.
+
+    Example:
+        >>> import colabkit
+        >>> packed = colabkit.pack("samples:digits", "digits.h5")
+        >>> checked = colabkit.verify("digits.h5")
+        >>> checked.is_good, checked.samples
+        (True, 1797)
     """
     started = time.monotonic()
     if isinstance(path, StageReport):

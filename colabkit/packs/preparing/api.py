@@ -121,6 +121,14 @@ def prepare(
 
     Raises:
         ColabkitError: any error that `pack()` raises.
+
+    Example:
+        >>> import colabkit
+        >>> pack = colabkit.prepare("samples:digits", size=16, save_to="saved")
+        >>> len(pack["train"]), pack["train"][0][0].shape
+        (1797, torch.Size([3, 16, 16]))
+        >>> pack.report.saved_path.exists()
+        True
     """
     name, key, _ = identity_of(source, extract=True)
     act = f"prepare {name!r}"

@@ -68,7 +68,16 @@ class PrepareReport(Report):
 
 
 class PreparedPack(Pack):
-    """A pack with a `report` of how `prepare()` obtained it."""
+    """A pack with a `report` of how `prepare()` obtained it.
+
+    Example:
+        >>> import colabkit
+        >>> pack = colabkit.prepare("samples:digits", save_to=None)
+        >>> len(pack["train"])
+        1797
+        >>> pack.report.path == pack.path
+        True
+    """
 
     def __init__(self, info: PackInfo, report: PrepareReport) -> None:
         super().__init__(info, partial(open_sealed, info.path.absolute(), info.seal))

@@ -200,6 +200,14 @@ def mount(
     Raises:
         MountFailed: if Drive cannot be mounted; the attribute `cause` holds the reason.
         UnsentWrites: if writes could not be sent before mounting again.
+
+    Example:
+        >>> import colabkit
+        >>> drive = colabkit.mount()
+        >>> drive.state
+        'mounted'
+        >>> (drive.path / "notes.txt").write_text("seen in Drive")
+        13
     """
     started = time.monotonic()
     act = "mount Drive"
@@ -289,6 +297,14 @@ def unmount(
         TimedOut: if the writes are not sent in time.
         UnsentWrites: if the writes cannot be sent.
         MountFailed: if files on the mount are open.
+
+    Example:
+        >>> import colabkit
+        >>> drive = colabkit.mount()
+        >>> (drive.path / "notes.txt").write_text("seen in Drive")
+        13
+        >>> colabkit.unmount().kind
+        'DriveFS'
     """
     started = time.monotonic()
     found = find_mount(path, "unmount Drive", timeout)
@@ -321,6 +337,14 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0,
         TimedOut: if the writes are not sent in time.
         UnsentWrites: if the writes cannot be sent.
         MountFailed: if Drive cannot be mounted again.
+
+    Example:
+        >>> import colabkit
+        >>> drive = colabkit.mount()
+        >>> (drive.path / "notes.txt").write_text("seen in Drive")
+        13
+        >>> colabkit.flush().remounted
+        True
     """
     started = time.monotonic()
     found = find_mount(path, "flush Drive", timeout)
@@ -363,6 +387,14 @@ def clear_cache(
         TimedOut: if the writes are not sent in time; the cache stays unchanged.
         UnsentWrites: if clearing would lose writes, unless `force`.
         MountFailed: if files on the mount are open, or Drive cannot be mounted again.
+
+    Example:
+        >>> import colabkit
+        >>> drive = colabkit.mount()
+        >>> cleared = colabkit.clear_cache(dry_run=True)
+        >>> cleared.cached_bytes >= cleared.freed_bytes
+        True
+        >>> cleared = colabkit.clear_cache()
     """
     started = time.monotonic()
     found = find_mount(path, "clear the cache of Drive", timeout)

@@ -136,6 +136,15 @@ def fetch(
         NotEnoughSpace: before anything is written, if the size is known.
         MissingPackage: if gdown, fsspec or a file system's package is missing; the message gives the install command.
         InvalidOption: if `source` or an option is invalid; for local paths, use `stage()`.
+
+    Example:
+        >>> import colabkit
+        >>> link = "https://drive.google.com/file/d/1AbCdEfGhIjKlMnOpQrStUvWxYz012345/view?usp=sharing"
+        >>> fetched = colabkit.fetch(link, "birds.zip")
+        >>> fetched.path.name, fetched.files
+        ('birds.zip', 1)
+        >>> colabkit.fetch(link, "birds.zip").reused
+        True
     """
     started = time.monotonic()
     address = address_of(source)

@@ -65,6 +65,15 @@ def read_probe(path: str | os.PathLike[str], *, seconds: float = 8.0, progress: 
         NotMounted: if the path begins with `drive:` and Drive is not mounted.
         FileFailed: if the mount is dead, or the path cannot be listed or opened.
         BadSource: if the path is neither a folder nor a file.
+
+    Example:
+        >>> import colabkit
+        >>> staged = colabkit.stage("samples:digits", to="digits")
+        >>> probe = colabkit.read_probe("digits", seconds=1)
+        >>> probe.small[-1].concurrency
+        32
+        >>> probe.recommendation
+        '...'
     """
     started = time.monotonic()
     act = f"probe {str(path)!r}"

@@ -84,6 +84,14 @@ def stage(
         SourceChanged: if a file changed after it was listed, or during the read.
         Corrupt: if with `verify="full"` the second read returns different bytes.
         TimedOut: if the source does not respond.
+
+    Example:
+        >>> import colabkit
+        >>> staged = colabkit.stage("samples:digits", to="digits")
+        >>> staged.files
+        1797
+        >>> colabkit.stage("samples:digits", to="digits").reused
+        True
     """
     started = time.monotonic()
     name, key, address = identity_of(source, extract=extract)
@@ -122,6 +130,13 @@ def unstage(path: AnySource | StageReport) -> UnstageReport:
     Raises:
         SourceMissing: if there is no local copy.
         NotSealed: if `stage()` did not create the data at this path; it is left unchanged.
+
+    Example:
+        >>> import colabkit
+        >>> staged = colabkit.stage("samples:digits", to="digits")
+        >>> removed = colabkit.unstage(staged)
+        >>> removed.freed_bytes == staged.staged_bytes
+        True
     """
     if isinstance(path, StageReport):
         path = path.path
