@@ -1,11 +1,11 @@
-"""Packs: images in and out of sealed HDF5 files.
+"""Packs: datasets of images or arrays in sealed HDF5 files.
 
-- `decode`: image files to uint8 arrays and back.
+- `decode`: decoding and encoding of image files.
 - `labels`: labels and splits from folders, columns and functions.
-- `format`: layout, seal and checks of a pack.
+- `format`: layout, seal and checks of a pack file.
 - `packing`: `pack()` and `verify()`.
-- `dataset`: `open_pack()`, `PackedDataset`, `FileDataset` and HDF5 files of other tools.
-- `preparing`: `prepare()` stages, packs and saves in one call.
+- `dataset`: `open_pack()`, `PackedDataset`, `FileDataset`, and HDF5 files not written by colabkit.
+- `preparing`: `prepare()`, which stages, packs and saves in one call.
 """
 
 import lazy_loader

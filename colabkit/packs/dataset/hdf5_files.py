@@ -228,7 +228,7 @@ def _by_split(act: str, option: str, names: DataSetNames | None) -> dict[str, st
 
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the datasets whose names are common for samples and labels."""
+    """Return the datasets with common names for samples and labels."""
     names = list_datasets(file)
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:

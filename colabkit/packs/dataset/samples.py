@@ -27,7 +27,7 @@ from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, 
 from colabkit.packs.format.pack_file import read_pack
 
 Batch: TypeAlias = Tensor | list[Any]
-"""One field of several samples: one tensor, or a list where samples differ in shape."""
+"""One field of several samples: one tensor, or a list if samples differ in shape."""
 Stored: TypeAlias = npt.NDArray[Any] | bytes
 
 
@@ -45,7 +45,7 @@ class ImageFiles:
 
 
 class Column(Protocol):
-    """One field of one split in one file."""
+    """Interface of one field of one split in one file."""
 
     def stored(self, row: int) -> Stored:
         """Return a copy of the stored bytes or values of a sample."""
@@ -128,7 +128,7 @@ class ArrayColumn:
         return np.array(self.array[row, ...])
 
     def value(self, stored: Stored) -> Any:
-        """Return a tensor, text or bytes."""
+        """Convert a stored sample to a tensor, text or bytes."""
         assert isinstance(stored, np.ndarray)
         if stored.dtype.kind == "S":
             return convert_rows(stored.reshape(1), self.content)[0]
@@ -166,7 +166,7 @@ class RaggedColumn:
         return self.flat[offset : offset + length].tobytes()
 
     def value(self, stored: Stored) -> Any:
-        """Return a tensor, text or bytes."""
+        """Convert a stored sample to a tensor, text or bytes."""
         assert isinstance(stored, bytes)
         match self.content:
             case "image" if not stored:

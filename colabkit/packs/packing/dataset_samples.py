@@ -65,7 +65,7 @@ class ImageFormat:
     quality: int
 
     def pixels(self, value: Any) -> Pixels:
-        """Convert an image to `uint8 [H, W, C]`; Pillow images like their files, pixel arrays keep their channels."""
+        """Convert an image to `uint8 [H, W, C]`, scaled to the size if any; Pillow images are treated like files."""
         if isinstance(value, Image.Image):
             return decode_pillow(value, self.channels, self.size)
         pixels = _numbers(SAMPLES, value)
@@ -136,7 +136,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         """Determine all fields from the first sample."""
         self._places = self._find_fields(first)
         values = {name: _at(first, place) for name, place in self._places.items()}
-        # Height, width and channels of the first image; None if samples are no images.
+        # Height, width and channels of the first image; None if samples are not images.
         self.image_shape = self._images.pixels(values[SAMPLES]).shape if _is_image(values[SAMPLES]) else None
         if not self.image_shape and (self._images.size is not None or self._images.encoding == "jpeg"):
             found, needed = f"size= or encoding= for {_named(values[SAMPLES])}", "images"

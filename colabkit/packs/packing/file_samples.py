@@ -40,7 +40,7 @@ class UnequalArray(UnequalSample):
 class SampleReading(Reading):
     """Reads whole items like `Reading`, but can skip damaged members of an archive.
 
-    Damage in an archive without random access is always an error, since nothing behind it can be read.
+    Damage in an archive without random access is always an error, since nothing after it can be read.
 
     Args:
         source: source of the items.

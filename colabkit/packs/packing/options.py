@@ -55,7 +55,7 @@ class PackOptions:
             raise InvalidOption(cannot(act, found, needed, "Leave size out, or use encoding='jpeg'"))
         object.__setattr__(self, "quality", check_whole_number(act, "quality", self.quality, 1, 100))
         object.__setattr__(self, "seed", check_whole_number(act, "seed", self.seed, 0))
-        # Computing these properties validates the options behind them.
+        # Computing these properties validates `size` and `fields`.
         _ = self.image_size, self.sources_of_fields
 
     @cached_property

@@ -131,7 +131,7 @@ class Compaction:
         self._folder = folder
         self.bad: list[BadSample] = []
         self._crcs = {split: np.zeros(count, "<u4") for split, count in plan.counts.items()}
-        # Offset and length of each spooled sample, by data set.
+        # Offset and length of each spooled sample, by dataset.
         self._spooled = {
             made.data_set(split): np.zeros((count, 2), np.int64)
             for made in plan.spooled

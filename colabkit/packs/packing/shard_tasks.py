@@ -138,7 +138,7 @@ def run_tasks(
 
 @contextlib.contextmanager
 def _executor_errors(act: str, task: ShardTask) -> Iterator[None]:
-    """Pass on errors of colabkit; convert others to `InvalidOption` or `PackingFailed`."""
+    """Re-raise colabkit's errors unchanged; convert others to `InvalidOption` or `PackingFailed`."""
     try:
         yield
     except ColabkitError:

@@ -307,7 +307,7 @@ def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _publish(plan: PackPlan, kept: ShardFolder, names: Sequence[str], *, replace: bool) -> list[PackInfo]:
-    """Move all shards to their final names and return them; move nothing if a name is taken by another file."""
+    """Move all shards to their final names and return them; moves nothing if another file has one of the names."""
     final = kept.index
     old = _names_in(final) if replace else []
     own = {*kept.own, *old}

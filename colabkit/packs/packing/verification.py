@@ -48,7 +48,7 @@ class VerifyReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether no sample is damaged."""
+        """True if no sample is damaged."""
         return not self.damaged
 
     def _summary(self) -> str:

@@ -258,7 +258,7 @@ class _Preparation:
             os.close(fd)
 
     def make(self) -> tuple[Literal["saved", "packed"], PackInfo]:
-        """Stage the saved pack, else pack the source."""
+        """Stage the saved pack; if that is not possible, pack the source."""
         way: Literal["saved", "packed"] = "packed"
         started = time.monotonic()
         if self.read_state() is not None and self.save_folder is not None and not self.refresh:
