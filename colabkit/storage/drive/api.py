@@ -1,7 +1,6 @@
 """`mount()`, `unmount()`, `flush()` and `clear_cache()` for Google Drive, adapted to the exact type of the mount.
 
-The mount table is read first, and only child processes with a deadline touch a mount, so that a dead or hanging mount
-cannot freeze the notebook.
+Only child processes with a deadline touch a mount, so that a dead or hanging one cannot freeze the notebook.
 """
 
 from __future__ import annotations
@@ -109,15 +108,7 @@ class UnmountReport(_WritesReport):
 
 @dataclass(frozen=True, repr=False)
 class FlushReport(_WritesReport):
-    """The report of `flush()`.
-
-    Attributes:
-        mountpoint: folder where Drive is mounted.
-        kind: type of the mount.
-        sent: the known state of the writes; colabkit cannot see whether they reached Drive's servers.
-        remounted: whether flushing unmounted Drive and mounted it again.
-        seconds: duration of the call.
-    """
+    """The report of `flush()`; `sent` is the known state of the writes, which may not have reached Drive's servers."""
 
     remounted: bool
     seconds: float
@@ -190,8 +181,7 @@ def mount(
     Args:
         path: where to mount Drive; defaults to its present mount point, else `/content/drive`.
         readonly: refuse writes, which makes reading for training safer.
-        timeout: seconds to wait for consent, and again for Drive. DriveFS also uses it as the limit for listing one
-            folder until it is unmounted: folders with very many files need more.
+        timeout: seconds for the consent, for Drive, and later for DriveFS to list one folder; large folders need more.
         force: also remount a working mount, after sending its writes, and a hanging mount, which loses unsent writes.
 
     Returns:
@@ -294,8 +284,7 @@ def unmount(
 
     Raises:
         NotMounted: if Drive is not mounted.
-        TimedOut: if the writes are not sent in time.
-        UnsentWrites: if the writes cannot be sent.
+        TimedOut, UnsentWrites: if the writes are not sent in time, or cannot be sent.
         MountFailed: if files on the mount are open.
 
     Example:
@@ -321,8 +310,7 @@ def unmount(
 def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0, progress: bool = True) -> FlushReport:
     """Send all writes to Drive.
 
-    DriveFS sends them only when it ends: in Colab, Drive is unmounted and mounted again. No file on it may be in use,
-    and Drive can ask for consent again.
+    In Colab, this mounts Drive again: no file on it may be in use, and Drive can ask for consent again.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.
@@ -334,8 +322,7 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0,
 
     Raises:
         NotMounted: if Drive is not mounted.
-        TimedOut: if the writes are not sent in time.
-        UnsentWrites: if the writes cannot be sent.
+        TimedOut, UnsentWrites: if the writes are not sent in time, or cannot be sent.
         MountFailed: if Drive cannot be mounted again.
 
     Example:
@@ -368,9 +355,8 @@ def clear_cache(
 ) -> CacheReport:
     """Clear the local cache of the Drive mount, to see new files and to free disk space.
 
-    The steps depend on the type of the mount. DriveFS sends its writes and ends, its cache is removed, and Drive is
-    mounted again. google-drive-ocamlfuse uploads, is unmounted, cleared with `-cc` and mounted again. rclone only
-    forgets its directory listings.
+    DriveFS sends its writes and ends, its cache is removed, and Drive is mounted again. google-drive-ocamlfuse uploads,
+    is unmounted, cleared with `-cc` and mounted again. rclone only forgets its directory listings.
 
     Args:
         path: any path on the mount; defaults to the only Drive mount.
