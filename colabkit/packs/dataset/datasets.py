@@ -95,7 +95,7 @@ class PackedDataset(LabelledDataset):
     Batches of plain rows are not checked because that would take as long as reading them; `verify()` checks all.
 
     It works in a plain `DataLoader`; `colabkit.Loader` reads rows at memory speed. Any number of threads and processes
-    may read it. Pickling stores only its path; unpickling reopens the file.
+    may read it. A pickle contains the path instead of the samples; unpickling reopens the file.
 
     Attributes:
         info: description of the pack.
@@ -210,7 +210,7 @@ class PackedDataset(LabelledDataset):
         """Return a view of some samples, in the given order; no samples are copied.
 
         Args:
-            indices: integers, as returned by any splitter of scikit-learn; one bool per sample; or a slice.
+            indices: integers, for example of a scikit-learn splitter; one bool per sample; or a slice.
 
         Raises:
             InvalidOption: if the indices are of any other kind.
