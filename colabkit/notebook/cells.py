@@ -37,7 +37,7 @@ NAMES = ("x", "y", "batch", "step", "epoch")
 _VERB = CELLS[0]
 _ABSENT = object()
 NOTHING_SEEN = (
-    "No panel: nothing was trained, and no Loader was iterated. Another loader is seen through colabkit.watch(loader)"
+    "No panel: nothing was trained, and no Loader was iterated. Wrap any other loader in colabkit.watch(loader)"
 )
 
 
@@ -142,8 +142,8 @@ def _checked(loss: Any) -> Any:
         return loss
     shape = f" of shape {list(loss.shape)}" if hasattr(loss, "shape") else ""
     found = f"the cell sets loss to {kind_of(loss)}{shape}"
-    needed = "a single number or a dict of numbers is taken"
-    next_step = "Use its mean, or another name" if hasattr(loss, "mean") else "Use another name for what is no loss"
+    needed = "expected a single number or a dict of numbers"
+    next_step = "Use its mean, or another variable name" if hasattr(loss, "mean") else "Use another variable name"
     raise InvalidOption(cannot("train", found, needed, next_step))
 
 
@@ -166,8 +166,10 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     flags = [option.flag for option in LOADING if option.name in given]
     if isinstance(found, colabkit.Loader):
         if flags:
-            held = f"{', '.join(flags)} beside {name!r}, which is a Loader"
-            raise InvalidOption(cannot("train", held, "and has its own", "Leave them out, or name its data set"))
+            held = f"{', '.join(flags)} with {name!r}, which is a Loader"
+            raise InvalidOption(
+                cannot("train", held, "expected no options of the Loader", "Omit them, or pass its data set")
+            )
         return found
     if isinstance(found, colabkit.PackReport):
         found = found.path
@@ -176,8 +178,8 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     if isinstance(found, colabkit.Pack):
         found = found[loading["split"]]
     elif "split" in given:
-        held = f"--split beside {name!r}, which is {kind_of(found)}"
-        raise InvalidOption(cannot("train", held, "and packs alone have splits", "Leave it out"))
+        held = f"--split with {name!r}, which is {kind_of(found)}"
+        raise InvalidOption(cannot("train", held, "expected a pack", "Omit the option"))
     return colabkit.Loader(
         found,
         loading["batch_size"],
@@ -216,8 +218,10 @@ def _unnamed_state(body: CellCode, namespace: Mapping[str, Any]) -> InvalidOptio
     """Return the error for `--save-to` without `--state`, naming the variables of the body that have a state."""
     used = sorted(body.names() & namespace.keys())
     have = [name for name in used if hasattr(type(namespace[name]), "load_state_dict")]
-    next_step = f"Add --state {' '.join(have)}" if have else "Add --state model optimizer, say"
-    return InvalidOption(cannot("train", "--save-to without --state", "which names what checkpoints hold", next_step))
+    next_step = f"Add --state {' '.join(have)}" if have else "Add, for example, --state model optimizer"
+    return InvalidOption(
+        cannot("train", "--save-to without --state", "expected the names of the variables to save", next_step)
+    )
 
 
 def _parser() -> Any:
@@ -309,4 +313,4 @@ def _is_quiet(source: str) -> bool:
 def _bad_line(error: SyntaxError) -> InvalidOption:
     text = error.text or linecache.getline(error.filename or "", error.lineno or 0)
     found = f"{error.msg} in line {error.lineno or 1}{f', {text.strip()!r}' if text.strip() else ''}"
-    return InvalidOption(cannot("run the cell", found, "which is no valid Python", "Mend that line"))
+    return InvalidOption(cannot("run the cell", found, "expected valid Python", "Fix that line"))

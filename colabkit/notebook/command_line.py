@@ -27,8 +27,8 @@ from colabkit.notebook.options import VerbParser, arguments_of, look_up_in, pars
 from colabkit.notebook.verbs import VERBS, Verb
 
 _STATUS = (
-    "Exit status: 0 when done, 1 after an error and where a report is not good, 2 for arguments that the command does "
-    "not take, 130 after Ctrl-C."
+    "Exit status: 0 on success, 1 after an error or if the report is not good, 2 for invalid arguments, 130 after "
+    "Ctrl-C."
 )
 
 _PREFIX = "colabkit "
@@ -40,7 +40,7 @@ _loaded: set[str] = set()
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
-    about = "Data near, packed and prefetched, for training."
+    about = "Stage training data to local storage, pack it into one file, and train on it."
     parser = argparse.ArgumentParser(prog="colabkit", description=about, epilog=_STATUS)
     parser.add_argument("--version", action="version", version=f"colabkit {colabkit.__version__}")
     commands = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=VerbParser)
@@ -125,7 +125,9 @@ def _look_up(reference: str, kind: str) -> Any:
     file, colon, name = reference.rpartition(":")
     if not colon:
         raise InvalidOption(
-            cannot(f"use {reference!r}", "no ':' in it", "as in FILE.py:NAME", "Name file and variable")
+            cannot(
+                f"use {reference!r}", "it contains no ':'", "expected FILE.py:NAME", "Name the file and the variable"
+            )
         )
     return look_up_in(vars(_module(os.path.abspath(file))), name, kind)
 
@@ -135,7 +137,7 @@ def _module(file: str) -> ModuleType:
     path = Path(file)
     spec = importlib.util.spec_from_file_location(f"colabkit_file_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "as in FILE.py:NAME", "Check the path"))
+        raise SourceMissing(cannot(f"use {file!r}", "no such Python file", "expected FILE.py:NAME", "Check the path"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     _loaded.add(file)

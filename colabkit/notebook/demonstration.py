@@ -145,10 +145,10 @@ class DemoReport(Report):
 _PART_NOTES = {
     "stage": "once",
     "pack": "once",
-    "train": "all epochs, with tests",
-    "gather": "of it, in the background",
-    "augment": "of it, in the background",
-    "transfer": "of it, on a stream of its own",
+    "train": "all epochs, with evaluation",
+    "gather": "part of train, in the background",
+    "augment": "part of train, in the background",
+    "transfer": "part of train, on a separate stream",
 }
 
 
@@ -197,28 +197,31 @@ def demo(
     with _workplace(keep) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if isinstance(source, ArchiveSource):
-            say("0/4  Extracting the archive, so that its files lie on the slow drive")
+            say("0/4  Extracting the archive to the slow drive")
         drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
         labelled = label_samples(drive.list(), source.name)
         if labelled.kind != "class":
-            found, next_step = f"labels for {labelled.kind}", "Use images in one folder for each class"
-            raise BadSource(cannot(f"train on {source.name!r}", found, "one class for each image", next_step))
+            found = "no labels" if labelled.kind == "none" else f"{labelled.kind} labels"
+            next_step = "Use images in one folder per class"
+            raise BadSource(cannot(f"train on {source.name!r}", found, "expected one class per image", next_step))
         if "train" not in labelled.splits:
             found = f"only the splits {', '.join(labelled.splits)}"
-            raise BadSource(cannot(f"train on {source.name!r}", found, "a folder 'train'", "Rename one of the folders"))
+            raise BadSource(
+                cannot(f"train on {source.name!r}", found, "expected a folder 'train'", "Rename one of the folders")
+            )
         shape = sides or _shape(drive.source, labelled)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         batch_size = 32 if sum(map(len, labelled.splits.values())) < 10_000 else 128
 
-        say(f"1/4  Training straight from the slow drive, as usual: DataLoader(num_workers={_NAIVE_WORKERS})")
+        say(f"1/4  Training directly from the slow drive with DataLoader(num_workers={_NAIVE_WORKERS})")
         naive_rate, naive_share = _train_naively(drive, labelled, shape, batch_size, device)
         say(f"     {naive_rate:,.0f} images/s, {format_share(naive_share)} of the time waiting for data")
 
-        say("2/4  Staging: every file is copied near, many at once")
+        say("2/4  Staging: copying all files concurrently to local storage")
         staged = stage(drive, folder / "near", progress=progress)
         say(f"     {staged}")
 
-        say("3/4  Packing: all images go into one sealed HDF5 file")
+        say("3/4  Packing: storing all images in one sealed HDF5 file")
         splits = _FRACTIONS if set(labelled.splits) == {"train"} else None
         packed = pack(staged.path, folder / "pack.h5", size=shape, splits=splits, overwrite=True, progress=progress)
         say(f"     {packed}")
@@ -251,12 +254,14 @@ def demo(
 @contextmanager
 def _workplace(keep: str | os.PathLike[str] | None) -> Iterator[Path]:
     if keep is not None:
-        folder = user_path(keep, "run the demonstration")
-        act = f"keep the demo in {str(folder)!r}"
+        folder = user_path(keep, "run the demo")
+        act = f"keep the demo's files in {str(folder)!r}"
         with file_changes.translated(act):
             file_changes.make_folder(folder)
             if any(folder.iterdir()):
-                raise TargetExists(cannot(act, "the folder is not empty", "an empty folder", "Choose another folder"))
+                raise TargetExists(
+                    cannot(act, "the folder is not empty", "expected an empty folder", "Choose another folder")
+                )
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="colabkit-demo-") as name:
@@ -285,7 +290,7 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
             height, width, _ = decode_image(file.read()).shape
         except BadImage as error:
             act = f"read {item.path!r} of {source.name!r}"
-            raise BadImage(cannot(act, str(error), "an image file", "Remove or repair this file")) from error
+            raise BadImage(cannot(act, str(error), "expected an image file", "Remove or repair this file")) from error
     return height, width
 
 
@@ -352,7 +357,7 @@ def _checked(
     if lowest < 0:
         path = samples[-1 - lowest][0].path
         act = f"train on {path!r} of {drive.name!r}"
-        raise BadImage(cannot(act, "it cannot be decoded", "an image file", "Remove or repair this file"))
+        raise BadImage(cannot(act, "it cannot be decoded", "expected an image file", "Remove or repair this file"))
     return batch
 
 

@@ -84,13 +84,13 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         try:
             return DataWord(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
-            needed = "and one that is there is needed"
+            needed = "expected an existing attribute"
             raise InvalidOption(cannot(f"use {raw!r}", str(error), needed, "Check its name")) from error
     try:
         return "".join(shlex.split(raw))
     except ValueError as error:
         raise InvalidOption(
-            cannot(f"read {line.strip()!r}", str(error).lower(), "each that is opened needs one", "Close the quote")
+            cannot(f"read {line.strip()!r}", str(error).lower(), "expected a closing quote", "Close the quote")
         ) from error
 
 
@@ -120,7 +120,7 @@ class _LineParser(RaisingParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Raise an error: argparse takes `-h` followed by other letters as a request for help and would exit."""
-        self.error(message or "-h has more letters beside it")
+        self.error(message or "-h cannot be combined with other letters")
 
 
 def line_parser(verb: Verb, prog: str) -> argparse.ArgumentParser:

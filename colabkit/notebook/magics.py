@@ -32,8 +32,10 @@ CellMagic: TypeAlias = Callable[[str, str], Any]
 
 _EXPRESSION = re.compile(r"[A-Za-z_][\w.]*[(\[]")
 _HELP = ("--help", "-h")
-_VARIABLES = "\nA word {NAME} or $NAME is the variable's value; within a longer word these stay as they are written.\n"
-_SHOWN = "The panel is shown beside each cell that loops over a Loader; %dashboard --off ends that"
+_VARIABLES = (
+    "\nA word {NAME} or $NAME is replaced by the variable's value; inside a longer word it is left unchanged.\n"
+)
+_SHOWN = "The panel appears below each cell that loops over a Loader; %dashboard --off turns it off"
 _unloaders: dict[InteractiveShell, list[Callable[[], object]]] = {}
 
 
@@ -68,7 +70,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
                 shell.magics_manager.register_function(magic, kind, name)
                 ours.append((kind, name, magic))
     if taken:
-        print(f"colabkit leaves {', '.join(taken)} to others; use colabkit's functions instead")  # noqa: T201
+        print(f"colabkit does not replace the existing {', '.join(taken)}; use colabkit's functions instead")  # noqa: T201
 
     def forget() -> None:
         for kind, name, magic in ours:
@@ -142,7 +144,7 @@ def _dashboard(shell: InteractiveShell, panels: CellPanels) -> LineMagic:
 
 def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
     text = (
-        "usage: %colabkit [VERB ...]\n\nOpen the launcher, or do what a magic does: %colabkit stage is %stage.\n\n"
+        "usage: %colabkit [VERB ...]\n\nOpen the launcher, or run a magic: %colabkit stage is the same as %stage.\n\n"
         + "\n".join(f"  {verb.name:12} {verb.help}" for verb in LINES)
         + "\n"
     )
@@ -158,8 +160,8 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
         if name not in magics:
             near = difflib.get_close_matches(name, magics, n=1)
             next_step = f"Did you mean {near[0]}" if near else "See %colabkit --help"
-            needed = f"there are {', '.join(magics)}"
-            raise InvalidOption(cannot(f"run %colabkit {name}", "no such verb", needed, next_step))
+            needed = f"expected one of {', '.join(magics)}"
+            raise InvalidOption(cannot(f"run %colabkit {name}", "unknown verb", needed, next_step))
         return magics[name](rest)
 
     return _known_to_ipython(magic, "colabkit", text)
@@ -216,8 +218,8 @@ def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dic
 def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:
     """Raise `InvalidOption` for an expression, whose words would be taken for the path of a report and arguments."""
     if any(_EXPRESSION.match(word) and not os.path.exists(word) for word in words):
-        found, needed = "this is an expression", f"and %{verb.name} takes the name of a variable"
-        next_step = f"Assign it first, as in loader = ..., and run %{verb.name} loader"
+        found, needed = "this is an expression", "expected the name of a variable"
+        next_step = f"Assign it to a variable first, such as loader = ..., then run %{verb.name} loader"
         raise InvalidOption(cannot(f"use {line.strip()!r}", found, needed, next_step))
 
 

@@ -36,7 +36,7 @@ class VerbParser(argparse.ArgumentParser):
         for name in (word.partition("=")[0] for word in options if word.startswith("--") and " " not in word):
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                self.error(f"there is no option {name}{f' (did you mean {near[0]}?)' if near else ''}")
+                self.error(f"unknown option {name}{f' (did you mean {near[0]}?)' if near else ''}")
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -49,7 +49,7 @@ class RaisingParser(VerbParser):
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidOption`."""
         known = [action.option_strings[0] if action.option_strings else action.dest for action in self._actions]
-        needed = f"its arguments are {', '.join(known)}"
+        needed = f"valid arguments are {', '.join(known)}"
         raise InvalidOption(cannot(f"run {self.prog}", message, needed, f"See {self.prog} --help"))
 
 
@@ -141,8 +141,8 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
     near = difflib.get_close_matches(name, known, n=2)
     hint = f"Did you mean {' or '.join(near)}" if near else "Define it first"
     if kind == "subject" and known and not near:
-        hint = f"Name a loader, as {' or '.join(known[:_MOST_NAMED])}"
-    raise InvalidOption(cannot(f"use {name!r}", "there is no variable of this name", "and one is needed", hint))
+        hint = f"Name a loader, such as {' or '.join(known[:_MOST_NAMED])}"
+    raise InvalidOption(cannot(f"use {name!r}", "no variable has this name", "expected an existing variable", hint))
 
 
 def _is_no_module(value: Any) -> bool:
@@ -193,13 +193,13 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "seconds": (float, "a number of seconds"),
     "threads": (lambda text: text if text == "auto" else int(text), "auto or a whole number"),
     "steps": (lambda text: int(text) if text.lstrip("-").isdecimal() else text, "a whole number, or text"),
-    "size": (_size, "one number, or height x width as in 240x320"),
+    "size": (_size, "a number, or height and width such as 240x320"),
     "folder": (lambda text: None if text.lower() == "none" else text, "a folder or none"),
-    "labels": (_labels, "a column, or several as in a,b,c"),
-    "splits": (_splits, "shares, as in train=0.8,test=0.2, or a column"),
-    "fields": (_fields, "columns, as in age,caption or Z=age"),
+    "labels": (_labels, "a column, or several such as a,b,c"),
+    "splits": (_splits, "shares such as train=0.8,test=0.2, or a column"),
+    "fields": (_fields, "columns such as age,caption or Z=age"),
     "amount": (lambda text: int(text) if text.isdecimal() else float(text), "a number"),
-    "bytes": (parse_bytes, "a number of bytes, as in 256MiB"),
+    "bytes": (parse_bytes, "a number of bytes, such as 256MiB"),
 }
 """The parser of each kind of option, and a description of valid text."""
 

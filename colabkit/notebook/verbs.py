@@ -74,161 +74,186 @@ class Verb:
 _SAMPLES = ("samples:digits",)
 _PROGRESS = Option("progress", "show a progress bar", True, "flag")
 _THREADS = Option(
-    "threads", "files read at once; auto measures what the source rewards", "auto", "threads", words=("auto",)
+    "threads", "number of files read concurrently; auto adapts it to the source", "auto", "threads", words=("auto",)
 )
-_ON_MOUNT = Option("path", "anything on the mount; by default the Drive mount", None, "path", is_positional=True)
-_SECONDS_SHOWN = Option("progress", "show the seconds that pass", True, "flag")
+_ON_MOUNT = Option("path", "any path on the mount; by default the Drive mount", None, "path", is_positional=True)
+_SECONDS_SHOWN = Option("progress", "show the elapsed seconds", True, "flag")
 _PACKED = (
-    Option("size", "height and width to bring images to, as in 224 or 240x320", None, "size"),
+    Option("size", "height and width to resize images to, such as 224 or 240x320", None, "size"),
     Option(
         "encoding",
-        "raw pixels, the source's own bytes, jpeg encoded anew, or auto",
+        "raw (pixels), source (the original file bytes), jpeg (re-encoded), or auto",
         "auto",
         words=("raw", "source", "jpeg", "auto"),
     ),
-    Option("quality", "of jpeg, 1 to 100", 90, "number"),
+    Option("quality", "JPEG quality, 1 to 100", 90, "number"),
     Option("channels", "3 for RGB, 1 for luminance", 3, "number", words=("1", "3")),
     Option(
         "labels",
-        "a column, several as in a,b,c, none, or auto: such a column, else folders",
+        "a column, several such as a,b,c, none, or auto (a label column if there is one, otherwise folder names)",
         "auto",
         "labels",
         words=("auto", "none"),
     ),
-    Option("splits", "shares, as in train=0.8,test=0.2, or the column that names the splits", None, "splits"),
-    Option("fields", "further columns to keep, as in age,caption or Z=age", None, "fields"),
-    Option("seed", "decides which sample goes to which split", 0, "number"),
-    Option("on_bad", "raise, skip or blank a file that cannot be decoded", "raise", words=("raise", "skip", "blank")),
+    Option("splits", "shares such as train=0.8,test=0.2, or the column that names the split", None, "splits"),
+    Option("fields", "additional columns to store, such as age,caption or Z=age", None, "fields"),
+    Option("seed", "seed for assigning samples to splits", 0, "number"),
+    Option(
+        "on_bad",
+        "what to do with a file that cannot be decoded: raise an error, skip it, or blank (store a black image)",
+        "raise",
+        words=("raise", "skip", "blank"),
+    ),
     Option(
         "max_bad",
-        "more bad files are an error: a share, which allows at least one unless it is 0, or a number of them",
+        "maximum number of bad files: a share (above 0, it allows at least one), or a count",
         0.1,
         "amount",
     ),
 )
 
 TRAINING = (
-    Option("epochs", "how many in all", 1, "number"),
+    Option("epochs", "total number of epochs", 1, "number"),
     Option(
         "state",
-        "what checkpoints hold, as in: model optimizer; else what the usual step trains",
+        "objects to save in checkpoints, such as: model optimizer; by default those of supervised_step",
         None,
         "objects",
     ),
-    Option("save_to", "folder of the checkpoints, on Drive as well", None, "path"),
+    Option("save_to", "folder for the checkpoints; it may be on Drive", None, "path"),
     Option(
         "save_every",
-        "steps between two checkpoints, a duration as 5min, or epoch",
+        "steps between two checkpoints, a duration such as 5min, or epoch",
         "epoch",
         "steps",
         words=("epoch", "5min"),
     ),
-    Option("keep_last", "how many of the newest checkpoints stay, beside the best", 2, "number"),
-    Option("resume", "go on after the newest checkpoint", True, "flag"),
-    Option("validate", "returns a dict of numbers, or a Loader that the usual step evaluates", None, "object"),
+    Option("keep_last", "how many of the newest checkpoints to keep, besides the best one", 2, "number"),
+    Option("resume", "resume from the newest checkpoint", True, "flag"),
+    Option(
+        "validate",
+        "function that returns a dict of numbers, or a Loader that supervised_step evaluates",
+        None,
+        "object",
+    ),
     Option("validate_every", "steps between two validations, or epoch", "epoch", "steps", words=("epoch",)),
-    Option("monitor", "which number says what checkpoint is best; else the loss", None),
-    Option("mode", "whether the lowest or the highest is best: min or max", "min", words=("min", "max")),
-    Option("deadline", "when the runtime ends, from now, as in 11h30min", None),
+    Option("monitor", "name of the number that selects the best checkpoint; by default the loss", None),
+    Option("mode", "whether the lowest (min) or the highest (max) value is best", "min", words=("min", "max")),
+    Option("deadline", "time until the runtime ends, such as 11h30min", None),
     Option(
         "on_nonfinite",
-        "raise or continue when a step returns NaN or infinity",
+        "raise an error or continue if a step returns NaN or infinity",
         "raise",
         words=("raise", "continue"),
     ),
-    Option("timeout", "how long the file system may leave one operation of a checkpoint unanswered, as 5min", None),
+    Option("timeout", "time limit for one file system operation of a checkpoint, such as 5min", None),
 )
 """The options of training, shared by `train` and `%%train`."""
 
 VERBS: tuple[Verb, ...] = (
-    Verb("runtime", "show what this machine allows: CPUs, RAM, tmpfs, disks, GPUs, versions"),
+    Verb("runtime", "show the available CPUs, RAM, tmpfs, disks, GPUs and package versions"),
     Verb(
         "mount",
-        "mount Google Drive, or find and repair the mount that is there",
+        "mount Google Drive, or find or repair its existing mount",
         (
-            Option("path", "where; by default where it is, else /content/drive", None, "path", is_positional=True),
+            Option(
+                "path",
+                "mount point; by default the existing one, otherwise /content/drive",
+                None,
+                "path",
+                is_positional=True,
+            ),
             Option("readonly", "refuse writes", False, "flag"),
-            Option("timeout", "seconds for consent, and again for Drive", 120.0, "seconds"),
-            Option("force", "mount anew what is alive, and what hangs, losing what is not sent", False, "flag"),
+            Option("timeout", "seconds to wait for consent, and again for Drive", 120.0, "seconds"),
+            Option("force", "also remount a working mount, or a hung one, which loses unsent writes", False, "flag"),
         ),
     ),
     Verb(
         "unmount",
-        "send all writes and take the Drive mount away",
+        "send all pending writes and unmount Drive",
         (
             _ON_MOUNT,
-            Option("timeout", "seconds for sending writes", 600.0, "seconds"),
-            Option("force", "at once, also if it is dead, hangs or has not sent everything", False, "flag"),
+            Option("timeout", "seconds to wait for the upload", 600.0, "seconds"),
+            Option("force", "unmount at once, even if the mount is dead, hung or has unsent writes", False, "flag"),
             _SECONDS_SHOWN,
         ),
     ),
     Verb(
         "flush",
-        "send all writes of the Drive mount",
-        (_ON_MOUNT, Option("timeout", "seconds for sending writes", 600.0, "seconds"), _SECONDS_SHOWN),
+        "send all pending writes to Drive",
+        (_ON_MOUNT, Option("timeout", "seconds to wait for the upload", 600.0, "seconds"), _SECONDS_SHOWN),
     ),
     Verb(
         "clear_cache",
-        "clear what the Drive mount keeps near, by its exact type",
+        "clear the local cache of the Drive mount: DriveFS, google-drive-ocamlfuse or rclone",
         (
             _ON_MOUNT,
             Option("dry_run", "change nothing; show what would be freed and lost", False, "flag"),
-            Option("timeout", "seconds for sending writes, and for each further step", 600.0, "seconds"),
-            Option("force", "clear also what has not been sent, which is then lost", False, "flag"),
+            Option("timeout", "seconds to wait for the upload, and for each further step", 600.0, "seconds"),
+            Option("force", "clear the cache even if writes are unsent, which loses them", False, "flag"),
             _SECONDS_SHOWN,
         ),
     ),
     Verb(
         "fetch",
-        "download a Drive file or folder, an https address or a bucket's files",
+        "download a Drive file or folder, an https address, or files of a bucket",
         (
-            Option("source", "a Drive id or share link, https://, or gs:// s3:// hf:// through fsspec"),
-            Option("to", "a folder, or the path of the file", ".", "path", is_positional=True),
-            Option("digest", "what it has to be, as in sha256:9f86d0...", None),
-            Option("timeout", "seconds without progress before a try counts as failed", 60.0, "seconds"),
-            Option("cookies", "use the cookies that gdown keeps", False, "flag"),
-            Option("overwrite", "replace what is at the path", False, "flag"),
+            Option(
+                "source", "a Drive ID or share link, an https address, or a gs://, s3:// or hf:// URL (through fsspec)"
+            ),
+            Option("to", "an existing folder, or the path of the file", ".", "path", is_positional=True),
+            Option("digest", "expected digest, such as sha256:9f86d0...", None),
+            Option("timeout", "seconds without progress before an attempt fails", 60.0, "seconds"),
+            Option("cookies", "use gdown's cookie file", False, "flag"),
+            Option("overwrite", "replace an existing file or folder", False, "flag"),
             _PROGRESS,
         ),
     ),
     Verb(
         "probe",
-        "measure what a folder's mount can do: opening, listing, small files, large files",
+        "measure how fast a folder can be listed, and its small and large files opened and read",
         (
             Option("path", "a folder or a file", kind="path"),
-            Option("seconds", "how long it may take", 8.0, "seconds"),
+            Option("seconds", "time limit in seconds", 8.0, "seconds"),
             _PROGRESS,
         ),
         function="read_probe",
     ),
     Verb(
         "stage",
-        "bring a folder, an archive, a file, a table's files, an address or a bucket's folder near",
+        "copy a folder, an archive, a file, the files of a table, an address or a bucket's folder to local storage",
         (
-            Option("source", "any of these, also drive:PATH, or samples:digits", kind="path", words=_SAMPLES),
+            Option("source", "a path, an address, drive:PATH, or samples:digits", kind="path", words=_SAMPLES),
             Option("to", "auto, tmpfs, disk, or the path of the copy", "auto", "path", words=("auto", "tmpfs", "disk")),
             _THREADS,
-            Option("verify", "size compares byte counts, full reads the source twice", "size", words=("size", "full")),
+            Option(
+                "verify",
+                "size compares file sizes; full reads the source again and compares all bytes",
+                "size",
+                words=("size", "full"),
+            ),
             Option("extract", "extract an archive", True, "flag"),
-            Option("refresh", "look for changes although a near copy is there, and copy them", False, "flag"),
-            Option("dry_run", "only plan, and show the plan", False, "flag"),
+            Option(
+                "refresh", "check the source again even if a local copy exists, and copy changed files", False, "flag"
+            ),
+            Option("dry_run", "show the plan without copying", False, "flag"),
             _PROGRESS,
         ),
     ),
     Verb(
         "unstage",
-        "remove a near copy, or what an interrupted stage left, and give its space back",
-        (Option("path", "what stage returned, or the source that was staged", kind="path"),),
+        "remove a local copy, or the data of an interrupted stage, and free its space",
+        (Option("path", "the path of the copy, or the source that was staged", kind="path"),),
     ),
     Verb(
         "publish",
-        "bring a finished file or folder to a slow mount, whole or not at all",
+        "copy a finished file or folder to a slow mount, verify the copy, and rename it into place",
         (
-            Option("path", "a file, as a pack, or a folder", kind="path"),
-            Option("to", "an existing folder, or the final path, as in drive:packs/", kind="path"),
+            Option("path", "a file, such as a pack, or a folder", kind="path"),
+            Option("to", "an existing folder, such as drive:packs/, or the final path", kind="path"),
             Option(
                 "verify",
-                "full reads back what was written, size compares byte counts",
+                "full reads the copy back and compares all bytes; size compares file sizes",
                 "full",
                 words=("full", "size"),
             ),
@@ -241,75 +266,84 @@ VERBS: tuple[Verb, ...] = (
         (
             Option(
                 "source",
-                "a folder, an archive, a table, a bucket's folder, an LMDB, WebDataset or TFRecord shards, also "
-                "drive:PATH, or samples:digits",
+                "a folder, an archive, a table, a bucket's folder, an LMDB, WebDataset or TFRecord shards, drive:PATH, "
+                "or samples:digits",
                 kind="path",
                 words=_SAMPLES,
             ),
-            Option("out", "the pack's path, as in birds.h5", kind="path"),
+            Option("out", "path of the pack, such as birds.h5", kind="path"),
             *_PACKED,
-            Option("shard_bytes", "write several files of about this size, as in 256MiB", None, "bytes"),
-            Option("executor", "packs one shard a task: a variable, in a terminal FILE.py:NAME", None, "object"),
+            Option("shard_bytes", "write several files of about this size, such as 256MiB", None, "bytes"),
+            Option(
+                "executor",
+                "executor that packs one shard per task: a variable, or FILE.py:NAME in a terminal",
+                None,
+                "object",
+            ),
             _THREADS,
-            Option("resume", "take over whole shards that an interrupted run left", True, "flag"),
-            Option("overwrite", "replace what is at the pack's path", False, "flag"),
+            Option("resume", "reuse complete shards of an interrupted run", True, "flag"),
+            Option("overwrite", "replace an existing pack", False, "flag"),
             _PROGRESS,
         ),
     ),
     Verb(
         "prepare",
-        "get a near pack by the shortest way: the one that is near, the one saved on Drive, or a new one",
+        "get a local pack by the fastest route: an existing local pack, one saved on Drive, or a new one",
         (
-            Option("source", "as of pack, also an address", kind="path", words=_SAMPLES),
+            Option("source", "as for pack, or an address", kind="path", words=_SAMPLES),
             *_PACKED,
-            Option("save_to", "the folder that keeps packs, or none", "drive:colabkit", "folder", words=("none",)),
+            Option("save_to", "folder in which packs are saved, or none", "drive:colabkit", "folder", words=("none",)),
             _THREADS,
-            Option("refresh", "pack anew, whatever is there", False, "flag"),
+            Option("refresh", "pack the source again even if a pack exists", False, "flag"),
             _PROGRESS,
         ),
     ),
     Verb(
         "verify",
-        "check every byte of a pack or a near copy against its digests",
-        (Option("path", "the pack, or what stage returned", kind="path"), _PROGRESS),
+        "check every byte of a pack or a local copy against its digests",
+        (Option("path", "path of the pack or the local copy", kind="path"), _PROGRESS),
     ),
     Verb(
         "train",
         "train with prefetching, checkpoints and resume",
         (
-            Option("step", "takes a batch, returns a loss: a variable, in a terminal FILE.py:NAME", kind="object"),
-            Option("loader", "the Loader: a variable, in a terminal FILE.py:NAME", kind="object"),
+            Option(
+                "step",
+                "function that takes a batch and returns a loss: a variable, or FILE.py:NAME in a terminal",
+                kind="object",
+            ),
+            Option("loader", "the Loader: a variable, or FILE.py:NAME in a terminal", kind="object"),
             *TRAINING,
-            Option("on_step", "called after each step with its record", None, "object"),
+            Option("on_step", "function called with a record of each step", None, "object"),
         ),
     ),
     Verb(
         "headspace",
-        "measure how fast the step is on batches that are there already: what no loader can raise",
+        "measure the speed of the step on cached batches, which is the limit for any loader",
         (
-            Option("step", "as of train", kind="object"),
-            Option("loader", "as of train, or another loader", kind="object"),
-            Option("state", "what the step changes; else what the usual step trains", None, "objects"),
-            Option("batches", "how many are cached", 4, "number"),
+            Option("step", "as for train", kind="object"),
+            Option("loader", "as for train, or any other loader", kind="object"),
+            Option("state", "objects that the step changes; by default those of supervised_step", None, "objects"),
+            Option("batches", "number of batches to cache", 4, "number"),
             Option("seconds", "how long to measure", 3.0, "seconds"),
         ),
     ),
     Verb(
         "doctor",
-        "say what training waits for, and what would fix it",
+        "find the bottleneck of training, and show how to fix it",
         (
             Option(
                 "of",
-                "a report or a loader: a variable, in a terminal FILE.py:NAME, or a saved report's file; else what was "
-                "trained or looped over last",
+                "a report or a loader (a variable, or FILE.py:NAME in a terminal), or the path of a saved report; by "
+                "default the latest training run or loop",
                 None,
                 "subject",
                 is_positional=True,
             ),
-            Option("seconds", "how long to iterate a loader that was not used before", 5.0, "seconds"),
+            Option("seconds", "how long to iterate a loader that has not been used, in seconds", 5.0, "seconds"),
             Option(
                 "headspace",
-                "what headspace returned, to predict from what the step takes alone; in a terminal FILE.py:NAME",
+                "result of headspace, for more accurate predictions: a variable, or FILE.py:NAME in a terminal",
                 None,
                 "object",
             ),
@@ -318,39 +352,46 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "demo",
-        "show the whole way on real images, from a slow drive to a trained network, with figures measured on the spot",
+        "train on images of a simulated slow drive, first from the files, then from a pack, and compare the speeds",
         (
-            Option("data", "a folder or zip archive with one folder a class; else handwritten digits", None, "path"),
-            Option("epochs", "how many", 3, "number"),
-            Option("size", "height and width to bring images to, as in 32; else the images' own, or 64", None, "size"),
+            Option(
+                "data", "folder or zip archive with one folder per class; by default handwritten digits", None, "path"
+            ),
+            Option("epochs", "number of epochs", 3, "number"),
+            Option(
+                "size",
+                "height and width to resize images to, such as 32; by default 64, or unchanged if small and equal",
+                None,
+                "size",
+            ),
             Option("latency", "seconds that the simulated slow drive takes to open a file", 0.02, "seconds"),
-            Option("keep", "folder for near copy, pack and checkpoints; else they are removed", None, "path"),
-            Option("progress", "tell what is done, with a live panel", True, "flag"),
+            Option("keep", "folder for local copy, pack and checkpoints; by default they are removed", None, "path"),
+            Option("progress", "print each step and show the live panel", True, "flag"),
         ),
         is_magic=False,
     ),
 )
 
 LOADING = (
-    Option("split", "of the pack", "train", words=("train", "dev", "test")),
-    Option("batch_size", "samples of a batch", 64, "number"),
-    Option("shuffle", "mix the samples anew in every epoch", True, "flag"),
-    Option("seed", "of the orders and of the transform", 0, "number"),
-    Option("on", "the device: cuda, cpu; else a GPU if there is one", None, words=("cuda", "cpu")),
-    Option("transform", "applied to the images of each batch: a variable", None, "object"),
+    Option("split", "split of the pack", "train", words=("train", "dev", "test")),
+    Option("batch_size", "samples per batch", 64, "number"),
+    Option("shuffle", "shuffle the samples in every epoch", True, "flag"),
+    Option("seed", "seed of the order and the transform", 0, "number"),
+    Option("on", "device, cuda or cpu; by default a GPU if there is one", None, words=("cuda", "cpu")),
+    Option("transform", "transform of the images of each batch: a variable", None, "object"),
 )
 """The options of the `Loader` that `%%train` creates, unless it is given one."""
 
 _HERE = {
-    "state": "what checkpoints hold, as in: model optimizer; needed with --save-to",
-    "validate": "a function that returns a dict of numbers",
+    "state": "variables to save in checkpoints, such as: model optimizer; required with --save-to",
+    "validate": "function that returns a dict of numbers",
 }
 
 _SHOWN = (
     Option("refresh_s", "seconds between frames, at least 0.5", 0.5, "seconds"),
     Option(
         "screen",
-        "auto, notebook, widgets, text or none",
+        "where to show the panel: auto, notebook, widgets, text or none",
         "auto",
         words=("auto", "notebook", "widgets", "text", "none"),
     ),
@@ -361,23 +402,23 @@ CELLS = (
         "train",
         "run the cell once for each batch, with x, y, batch, step and epoch in scope; it may set loss",
         (
-            Option("pack", "a pack's path, or a variable that holds a pack, a data set or a Loader", kind="data"),
+            Option("pack", "path of a pack, or a variable with a pack, a data set or a Loader", kind="data"),
             *LOADING,
             *(replace(option, help=_HERE.get(option.name, option.help)) for option in TRAINING),
         ),
-        more="x is a batch's first field and y its second, None without one; batch is the whole of it, for further "
-        "fields. step and epoch count from 0 over the whole run, also after a resume. What the cell sets loss to, a "
-        "number or a dict of numbers, is the step's value. Afterwards these names but loss are what they were before. "
-        "A Loader has its own options.",
+        more="x is the first field of the batch and y the second, or None if there is only one; batch is the whole "
+        "batch. step and epoch count from 0 over the whole run, including the part before a resume. If the cell sets "
+        "loss to a number or a dict of numbers, the step returns it. Afterwards, these variables except loss have "
+        "their previous values. If you pass a Loader, you cannot pass its options here.",
     ),
-    Verb("dashboard", "run the cell beside the live panel", _SHOWN),
+    Verb("dashboard", "run the cell with the live panel", _SHOWN),
 )
 """The cell magics."""
 
 DASHBOARD = Verb(
     "dashboard",
-    "show the live panel beside every loop over a Loader in the cells that follow",
-    (*_SHOWN, Option("off", "show it no more", False, "switch")),
+    "show the live panel for every loop over a Loader in the following cells",
+    (*_SHOWN, Option("off", "stop showing the panel", False, "switch")),
 )
 
 LINES = (*(verb for verb in VERBS if verb.is_magic), DASHBOARD)

@@ -24,7 +24,7 @@ def test_the_help_lists_the_verbs_and_the_exit_status(capsys: pytest.CaptureFixt
     assert done.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(verb.name in shown for verb in VERBS)
-    assert all(status in shown for status in ("0 when done", "1 after an error", "2 for arguments", "130 after Ctrl-C"))
+    assert all(status in shown for status in ("0 on success", "1 after an error", "2 for invalid", "130 after Ctrl-C"))
 
 
 def test_a_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,8 +52,8 @@ def test_what_a_verb_does_not_take_is_its_usage_with_a_hint_and_exit_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words, said in (
-        (["--treads", "4"], "there is no option --treads (did you mean --threads?)"),
-        (["a", "--jsn"], "there is no option --jsn (did you mean --json?)"),
+        (["--treads", "4"], "unknown option --treads (did you mean --threads?)"),
+        (["a", "--jsn"], "unknown option --jsn (did you mean --json?)"),
         (["a", "b"], "unrecognized arguments: b"),
     ):
         with pytest.raises(SystemExit) as done:

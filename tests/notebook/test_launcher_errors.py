@@ -69,7 +69,7 @@ def test_what_cannot_be_trained_on_is_refused_before_it_is_copied_with_a_cure_th
     fill(panel, source="photos")
     assert click(panel, "train").endswith("or Pack with Labels: none.")
     fill(panel, labels="none")
-    assert "on 'photos': no labels, a class for each image. Check Labels" in click(panel, "train")
+    assert "on 'photos': no labels, expected one class per image. Check Labels" in click(panel, "train")
     assert pointed(panel) == ["labels"]
     assert panel.results == {}
 
@@ -104,7 +104,7 @@ def test_a_text_that_cannot_be_meant_is_told_before_anything_is_copied(
 ) -> None:
     fill(panel, source=str(image_tree), **values)
     ((name, text),) = values.items()
-    assert click(panel, "pack").startswith(f"Cannot pack it: {text!r} as {FIELDS[name]}, ")
+    assert click(panel, "pack").startswith(f"Cannot pack it: {FIELDS[name]} is {text!r}, expected ")
     assert pointed(panel) == [name]
     assert panel.results == {}
 

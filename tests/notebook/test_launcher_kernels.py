@@ -153,7 +153,7 @@ def test_an_interrupt_is_told_inside_and_the_next_click_works(kernel: Kernel) ->
     kernel.clicks("stage")
     kernel.wait_for(lambda message: "Staging" in str(message["content"]))
     kernel.interrupt_until(lambda message: "Stopped" in str(message["content"]))
-    assert kernel.state()[0] == "Stopped. A click goes on where it was."
+    assert kernel.state()[0] == "Stopped. Click again to resume."
     kernel.run("view.fields['source'].value = 'tree'")
     assert kernel.click("stage")[0].startswith("Done in ")
 

@@ -59,7 +59,7 @@ def test_help_is_printed_and_is_the_docstring(
     assert shell.run_line_magic(magic, "--help") is None
     text = capsys.readouterr().out
     assert f"usage: %{magic}" in text
-    assert ("within a longer word these stay as they are written" in text) == (magic not in ("colabkit", "runtime"))
+    assert ("inside a longer word it is left unchanged" in text) == (magic not in ("colabkit", "runtime"))
     assert shell.find_line_magic(magic).__doc__.split() == text.split()
 
 
@@ -81,7 +81,7 @@ def test_colabkit_and_a_verb_is_the_magic(
 
 def test_an_unknown_verb_is_one_line_with_a_near_one(shell: InteractiveShell) -> None:
     with pytest.raises(
-        InvalidOption, match=r"Cannot run %colabkit stge: no such verb, there are .*\. Did you mean stage\."
+        InvalidOption, match=r"Cannot run %colabkit stge: unknown verb, expected one of .*\. Did you mean stage\."
     ):
         shell.run_line_magic("colabkit", "stge birds")
     with pytest.raises(InvalidOption, match=r"See %colabkit --help\."):
@@ -102,7 +102,7 @@ def test_the_doctor_judges_what_is_named_or_was_last(shell: InteractiveShell, tm
 
 @pytest.mark.parametrize("line", ["DataLoader(data)", "DataLoader(data, batch_size=4) --seconds 1", "loaders['train']"])
 def test_the_doctor_asks_for_a_name_where_an_expression_is_given(shell: InteractiveShell, line: str) -> None:
-    with pytest.raises(InvalidOption, match=r"is an expression, and %doctor takes the name of a variable\. Assign it"):
+    with pytest.raises(InvalidOption, match=r"is an expression, expected the name of a variable\. Assign it"):
         shell.run_line_magic("doctor", line)
 
 
@@ -119,7 +119,7 @@ def test_a_saved_report_may_be_called_like_an_expression(
     ("line", "error", "said"),
     [
         ("/no/such/place", SourceMissing, "Cannot read '/no/such/place': no such file or folder"),
-        ("a --treads 4", InvalidOption, "Cannot run %stage: there is no option --treads (did you mean --threads?)"),
+        ("a --treads 4", InvalidOption, "Cannot run %stage: unknown option --treads (did you mean --threads?)"),
     ],
 )
 def test_an_error_is_one_line_without_a_traceback(

@@ -163,7 +163,7 @@ def test_loading_prints_nothing_imports_nothing_heavy_and_is_undone(loading: dic
 
 
 def test_names_that_are_taken_stay_their_owners_line_and_cell_apart(loading: dict[str, Any]) -> None:
-    said = "colabkit leaves %stage, %%train to others; use colabkit's functions instead"
+    said = "colabkit does not replace the existing %stage, %%train; use colabkit's functions instead"
     assert loading["taken"].splitlines() == [said]
     assert loading["left"] == loading["theirs"] == ["theirs", "theirs"]
     assert loading["beside"]
@@ -202,7 +202,7 @@ def test_ctrl_c_and_bad_syntax_are_one_line(outputs: dict[str, list[NotebookNode
     assert stopped.startswith("TrainingInterrupted: Training stopped after step 1: nothing is saved. Name a folder by ")
     assert "by --save-to to keep checkpoints" in stopped
     assert re.fullmatch(
-        r"InvalidOption: Cannot run the cell: .* in line 2, 'model\(x', which is no valid Python\. Mend that line\.",
+        r"InvalidOption: Cannot run the cell: .* in line 2, 'model\(x', expected valid Python\. Fix that line\.",
         broken,
     )
 
@@ -220,7 +220,7 @@ def test_the_panel_is_beside_cells_that_loop_and_no_others(outputs: dict[str, li
     assert [len(panels(outputs[name])) for name in ("switch", "idle", "loop", "off", "quiet")] == [0, 0, 1, 0, 0]
     assert outputs["idle"] == outputs["off"] == outputs["quiet"] == []
     (said,) = outputs["switch"]
-    assert said.text.startswith("The panel is shown beside each cell")
+    assert said.text.startswith("The panel appears below each cell")
 
 
 def test_the_doctor_finds_what_was_last(outputs: dict[str, list[NotebookNode]]) -> None:

@@ -124,7 +124,7 @@ def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
 
 
 def test_a_misspelt_object_is_suggested() -> None:
-    said = r"Cannot use 'modle': there is no variable of this name, and one is needed\. Did you mean model\."
+    said = r"Cannot use 'modle': no variable has this name, expected an existing variable\. Did you mean model\."
     with pytest.raises(InvalidOption, match=said):
         parse("train", "step", "loader", "--state", "modle", step=1, model=2, loader=3)
 
@@ -133,7 +133,7 @@ def test_a_misspelt_object_is_suggested() -> None:
     ("objects", "step"),
     [
         ({}, "Define it first"),
-        ({"loader": LOADER}, "Name a loader, as loader"),
+        ({"loader": LOADER}, "Name a loader, such as loader"),
         ({"nopes": LOADER, "loader": LOADER}, "Did you mean nopes"),
         ({"_nope": LOADER, "Nope": list[int], "noper": "a text", "node": 3}, "Define it first"),
     ],
@@ -146,11 +146,11 @@ def test_only_what_could_be_a_loader_is_suggested_to_the_doctor(objects: dict[st
 
     with pytest.raises(InvalidOption) as caught:
         parse("doctor", "nope", np=np, nope_=Closed(), **objects)
-    assert str(caught.value).endswith(f"and one is needed. {step}.")
+    assert str(caught.value).endswith(f"expected an existing variable. {step}.")
 
 
 def test_a_module_is_not_suggested_where_an_object_is_meant() -> None:
-    with pytest.raises(InvalidOption, match=r"and one is needed\. Define it first\.$"):
+    with pytest.raises(InvalidOption, match=r"expected an existing variable\. Define it first\.$"):
         parse("train", "npp", "loader", np=np)
 
 
@@ -166,7 +166,7 @@ def test_an_unknown_option_is_named_first_with_the_one_that_may_be_meant() -> No
         if option.flag:
             with pytest.raises(InvalidOption) as caught:
                 parser_of(verb, "%it").parse_args([misspelt, "1"])
-            assert f"Cannot run %it: there is no option {misspelt} (did you mean {option.flag}?)" in str(caught.value)
+            assert f"Cannot run %it: unknown option {misspelt} (did you mean {option.flag}?)" in str(caught.value)
 
 
 def test_words_behind_two_dashes_are_no_options() -> None:

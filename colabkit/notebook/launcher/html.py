@@ -78,7 +78,7 @@ def heading() -> str:
     """Return the panel's title."""
     return (
         f"<div style='{_FONT};color:{_TEXT}'><b style='font-size:16px'>colabkit</b>"
-        f"<div style='{_FAINT}'>Brings data near, packs it into one file, and trains on it.</div></div>"
+        f"<div style='{_FAINT}'>Copies data to local storage, packs it into one file, and trains on it.</div></div>"
     )
 
 

@@ -42,7 +42,7 @@ from colabkit.notebook.launcher.settings import Settings, places, reword_for_for
 from colabkit.notebook.launcher.view import View
 
 _FALLBACK = "colabkit's launcher: run this cell again to open it."
-_STOPPED = "Stopped. A click goes on where it was."
+_STOPPED = "Stopped. Click again to resume."
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 
@@ -75,7 +75,7 @@ def open_launcher() -> Launcher:
     shell = ipython.get_ipython() if ipython else None
     if shell is None or not hasattr(shell, "kernel"):
         next_step = "Run it in Colab or Jupyter, or see python -m colabkit --help"
-        raise NoNotebook(cannot(act, "this is no notebook", "a cell, below which it is shown", next_step))
+        raise NoNotebook(cannot(act, "this is not a notebook", "expected a notebook cell", next_step))
     widgets = import_optional("ipywidgets", act, "for fields and buttons", next_step="Run %pip install ipywidgets")
     close_launchers()
     launcher = Launcher(widgets)
@@ -231,7 +231,7 @@ def _told(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
         return "".join(traceback.format_exception(error)), ()
     if isinstance(error, ColabkitError):
         return reword_for_form(error, action)
-    return f"{type(error).__name__}: {error}\nWith COLABKIT_DEBUG=1 in the environment all of it is shown here.", ()
+    return f"{type(error).__name__}: {error}\nSet COLABKIT_DEBUG=1 in the environment to see the traceback here.", ()
 
 
 def _main_loop() -> asyncio.AbstractEventLoop | None:

@@ -125,8 +125,10 @@ def make_pipeline(settings: Settings, action: Action, *, needs_mount: bool = Tru
         calls.append(PipelineCall("mounted", _VERBS["mount"], {}, "Mounting Drive"))
     if action == "probe":
         if source.startswith("samples:") or "://" in source:
-            needed = "a folder or a file, on this machine or a mount"
-            raise InvalidOption(cannot(f"probe {shown!r}", "nothing on a mount", needed, "Stage it instead"))
+            needed = "expected the path of a folder or a file"
+            raise InvalidOption(
+                cannot(f"probe {shown!r}", "this source has no path to measure", needed, "Stage it instead")
+            )
         calls.append(PipelineCall("probed", _VERBS["probe"], {"path": source}, "Probing"))
         return Pipeline(source, tuple(calls))
     near: Any = source
@@ -154,11 +156,11 @@ def _checked(act: str, name: str, text: str) -> str:
     """Return a field's stripped text; raise `InvalidOption` if it is empty or has several lines."""
     text, label = text.strip(), FIELDS[name]
     if not text:
-        found = f"an empty {label.lower()}"
-        raise InvalidOption(cannot(act, found, "a path or an address", f"Fill in {label}"))
+        needed = "expected a path or an address" if name == "source" else "expected a path"
+        raise InvalidOption(cannot(act, f"{label} is empty", needed, f"Fill in {label}"))
     if len(text.splitlines()) > 1 or "\0" in text:
-        found = f"a line break in the {label.lower()}"
-        raise InvalidOption(cannot(act, found, "one line of text", f"Check {label}"))
+        found = f"{label} contains a line break"
+        raise InvalidOption(cannot(act, found, "expected one line of text", f"Check {label}"))
     return text
 
 
@@ -179,7 +181,7 @@ def _value(option: Option, text: str) -> Any:
     except argparse.ArgumentTypeError as error:
         given, _, needed = str(error).partition(" is not ")
         label = FIELDS[option.name]
-        raise InvalidOption(cannot("pack it", f"{given} as {label}", needed, f"Check {label}")) from error
+        raise InvalidOption(cannot("pack it", f"{label} is {given}", f"expected {needed}", f"Check {label}")) from error
 
 
 def _folder_name(source: str, options: Mapping[str, Any]) -> str:
@@ -296,8 +298,10 @@ def _check_kind(source: str, kind: str) -> None:
     """Raise `InvalidOption` unless there is one class per image, as the small network needs."""
     if kind != "class":
         found = "no labels" if kind == "none" else f"{kind} labels"
-        next_step = f"Check {FIELDS['labels']}, or train on it with a loss of your own"
-        raise InvalidOption(cannot(f"train a small network on {source!r}", found, "a class for each image", next_step))
+        next_step = f"Check {FIELDS['labels']}, or train on it with a custom loss"
+        raise InvalidOption(
+            cannot(f"train a small network on {source!r}", found, "expected one class per image", next_step)
+        )
 
 
 def _train(source: str, training: TrainingSettings, packed: Any, screen: Screen) -> Report:

@@ -21,7 +21,7 @@ from colabkit.notebook.verbs import VERBS
 
 FIELDS = {
     "source": "Source",
-    "to": "Near copy",
+    "to": "Local copy",
     "batch_size": "Batch size",
     "epochs": "Epochs",
     "work": "Work folder",
@@ -47,7 +47,7 @@ _SHARED_TMPFS = "/dev/shm"
 _SHARES = re.compile(r"(?<!=)\{('train'[^}]*)\}")
 _LEFT_OUT = re.compile(rf"\bLeave ({'|'.join(FIELDS)}) out\b")
 _IN_CODE = re.compile(r"\b(a function|functions) of the path\b(?! in code)")
-_MOUNT = "run colabkit.mount() if it is on Drive"
+_MOUNT, _ON_DRIVE = "run colabkit.mount() if it is on Drive", "start it with drive: if it is on Drive"
 _ABOUT = {"label": "labels", "split": "splits", "read": "source", "fetch": "source"}
 """The field to mark if an error's advice names none, by the verb of the failed action."""
 _PATH, _ANOTHER = "Check the path", "Choose another path"
@@ -93,7 +93,7 @@ def places(found: RuntimeReport, near: str) -> list[tuple[str, str]]:
     """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
     return [
-        ("auto: tmpfs where it fits and leaves RAM for training, else disk", "auto"),
+        ("auto: tmpfs if it leaves enough RAM for training, otherwise disk", "auto"),
         (f"tmpfs: {_free(shared)}", "tmpfs"),
         (f"disk: {_free(_disk_of(found.disks, near))}", "disk"),
     ]
@@ -116,7 +116,7 @@ def reword_for_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, 
     """
     before, dot, step = str(error).rpartition(". ")
     if isinstance(error, SourceMissing | BadSource):
-        step = step.replace(_PATH, f"Check {FIELDS['source']}").replace(_MOUNT, "begin it with drive: if it is there")
+        step = step.replace(_PATH, f"Check {FIELDS['source']}").replace(_MOUNT, _ON_DRIVE)
     if isinstance(error, TargetExists):
         step = step.replace(_ANOTHER, f"Choose another {FIELDS['work']}")
     step = _LEFT_OUT.sub(lambda found: f"Leave {FIELDS[found[1]]} empty", step)

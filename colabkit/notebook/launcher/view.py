@@ -15,13 +15,13 @@ from colabkit.notebook.launcher.pipeline import Action
 from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings
 
 _ACTIONS: dict[Action, tuple[str, str]] = {
-    "probe": ("Probe", "Measure for some seconds what the source's mount can do"),
-    "stage": ("Stage", "Copy the source near"),
-    "pack": ("Pack", "Stage it, then pack it into one file"),
-    "train": ("Stage and train", "Stage it, pack it, then train a small network on it"),
+    "probe": ("Probe", "Measure for a few seconds how fast the source can be read"),
+    "stage": ("Stage", "Copy the source to local storage"),
+    "pack": ("Pack", "Stage the source, then pack it into one file"),
+    "train": ("Stage and train", "Stage the source, pack it, then train a small network on it"),
 }
 _LABEL_PX, _SHORT_LABEL_PX = 104, 48
-_HINT = "a path, also drive:birds; an address or share link of an archive; or samples:digits"
+_HINT = "a path, such as birds or drive:birds; the address or share link of an archive; or samples:digits"
 _OPTIONS, _CODE = "Pack options", "Show the code"
 _OPEN, _SHUT = "▾", "▸"
 _SHORT_WIDTH = "280px"
@@ -203,19 +203,19 @@ class View:
 
     def _form(self, near: list[tuple[str, str]]) -> dict[str, Any]:
         widgets, default = self._widgets, Settings()
-        encodings = [("auto", "auto"), ("raw: pixels", "raw"), ("source: the files' own bytes", "source")]
-        bad = [("raise an error", "raise"), ("skip: leave it out", "skip"), ("blank: a black image", "blank")]
+        encodings = [("auto", "auto"), ("raw: pixels", "raw"), ("source: the original file bytes", "source")]
+        bad = [("raise an error", "raise"), ("skip the file", "skip"), ("store a black image", "blank")]
         choices: dict[str, list[tuple[str, str]]] = {
-            "encoding": [*encodings, ("jpeg: encoded anew", "jpeg")],
+            "encoding": [*encodings, ("jpeg: re-encoded", "jpeg")],
             "channels": [("3: RGB", "3"), ("1: luminance", "1")],
             "on_bad": bad,
         }
         lines = {
             "source": "a path, drive:birds, an address, or samples:digits",
-            "work": "of packs and checkpoints",
-            "size": "as they are, or 224, or 240x320",
+            "work": "for packs and checkpoints",
+            "size": "unchanged, or for example 224 or 240x320",
             "labels": "auto, a column, or none",
-            "splits": "as the source's folders say",
+            "splits": "from the source's folders, or for example train=0.8,test=0.2",
         }
         return {
             **{
