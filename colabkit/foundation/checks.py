@@ -179,7 +179,8 @@ def import_optional(name: str, act: str, purpose: str, package: str = "", next_s
     except ImportError as error:
         package = package or name.partition(".")[0]
         found = f"the package {package} is not installed"
-        raise MissingPackage(cannot(act, found, f"it, {purpose}", next_step or f"Run pip install {package}")) from error
+        needed, advice = f"but it is needed {purpose}", next_step or f"Run pip install {package}"
+        raise MissingPackage(cannot(act, found, needed, advice)) from error
 
 
 def _whole(value: float | str) -> int | None:
