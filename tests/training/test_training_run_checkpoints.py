@@ -387,7 +387,7 @@ def test_the_best_stays_the_best_if_a_stop_follows_its_validation_at_the_end_of_
 
     with monkeypatch.context() as patch:
         patch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
-        stopped = run(deadline=900.0)
+        stopped = run(deadline=900.0, timeout="1h")
     assert (stopped.stopped, stopped.steps, stopped.trained) == ("deadline", 6, 0)
     report = run()
     assert report.best_value == 0.5

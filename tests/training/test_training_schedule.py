@@ -196,7 +196,7 @@ def test_a_deadline_passes_in_the_middle_of_an_epoch(tmp_path, data, monkeypatch
     def step(batch: object) -> None:
         now[0] += 100
 
-    report = train(step, Loader(data, 4), epochs=9, save_to=tmp_path, deadline=timedelta(seconds=850))
+    report = train(step, Loader(data, 4), epochs=9, save_to=tmp_path, deadline=timedelta(seconds=850), timeout="1h")
     assert report.stopped == "deadline"
     assert report.steps == 9  # at 900 s, since five are kept for the checkpoint
     assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
