@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,21 @@ class LabelledDataset(Dataset[Any]):
         assert self.labels is not None
         return self.labels[place].item() if self._is_class else self.labels[place].clone()
 
+    def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> Self:
+        """Return a view of some samples, in the given order; no samples are copied.
+
+        Args:
+            indices: integers, for example of a scikit-learn splitter; one bool per sample; or a slice.
+
+        Raises:
+            InvalidOption: if the indices are of any other kind.
+            IndexError: if an index is out of range.
+        """
+        return self._view(resolve_indices(indices, len(self)))
+
+    def _view(self, numbers: Indices) -> Self:
+        raise NotImplementedError
+
 
 class PackedDataset(LabelledDataset):
     """One split of a pack, or a view of it: `dataset[i]` is an image, `uint8 [C, H, W]`, and its label.
@@ -99,8 +114,7 @@ class PackedDataset(LabelledDataset):
 
     Attributes:
         info: description of the pack.
-        split_name, labels, classes, fields: see `LabelledDataset`.
-        fingerprint: text that identifies this split of this pack and this view of it.
+        split_name, labels, classes, fields, fingerprint: see `LabelledDataset`.
         numbers: row numbers of a view within the split, `int64 [N]`; None for the whole split.
 
     Example:
@@ -206,17 +220,8 @@ class PackedDataset(LabelledDataset):
             fields.insert(self._label_place, labels.tolist() if self._is_class else labels)
         return list(zip(*fields, strict=True)) if len(fields) > 1 else list(fields[0])
 
-    def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> PackedDataset:
-        """Return a view of some samples, in the given order; no samples are copied.
-
-        Args:
-            indices: integers, for example of a scikit-learn splitter; one bool per sample; or a slice.
-
-        Raises:
-            InvalidOption: if the indices are of any other kind.
-            IndexError: if an index is out of range.
-        """
-        return PackedDataset(self._opened, self._rows_of(resolve_indices(indices, len(self))))
+    def _view(self, numbers: Indices) -> Self:
+        return type(self)(self._opened, self._rows_of(numbers))
 
     @overload
     def split(
@@ -343,8 +348,7 @@ class FileDataset(LabelledDataset):
     Attributes:
         source: the source of the files.
         split_name, labels, classes, fields: see `LabelledDataset`.
-        fingerprint: text that identifies these files by their relative paths, sizes and labels; a copy elsewhere has
-            the same fingerprint.
+        fingerprint: hash of the files' relative paths, sizes and labels; the same for a copy elsewhere.
 
     Example:
         >>> import colabkit
@@ -407,17 +411,7 @@ class FileDataset(LabelledDataset):
         classes = f", {format_things(len(self.classes), 'class')}" if self.classes else ""
         return f"FileDataset {self.split_name!r} of {self.source.name!r}: {format_things(len(self), 'file')}{classes}"
 
-    def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> FileDataset:
-        """Return a view of some samples, in the given order.
-
-        Args:
-            indices: integers, one bool per sample, or a slice.
-
-        Raises:
-            InvalidOption: if the indices are of any other kind.
-            IndexError: if an index is out of range.
-        """
-        numbers = resolve_indices(indices, len(self))
+    def _view(self, numbers: Indices) -> Self:
         view = copy.copy(self)
         items = tuple(self._items[number] for number in numbers.tolist())
         view._set_items(items, None if self.labels is None else self.labels[torch.from_numpy(numbers)])  # noqa: SLF001
@@ -439,10 +433,7 @@ class FileDataset(LabelledDataset):
             FileFailed: if it cannot be read.
             TimedOut: if the source did not answer twice in a row.
         """
-        item = self._items[number]
-        if not self.source.can_hang:
-            return read_item(self.source, item, Retries())
-        return answer_of(lambda: read_item(self.source, item, Retries()), can_hang=True)
+        return answer_of(lambda: read_item(self.source, self._items[number], Retries()), self.source.can_hang)
 
     def name_of(self, number: int) -> str:
         """Return the name of a sample for messages."""
@@ -456,5 +447,4 @@ def _map_tensor(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _reopen(reopen: partial[OpenSplit], numbers: Indices | None) -> PackedDataset:
-    """Return an unpickled dataset."""
     return PackedDataset(reopen(), numbers)
