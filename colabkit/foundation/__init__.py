@@ -1,6 +1,6 @@
 """Foundation: utilities shared by all other subpackages. It imports none of them.
 
-- `errors`, `checks`: exceptions, the format of their messages, and validation of arguments.
+- `errors`, `messages`, `checks`: exceptions, the form of their messages, and validation of arguments.
 - `units`, `reports`: formatted numbers, and the frozen reports that public functions return.
 - `file_changes`, `partials`, `locks`: all changes to files, atomic creation of files, and locks between processes.
 - `processes`, `mount_table`, `environment`: child programs, mounts, and the resource limits of this machine.

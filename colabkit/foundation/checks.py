@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, TypeGuard
 
-from colabkit.foundation.errors import InvalidOption, MissingPackage, cannot
+from colabkit.foundation.errors import InvalidOption, MissingPackage
+from colabkit.foundation.messages import Code, Text, cannot, option
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
 _UNITS_S = {
@@ -26,35 +27,36 @@ _UNITS_S = {
 }
 
 
-def check_one_of(act: str, name: str, value: object, choices: Iterable[object], next_step: str = "") -> None:
+def check_one_of(act: Text, name: str, value: object, choices: Iterable[object], next_step: Text = "") -> None:
     """Raise `InvalidOption` unless a value equals one of the choices in type and value."""
     allowed = list(choices)
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         return
     *first, last = map(repr, allowed)
     expected = f"{', '.join(first)} or {last}" if first else last
-    raise InvalidOption(cannot(act, f"{name}={value!r:.80}", expected, next_step or f"Use {name}={allowed[0]!r}"))
+    raise InvalidOption(cannot(act, option(name, value), expected, next_step or ("Use ", option(name, allowed[0]))))
 
 
-def check_callable(act: str, name: str, value: object, next_step: str, *, optional: bool = True) -> None:
+def check_callable(act: Text, name: str, value: object, next_step: Text, *, optional: bool = True) -> None:
     """Raise `InvalidOption` unless a value is a callable other than a class, or None if `optional`."""
     expected = "a callable or None" if optional else "a callable"
     if isinstance(value, type):
-        found, next_step = f"{name}={value.__name__}, a class", f"Create an instance: {name}={value.__name__}(...)"
-        raise InvalidOption(cannot(act, found, expected, next_step))
+        found = (option(name, Code(value.__name__)), " is a class")
+        create = ("Create an instance: ", option(name, Code(f"{value.__name__}(...)")))
+        raise InvalidOption(cannot(act, found, expected, create))
     if not callable(value) and not (optional and value is None):
-        raise InvalidOption(cannot(act, f"{name}={shown(value)}", expected, next_step))
+        raise InvalidOption(cannot(act, option(name, value), expected, next_step))
 
 
 def check_type(
-    act: str, name: str, value: object, kinds: type | tuple[type, ...], expected: str, next_step: str
+    act: Text, name: str, value: object, kinds: type | tuple[type, ...], expected: Text, next_step: Text
 ) -> None:
     """Raise `InvalidOption` unless a value is an instance of one of the classes `kinds`."""
     if not isinstance(value, kinds):
         raise InvalidOption(cannot(act, f"{name} is {kind_of(value)}", expected, next_step))
 
 
-def check_whole_number(act: str, name: str, value: object, least: int, most: int | None = None) -> int:
+def check_whole_number(act: Text, name: str, value: object, least: int, most: int | None = None) -> int:
     """Return an integer between two inclusive bounds as an `int`.
 
     NumPy integers are converted, since they overflow and are not JSON serializable.
@@ -65,18 +67,18 @@ def check_whole_number(act: str, name: str, value: object, least: int, most: int
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if is_whole and least <= operator.index(value) <= (math.inf if most is None else most):  # type: ignore[arg-type]
         return operator.index(value)  # type: ignore[arg-type]
-    example = f"Use {name}={max(least, 1)}, say"
+    example: Text = ("For example, use ", option(name, max(least, 1)))
     meant = _whole(value) if isinstance(value, float | str) else None
     if meant is not None and least <= meant <= (1 << 53 if most is None else most):
-        example = f"Use {name}={meant}"
+        example = ("Use ", option(name, meant))
     elif most is not None and is_whole and value > most:  # type: ignore[operator]
-        example = f"Use {name}={most} or less"
+        example = ("Use ", option(name, most), " or less")
     bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-    raise InvalidOption(cannot(act, f"{name}={shown(value)}", f"a whole number {bounds}", example))
+    raise InvalidOption(cannot(act, option(name, value), f"a whole number {bounds}", example))
 
 
 def check_number(
-    act: str,
+    act: Text,
     name: str,
     value: object,
     least: float = -math.inf,
@@ -95,17 +97,19 @@ def check_number(
     bounds = f" of {least:g} or more" if math.isfinite(least) else f" above {above:g}" if math.isfinite(above) else ""
     if math.isfinite(most):
         bounds = f" from {least:g} to {most:g}" if math.isfinite(least) else f"{bounds}, at most {most:g}"
-    raise InvalidOption(cannot(act, f"{name}={shown(value)}", f"a finite number{bounds}", f"Use {name}={example}"))
+    next_step = ("For example, use ", option(name, example))
+    raise InvalidOption(cannot(act, option(name, value), f"a finite number{bounds}", next_step))
 
 
-def check_seconds(act: str, name: str, value: object) -> float:
+def check_seconds(act: Text, name: str, value: object) -> float:
     """Return a finite number of seconds above 0; raise `InvalidOption` for other values."""
     if not is_finite_number(value) or value <= 0:
-        raise InvalidOption(cannot(act, f"{name}={shown(value)}", "seconds above 0", f"Use {name}=60"))
+        next_step = ("For example, use ", option(name, 60))
+        raise InvalidOption(cannot(act, option(name, value), "a number of seconds above 0", next_step))
     return value
 
 
-def check_duration(act: str, name: str, value: object) -> float:
+def check_duration(act: Text, name: str, value: object) -> float:
     """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds above 0.
 
     Raises:
@@ -117,17 +121,18 @@ def check_duration(act: str, name: str, value: object) -> float:
         is_whole = not _DURATION.sub("", value.lower()).strip() and all(unit in _UNITS_S for _, unit in found)
         seconds = sum(float(number) * _UNITS_S[unit] for number, unit in found) if is_whole else None
     if not is_finite_number(seconds) or seconds <= 0:
-        next_step = f"Use {name}='30min', say: s, min, h or d"
-        raise InvalidOption(cannot(act, f"{name}={shown(value)}", "a duration above 0", next_step))
+        next_step = ("For example, use ", option(name, "30min"))
+        expected = "a duration above 0 in seconds, or with a unit (s, min, h or d)"
+        raise InvalidOption(cannot(act, option(name, value), expected, next_step))
     return float(seconds)
 
 
-def check_size(act: str, name: str, value: object) -> tuple[int, int]:
+def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
     """Return (height, width) of one integer or a pair of integers; raise `InvalidOption` for other values."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
-        expected = "one whole number, or height and width"
-        raise InvalidOption(cannot(act, f"{name}={shown(value)}", expected, f"Use {name}=224 or {name}=(240, 320)"))
+        next_step = ("For example, use ", option(name, 224), " or ", option(name, (240, 320)))
+        raise InvalidOption(cannot(act, option(name, value), "one whole number, or height and width", next_step))
     return check_whole_number(act, name, sides[0], 1), check_whole_number(act, name, sides[1], 1)
 
 
@@ -152,16 +157,7 @@ def kind_of(value: object) -> str:
     return f"{'an' if re.match('[AEIOaeio]|[FHLMNRSX][A-Z]|nd', name) else 'a'} {name}"
 
 
-def shown(value: object) -> str:
-    """Return the `repr` of a value for a message, as one line of at most 80 characters."""
-    try:
-        return f"{' '.join(repr(value).split()):.80}"
-    except ValueError:
-        # Python does not convert integers of thousands of digits to text.
-        return f"{kind_of(value)} of thousands of digits"
-
-
-def import_optional(name: str, act: str, purpose: str, package: str = "", next_step: str = "") -> Any:
+def import_optional(name: str, act: Text, purpose: str, package: str = "", next_step: Text = "") -> Any:
     """Import and return the module of an optional package.
 
     Args:
@@ -178,9 +174,8 @@ def import_optional(name: str, act: str, purpose: str, package: str = "", next_s
         return importlib.import_module(name)
     except ImportError as error:
         package = package or name.partition(".")[0]
-        found = f"the package {package} is not installed"
-        needed, advice = f"but it is needed {purpose}", next_step or f"Run pip install {package}"
-        raise MissingPackage(cannot(act, found, needed, advice)) from error
+        found = f"the package {package} is not installed, which is needed {purpose}"
+        raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from error
 
 
 def _whole(value: float | str) -> int | None:

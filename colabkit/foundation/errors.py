@@ -1,16 +1,33 @@
-"""The exception classes and the format of their messages. `colabkit.errors` shows them as a tree."""
+"""The exception classes. `colabkit.errors` shows them as a tree; `messages` defines the form of their messages."""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
 
+from colabkit.foundation.messages import PYTHON, Message, Words
 from colabkit.foundation.reports import printable
 
 
 class OneLineError(BaseException):
-    """An error that IPython shows as one line."""
+    """An error that IPython shows as one line, in the words of the front end that the caller uses.
+
+    Attributes:
+        words: The words of the caller's front end, Python by default.
+    """
+
+    words: Words = PYTHON
+
+    @property
+    def message(self) -> Message | None:
+        """The parts of the message: action, found, expected and next step; None for an error of another form."""
+        return self.args[0] if self.args and isinstance(self.args[0], Message) else None
+
+    def __str__(self) -> str:
+        if self.message is not None:
+            return self.message.render(self.words)
+        # KeyError would show a single text in quotes.
+        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints: the message, or the full traceback if COLABKIT_DEBUG=1."""
@@ -20,7 +37,7 @@ class OneLineError(BaseException):
 
 
 class ColabkitError(OneLineError, Exception):
-    """Base class of colabkit's errors; the message ends with advice on what to do next."""
+    """Base class of colabkit's errors; the message ends with what to do next."""
 
 
 class InvalidOption(ColabkitError, ValueError):
@@ -69,9 +86,6 @@ class Corrupt(ColabkitError, ValueError):
 
 class MissingSplit(ColabkitError, KeyError):
     """A pack has no split with this name."""
-
-    # KeyError would show its message in quotes.
-    __str__ = Exception.__str__
 
 
 class NotMounted(ColabkitError, FileNotFoundError):
@@ -123,28 +137,3 @@ class TrainingDiverged(ColabkitError, FloatingPointError):
 
 class LaunchFailed(ColabkitError, RuntimeError):
     """One of several training processes failed; its output contains details."""
-
-
-def cannot(act: str, found: str, needed: str, next_step: str) -> str:
-    """Format an error message.
-
-    Args:
-        act: verb and object, for example `"stage 'birds'"`.
-        found: the actual state, with numbers and units.
-        needed: the required state.
-        next_step: advice, one sentence without the final period.
-    """
-    return f"Cannot {act}: {found}, {needed}. {next_step}."
-
-
-def reword(error: OneLineError, worded: Callable[[str], str]) -> None:
-    """Replace the message of an error in place.
-
-    Args:
-        error: the error, with one message.
-        worded: returns the new text of a message.
-    """
-    error.args = (worded(str(error)),)
-    # ImportError shows `msg` instead of its arguments.
-    if isinstance(error, ImportError):
-        error.msg = error.args[0]

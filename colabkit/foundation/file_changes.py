@@ -23,7 +23,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from colabkit.foundation.environment.limits import is_tmpfs, memory_limits
-from colabkit.foundation.errors import ColabkitError, FileFailed, NotEnoughSpace, cannot
+from colabkit.foundation.errors import ColabkitError, FileFailed, NotEnoughSpace
+from colabkit.foundation.messages import cannot
 from colabkit.foundation.mount_table import read_file, trouble
 from colabkit.foundation.units import format_bytes
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from colabkit.foundation.errors import InvalidOption, NotMounted, cannot
+from colabkit.foundation.errors import InvalidOption, NotMounted
+from colabkit.foundation.messages import cannot
 
 Reader = Callable[[str], str]
 

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from colabkit.foundation import file_changes
-from colabkit.foundation.errors import TargetExists, cannot
+from colabkit.foundation.errors import TargetExists
 from colabkit.foundation.locks import LOCK, is_locked, lock_folder, unlock, wait_while_busy
+from colabkit.foundation.messages import cannot
 
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"

@@ -21,7 +21,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation.errors import InvalidOption, cannot
+from colabkit.foundation.errors import InvalidOption
+from colabkit.foundation.messages import cannot
 from colabkit.foundation.random_numbers import GAMMA, MASK, Words64, finalise, hashed, key_of, round_keys
 
 CHUNK = 16384

@@ -13,8 +13,9 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from colabkit.foundation.checks import import_optional
-from colabkit.foundation.errors import InvalidOption, cannot
+from colabkit.foundation.errors import InvalidOption
 from colabkit.foundation.file_changes import translated, write_file
+from colabkit.foundation.messages import cannot
 from colabkit.foundation.mount_table import user_path
 from colabkit.foundation.partials import Partial
 from colabkit.foundation.reports import escape

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from colabkit.foundation.errors import TimedOut, cannot
+from colabkit.foundation.errors import TimedOut
+from colabkit.foundation.messages import cannot
 from colabkit.foundation.mount_table import mount_holding, mounts
 from colabkit.foundation.units import format_seconds
 

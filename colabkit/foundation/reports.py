@@ -10,9 +10,11 @@ import html
 import shutil
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ClassVar
+
+from colabkit.foundation.messages import PYTHON, Words, has_references
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
 # In characters. Shorter cells, such as a number with its unit, are not wrapped; longer ones, such as paths, are.
@@ -56,8 +58,11 @@ def _wrap(cell: str) -> str:
 class Report(ABC):
     """Base class of the frozen dataclasses that public functions return.
 
-    Subclasses implement `_summary` and `_rows`, from which `repr`, HTML and text tables are generated.
+    Subclasses implement `_summary` and `_rows`, from which `repr`, HTML and text tables are generated. They name
+    options and calls by `self._words`.
     """
+
+    _words: ClassVar[Words] = PYTHON
 
     @abstractmethod
     def _summary(self) -> str:
@@ -72,23 +77,15 @@ class Report(ABC):
         """Whether the report describes a state without problems."""
         return True
 
-    def tell_in(self, worded: Callable[[str], str]) -> None:
-        """Change the wording of advice in the report, for example to command-line options; `to_dict()` is unaffected.
-
-        Args:
-            worded: returns the new wording of a text, in which names and paths are quoted.
-        """
-        object.__setattr__(self, "_worded", worded)
-
-    def _worded(self, text: str) -> str:
-        """Return a text in the wording set by `tell_in`; by default unchanged, with advice for Python."""
-        return text
+    def speak(self, words: Words) -> None:
+        """Use the words of a front end in the summary and the table; `to_dict()` is unaffected."""
+        object.__setattr__(self, "_words", words)
 
     def __repr__(self) -> str:
-        return self._worded(self._summary())
+        return self._summary()
 
     def _repr_html_(self) -> str:
-        first = self._worded(self._summary()).splitlines()[0]
+        first = self._summary().splitlines()[0]
         return html_table(first, self._rows())
 
     def text_table(self) -> str:
@@ -97,7 +94,7 @@ class Report(ABC):
         width = max((len(printable(row[0])) for row in rows), default=0)
         indent = " " * (width + 4)
         columns = max(40, shutil.get_terminal_size().columns - 1)
-        lines = [printable(line) for line in self._worded(self._summary()).split("\n")]
+        lines = [printable(line) for line in self._summary().split("\n")]
         for name, *values in rows:
             text = printable("  ".join(values)) or "-"
             lines.append(
@@ -127,7 +124,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return PYTHON.render(tuple(value)) if has_references(value) else [_plain(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
     return value

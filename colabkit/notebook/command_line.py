@@ -22,8 +22,8 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import colabkit
-from colabkit.foundation import ColabkitError, InvalidOption, SourceMissing, cannot, printable
-from colabkit.notebook.options import VerbParser, arguments_of, look_up_in, parser_of, tell_in, words_of
+from colabkit.foundation import ColabkitError, InvalidOption, OneLineError, SourceMissing, cannot, printable
+from colabkit.notebook.options import LineWords, VerbParser, arguments_of, look_up_in, parser_of, speak
 from colabkit.notebook.verbs import VERBS, Verb
 
 _STATUS = (
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _panel() if verb.name == "train" and sys.stdout.isatty() and not parsed.json else nullcontext():
             report = getattr(colabkit, verb.call)(**arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
-        return _failed(_told(error, verb))
+        return _failed(_message(error, verb))
     except KeyboardInterrupt as interrupt:
-        _failed(_told(interrupt, verb) or "interrupted")
+        _failed(_message(interrupt, verb) if isinstance(interrupt, OneLineError) else "interrupted")
         return 130
     except Exception as error:
         trace = _of_the_user(error.__traceback__)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("".join(traceback.format_exception(type(error), error, trace)), end="", file=sys.stderr)
         return _failed(f"your file failed: {type(error).__name__}: {printable(error)}")
-    tell_in(report, verb, _PREFIX)
+    speak(report, verb, LineWords(verb, _PREFIX))
     is_read = _printed(json.dumps(report.to_dict(), indent=2) if parsed.json else str(report))
     return 0 if report.is_good and is_read else 1
 
@@ -90,10 +90,11 @@ def _printed(text: str) -> bool:
     return True
 
 
-def _told(error: BaseException, verb: Verb) -> str:
-    """Return the message of an error, with Python arguments renamed to options unless the user's file raised it."""
-    is_theirs = _of_the_user(error.__traceback__) is not None
-    return printable(error if is_theirs else words_of(verb, _PREFIX)(str(error)))
+def _message(error: OneLineError, verb: Verb) -> str:
+    """Return the message of an error; it names Python arguments only if the user's file made the call."""
+    if _of_the_user(error.__traceback__) is None:
+        error.words = LineWords(verb, _PREFIX)
+    return printable(error)
 
 
 def _failed(said: str) -> int:

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import colabkit
-from colabkit.foundation import InvalidOption, OneLineError, cannot, reword
+from colabkit.foundation import InvalidOption, OneLineError, cannot
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
 from colabkit.notebook.lines import complete_lines, line_parser, split_line
-from colabkit.notebook.options import arguments_of, look_up_in, parser_of, tell_in, words_of
+from colabkit.notebook.options import LineWords, arguments_of, look_up_in, parser_of, speak
 from colabkit.notebook.verbs import CELLS, DASHBOARD, LINES, Verb
 
 if TYPE_CHECKING:
@@ -119,14 +119,14 @@ def cell_magics(shell: InteractiveShell) -> dict[str, CellMagic]:
     def run_train(line: str, cell: str) -> Any:
         return train_on_cell(shell, line, cell)
 
-    return {verb.name: _told(shell, verb, run) for verb, run in ((train, run_train), (dashboard, run_dashboard))}
+    return {verb.name: _wrapped(shell, verb, run) for verb, run in ((train, run_train), (dashboard, run_dashboard))}
 
 
 def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
     def run(line: str) -> Any:
         return getattr(colabkit, verb.call)(**_arguments(shell, verb, line, f"%{verb.name}"))
 
-    return _told(shell, verb, run)
+    return _wrapped(shell, verb, run)
 
 
 def _dashboard(shell: InteractiveShell, panels: CellPanels) -> LineMagic:
@@ -139,7 +139,7 @@ def _dashboard(shell: InteractiveShell, panels: CellPanels) -> LineMagic:
             panels.show(**options)
             print(_SHOWN)  # noqa: T201 - no panel is visible yet
 
-    return _told(shell, DASHBOARD, run)
+    return _wrapped(shell, DASHBOARD, run)
 
 
 def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
@@ -167,7 +167,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
     return _known_to_ipython(magic, "colabkit", text)
 
 
-def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a magic with `--help`, whose errors and reports name options instead of Python arguments."""
     is_cell = verb in CELLS
     text = parser_of(verb, f"{'%%' if is_cell else '%'}{verb.name}").format_help()
@@ -177,6 +177,8 @@ def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Calla
         text += "".join(f"\n{parser.format_help()}" for parser in cells)
     text += _VARIABLES if verb.options else ""
 
+    words = LineWords(verb, "%")
+
     def magic(line: str, *cell: str) -> Any:
         if any(word in _HELP for word in split_line(line, {})):
             print(text)  # noqa: T201 - the user asked for help
@@ -185,9 +187,9 @@ def _told(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Calla
             found = run(line, *cell)
         except OneLineError as error:
             if not _is_of(shell.user_ns, error.__traceback__):
-                reword(error, words_of(verb, "%"))
+                error.words = words
             raise
-        tell_in(found, verb, "%")
+        speak(found, verb, words)
         return found
 
     return _known_to_ipython(magic, verb.name, text)

@@ -1,16 +1,14 @@
 """Convert between the words of a line and the arguments of a function, according to the table of verbs.
 
-`parser_of` and `arguments_of` convert words to arguments. `words_of` rewrites Python arguments and calls in errors and
-reports as options of a magic or a command. A value of kind `object` is a Python object, given as the name of a variable
-in a notebook and as `FILE.py:NAME` in a terminal.
+`parser_of` and `arguments_of` convert words to arguments. `LineWords` writes the options and calls in messages as a
+line does. A value of kind `object` is a Python object, given as the name of a variable in a notebook and as
+`FILE.py:NAME` in a terminal.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ from functools import partial
 from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
-from colabkit.foundation import InvalidOption, Report, cannot, parse_bytes
+from colabkit.foundation import CallRef, Code, InvalidOption, Report, Words, cannot, parse_bytes
 from colabkit.notebook.verbs import VERBS, Option, Verb
 
 _MOST_NAMED = 3
@@ -204,96 +202,65 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
 """The parser of each kind of option, and a description of valid text."""
 
 
-_QUOTED = r"""(?:'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
-_IN_PYTHON = re.compile(
-    rf"""
-    \bcolabkit\.(?P<verb>\w+)(?P<call>\((?:{_QUOTED}|[^()'"])*\))
-    | (?<![\w.?&/=-]) (?P<name>[a-z_]+)=
-      (?P<value>{_QUOTED} | \([^()]*\) | \[[^][]*\] | \{{[^{{}}]*\}} | (?:[\w.+-]*\w)?) (?![\w=(])
-    | (?<!\w){_QUOTED}
-    """,
-    re.VERBOSE,
-)
 _FUNCTION_KINDS = ("labels", "splits", "fields")
 """Kinds of options that also accept a function in Python; messages then name them without a value."""
 
 
-def in_other_words(text: str, option: Callable[[str, str], str], call: Callable[[str, str], str] | None = None) -> str:
-    """Rewrite the keyword arguments and calls in a text; quoted parts stay unchanged.
+class LineWords(Words):
+    """The words of a line in a notebook or a terminal: `--refresh` and `%mount`, or `colabkit mount`.
 
-    Args:
-        text: Text of an error or a report.
-        option: Function that returns the replacement for a name and a value (which may be empty), or `""` to leave them
-            unchanged.
-        call: The same for a call `colabkit.name(...)`, given the name and the arguments with parentheses; None leaves
-            calls unchanged.
-    """
-
-    def reword(match: re.Match[str]) -> str:
-        if match["name"]:
-            return option(match["name"], match["value"]) or match[0]
-        return (match["verb"] and call and call(match["verb"], match["call"])) or match[0]
-
-    return _IN_PYTHON.sub(reword, text)
-
-
-def words_of(verb: Verb, prefix: str) -> Callable[[str], str]:
-    """Return a function that rewrites Python arguments and calls in a text as options and commands.
-
-    `refresh=True` becomes `--refresh` if `verb` has that option, and `colabkit.mount()` becomes `%mount` or
-    `colabkit mount`. Quoted text such as a path, other names, and values that a line cannot contain stay unchanged.
+    What a line cannot contain, such as a function or an option of another verb, stays Python.
 
     Args:
         verb: The verb that was run.
         prefix: Prefix of a verb in a line, `"%"` or `"colabkit "`.
     """
-    options = {option.name: option for option in verb.options}
-    verbs = {known.call: known for known in VERBS if known.is_magic or prefix != "%"}
 
-    def option_text(name: str, value: str) -> str:
-        return _option_text(options[name], value) if name in options else ""
+    def __init__(self, verb: Verb, prefix: str) -> None:
+        self._options = {option.name: option for option in verb.options}
+        self._verbs = {known.call: known for known in VERBS if known.is_magic or prefix != "%"}
+        self._prefix = prefix
 
-    def call_text(name: str, given: str) -> str:
-        return _call_text(verbs[name], given, prefix) if name in verbs else ""
+    def option(self, name: str, value: Any) -> str:
+        """Return the option with a value, or only the option."""
+        option = self._options.get(name)
+        return (_option_text(option, value) if option else "") or super().option(name, value)
 
-    return lambda text: in_other_words(text, option_text, call_text)
+    def omit(self, name: str) -> str:
+        """Return the advice to omit an option, in lower case."""
+        option = self._options.get(name)
+        return f"omit {(option and (option.flag or option.name)) or super().option(name, ...)}"
+
+    def call(self, call: CallRef) -> str:
+        """Return the line that is equivalent to a call."""
+        verb = self._verbs.get(call.name)
+        return (_call_text(verb, call, self._prefix) if verb else "") or super().call(call)
 
 
-def tell_in(found: Any, verb: Verb, prefix: str) -> None:
-    """Make a report, or the report of a pack, name options instead of Python arguments; see `words_of`.
+def speak(found: Any, verb: Verb, words: LineWords) -> None:
+    """Let a report, or the report of a pack, use the words of a line.
 
     The doctor's advice stays in Python, since it is about the code that creates the `Loader`.
     """
     report = getattr(found, "report", found)
     if isinstance(report, Report) and verb.name != "doctor":
-        report.tell_in(words_of(verb, prefix))
+        report.speak(words)
 
 
-def _option_text(option: Option, text: str) -> str:
-    """Return `name=text` as an option of a line; empty if a line cannot contain it."""
-    if not text:
-        return "" if option.kind in _FUNCTION_KINDS else option.flag
+def _option_text(option: Option, value: Any) -> str:
+    """Return an option and a value as the words of a line; empty if a line cannot contain them."""
+    if value is ...:
+        return "" if option.kind in _FUNCTION_KINDS else option.flag or option.name
     if option.kind == "objects":
         # A dict of names and variables in Python, only the names of the variables in a line.
-        names = re.findall(rf"{_QUOTED}(?=:)", text)
-        return " ".join([option.flag, *(name[1:-1] for name in names)]) if names else ""
-    try:
-        return _given(option, ast.literal_eval(text))
-    except (ValueError, TypeError, SyntaxError):
-        return ""
+        return " ".join([option.flag, *value]) if isinstance(value, Mapping) else ""
+    return "" if isinstance(value, Code) else _given(option, value)
 
 
-def _call_text(verb: Verb, text: str, prefix: str) -> str:
-    """Return the line equivalent to a call with such arguments; empty if there is none."""
+def _call_text(verb: Verb, call: CallRef, prefix: str) -> str:
     options = {option.name: option for option in verb.options}
-    try:
-        call = ast.parse(f"call{text}", mode="eval").body
-        assert isinstance(call, ast.Call)
-        places = [_word(ast.literal_eval(argument)) for argument in call.args]
-        flags = [_given(options[argument.arg or ""], ast.literal_eval(argument.value)) for argument in call.keywords]
-    except (ValueError, TypeError, SyntaxError, KeyError):
-        return ""
-    return " ".join([f"{prefix}{verb.name}", *places, *flags]) if all(flags) else ""
+    flags = [_given(options[name], value) if name in options else "" for name, value in call.options.items()]
+    return " ".join([f"{prefix}{verb.name}", *map(_word, call.arguments), *flags]) if all(flags) else ""
 
 
 def option_words(option: Option, value: Any) -> list[str]:
@@ -317,4 +284,4 @@ def _given(option: Option, value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    return "..." if value in (..., "...") else shlex.quote(str(value))
+    return "..." if value in (..., "...") else str(value) if isinstance(value, Code) else shlex.quote(str(value))

@@ -26,6 +26,7 @@ from colabkit.foundation import (
     SourceMissing,
     TargetExists,
     TimedOut,
+    call,
     can_hang,
     cannot,
     check_one_of,
@@ -83,7 +84,9 @@ class PublishReport(Report):
     def _summary(self) -> str:
         rate = format_bytes(self.published_bytes / max(self.seconds, 1e-9))
         done = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}"
-        later = "" if self.is_sent else "; the mount sends it later, colabkit.flush() waits for that"
+        later = (
+            "" if self.is_sent else f"; the mount sends it later, and {self._words.render(call('flush'))} waits for it"
+        )
         size = format_bytes(self.published_bytes)
         return f"{done}: {size} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{later})"
 
@@ -92,7 +95,7 @@ class PublishReport(Report):
             ("path", str(self.path)),
             ("bytes", format_bytes(self.published_bytes)),
             ("checked", self.checked),
-            ("sent", "yes" if self.is_sent else self._worded("later; colabkit.flush() waits for it")),
+            ("sent", "yes" if self.is_sent else f"later; {self._words.render(call('flush'))} waits for it"),
         ]
 
 

@@ -38,7 +38,7 @@ from colabkit.foundation import (
 )
 from colabkit.notebook.launcher import html
 from colabkit.notebook.launcher.pipeline import Action, Pipeline, code_of, make_pipeline, run_pipeline
-from colabkit.notebook.launcher.settings import Settings, places, reword_for_form
+from colabkit.notebook.launcher.settings import Settings, in_form, places
 from colabkit.notebook.launcher.view import View
 
 _FALLBACK = "colabkit's launcher: run this cell again to open it."
@@ -218,7 +218,7 @@ def _code(settings: Settings) -> str:
     try:
         return code_of(_pipeline(settings, "train"))
     except ColabkitError as error:
-        return f"# {reword_for_form(error, 'train')[0]}\n"
+        return f"# {in_form(error, 'train')[0]}\n"
 
 
 def _places() -> list[tuple[str, str]]:
@@ -230,7 +230,7 @@ def _told(error: Exception, action: Action) -> tuple[str, tuple[str, ...]]:
     if os.environ.get("COLABKIT_DEBUG") == "1":
         return "".join(traceback.format_exception(error)), ()
     if isinstance(error, ColabkitError):
-        return reword_for_form(error, action)
+        return in_form(error, action)
     return f"{type(error).__name__}: {error}\nSet COLABKIT_DEBUG=1 in the environment to see the traceback here.", ()
 
 

@@ -272,9 +272,10 @@ def _naming(source: str, results: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (BadSource, BadImage, InvalidOption) as error:
-        if "staged" not in results:
+        message = error.message
+        if message is None or "staged" not in results:
             raise
-        raise type(error)(str(error).replace(repr(str(results["staged"].path)), repr(source))) from error
+        raise type(error)(message.replaced(repr(str(results["staged"].path)), repr(source))) from error
 
 
 def _check_labels(pipeline: Pipeline, listing: Listing) -> None:

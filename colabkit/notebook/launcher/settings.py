@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from colabkit.foundation import (
+    PYTHON,
     BadSource,
+    Code,
     ColabkitError,
     DiskReport,
     RuntimeReport,
@@ -16,7 +17,7 @@ from colabkit.foundation import (
     TargetExists,
     format_bytes,
 )
-from colabkit.notebook.options import in_other_words, option_words
+from colabkit.notebook.options import LineWords, option_words
 from colabkit.notebook.verbs import VERBS
 
 FIELDS = {
@@ -37,20 +38,11 @@ FIELDS = {
 PACK_OPTIONS = ("size", "encoding", "labels", "splits", "channels", "on_bad")
 """The fields that are options of `pack()` of the same name; the form shows them in a section that unfolds."""
 
-_OF_PACK = {
-    option.name: option
-    for verb in VERBS
-    for option in verb.options
-    if verb.name == "pack" and option.name in PACK_OPTIONS
-}
+_PACK = next(verb for verb in VERBS if verb.name == "pack")
+_OF_PACK = {option.name: option for option in _PACK.options if option.name in PACK_OPTIONS}
 _SHARED_TMPFS = "/dev/shm"
-_SHARES = re.compile(r"(?<!=)\{('train'[^}]*)\}")
-_LEFT_OUT = re.compile(rf"\bLeave ({'|'.join(FIELDS)}) out\b")
-_IN_CODE = re.compile(r"\b(a function|functions) of the path\b(?! in code)")
-_MOUNT, _ON_DRIVE = "run colabkit.mount() if it is on Drive", "start it with drive: if it is on Drive"
-_ABOUT = {"label": "labels", "split": "splits", "read": "source", "fetch": "source"}
-"""The field to mark if an error's advice names none, by the verb of the failed action."""
-_PATH, _ANOTHER = "Check the path", "Choose another path"
+_ABOUT = {"label": ("labels",), "split": ("splits",), "read": ("source",), "fetch": ("source",)}
+"""The field to mark if an error names none, by the verb of the failed action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +101,42 @@ def _free(place: DiskReport | None) -> str:
     return "none found" if place is None else f"{format_bytes(place.budget_bytes)} free"
 
 
-def reword_for_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
-    """Return an error's message, with advice that names the form's fields, and the names of these fields.
+class FieldWords(LineWords):
+    """The words of the launcher: the labels of its fields, such as `Labels: none`, and magics for everything else.
 
-    Advice to use no labels helps only with packing, so it becomes "Pack with Labels: none" if the button trains.
+    Args:
+        action: Name of the pressed button.
     """
-    before, dot, step = str(error).rpartition(". ")
-    if isinstance(error, SourceMissing | BadSource):
-        step = step.replace(_PATH, f"Check {FIELDS['source']}").replace(_MOUNT, _ON_DRIVE)
-    if isinstance(error, TargetExists):
-        step = step.replace(_ANOTHER, f"Choose another {FIELDS['work']}")
-    step = _LEFT_OUT.sub(lambda found: f"Leave {FIELDS[found[1]]} empty", step)
-    step = _SHARES.sub(r"splits={\1}", step)
-    step = in_other_words(step, lambda name, value: _labelled(name, value, action))
-    step = _IN_CODE.sub(r"\1 of the path in code", step)
-    named = tuple(name for name, label in FIELDS.items() if label in step)
-    verb = before.removeprefix("Cannot ").partition(" ")[0]
-    return f"{before}{dot}{step}", named or ((_ABOUT[verb],) if verb in _ABOUT else ())
+
+    def __init__(self, action: str) -> None:
+        super().__init__(_PACK, "%")
+        self._action = action
+
+    def option(self, name: str, value: Any) -> str:
+        """Return the label of a field and the value to enter."""
+        label = FIELDS.get(name, "")
+        if not label or isinstance(value, Code):
+            return super().option(name, value)
+        if value is ...:
+            return label
+        plain = option_words(_OF_PACK[name], value)[-1] if name in _OF_PACK else str(value)
+        text = f"{label}: {plain}"
+        # Training without labels is not possible, so the advice to use none is about the pack.
+        return f"{text} when you pack" if (self._action, name, value) == ("train", "labels", None) else text
+
+    def omit(self, name: str) -> str:
+        """Return the advice to leave a field empty."""
+        return f"leave {FIELDS[name]} empty" if name in FIELDS else super().omit(name)
 
 
-def _labelled(name: str, value: str, action: str) -> str:
-    """Return the label of a field and the value to enter, such as `"Labels: none"`; empty without such a field."""
-    label = FIELDS.get(name, "")
-    if not value or not label:
-        return label
-    try:
-        given = ast.literal_eval(value)
-    except (ValueError, TypeError, SyntaxError):
-        return label
-    plain = option_words(_OF_PACK[name], given)[-1] if name in _OF_PACK else str(given)
-    text = f"{label}: {plain}"
-    return f"Pack with {text}" if (action, name, plain) == ("train", "labels", "none") else text
+def in_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
+    """Return an error's message in the words of the form, and the names of the fields that it is about."""
+    error.words = FieldWords(action)
+    if error.message is None:
+        return str(error), ()
+    named = tuple(name for name in error.message.options if name in FIELDS)
+    if not named:
+        verb = PYTHON.render(error.message.action).partition(" ")[0]
+        is_of_source = isinstance(error, SourceMissing | BadSource)
+        named = ("work",) if isinstance(error, TargetExists) else ("source",) if is_of_source else _ABOUT.get(verb, ())
+    return str(error), named

@@ -74,7 +74,7 @@ class MountReport(Report):
         mode = ", read-only" if self.readonly else ""
         how = "" if self.state == "was mounted already" else f" in {format_seconds(self.seconds)}"
         lines = [f"Drive {self.state} at {str(self.path)!r} ({self.kind}{mode}){how}; drive: is its short name"]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *map(self._words.render, self.notes)])
 
     def _rows(self) -> list[tuple[str, ...]]:
         mode = {None: "cannot be told", True: "read-only", False: "read and write"}[self.readonly]
@@ -82,7 +82,7 @@ class MountReport(Report):
             ("My Drive", str(self.path)),
             ("mounted at", str(self.mountpoint)),
             ("mode", mode),
-            *(("note", self._worded(note)) for note in self.notes),
+            *(("note", self._words.render(note)) for note in self.notes),
         ]
 
 

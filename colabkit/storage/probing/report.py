@@ -207,8 +207,7 @@ class ProbeReport(Report):
         first = [("advice", self.recommendation), *([("caveat", self.caveat)] if self.caveat else [])]
         panels = self._panels()
         last = [("solid bar", _BEST)] if panels else []
-        told = [(name, self._worded(text)) for name, text in first]
-        table = html_table(self._worded(self._summary()).splitlines()[0], [*told, *self._rows(), *last])
+        table = html_table(self._summary().splitlines()[0], [*first, *self._rows(), *last])
         return table + draw_rates(panels)
 
 

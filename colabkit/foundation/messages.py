@@ -1,0 +1,190 @@
+"""Messages as data: text with references to options and calls, which each front end writes in its own words.
+
+A message is written once, with `option("refresh", True)` and `call("mount")` in it. Python shows them as `refresh=True`
+and `colabkit.mount()`; the notebook room's subclasses of `Words` show them as `--refresh` and `%mount`, or as the label
+of a field in the launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+_LONGEST = 80
+
+
+class Code(str):
+    """A value of an option that is shown as it is written, such as the name of a variable, instead of quoted."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRef:
+    """A reference to an option.
+
+    Attributes:
+        name: Name of the parameter in Python.
+        value: Its value; `...` names the option only.
+        is_omitted: Whether the text asks to omit it.
+    """
+
+    name: str
+    value: Any = ...
+    is_omitted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallRef:
+    """A reference to a call of a public function.
+
+    Attributes:
+        name: Name of the function in `colabkit`.
+        arguments: Positional arguments.
+        options: Keyword arguments.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+Text: TypeAlias = "str | OptionRef | CallRef | Message | tuple[Text, ...]"
+"""Text with references in it; the parts of a tuple are joined without spaces."""
+
+
+def option(name: str, value: Any = ...) -> OptionRef:
+    """Refer to an option by the name of its parameter, and to a value of it."""
+    return OptionRef(name, value)
+
+
+def omit(name: str) -> OptionRef:
+    """Refer to omitting an option; the text starts with a verb in lower case, such as `omit size=`."""
+    return OptionRef(name, is_omitted=True)
+
+
+def call(name: str, *arguments: Any, **options: Any) -> CallRef:
+    """Refer to a call of `colabkit.name()`; an argument `...` stands for any."""
+    return CallRef(name, arguments, options)
+
+
+def shown(value: object) -> str:
+    """Return the `repr` of a value for a message, as one line of at most 80 characters."""
+    try:
+        return f"{' '.join(repr(value).split()):.{_LONGEST}}"
+    except ValueError:
+        # Python does not convert integers of thousands of digits to text.
+        return f"{type(value).__name__} of thousands of digits"
+
+
+class Words:
+    """The words of a front end; this base class writes Python."""
+
+    def option(self, name: str, value: Any) -> str:
+        """Return the option with a value, or only its name if `value` is `...`."""
+        return f"{name}=" if value is ... else f"{name}={shown(value)}"
+
+    def omit(self, name: str) -> str:
+        """Return the advice to omit an option, in lower case."""
+        return f"omit {self.option(name, ...)}"
+
+    def call(self, call: CallRef) -> str:
+        """Return the call."""
+        arguments = [_argument(value) for value in call.arguments]
+        arguments += [f"{name}={_argument(value)}" for name, value in call.options.items()]
+        return f"colabkit.{call.name}({', '.join(arguments)})"
+
+    def render(self, text: Text) -> str:
+        """Return a text with its references in these words."""
+        if isinstance(text, str):
+            return text
+        if isinstance(text, tuple):
+            return "".join(map(self.render, text))
+        if isinstance(text, CallRef):
+            return self.call(text)
+        if isinstance(text, Message):
+            return text.render(self)
+        return self.omit(text.name) if text.is_omitted else self.option(text.name, text.value)
+
+
+def _argument(value: Any) -> str:
+    return "..." if value is ... else shown(value)
+
+
+PYTHON = Words()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The message of an error; `str()` shows it in Python's words.
+
+    Attributes:
+        action: What was attempted: a verb and its object, such as `"stage 'birds'"`.
+        found: What was found instead of what was expected, with numbers and units.
+        expected: What was expected; empty if `found` implies it.
+        next_step: What to do next, one sentence without the final period.
+    """
+
+    action: Text
+    found: Text
+    expected: Text
+    next_step: Text
+
+    def render(self, words: Words = PYTHON) -> str:
+        """Return the message in the words of a front end."""
+        expected, next_step = words.render(self.expected), words.render(self.next_step)
+        if _starts_with_omitted(self.next_step):
+            next_step = f"{next_step[:1].upper()}{next_step[1:]}"
+        expectation = f"; expected {expected}" if expected else ""
+        return f"Cannot {words.render(self.action)}: {words.render(self.found)}{expectation}. {next_step}."
+
+    __str__ = render
+
+    def replaced(self, old: str, new: str) -> Message:
+        """Return the message with another text, such as a path, in place of one."""
+        parts = (self.action, self.found, self.expected, self.next_step)
+        return Message(*(_replaced(part, old, new) for part in parts))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that the message refers to; those of the next step are first."""
+        parts = (self.next_step, self.found, self.expected, self.action)
+        return tuple(dict.fromkeys(name for part in parts for name in _options_in(part)))
+
+
+def has_references(value: object) -> bool:
+    """Return whether a value is a reference, or a text of several parts with at least one."""
+    if isinstance(value, tuple):
+        return any(map(has_references, value))
+    return isinstance(value, OptionRef | CallRef | Message)
+
+
+def _replaced(text: Text, old: str, new: str) -> Text:
+    if isinstance(text, tuple):
+        return tuple(_replaced(part, old, new) for part in text)
+    if isinstance(text, Message):
+        return text.replaced(old, new)
+    return text.replace(old, new) if isinstance(text, str) else text
+
+
+def _starts_with_omitted(text: Text) -> bool:
+    while isinstance(text, tuple) and text:
+        text = text[0]
+    return isinstance(text, OptionRef) and text.is_omitted
+
+
+def _options_in(text: Text) -> Iterator[str]:
+    if isinstance(text, OptionRef):
+        yield text.name
+    elif isinstance(text, Message):
+        yield from text.options
+    elif isinstance(text, tuple):
+        for part in text:
+            yield from _options_in(part)
+
+
+def cannot(action: Text, found: Text, expected: Text, next_step: Text) -> Message:
+    """Return the message `Cannot {action}: {found}; expected {expected}. {Next step}.`; see `Message`."""
+    return Message(action, found, expected, next_step)
