@@ -27,8 +27,8 @@ ColabkitError
 └── LaunchFailed (RuntimeError)         one of several training processes failed
 ```
 
-All messages follow one template, applied by `cannot`: *Cannot <verb> <object>: <found>, <needed>. <Next step>.*
-In a notebook an error is shown as this one line; the environment variable `COLABKIT_DEBUG=1` shows the full traceback.
+All messages have the form *Cannot {action}: {found}; expected {expected}. {What to do next}.* In a notebook an error is
+shown as this one line; the environment variable `COLABKIT_DEBUG=1` shows the full traceback.
 """
 
 from colabkit.foundation import (

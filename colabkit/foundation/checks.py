@@ -132,7 +132,7 @@ def check_size(act: Text, name: str, value: object) -> tuple[int, int]:
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         next_step = ("For example, use ", option(name, 224), " or ", option(name, (240, 320)))
-        raise InvalidOption(cannot(act, option(name, value), "one whole number, or height and width", next_step))
+        raise InvalidOption(cannot(act, option(name, value), "a whole number, or height and width", next_step))
     return check_whole_number(act, name, sides[0], 1), check_whole_number(act, name, sides[1], 1)
 
 
@@ -174,7 +174,7 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
         return importlib.import_module(name)
     except ImportError as error:
         package = package or name.partition(".")[0]
-        found = f"the package {package} is not installed, which is needed {purpose}"
+        found = f"the package {package}, which is needed {purpose}, is not installed"
         raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from error
 
 

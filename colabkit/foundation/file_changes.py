@@ -54,17 +54,15 @@ def translated(act: str) -> Iterator[None]:
     except OSError as error:
         if known := trouble(error):
             kind = NotEnoughSpace if error.errno == errno.ENOSPC else FileFailed
-            raise kind(cannot(act, known[0], "a mount that works", known[1])) from error
+            raise kind(cannot(act, known[0], "", known[1])) from error
         name = f" ({os.fspath(error.filename)!r})" if isinstance(error.filename, str | os.PathLike) else ""
         reason = f"{error.strerror or error}{name}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NotEnoughSpace(
-                cannot(act, reason, "room for all of it", "Free some space or choose another target")
-            ) from error
-        needed, next_step = "a file system that allows it", "Check the path and its permissions, or mount it again"
+            raise NotEnoughSpace(cannot(act, reason, "", "Free some space or choose another target")) from error
+        next_step = "Check the path and its permissions, and that its disk or mount works"
         if error.errno == errno.ENOENT:
-            needed, next_step = "a path that is there", "Check the path, or mount it again"
-        raise FileFailed(cannot(act, reason, needed, next_step)) from error
+            next_step = "Check the path, and that its disk is mounted"
+        raise FileFailed(cannot(act, reason, "", next_step)) from error
 
 
 def make_folder(path: Path) -> None:
@@ -132,7 +130,7 @@ def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path
             block = os.pread(fd, min(size, _COPY_BYTES), offset)
             copied = os.pwrite(to_fd, block, to_offset)
         if not copied:
-            raise OSError(errno.EIO, "the file ended while it was copied")
+            raise OSError(errno.EIO, "the file became shorter while it was copied")
         offset, to_offset, size = offset + copied, to_offset + copied, size - copied
 
 
@@ -302,7 +300,5 @@ def check_space(act: str, needed: int, path: Path, available: int | None = None)
     if available is not None:
         free = min(free, available)
     if needed > free:
-        where = f"{format_bytes(free)} free at {str(path.parent)!r}"
-        raise NotEnoughSpace(
-            cannot(act, where, f"{format_bytes(needed)} needed", "Free some space or choose another target")
-        )
+        found, expected = f"{str(path.parent)!r} has {format_bytes(free)} free", f"at least {format_bytes(needed)}"
+        raise NotEnoughSpace(cannot(act, found, expected, "Free some space or choose another target"))

@@ -104,7 +104,7 @@ def lock_folder(folder: Path) -> int | None:
                     return fd
         os.close(fd)
         if is_ours is False:
-            raise BlockingIOError(f"another process has {folder}")
+            raise BlockingIOError(f"another process holds the lock of {folder}")
         if is_ours is None:
             with contextlib.suppress(OSError):
                 # Other processes may be using the folder.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit.foundation.errors import InvalidOption, NotMounted
-from colabkit.foundation.messages import cannot
+from colabkit.foundation.messages import Message, Text, call, cannot, shown
 
 Reader = Callable[[str], str]
 
@@ -136,34 +136,39 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not text or not isinstance(text, str) or "\0" in text:
-        raise InvalidOption(cannot(act, f"{path!r} as path", "a path", "Pass the path as a text"))
+        found, expected = f"{shown(path)} is not a valid path", "a non-empty str or os.PathLike"
+        raise InvalidOption(cannot(act, found, expected, "Pass the path as a str"))
     if not text.startswith(_SHORT_NAME):
         try:
             return Path(path).expanduser()
         except RuntimeError as error:
-            raise InvalidOption(cannot(act, f"{text!r} names no user's home", "a path", "Check its ~")) from error
-    found = mounts() if table is None else table
+            unknown = f"{text!r} starts with the home folder of an unknown user"
+            raise InvalidOption(cannot(act, unknown, "", "Check the user name after ~")) from error
+    table = mounts() if table is None else table
     if chosen := os.environ.get("COLABKIT_DRIVE"):
         point, root = chosen, chosen
-        holding = mount_holding(os.path.abspath(chosen), found)
+        holding = mount_holding(os.path.abspath(chosen), table)
         # Without this check, a typo would create a new folder.
         if (holding is None or not holding.is_remote) and not os.path.isdir(chosen):
-            gone = f"COLABKIT_DRIVE={chosen!r} is no folder"
-            raise NotMounted(cannot(act, gone, "the folder that drive: stands for", "Mount it, or set it anew"))
-    elif mount := drive_mount(found):
+            found = f"the environment variable COLABKIT_DRIVE is {chosen!r}, which is not a folder"
+            raise NotMounted(cannot(act, found, "", "Mount that folder, or set COLABKIT_DRIVE to another one"))
+    elif mount := drive_mount(table):
         point, root = mount.point, drive_root(mount)
     else:
-        raise NotMounted(
-            cannot(
-                act,
-                f"no single Drive mount for {text!r} to be in",
-                "which stands for one",
-                "Run colabkit.mount() first, or set COLABKIT_DRIVE to the folder that drive: stands for",
-            )
-        )
+        raise NotMounted(_no_single_drive(act, text, drive_mounts(table)))
     inside = text.removeprefix(_SHORT_NAME).lstrip("/")
     is_shared = point != root and inside.split("/")[0] == _SHARED_DRIVES
     return Path(point if is_shared else root, inside)
+
+
+def _no_single_drive(act: str, text: str, found: list[Mount]) -> Message:
+    """Return the message for a `drive:` path if Drive is not mounted, or mounted more than once."""
+    if found:
+        points = " and ".join(repr(mount.point) for mount in found)
+        several = f"Google Drive is mounted at {points}, so {text!r} is ambiguous"
+        return cannot(act, several, "one Drive mount", "Set the environment variable COLABKIT_DRIVE to one of them")
+    next_step = ("Run ", call("mount"), " first, or set COLABKIT_DRIVE to the folder that drive: stands for")
+    return cannot(act, "Google Drive is not mounted", "", next_step)
 
 
 def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
@@ -198,7 +203,7 @@ def _log_path(home: str | None) -> str:
     return os.path.join(home or os.path.expanduser("~"), DRIVEFS_LOG)
 
 
-def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[str, str] | None:
+def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[Text, Text] | None:
     """Explain an error for a file on a remote mount.
 
     Args:
@@ -217,22 +222,23 @@ def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[str, str]
     name = DRIVE_TYPES.get(mount.fstype, mount.fstype)
     where = f"the {name} mount at {mount.point!r}"
     if error.errno in _DEAD:
-        cure = "Run colabkit.mount(), which repairs it" if mount.fstype == DRIVEFS else "Mount it again"
-        return f"{where} is dead", cure
+        repair: Text = ("Run ", call("mount"), " to repair it") if mount.fstype == DRIVEFS else "Mount it again"
+        return f"{where} is dead", repair
     if error.errno == errno.ENOSPC and mount.fstype == DRIVEFS:
         return (
-            f"the disk that DriveFS caches on is full, whatever room Drive has ({where})",
-            "Run colabkit.clear_cache(), and write big files near first",
+            f"the local disk that holds the cache of {where} is full, regardless of the free space on Drive",
+            ("Run ", call("clear_cache"), ", and write large files to local storage first"),
         )
     if error.errno in (errno.EIO, errno.ETIMEDOUT):
         if mount.fstype == DRIVEFS and "quota" in log_causes():
             return (
-                f"Drive says QUOTA_EXCEEDED for {where}",
-                "Wait some hours, or copy the file into a folder of your own Drive and read that; "
-                "one archive needs far fewer requests than many files",
+                f"Drive reports QUOTA_EXCEEDED for {where}",
+                "Wait a few hours, or copy the file to your own Drive and read the copy; "
+                "one archive requires far fewer requests than many files",
             )
         return (
-            f"{where} did not deliver it",
-            "Try again; if it stays, split folders of more than some thousand files, or keep them as one archive",
+            f"{where} returned an input/output error" if error.errno == errno.EIO else f"{where} timed out",
+            "Try again; if the error persists, split folders of more than a few thousand files, or store them as one "
+            "archive",
         )
     return None

@@ -53,9 +53,8 @@ Words: TypeAlias = npt.NDArray[np.uint32]
 def check_range(start: int, stop: int, n: int) -> None:
     """Raise `InvalidOption` unless 0 <= start <= stop <= n <= 2**62."""
     if not 0 <= start <= stop <= n <= MAX_SAMPLES:
-        raise InvalidOption(
-            cannot(f"order positions {start} to {stop}", f"{n} samples", "0 <= start <= stop <= n", "Check the range")
-        )
+        act, found = f"order positions {start} to {stop}", f"there are {n} samples"
+        raise InvalidOption(cannot(act, found, "0 <= start <= stop <= samples <= 2**62", "Check the range"))
 
 
 def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positions:

@@ -110,8 +110,9 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     target = user_path(path, act).absolute()
     formats = figure.canvas.get_supported_filetypes()
     if (ending := target.suffix[1:].lower()) not in formats:
-        found = f"{target.suffix!r} is no format of a picture" if ending else "its name has no ending"
-        raise InvalidOption(cannot(act, found, f"one of {', '.join(formats)} is needed", "Name it run.png, say"))
+        found = f"{target.suffix!r} is not an image format" if ending else "its name has no extension"
+        expected = f"one of the extensions {', '.join(formats)}"
+        raise InvalidOption(cannot(act, found, expected, "For example, use the name run.png"))
     drawn = encode_figure(figure, ending)
     with translated(act), Partial(target) as partial:
         write_file(partial.path, drawn, durable=True)
@@ -134,7 +135,7 @@ def svg_of(figure: Figure, title: str, description: str) -> str:
     body = drawn[drawn.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", body)
-    told = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
+    texts = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
     # Matplotlib sets no fill color for black text, so it inherits this one.
     head = '<svg role="img" fill="currentColor" style="display:block;max-width:100%;height:auto;margin:8px 0 2px"'
-    return body.replace("<svg", head, 1).replace(">", f">{told}", 1)
+    return body.replace("<svg", head, 1).replace(">", f">{texts}", 1)

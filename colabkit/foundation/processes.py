@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from colabkit.foundation.errors import TimedOut
-from colabkit.foundation.messages import cannot
+from colabkit.foundation.messages import Text, cannot, option
 from colabkit.foundation.mount_table import mount_holding, mounts
 from colabkit.foundation.units import format_seconds
 
 # A killed child that exists after this time is blocked in the kernel, where signals have no effect.
 _GRACE_S = 1.0
 _TICK_S = 0.2
+
+_MORE_TIME = ("Try again, or increase ", option("timeout"))
 
 _left_behind: list[subprocess.Popen[bytes]] = []
 
@@ -37,7 +39,7 @@ def run(
     act: str,
     timeout: float,
     *,
-    next_step: str = "Try again, or allow more time with timeout=",
+    next_step: Text = _MORE_TIME,
     environ: Mapping[str, str] | None = None,
     on_tick: Callable[[float], None] | None = None,
     on_line: Callable[[str], None] | None = None,
@@ -80,9 +82,7 @@ def run(
             while is_open or child.poll() is None:
                 passed = time.monotonic() - started
                 if passed >= timeout:
-                    raise TimedOut(
-                        cannot(act, f"no end after {format_seconds(timeout)}", "an answer in this time", next_step)
-                    )
+                    raise TimedOut(cannot(act, f"no response within {format_seconds(timeout)}", "", next_step))
                 if on_tick is not None:
                     on_tick(passed)
                 # The program has closed its output and should end soon.

@@ -167,7 +167,7 @@ class ProgressBar:
         if self._retries:
             notes.append(format_things(self._retries, "retry"))
         if still_s > _STILL_S:
-            notes.append(f"nothing for {format_seconds(int(still_s))}")
+            notes.append(f"no progress for {format_seconds(int(still_s))}")
         self._bar.set_postfix_str(", ".join(notes), refresh=False)
 
     def close(self) -> None:

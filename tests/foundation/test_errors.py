@@ -14,8 +14,7 @@ import pytest
 
 import colabkit
 from colabkit import errors
-from colabkit.foundation.checks import kind_of
-from colabkit.foundation.errors import ColabkitError, cannot
+from colabkit.foundation import ColabkitError, cannot, kind_of
 
 PACKAGE = Path(colabkit.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -53,7 +52,7 @@ OTHERWISE_WORDED = {
     ("bucket.py", "FetchFailed"),
 }
 
-MESSAGE = cannot("read 'x'", "3 bytes", "at least 4", "Download it again")
+MESSAGE = cannot("read 'x'", "the file has 3 bytes", "at least 4", "Download it again")
 
 
 def test_the_list_of_errors_is_complete():
@@ -65,12 +64,13 @@ def test_the_list_of_errors_is_complete():
 
 
 def test_each_error_is_the_matching_builtin_and_the_docstring_says_so():
-    assert MESSAGE == "Cannot read 'x': 3 bytes, at least 4. Download it again."
+    assert str(MESSAGE) == "Cannot read 'x': the file has 3 bytes; expected at least 4. Download it again."
     for name, builtin in BUILTINS.items():
         error = getattr(errors, name)(MESSAGE)
         assert isinstance(error, ColabkitError)
         assert isinstance(error, builtin)
-        assert str(error) == MESSAGE
+        assert str(error) == str(MESSAGE)
+        assert error.message is MESSAGE
         assert re.search(rf"── {name} \({builtin.__name__}\) +\S", errors.__doc__), name
 
 
@@ -92,7 +92,7 @@ def test_a_notebook_shows_one_line_and_debugging_the_whole_traceback_with_its_ca
         assert error._render_traceback_() == [f"{name}: {MESSAGE}"]
         monkeypatch.setenv("COLABKIT_DEBUG", "1")
         text = "".join(error._render_traceback_())
-        for part in ("Traceback (most recent call last)", "deep cause", MESSAGE, os.path.basename(__file__)):
+        for part in ("Traceback (most recent call last)", "deep cause", str(MESSAGE), os.path.basename(__file__)):
             assert part in text
 
 

@@ -55,7 +55,7 @@ def test_a_listener_that_fails_is_dropped_and_logged_once_and_the_others_go_on(c
     assert heard == ["broken", EVENT, EVENT]
     assert [record.name for record in caplog.records] == ["colabkit"]
     assert "planned" in caplog.text
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
 def test_a_listener_may_unsubscribe_itself_and_others_while_it_is_called():

@@ -11,7 +11,7 @@ from contract import make_pack
 
 import colabkit
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace, NotMounted
-from colabkit.foundation import file_changes
+from colabkit.foundation import PYTHON, file_changes
 from colabkit.foundation.mount_table import (
     DRIVEFS,
     DRIVEFS_LOG,
@@ -109,7 +109,7 @@ def test_the_short_name_can_be_set_to_a_folder_that_is_there(monkeypatch, tmp_pa
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     assert user_path("drive:birds", "stage", []) == tmp_path / "birds"
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path / "gone"))
-    with pytest.raises(NotMounted, match="is no folder"):
+    with pytest.raises(NotMounted, match="which is not a folder"):
         user_path("drive:birds", "stage", [])
 
 
@@ -186,26 +186,26 @@ def failing(number: int, path: str = "/content/drive/MyDrive/x.jpg") -> OSError:
 
 ERRORS = (
     (errno.ENOTCONN, "dead", "colabkit.mount()"),
-    (errno.EIO, "did not deliver", "one archive"),
-    (errno.ETIMEDOUT, "did not deliver", "Try again"),
-    (errno.ENOSPC, "disk that DriveFS caches on is full", "colabkit.clear_cache()"),
+    (errno.EIO, "returned an input/output error", "one archive"),
+    (errno.ETIMEDOUT, "timed out", "Try again"),
+    (errno.ENOSPC, "the local disk that holds the cache", "colabkit.clear_cache()"),
 )
 
 
 def test_errors_of_drive_say_what_they_mean(monkeypatch, tmp_path):
     for number, found, cure in ERRORS:
         monkeypatch.setenv("HOME", str(tmp_path))
-        said = trouble(failing(number), [ROOT, COLAB])
-        assert found in said[0]
-        assert cure in said[1]
+        cause, advice = trouble(failing(number), [ROOT, COLAB])
+        assert found in PYTHON.render(cause)
+        assert cure in PYTHON.render(advice)
 
 
 def test_a_quota_in_drives_log_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_log(tmp_path, "QUOTA_EXCEEDED")
-    found, cure = trouble(failing(errno.EIO), [ROOT, COLAB])
-    assert "QUOTA_EXCEEDED" in found
-    assert "your own Drive" in cure
+    cause, advice = trouble(failing(errno.EIO), [ROOT, COLAB])
+    assert "QUOTA_EXCEEDED" in PYTHON.render(cause)
+    assert "your own Drive" in PYTHON.render(advice)
 
 
 OTHER_ERRORS = (

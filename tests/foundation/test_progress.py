@@ -116,13 +116,13 @@ def test_a_bar_that_does_not_move_says_for_how_long(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with ProgressBar("stage", 10, "B") as bar:
         bar.wait()
-        assert "nothing for" not in shown.getvalue()
+        assert "no progress for" not in shown.getvalue()
         now[0] += 12.5
         bar.wait()
-        assert "nothing for 12" in shown.getvalue()
+        assert "no progress for 12" in shown.getvalue()
         bar.advance(1)
         bar._bar.refresh()
-        assert "nothing for" not in shown.getvalue().rpartition("\r")[2]
+        assert "no progress for" not in shown.getvalue().rpartition("\r")[2]
 
 
 def test_who_has_a_bar_of_its_own_is_told_in_place_of_tqdm(monkeypatch):
@@ -155,7 +155,7 @@ def test_who_is_told_is_told_a_few_times_a_second_only(monkeypatch):
         assert 4 <= len(told) <= 6
         now[0] += 10.0
         bar.wait()
-    assert told[-2] == Progress("pack", 1000, None, " samples", "nothing for 10.0 s", pytest.approx(11.0))
+    assert told[-2] == Progress("pack", 1000, None, " samples", "no progress for 10.0 s", pytest.approx(11.0))
 
 
 def test_silence_and_heartbeats_are_kept_by_who_is_told(monkeypatch):

@@ -1,4 +1,4 @@
-"""What the launcher says of what it cannot do: early, of what the user named, in the words of its form."""
+"""Errors in the launcher: shown before anything is copied, about the source that you entered, in the form's words."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from launchers import click, fill, pointed
 from PIL import Image
 
-import colabkit
-from colabkit.foundation.errors import BadImage, BadSource, InvalidOption, SourceMissing, TargetExists, cannot
+from colabkit.errors import BadImage, BadSource, ColabkitError, InvalidOption, SourceMissing, TargetExists
+from colabkit.foundation import Code, Text, call, cannot, omit, option
 from colabkit.notebook.launcher.panel import Launcher
 from colabkit.notebook.launcher.pipeline import Action
-from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, Settings, reword_for_form
+from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, FieldWords, Settings, in_form
 from colabkit.notebook.verbs import VERBS
 from colabkit.storage.sources.folder import FolderSource
 
 
 @pytest.fixture
 def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Return a launcher with small numbers, and near copies of its own."""
+    """Return a launcher with small numbers and a private folder for local copies."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLABKIT_NEAR", str(tmp_path / "near"))
     panel = Launcher(ipywidgets)
@@ -33,7 +33,7 @@ def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Return a folder of images that lie in no class folders."""
+    """Return a folder of images without class folders."""
     folder = tmp_path / "photos"
     folder.mkdir()
     for number in range(10):
@@ -46,14 +46,14 @@ def archived(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["folder", "archive"])
-def test_images_without_classes_are_refused_before_they_are_copied_by_the_name_that_was_given(
+def test_images_without_classes_are_rejected_before_they_are_copied_under_the_name_that_you_entered(
     panel: Launcher, photos: Path, kind: str
 ) -> None:
     source = photos if kind == "folder" else archived(photos)
     fill(panel, source=source.name)
-    said = click(panel, "pack")
-    assert said.startswith(f"Cannot label {source.name!r}: '")
-    assert said.endswith("Sort the files into folders, or use a function of the path in code, or Labels: none.")
+    message = click(panel, "pack")
+    assert message.startswith(f"Cannot label {source.name!r}: '")
+    assert message.endswith("Labels: none.")
     assert pointed(panel) == ["labels"]
     assert panel.view.options_switch.value
     assert panel.results == {}
@@ -63,35 +63,34 @@ def test_images_without_classes_are_refused_before_they_are_copied_by_the_name_t
     assert pointed(panel) == []
 
 
-def test_what_cannot_be_trained_on_is_refused_before_it_is_copied_with_a_cure_that_trains(
-    panel: Launcher, photos: Path
-) -> None:
+def test_data_that_cannot_be_trained_on_is_rejected_before_it_is_copied(panel: Launcher, photos: Path) -> None:
     fill(panel, source="photos")
-    assert click(panel, "train").endswith("or Pack with Labels: none.")
+    assert click(panel, "train").endswith("Labels: none when you pack.")
     fill(panel, labels="none")
-    assert "on 'photos': no labels, expected one class per image. Check Labels" in click(panel, "train")
+    message = click(panel, "train")
+    assert "on 'photos': the images have no labels; expected one class per image. " in message
+    assert "Labels" in message
     assert pointed(panel) == ["labels"]
     assert panel.results == {}
 
 
-def test_a_folder_without_images_is_refused_before_it_is_copied(panel: Launcher, tmp_path: Path) -> None:
+def test_a_folder_without_images_is_rejected_before_it_is_copied(panel: Launcher, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("a")
     fill(panel, source="notes")
-    assert "'notes': no image among 1 file" in click(panel, "pack")
-    assert panel.view.said.endswith("Check Source.")
+    assert click(panel, "pack").startswith("Cannot label 'notes': ")
     assert pointed(panel) == ["source"]
     assert panel.results == {}
     assert click(panel, "stage").startswith("Done")
 
 
-def test_splits_that_the_source_has_are_told_before_it_is_copied(panel: Launcher, tmp_path: Path) -> None:
+def test_existing_splits_of_the_source_are_reported_before_it_is_copied(panel: Launcher, tmp_path: Path) -> None:
     for name in ("train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/1.png"):
         (tmp_path / "birds" / name).parent.mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "birds" / name)
     fill(panel, source="birds")
-    assert "already has the splits train, test" in click(panel, "train")
-    assert "Leave Splits empty" in panel.view.said
+    assert "'birds'" in click(panel, "train")
+    assert "eave Splits empty" in panel.view.said
     assert pointed(panel) == ["splits"]
     assert panel.results == {}
     fill(panel, splits="")
@@ -99,17 +98,19 @@ def test_splits_that_the_source_has_are_told_before_it_is_copied(panel: Launcher
 
 
 @pytest.mark.parametrize("values", [{"size": "wide"}, {"splits": "train=x"}])
-def test_a_text_that_cannot_be_meant_is_told_before_anything_is_copied(
+def test_an_invalid_text_in_a_field_is_reported_before_anything_is_copied(
     panel: Launcher, image_tree: Path, values: dict[str, str]
 ) -> None:
     fill(panel, source=str(image_tree), **values)
     ((name, text),) = values.items()
-    assert click(panel, "pack").startswith(f"Cannot pack it: {FIELDS[name]} is {text!r}, expected ")
+    assert click(panel, "pack").startswith(f"Cannot pack it: {FIELDS[name]} is {text!r}; expected ")
     assert pointed(panel) == [name]
     assert panel.results == {}
 
 
-def test_the_early_look_lists_a_source_once(panel: Launcher, image_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_early_check_lists_the_source_only_once(
+    panel: Launcher, image_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed, listing = [], FolderSource.list
 
     def counted(source: FolderSource, *given: object) -> object:
@@ -122,7 +123,7 @@ def test_the_early_look_lists_a_source_once(panel: Launcher, image_tree: Path, m
     assert listed.count(str(image_tree)) == 1
 
 
-def test_a_folder_of_shards_is_not_judged_by_their_names(panel: Launcher, tmp_path: Path) -> None:
+def test_the_names_of_shards_in_a_folder_are_not_taken_for_labels(panel: Launcher, tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "a.tfrecord").write_bytes(b"")
     fill(panel, source="shards")
@@ -138,50 +139,77 @@ def test_a_table_is_labelled_by_its_column(panel: Launcher, photos: Path) -> Non
     assert panel.results["packed"].classes == ("a", "b")
 
 
-def test_a_bad_image_is_told_of_the_users_source(panel: Launcher, image_tree: Path) -> None:
+def test_an_error_about_a_bad_image_names_the_source_that_you_entered(panel: Launcher, image_tree: Path) -> None:
     broken = min(image_tree.rglob("*.png"))
     broken.write_bytes(b"no image")
     fill(panel, source=str(image_tree))
     assert f"of {str(image_tree)!r}" in click(panel, "pack")
-    assert panel.view.said.endswith("or use Bad files: skip.")
+    assert "Bad files: skip" in panel.view.said
     assert pointed(panel) == ["on_bad"]
 
 
 @pytest.mark.parametrize(
-    ("error", "step", "action", "said", "fields"),
+    ("error", "next_step", "action", "shown", "fields"),
     [
-        (InvalidOption, "Use size=(240, 320), say", "pack", "Use Image size: 240x320, say.", ["size"]),
-        (InvalidOption, "Leave size out, or use encoding='jpeg'", "pack", None, ["size", "encoding"]),
+        (InvalidOption, ("Use ", option("size", (240, 320))), "pack", "Use Image size: 240x320.", ["size"]),
         (
             InvalidOption,
-            "Use {'train': 0.8, 'test': 0.2}, say",
+            (omit("size"), ", or use ", option("encoding", "jpeg")),
             "pack",
-            "Use Splits: train=0.8,test=0.2, say.",
+            "Leave Image size empty, or use Encoding: jpeg.",
+            ["size", "encoding"],
+        ),
+        (
+            InvalidOption,
+            ("Use ", option("splits", {"train": 0.8, "test": 0.2})),
+            "pack",
+            "Use Splits: train=0.8,test=0.2.",
             ["splits"],
         ),
-        (InvalidOption, "Use splits={'train': 0.8}", "pack", "Use Splits: train=0.8.", ["splits"]),
-        (BadSource, "Rename 'a size=3.png'", "pack", "Rename 'a size=3.png'.", []),
-        (InvalidOption, "Give size=, or nothing", "pack", "Give Image size, or nothing.", ["size"]),
-        (BadImage, "Repair it, or use on_bad='skip'", "pack", "Repair it, or use Bad files: skip.", ["on_bad"]),
-        (BadSource, "Use labels=None", "train", "Use Pack with Labels: none.", ["labels"]),
-        (SourceMissing, "Check the path", "stage", "Check Source.", ["source"]),
-        (TargetExists, "Choose another path or overwrite=True", "pack", None, ["work"]),
-        (InvalidOption, "Use refresh=True or max_bad=50", "pack", "Use refresh=True or max_bad=50.", []),
+        (InvalidOption, ("Check ", option("size")), "pack", "Check Image size.", ["size"]),
+        (InvalidOption, ("Use ", option("labels", ["a", "b"])), "pack", "Use Labels: a,b.", ["labels"]),
+        (BadImage, ("Or use ", option("on_bad", "skip")), "pack", "Or use Bad files: skip.", ["on_bad"]),
+        (BadSource, ("Use ", option("labels", None)), "pack", "Use Labels: none.", ["labels"]),
+        (BadSource, ("Use ", option("labels", None)), "train", "Use Labels: none when you pack.", ["labels"]),
+        # A next step without a field stays unchanged, and the error marks the field that it is about.
+        (BadSource, "Rename 'a size=3.png'", "pack", "Rename 'a size=3.png'.", ["source"]),
+        (SourceMissing, "Check the path", "stage", "Check the path.", ["source"]),
+        (TargetExists, ("Or use ", option("overwrite", True)), "pack", "Or use --overwrite.", ["work"]),
+        # What no field contains is written as a magic, or as Python.
+        (InvalidOption, ("Run ", call("mount")), "stage", "Run %mount.", []),
+        (InvalidOption, ("Use ", option("refresh", True)), "stage", "Use refresh=True.", []),
+        (InvalidOption, ("Use ", option("labels", Code("label_of"))), "pack", "Use labels=label_of.", ["labels"]),
+        (InvalidOption, ("Use ", option("size", None)), "pack", "Use size=None.", ["size"]),
     ],
 )
-def test_a_next_step_names_fields_where_there_are_such_and_stays_where_not(
-    error: type[colabkit.errors.ColabkitError], step: str, action: Action, said: str | None, fields: list[str]
+def test_a_message_names_fields_and_marks_them(
+    error: type[ColabkitError], next_step: Text, action: Action, shown: str, fields: list[str]
 ) -> None:
-    found = "labels=3 in 'a. labels=None'"
-    text, names = reword_for_form(error(cannot("pack 'a'", found, "none", step)), action)
-    assert text.startswith(f"Cannot pack 'a': {found}, none. ")
-    assert said is None or text.endswith(said)
+    found = "'a. labels=None' is a file"
+    text, names = in_form(error(cannot("pack 'size=3'", found, "", next_step)), action)
+    assert text == f"Cannot pack 'size=3': {found}. {shown}"
     assert list(names) == fields
 
 
-def test_where_the_next_step_names_no_field_the_one_that_it_is_about_is_marked(
-    panel: Launcher, image_tree: Path
-) -> None:
+def test_a_message_marks_the_fields_of_all_its_parts() -> None:
+    found = (option("size", 0), " with ", option("encoding", "source"))
+    text, names = in_form(InvalidOption(cannot("pack", found, "", ("Check ", option("channels")))), "pack")
+    assert text == "Cannot pack: Image size: 0 with Encoding: source. Check Channels."
+    assert names == ("channels", "size", "encoding")
+
+
+def test_an_error_without_parts_is_shown_unchanged() -> None:
+    assert in_form(BadImage("'a labels=None' is not an image"), "pack") == ("'a labels=None' is not an image", ())
+
+
+def test_a_field_with_choices_is_not_left_empty() -> None:
+    for name in PACK_OPTIONS:
+        default = getattr(Settings(), name)
+        advice = f"use {FIELDS[name]}: {default}" if name in ("encoding", "channels", "on_bad") else "leave"
+        assert FieldWords("pack").omit(name).startswith(advice)
+
+
+def test_an_error_that_names_no_field_marks_the_field_that_it_is_about(panel: Launcher, image_tree: Path) -> None:
     fill(panel, source=str(image_tree), labels="species")
     assert "no column 'species'" in click(panel, "pack")
     assert pointed(panel) == ["labels"]
@@ -190,7 +218,7 @@ def test_where_the_next_step_names_no_field_the_one_that_it_is_about_is_marked(
     assert pointed(panel) == ["splits"]
 
 
-def test_the_fields_are_options_of_the_calls_and_the_forms_values() -> None:
+def test_every_field_is_a_setting_and_every_pack_option_exists_in_pack() -> None:
     assert set(FIELDS) == {*Settings.__dataclass_fields__}
     options = {option.name for verb in VERBS if verb.name == "pack" for option in verb.options}
     assert set(PACK_OPTIONS) <= options

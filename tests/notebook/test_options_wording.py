@@ -1,4 +1,4 @@
-"""Advice is in the words of whoever reads it: what a terminal or a notebook's line takes, and Python's in Python."""
+"""Messages use the words of the place where you called colabkit: a line's options in a line, Python in Python."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from magic_shells import loaded_shell, shown_by
 
 import colabkit
-from colabkit.errors import ColabkitError, MissingPackage
+from colabkit import errors
+from colabkit.errors import ColabkitError
+from colabkit.foundation import Code, Text, call, cannot, omit, option
 from colabkit.notebook.command_line import main
+from colabkit.notebook.launcher.settings import FIELDS, PACK_OPTIONS, FieldWords
 from colabkit.notebook.lines import split_line
-from colabkit.notebook.options import arguments_of, parser_of, words_of
+from colabkit.notebook.options import LineWords, arguments_of, parse_value, parser_of
 from colabkit.notebook.verbs import CELLS, DASHBOARD, VERBS
 
 ALL = [*VERBS, *CELLS, DASHBOARD]
@@ -40,101 +43,160 @@ GIVEN = {
 }
 
 
+def in_a_line(verb: str, text: Text, prefix: str = "%") -> str:
+    """Return a text in the words of a line of a verb."""
+    return LineWords(BY_NAME[verb], prefix).render(text)
+
+
 @pytest.fixture
 def shell() -> Iterator[InteractiveShell]:
     with loaded_shell() as shell:
         yield shell
 
 
-def test_a_line_takes_what_is_advised_to_it_as_the_value_that_python_is_advised() -> None:
-    options = [(verb, option) for verb in ALL for option in verb.options if option.flag]
-    for verb, option in options:
-        for value in GIVEN.get(option.kind, []):
-            line = words_of(verb, "%")(f"{option.name}={value!r}")
-            assert line.startswith(f"--{'no-' if value is False else ''}{option.name.replace('_', '-')}")
+def test_a_line_accepts_every_option_that_it_is_advised_with_the_same_value() -> None:
+    options = [(verb, one) for verb in ALL for one in verb.options if one.flag]
+    for verb, one in options:
+        for value in GIVEN.get(one.kind, []):
+            line = LineWords(verb, "%").option(one.name, value)
+            assert line.startswith(f"--{'no-' if value is False else ''}{one.name.replace('_', '-')}")
             required = [other.name for other in verb.options if other.is_required]
             parsed = parser_of(verb, "%it").parse_args([*required, *split_line(line, {})])
-            assert arguments_of(verb, parsed, lambda name, kind: name)[option.name] == value
-    assert {option.kind for _, option in options} - GIVEN.keys() == {"object", "objects"}
+            assert arguments_of(verb, parsed, lambda name, kind: name)[one.name] == value
+    assert {one.kind for _, one in options} - GIVEN.keys() == {"object", "objects"}
 
 
-def test_python_words_of_the_verbs_options_become_those_of_a_line() -> None:
-    for name, told, line in (
-        ("stage", "refresh=True looks for changes", "--refresh looks for changes"),
-        ("pack", "Choose another path or overwrite=True.", "Choose another path or --overwrite."),
-        ("pack", "a function of the path, or labels=None.", "a function of the path, or --labels none."),
-        ("pack", "use on_bad='skip'.", "use --on-bad skip."),
-        ("pack", "Use max_bad=0.01 or max_bad=50, say.", "Use --max-bad 0.01 or --max-bad 50, say."),
-        ("pack", "or raise max_bad=.", "or raise --max-bad."),
-        ("train", "Pass state={'model': model, 'optimizer': optimizer}", "Pass --state model optimizer"),
-    ):
-        assert words_of(BY_NAME[name], "%")(told) == line
+def test_variables_to_save_are_named_without_their_dict() -> None:
+    for verb in (BY_NAME["train"], CELLS[0]):
+        text = option("state", {"model": Code("model"), "optimizer": Code("optimizer")})
+        line = LineWords(verb, "%").render(text)
+        assert line == "--state model optimizer"
+        required = [other.name for other in verb.options if other.is_required]
+        parsed = parser_of(verb, "%it").parse_args([*required, *split_line(line, {})])
+        assert [*arguments_of(verb, parsed, lambda name, kind: name)["state"]] == ["model", "optimizer"]
 
 
-def test_what_a_line_cannot_say_stays_python() -> None:
-    for told in (
-        "keep='gpu' and num_workers=0",  # no options of the verb
-        "use labels= and splits= with functions of the path",
-        "executor=Client()",
-        "the address https://example.org/?size=3&seed=4 and x.size=3",
-        "fetch(refresh=True), size==3",
-        "colabkit.pack(dataset, 'pack.h5') colabkit.Loader(data, 4) colabkit.demo(epochs=3)",
-    ):
-        assert words_of(BY_NAME["pack"], "%")(told) == told
+def test_a_field_accepts_every_value_that_it_is_advised() -> None:
+    for one in BY_NAME["pack"].options:
+        if one.name in PACK_OPTIONS:
+            values = [word for word in one.words if word != "none"] if one.words else GIVEN[one.kind]
+            for text in values:
+                value = parse_value(one.kind, text) if isinstance(text, str) else text
+                label, _, entered = FieldWords("pack").option(one.name, value).partition(": ")
+                assert (label, parse_value(one.kind, entered)) == (FIELDS[one.name], value)
+
+
+@pytest.mark.parametrize(
+    ("verb", "text", "line"),
+    [
+        ("stage", (option("refresh", True), " checks the source again"), "--refresh checks the source again"),
+        (
+            "pack",
+            ("Choose another path, or use ", option("overwrite", True)),
+            "Choose another path, or use --overwrite",
+        ),
+        ("pack", option("labels", None), "--labels none"),
+        ("pack", option("on_bad", "skip"), "--on-bad skip"),
+        (
+            "pack",
+            ("Use ", option("max_bad", 0.01), " or ", option("max_bad", 50)),
+            "Use --max-bad 0.01 or --max-bad 50",
+        ),
+        ("pack", ("increase ", option("max_bad")), "increase --max-bad"),
+        ("pack", omit("size"), "omit --size"),
+        ("mount", omit("path"), "omit path"),
+        ("pack", (option("size", ...), " and ", option("out")), "--size and out"),
+    ],
+)
+def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, line: str) -> None:
+    assert in_a_line(verb, text) == line
+    assert in_a_line(verb, text, "colabkit ") == line
+
+
+@pytest.mark.parametrize(
+    ("text", "python"),
+    [
+        # The verb has no such option.
+        ((option("keep", "gpu"), " and ", option("num_workers", 0)), "keep='gpu' and num_workers=0"),
+        (omit("num_workers"), "omit num_workers="),
+        # The option also accepts a function, which a line does not.
+        ((option("labels"), " and ", option("splits")), "labels= and splits="),
+        (option("labels", Code("path.parent.name")), "labels=path.parent.name"),
+        (option("executor", Code("Client()")), "executor=Client()"),
+        # A line has no such value.
+        (option("size", None), "size=None"),
+        (option("overwrite", "yes"), "overwrite='yes'"),
+        # A line has no such call, or the call has an option that a line does not have.
+        (call("Loader", Code("data"), 4), "colabkit.Loader(data, 4)"),
+        (call("demo", epochs=3), "colabkit.demo(epochs=3)"),
+        (call("pack", "a", "b.h5", labels=Code("label_of")), "colabkit.pack('a', 'b.h5', labels=label_of)"),
+        (call("stage", "a", refresh=True, keep=1), "colabkit.stage('a', refresh=True, keep=1)"),
+    ],
+)
+def test_what_a_line_cannot_contain_stays_python(text: Text, python: str) -> None:
+    assert in_a_line("pack", text) == python
 
 
 def test_calls_become_the_lines_that_make_them() -> None:
-    told = "Run colabkit.mount() or colabkit.mount(force=True), then colabkit.stage('/a b/c', threads=4); .unstage(...)"
-    magic = "Run %mount or %mount --force, then %stage '/a b/c' --threads 4; .unstage(...)"
-    assert words_of(BY_NAME["pack"], "%")(told) == magic
-    assert words_of(BY_NAME["pack"], "colabkit ")(told) == magic.replace("%", "colabkit ")
+    stage = call("stage", "/a b/c", threads=4)
+    text = ("Run ", call("mount"), " or ", call("mount", force=True), ", then ", stage, " or ", call("stage", ...))
+    magic = "Run %mount or %mount --force, then %stage '/a b/c' --threads 4 or %stage ..."
+    assert in_a_line("pack", text) == magic
+    assert in_a_line("pack", text, "colabkit ") == magic.replace("%", "colabkit ")
+    assert in_a_line("pack", call("read_probe", "drive:x")) == "%probe drive:x"
+    assert in_a_line("pack", call("demo", epochs=3), "colabkit ") == "colabkit demo --epochs 3"
 
 
-@given(st.text(), st.sampled_from(["{}", "refresh=True {}", "{} refresh=True", "it's {}/refresh=True"]))
-def test_paths_are_never_touched(text: str, form: str) -> None:
+@given(st.text(), st.sampled_from(["{}", "refresh=True {}", "{} colabkit.mount()", "it's {}/refresh=True"]))
+def test_paths_and_other_values_are_never_altered(text: str, form: str) -> None:
     path = form.format(text)
-    told = f"Already staged at {path!r}: Drive's files; refresh=True looks for changes"
-    expected = f"Already staged at {path!r}: Drive's files; --refresh looks for changes"
-    assert words_of(BY_NAME["stage"], "%")(told) == expected
+    for words in (LineWords(BY_NAME["stage"], "%"), LineWords(BY_NAME["stage"], "colabkit "), FieldWords("stage")):
+        shown = words.render((f"Already staged at {path!r}: ", path, "; ", option("refresh", True)))
+        assert shown.startswith(f"Already staged at {path!r}: {path}; ")
+    quoted = LineWords(BY_NAME["stage"], "%").render(call("stage", path))
+    assert split_line(quoted.removeprefix("%stage "), {}) == [path]
 
 
-def test_a_terminal_is_told_its_own_options(
-    image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    to = str(tmp_path / "near refresh=True")
+def test_a_terminal_shows_its_own_options(image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = str(tmp_path / "local refresh=True")
     for _ in range(2):
         assert main(["stage", str(image_tree), "--to", to, "--no-progress"]) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert "; --refresh looks for changes" in said
-    assert repr(to) in said
+    report = capsys.readouterr().out.splitlines()[-1]
+    assert "--refresh" in report
+    assert repr(to) in report
     (tmp_path / "p.h5").write_text("other")
     assert main(["pack", to, str(tmp_path / "p.h5")]) == 1
-    assert capsys.readouterr().err.endswith(". Choose another path or --overwrite.\n")
+    message = capsys.readouterr().err
+    assert "--overwrite" in message
+    assert "overwrite=True" not in message
     assert main(["pack", str(tmp_path / "none"), "x.h5"]) == 1
-    assert "or run colabkit mount if it is on Drive" in capsys.readouterr().err
+    assert "colabkit mount if it is on Drive" in capsys.readouterr().err
 
 
-def test_json_is_what_python_says(image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_stays_python(image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     colabkit.pack(image_tree, tmp_path / "p.h5", progress=False)
     assert main(["prepare", str(image_tree), "--save-to", "none", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["unsaved"] == "save_to=None"
 
 
-def test_a_magic_is_told_its_own_options_and_python_its_own(
+def test_a_magic_shows_its_own_options_and_python_shows_python(
     shell: InteractiveShell, image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shell.user_ns.update(source=str(image_tree), to=str(tmp_path / "near"))
+    shell.user_ns.update(source=str(image_tree), to=str(tmp_path / "local"))
     shell.run_line_magic("stage", "$source --to $to --no-progress")
     report = shell.run_line_magic("stage", "$source --to $to --no-progress")
-    assert repr(report).endswith("; --refresh looks for changes")
-    assert "--refresh looks" in report._repr_html_()
-    assert "refresh=True looks" in repr(colabkit.stage(image_tree, tmp_path / "near", progress=False))
+    assert "--refresh" in repr(report)
+    assert "--refresh" in report._repr_html_()
+    assert "refresh=True" in repr(colabkit.stage(image_tree, tmp_path / "local", progress=False))
     capsys.readouterr()
     shell.run_cell("%pack /no/such/place x.h5")
-    assert "or run %mount if it is on Drive" in shown_by(capsys)[0]
+    assert "%mount if it is on Drive" in shown_by(capsys)[0]
     shell.user_ns["packed"] = colabkit.pack(image_tree, tmp_path / "p.h5", progress=False)
     shell.run_cell("%%train packed --save-every 5min\npass")
-    assert "Cannot train: --save-every 5min without --save-to, both or none." in shown_by(capsys)[0]
+    message = shown_by(capsys)[0]
+    assert "Cannot train: " in message
+    assert "--save-every 5min" in message
+    assert "--save-to" in message
 
 
 def test_a_magic_that_cannot_save_on_drive_offers_to_save_nothing(
@@ -144,31 +206,33 @@ def test_a_magic_that_cannot_save_on_drive_offers_to_save_nothing(
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
     pack = shell.run_line_magic("prepare", f"'{image_tree}' --no-progress")
     assert "Run %mount first" in repr(pack)
-    assert "or use --save-to none to save nothing" in repr(pack)
+    assert "--save-to none" in repr(pack)
 
 
-def test_a_call_in_a_cell_below_a_magic_is_told_in_python(
+def test_an_error_of_a_call_in_the_cell_below_a_magic_stays_python(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.run_cell("import colabkit")
     shell.run_cell("%%dashboard --screen none\ncolabkit.stage('/no/such/place')")
-    assert "or run colabkit.mount() if it is on Drive" in shown_by(capsys)[0]
+    assert "colabkit.mount() if it is on Drive" in shown_by(capsys)[0]
 
 
-def test_a_call_in_a_users_file_is_told_in_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_a_call_in_a_users_file_stays_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("import colabkit\ncolabkit.stage('/no/such/place')\n")
     assert main(["train", f"{tmp_path}/mine.py:step", f"{tmp_path}/mine.py:loader"]) == 1
-    assert "or run colabkit.mount() if it is on Drive" in capsys.readouterr().err
+    assert "colabkit.mount() if it is on Drive" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [ColabkitError, MissingPackage])
-def test_every_kind_of_error_is_told_in_the_words_of_a_line(
-    kind: type[ColabkitError], shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_kind_of_error_uses_the_words_of_a_line(
+    name: str, shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind: type[ColabkitError] = getattr(errors, name)
+
     def refuse(**options: object) -> None:
-        raise kind("Cannot stage 'x': nothing, something. Use refresh=True.")
+        raise kind(cannot("stage 'x'", "it is empty", "", ("Use ", option("refresh", True))))
 
     monkeypatch.setattr(colabkit, "stage", refuse)
     error = shell.run_cell("%stage x").error_in_exec
-    assert isinstance(error, kind)
-    assert str(error).endswith("Use --refresh.")
+    assert type(error) is kind
+    assert str(error) == "Cannot stage 'x': it is empty. Use --refresh."

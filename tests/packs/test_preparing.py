@@ -240,7 +240,7 @@ def test_without_drive_the_source_is_packed_and_the_report_says_that_it_is_not_s
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
     report = ready(image_tree).report
     assert report.way == "packed"
-    assert "not saved: Cannot save packs in 'drive:colabkit': no single Drive mount" in repr(report)
+    assert "not saved: Cannot save packs in 'drive:colabkit': Google Drive is not mounted" in repr(report)
     assert "colabkit.mount()" in report.unsaved
     assert "or use save_to=None to save nothing" in repr(report)
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))

@@ -143,7 +143,7 @@ def test_a_target_that_refuses_is_one_typed_line_that_names_it(near, tmp_path, f
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(near, tmp_path, monkeypatch):
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: 100)
-    with pytest.raises(NotEnoughSpace, match=r"14\.6 KiB needed"):
+    with pytest.raises(NotEnoughSpace, match=r"expected at least 14\.6 KiB"):
         bring(near, tmp_path / "final.h5")
     assert os.listdir(tmp_path) == ["near"]
 

@@ -231,7 +231,7 @@ def test_too_little_space_is_refused_before_anything_is_written(archive, image_t
     packed = archive.stat().st_size
     for source, extract, needed in ((image_tree, True, inflated), (archive, True, inflated), (archive, False, packed)):
         monkeypatch.setattr(file_changes, "free_bytes", lambda path, needed=needed: needed - 1)
-        with pytest.raises(NotEnoughSpace, match="needed"):
+        with pytest.raises(NotEnoughSpace, match="free; expected at least"):
             copy(source, extract=extract)
 
 

@@ -61,9 +61,13 @@ def test_a_figure_is_written_where_it_is_asked_for_whole_or_not_at_all(tmp_path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run.PDF", "run.png"]
 
 
-@pytest.mark.parametrize(("name", "said"), [("run.odt", "'.odt' is no format"), ("run", "its name has no ending")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("run.odt", "'.odt' is not an image format"), ("run", "its name has no extension")]
+)
 def test_a_figures_name_says_its_format_or_is_one_line_of_error(tmp_path, name, said):
-    with pytest.raises(InvalidOption, match=rf"Cannot save the figure as '.*': {said}.*png, .* is needed\. Name it"):
+    with pytest.raises(
+        InvalidOption, match=rf"Cannot save the figure as '.*': {said}.*; expected one of .*png, .*\. .*run\.png"
+    ):
         run().plot(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 

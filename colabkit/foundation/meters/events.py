@@ -132,7 +132,7 @@ def publish(event: Event) -> None:
         except Exception:
             if listener in _listeners:
                 _listeners.remove(listener)
-            logger.warning("a listener of the meters failed and was dropped; the run goes on", exc_info=True)
+            logger.warning("a listener of the meters failed and was removed; the run continues", exc_info=True)
 
 
 def used(counts: LoaderMeters) -> None:

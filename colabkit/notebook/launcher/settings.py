@@ -38,6 +38,7 @@ FIELDS = {
 PACK_OPTIONS = ("size", "encoding", "labels", "splits", "channels", "on_bad")
 """The fields that are options of `pack()` of the same name; the form shows them in a section that unfolds."""
 
+_MAY_BE_EMPTY = ("size", "labels", "splits")
 _PACK = next(verb for verb in VERBS if verb.name == "pack")
 _OF_PACK = {option.name: option for option in _PACK.options if option.name in PACK_OPTIONS}
 _SHARED_TMPFS = "/dev/shm"
@@ -119,14 +120,18 @@ class FieldWords(LineWords):
             return super().option(name, value)
         if value is ...:
             return label
-        plain = option_words(_OF_PACK[name], value)[-1] if name in _OF_PACK else str(value)
-        text = f"{label}: {plain}"
+        words = option_words(_OF_PACK[name], value) if name in _OF_PACK else [str(value)]
+        if not words:
+            return super().option(name, value)
+        text = f"{label}: {words[-1]}"
         # Training without labels is not possible, so the advice to use none is about the pack.
         return f"{text} when you pack" if (self._action, name, value) == ("train", "labels", None) else text
 
     def omit(self, name: str) -> str:
-        """Return the advice to leave a field empty."""
-        return f"leave {FIELDS[name]} empty" if name in FIELDS else super().omit(name)
+        """Return the advice to leave a field empty, or to choose the default of a field that cannot be empty."""
+        if name in _MAY_BE_EMPTY:
+            return f"leave {FIELDS[name]} empty"
+        return f"use {FIELDS[name]}: {getattr(Settings(), name)}" if name in FIELDS else super().omit(name)
 
 
 def in_form(error: ColabkitError, action: str) -> tuple[str, tuple[str, ...]]:
