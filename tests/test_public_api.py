@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import pydoc
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,6 +19,9 @@ import colabkit
 HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab", "psutil", "tqdm", "pynvml")
 MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
 MADE_BY_COLABKIT = ("Pack", "PackedDataset", "PreparedPack")
+NAMESPACES = [getattr(colabkit, name) for name in MODULES]
+# Arguments of these classes are passed by colabkit itself, never by users.
+PASSED_BY_COLABKIT = ("OpenSplit", "Words")
 
 
 def test_public_names_are_listed_in_order() -> None:
@@ -41,6 +48,55 @@ def test_every_public_object_method_and_argument_is_documented() -> None:
             arguments = inspect.signature(thing).parameters
             wrong += [f"{name}: {one}" for one in arguments if f"\n    {one}: " not in f"\n{text}"]
     assert wrong == []
+
+
+def annotations_in_help(thing: Any) -> Iterator[tuple[str, str, types.ModuleType]]:
+    """Yield the annotations that `help()` shows for a function or class, each with its place and its module."""
+    owners = [base for base in inspect.getmro(thing) if "colabkit" in base.__module__] if inspect.isclass(thing) else []
+    functions = {} if inspect.isclass(thing) else {"": thing}
+    for owner in owners:
+        for field, text in vars(owner).get("__annotations__", {}).items():
+            if pydoc.visiblename(field):
+                yield f".{field}", text, sys.modules[owner.__module__]
+        for name, member in vars(owner).items():
+            function = inspect.unwrap(getattr(member, "__func__", member))
+            if inspect.isfunction(function) and pydoc.visiblename(name):
+                functions.setdefault(f".{name}", function)
+    for name, function in functions.items():
+        for argument, text in function.__annotations__.items():
+            # The methods that dataclasses generate have types instead of texts; they repeat the fields.
+            if isinstance(text, str):
+                yield f"{name}({argument})", text, sys.modules[function.__module__]
+
+
+def private_names(annotation: str, module: types.ModuleType) -> Iterator[str]:
+    """Yield the aliases and the classes of colabkit in an annotation that are not public."""
+    public = [getattr(space, name) for space in (colabkit, *NAMESPACES) for name in space.__all__]
+    for node in ast.walk(ast.parse(annotation, mode="eval")):
+        # A name that is missing is a builtin, or is imported from another package for type checking only.
+        found = getattr(module, node.id, None) if isinstance(node, ast.Name) else None
+        if found is None or isinstance(found, TypeVar) or any(found is one for one in public):
+            continue
+        package = found.__name__ if isinstance(found, types.ModuleType) else getattr(found, "__module__", "")
+        is_alias = not isinstance(found, type | types.ModuleType) and getattr(found, "__name__", "") != node.id
+        if is_alias or package.startswith("colabkit"):
+            yield node.id
+
+
+def test_help_shows_only_standard_types_and_public_names() -> None:
+    wrong = [
+        f"{name}{place}: {text}"
+        for space in (colabkit, colabkit.augment, colabkit.errors, colabkit.sampler)
+        for name in set(space.__all__) - MODULES
+        for place, text, module in annotations_in_help(getattr(space, name))
+        for private in private_names(text, module)
+        if private not in PASSED_BY_COLABKIT
+    ]
+    assert wrong == []
+
+
+def test_public_types_are_documented() -> None:
+    assert [name for name in colabkit.types.__all__ if not inspect.getdoc(getattr(colabkit.types, name))] == []
 
 
 def run_python(code: str) -> str:

@@ -17,7 +17,7 @@ import colabkit
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "colabkit"
 ROOMS = ("foundation", "storage", "packs", "loading", "training", "monitoring", "notebook")
-FACES = ("augment", "errors", "sampler")
+FACES = ("augment", "errors", "sampler", "types")
 """Public namespaces beside the rooms: they only import from front doors."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

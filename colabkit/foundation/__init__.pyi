@@ -15,6 +15,7 @@ from .checks import import_optional as import_optional
 from .checks import is_finite_number as is_finite_number
 from .checks import kind_of as kind_of
 from .environment.limits import DiskReport as DiskReport
+from .environment.limits import MemoryReport as MemoryReport
 from .environment.limits import can_hang as can_hang
 from .environment.limits import memory_limits as memory_limits
 from .environment.limits import near_folder as near_folder
@@ -68,6 +69,7 @@ from .meters.counts import LoaderFacts as LoaderFacts
 from .meters.counts import LoaderMeters as LoaderMeters
 from .meters.counts import MetersSnapshot as MetersSnapshot
 from .meters.counts import PartSnapshot as PartSnapshot
+from .meters.events import StepDone as StepDone
 from .meters.steps import Mark as Mark
 from .meters.steps import StepTimes as StepTimes
 from .mount_table import DRIVE_TYPES as DRIVE_TYPES
@@ -113,6 +115,7 @@ from .reports import Report as Report
 from .reports import escape as escape
 from .reports import html_table as html_table
 from .reports import printable as printable
+from .telemetry.gpus import GpuReport as GpuReport
 from .telemetry.gpus import GpuSnapshot as GpuSnapshot
 from .telemetry.host import HostSnapshot as HostSnapshot
 from .telemetry.host import Telemetry as Telemetry

@@ -57,7 +57,7 @@ def check_range(start: int, stop: int, n: int) -> None:
         raise InvalidOption(cannot(act, found, "0 <= start <= stop <= samples <= 2**62", "Check the range"))
 
 
-def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> Positions:
+def epoch_order(n: int, seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
     """Return the samples at positions `start` to `stop` of a shuffled epoch.
 
     Over all positions, every sample in [0, n) occurs exactly once. The result depends only on the arguments, not on the

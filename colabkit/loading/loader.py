@@ -13,6 +13,7 @@ import torch
 
 from colabkit.foundation import (
     BadImage,
+    LoaderMeters,
     cannot,
     check_size,
     check_whole_number,
@@ -25,7 +26,6 @@ from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, fields_of, map_tensors
 from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_of, unwrap_subset
 from colabkit.loading.engine.device import set_mark
-from colabkit.loading.engine.image_decoders import OnBad
 from colabkit.loading.engine.options import (
     LoaderOptions,
     check_beside,
@@ -39,7 +39,7 @@ from colabkit.loading.engine.options import (
 )
 from colabkit.loading.engine.pipeline import column_pipeline, process_pipeline
 from colabkit.loading.engine.position import LoaderPosition
-from colabkit.loading.engine.tiers import Keep, Tier
+from colabkit.loading.engine.tiers import Tier
 from colabkit.loading.engine.user_code import (
     SamplerPlanner,
     check_collated,
@@ -152,8 +152,8 @@ class Loader:
         fields: Sequence[str] | None = None,
         as_dict: bool = False,
         size: int | tuple[int, int] | None = None,
-        keep: Keep = "auto",
-        on_bad: OnBad = "raise",
+        keep: Literal["auto", "gpu", "ram", "disk"] = "auto",
+        on_bad: Literal["raise", "skip", "blank"] = "raise",
         num_workers: int | None = None,
         prefetch_batches: int | None = None,
         persistent_workers: bool = False,
@@ -308,7 +308,7 @@ class Loader:
             return [map_tensors(batch, torch.Tensor.clone) for batch in itertools.islice(coming, batches)]
 
     @contextmanager
-    def aside(self) -> Iterator[meters.LoaderMeters]:
+    def aside(self) -> Iterator[LoaderMeters]:
         """Iterate inside a `with` block from the current position, and restore the position after it.
 
         These iterations publish no events. The block's own meters, which `with` returns, count their batches; the

@@ -44,7 +44,6 @@ from colabkit.monitoring import dashboard
 from colabkit.packs import (
     Labelling,
     PackedDataset,
-    Size,
     decode_image,
     height_and_width,
     label_samples,
@@ -156,7 +155,7 @@ def demo(
     data: str | os.PathLike[str] | None = None,
     *,
     epochs: int = 3,
-    size: Size | None = None,
+    size: int | tuple[int, int] | None = None,
     latency: float = 0.02,
     keep: str | os.PathLike[str] | None = None,
     progress: bool = True,

@@ -2,6 +2,7 @@ from .dataset.datasets import FileDataset as FileDataset
 from .dataset.datasets import PackedDataset as PackedDataset
 from .dataset.opened_pack import Pack as Pack
 from .dataset.opened_pack import open_pack as open_pack
+from .dataset.sample_grid import SampleGrid as SampleGrid
 from .dataset.samples import ImageFiles as ImageFiles
 from .dataset.samples import stack_samples as stack_samples
 from .decode.images import decode_image as decode_image
@@ -11,11 +12,12 @@ from .decode.images import row_decoder as row_decoder
 from .decode.pixels import OtherSize as OtherSize
 from .format.layout import LABELS as LABELS
 from .format.layout import SAMPLES as SAMPLES
+from .format.layout import PackInfo as PackInfo
 from .labels.labelling import Labelling as Labelling
 from .labels.labelling import label_samples as label_samples
 from .packing.api import PackReport as PackReport
 from .packing.api import pack as pack
-from .packing.options import Size as Size
+from .packing.memory_plan import MapDataset as MapDataset
 from .packing.options import height_and_width as height_and_width
 from .packing.verification import VerifyReport as VerifyReport
 from .packing.verification import verify as verify

@@ -13,6 +13,7 @@ from .fetching.api import FetchReport as FetchReport
 from .fetching.api import fetch as fetch
 from .probing.api import read_probe as read_probe
 from .probing.report import ProbeReport as ProbeReport
+from .probing.report import ReadRate as ReadRate
 from .publishing import MOVED_BLOCK_BYTES as MOVED_BLOCK_BYTES
 from .publishing import SLOWEST_BYTES_S as SLOWEST_BYTES_S
 from .publishing import MoveCallback as MoveCallback
@@ -46,6 +47,7 @@ from .sources.reads import Retries as Retries
 from .sources.reads import read_item as read_item
 from .sources.registry import ARCHIVE_SUFFIXES as ARCHIVE_SUFFIXES
 from .sources.registry import AnySource as AnySource
+from .sources.registry import PathTable as PathTable
 from .sources.registry import check_outside as check_outside
 from .sources.registry import open_records as open_records
 from .sources.registry import open_source as open_source

@@ -2,11 +2,15 @@ from .ceiling import HeadspaceReport as HeadspaceReport
 from .ceiling import headspace as headspace
 from .folds import KFoldReport as KFoldReport
 from .folds import k_fold as k_fold
+from .models import Stateful as Stateful
 from .models import small_network as small_network
 from .ranks import notebook_launch as notebook_launch
+from .records import EpochRecord as EpochRecord
+from .records import Validation as Validation
 from .records import is_number as is_number
 from .report import TrainingInterrupted as TrainingInterrupted
 from .report import TrainReport as TrainReport
 from .report import read_run as read_run
+from .steps import SupervisedStep as SupervisedStep
 from .steps import supervised_step as supervised_step
 from .trainer import train as train

@@ -24,8 +24,6 @@ from colabkit.packs import PackedDataset
 from colabkit.training.records import is_number
 from colabkit.training.report import TrainReport
 
-RunFold = Callable[[PackedDataset, PackedDataset, int], TrainReport | Mapping[str, float]]
-
 
 @dataclass(frozen=True, repr=False)
 class KFoldReport(Report):
@@ -67,7 +65,7 @@ class KFoldReport(Report):
 
 
 def k_fold(
-    run: RunFold,
+    run: Callable[[PackedDataset, PackedDataset, int], TrainReport | Mapping[str, float]],
     dataset: PackedDataset,
     *,
     folds: int = 5,

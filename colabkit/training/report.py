@@ -33,7 +33,6 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.training.records import EpochRecord, Validation
-from colabkit.training.schedule import Reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +86,7 @@ class TrainReport(Report):
     parts: Mapping[str, float]
     curve: Mapping[str, list[tuple[int, float]]]
     validations: tuple[Validation, ...]
-    stopped: Reason | None
+    stopped: Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline"] | None
     checkpoint: Path | None
     best: Path | None
     best_value: float | None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from colabkit.foundation import InvalidOption, Sampler, cannot, meters
 from colabkit.loading import Loader, samples_in
@@ -33,9 +33,6 @@ from colabkit.training.run_checkpoints import RunCheckpoints
 from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, WaitInterrupt
 from colabkit.training.steps import SupervisedStep
 
-Step: TypeAlias = Callable[[Any], object]
-OnStep: TypeAlias = Callable[[meters.StepDone], None]
-
 _RESERVE = 2.0
 """Safety factor: the time reserved for the last checkpoint before a deadline, in units of the slowest one so far."""
 
@@ -44,14 +41,14 @@ _RESERVE = 2.0
 class TrainingRun:
     """The state of one `train()` call."""
 
-    step: Step
+    step: Callable[[Any], object]
     loader: Loader
     saving: RunCheckpoints
     schedule: SaveSchedule
     judge: Validator
     processes: Ranks
     stops: StopRequests
-    on_step: OnStep | None
+    on_step: Callable[[meters.StepDone], None] | None
     watched: Sampler
     must_be_finite: bool
 

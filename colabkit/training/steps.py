@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colabkit.foundation import InvalidOption, cannot, kind_of
 from colabkit.training.models import (
-    Amp,
     Forward,
     Precision,
     Stateful,
@@ -33,8 +32,6 @@ from colabkit.training.models import (
 )
 from colabkit.training.ranks import is_one_of_several
 
-Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
-
 _TAKE = "train on a batch"
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -42,10 +39,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 def supervised_step(
     model: nn.Module,
     optimizer: Optimizer,
-    loss: Loss = nn.functional.cross_entropy,
+    loss: Callable[[Any, Tensor], Tensor] = nn.functional.cross_entropy,
     *,
     scheduler: LRScheduler | None = None,
-    amp: Amp = "auto",
+    amp: Literal["auto", "bf16", "fp16", False] = "auto",
     channels_last: bool | None = None,
     accumulate: int = 1,
     clip: float | None = None,
@@ -107,7 +104,9 @@ class SupervisedStep:
         updates: Number of optimizer updates so far.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss, options: StepOptions) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, loss: Callable[[Any, Tensor], Tensor], options: StepOptions
+    ) -> None:
         self._given = model
         self._model: nn.Module = plain(model)
         self._parameter = next(model.parameters())

@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from torch import nn
 
 from colabkit.foundation import (
     InvalidOption,
+    StepDone,
     cannot,
     check_callable,
     check_duration,
@@ -29,9 +31,9 @@ from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import Values
 from colabkit.training.report import TrainingInterrupted, TrainReport
-from colabkit.training.run import OnStep, Step, TrainingRun
+from colabkit.training.run import TrainingRun
 from colabkit.training.run_checkpoints import RunCheckpoints
-from colabkit.training.schedule import RESERVE_S, Moment, SaveSchedule, StopRequests, Validator, moment
+from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, moment
 from colabkit.training.steps import SupervisedStep
 
 _ACT = "train"
@@ -93,7 +95,7 @@ def _validation_of(validate: Any, step: Any, loader: Loader) -> Callable[[int], 
 
 
 def train(
-    step: Step,
+    step: Callable[[Any], object],
     loader: Loader,
     *,
     epochs: int = 1,
@@ -102,14 +104,14 @@ def train(
     save_every: int | str = "epoch",
     keep_last: int = 2,
     resume: bool = True,
-    validate: Callable[[], Values] | Loader | None = None,
+    validate: Callable[[], Mapping[str, object]] | Loader | None = None,
     validate_every: int | Literal["epoch"] = "epoch",
     monitor: str | None = None,
     mode: Literal["min", "max"] = "min",
-    deadline: Moment | None = None,
+    deadline: float | str | timedelta | datetime | None = None,
     on_nonfinite: Literal["raise", "continue"] = "raise",
     timeout: float | str | None = None,
-    on_step: OnStep | None = None,
+    on_step: Callable[[StepDone], None] | None = None,
 ) -> TrainReport:
     """Train for a number of epochs by calling `step` on every batch, and return a report.
 

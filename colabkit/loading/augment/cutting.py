@@ -36,20 +36,20 @@ class Boxes:
         [(0, 2, 8, 8, False), (4, 4, 8, 8, False)]
     """
 
-    top: Sizes
-    left: Sizes
-    height: Sizes
-    width: Sizes
+    top: npt.NDArray[np.int64]
+    left: npt.NDArray[np.int64]
+    height: npt.NDArray[np.int64]
+    width: npt.NDArray[np.int64]
     mirrored: npt.NDArray[np.bool_]
 
     @classmethod
-    def whole(cls, sizes: Sizes) -> Boxes:
+    def whole(cls, sizes: npt.NDArray[np.int64]) -> Boxes:
         """Return boxes that cover the whole images; `sizes` holds height and width of each, `int64 [B, 2]`."""
         corner = np.zeros(len(sizes), np.int64)
         return cls(corner, corner, sizes[:, 0], sizes[:, 1], np.zeros(len(sizes), np.bool_))
 
     @classmethod
-    def of_size(cls, top: Sizes, left: Sizes, size: tuple[int, int]) -> Boxes:
+    def of_size(cls, top: npt.NDArray[np.int64], left: npt.NDArray[np.int64], size: tuple[int, int]) -> Boxes:
         """Return boxes of one size (height, width) from their first rows and columns."""
         count = len(top)
         return cls(top, left, np.full(count, size[0]), np.full(count, size[1]), np.zeros(count, np.bool_))

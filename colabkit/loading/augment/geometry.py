@@ -115,7 +115,7 @@ class RandomResizedCrop(Geometry):
         self.scale = _checked_range(act, "scale", scale, (0.08, 1.0), 1)
         self.ratio = _checked_range(act, "ratio", ratio, (0.75, 1.25), float("inf"))
 
-    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+    def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the box of each sample, which lies inside the image."""
         rows, columns = sizes[:, :1], sizes[:, 1:]
         uniforms = draws.uniforms(2 * _TRIES + 2)
@@ -177,7 +177,7 @@ class RandomCrop(Geometry):
         self.padding = tuple(check_whole_number(act, "padding", side, 0) for side in sides) * (4 // len(sides))
         self.fill = check_number(act, "fill", fill, example=0)
 
-    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+    def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the box of each sample, which may lie partly in the padding.
 
         Raises:
@@ -220,7 +220,7 @@ class CenterCrop(Geometry):
     def __init__(self, size: int | tuple[int, int]) -> None:
         self.size: tuple[int, int] = check_size("crop images", "size", size)
 
-    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+    def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the box of each sample, at the same position as in torchvision."""
         room = sizes - self.size
         # As in torchvision, an odd pixel of padding goes to the bottom and right, and an offset that ends in half a
@@ -253,7 +253,7 @@ class RandomHorizontalFlip(Geometry):
     def __init__(self, p: float = 0.5) -> None:
         self.p = check_number("flip images", "p", p, 0, 1, example=0.5)
 
-    def boxes(self, sizes: Sizes, draws: Draws) -> Boxes:
+    def boxes(self, sizes: npt.NDArray[np.int64], draws: Draws) -> Boxes:
         """Return the whole image as the box of each sample, mirrored or not."""
         return replace(Boxes.whole(sizes), mirrored=draws.uniforms(1)[:, 0] < self.p)
 

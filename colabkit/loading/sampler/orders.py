@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from colabkit.foundation import (
     CHUNK,
     MAX_SAMPLES,
-    Positions,
     Stream,
     check_range,
     check_whole_number,
@@ -39,7 +39,7 @@ class Order(Protocol):
     def __len__(self) -> int:
         """Return the number of positions per epoch."""
 
-    def indices(self, epoch: int, start: int, stop: int) -> Positions:
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`."""
 
     @property
@@ -63,7 +63,7 @@ def set_whole_number(order: object, name: str, value: int, least: int, most: int
 class PureOrder:
     """Base class of the orders; a subclass computes the samples of any chunk of positions in `_samples`."""
 
-    def indices(self, epoch: int, start: int, stop: int) -> Positions:
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`.
 
         Raises:
@@ -79,7 +79,7 @@ class PureOrder:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def _samples(self, epoch: int, start: int, stop: int) -> Positions:
+    def _samples(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         raise NotImplementedError
 
 
@@ -107,7 +107,7 @@ class Sequential(PureOrder):
     def __len__(self) -> int:
         return self.n
 
-    def indices(self, epoch: int, start: int, stop: int) -> Positions:
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the numbers from `start` to `stop`, `int64 [stop - start]`."""
         check_range(start, stop, self.n)
         return np.arange(start, stop, dtype=np.int64)
@@ -151,7 +151,7 @@ class Shuffled(PureOrder):
     def __len__(self) -> int:
         return self.n
 
-    def indices(self, epoch: int, start: int, stop: int) -> Positions:
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the sample indices at positions `start` to `stop` of an epoch, `int64 [stop - start]`."""
         return epoch_order(self.n, self.seed, epoch, start, stop)
 
@@ -206,7 +206,7 @@ class BlockShuffled(PureOrder):
         """`"block {block_samples}x{window_blocks}"`, for example `"block 64x32"`."""
         return f"block {self.block_samples}x{self.window_blocks}"
 
-    def _samples(self, epoch: int, start: int, stop: int) -> Positions:
+    def _samples(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         # Places are numbered as if the short block were full, so all blocks and windows start at multiples; the missing
         # samples are skipped. Only the full blocks are permuted, and the short one is inserted between them.
         block = min(self.block_samples, self.n)

@@ -13,7 +13,6 @@ MODERATE, HIGH = 0.05, 0.20
 Verdict: TypeAlias = Literal["data", "copy", "compute", "other", "unknown"]
 # Larger speedups are reported as "over 100"; they occur in loops that do no work.
 _MOST_TIMES = 100
-Confidence: TypeAlias = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Advice:
     call: str = ""
     samples_per_s: float | None = None
     saved_s: float | None = None
-    confidence: Confidence = "medium"
+    confidence: Literal["high", "medium", "low"] = "medium"
     check: str = ""
     rule: str = ""
 
@@ -87,7 +86,7 @@ class Diagnosis(Report):
         steps: number of steps that the diagnosis is based on.
     """
 
-    verdict: Verdict
+    verdict: Literal["data", "copy", "compute", "other", "unknown"]
     sentence: str
     shares: Shares
     step_s: float

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Self, get_args
+from typing import Literal, Self, get_args
 
 from colabkit.foundation import Sampler, check_number, check_one_of, meters, sampled
 from colabkit.monitoring.doctor.verdict import Doctor
@@ -33,7 +33,9 @@ def is_any_open() -> bool:
     return bool(_open)
 
 
-def dashboard(*, refresh_s: float = 0.5, screen: ScreenName = "auto") -> Dashboard:
+def dashboard(
+    *, refresh_s: float = 0.5, screen: Literal["auto", "notebook", "widgets", "text", "none"] = "auto"
+) -> Dashboard:
     """Return a context manager that shows a live panel while its block runs.
 
     The panel shows the bottleneck and advice during `train()`, a loop over a `Loader`, or a loop over another loader

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
+import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, overload
@@ -38,9 +39,9 @@ from colabkit.packs.dataset.samples import (
 )
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
-from colabkit.packs.labels.labelling import Labels, Splits, label_samples
+from colabkit.packs.labels.labelling import label_samples
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
-from colabkit.storage import AnySource, Item, Retries, SequentialSource, Source, answer_of, open_source, read_item
+from colabkit.storage import Item, PathTable, Retries, SequentialSource, Source, answer_of, open_source, read_item
 
 
 class LabelledDataset(Dataset[Any]):
@@ -48,8 +49,7 @@ class LabelledDataset(Dataset[Any]):
 
     Attributes:
         split_name: name of the split.
-        labels: `int64 [N]` for classes, `uint8 [N, K]` for multi-label, `float32 [N]` or `[N, K]` for regression; None
-            if there are no labels.
+        labels: `int64 [N]` classes, `uint8 [N, K]` multi-label, `float32 [N]` or `[N, K]` regression targets, or None.
         classes: class names; a label is an index into them.
         fields: names of a sample's fields, in order.
         fingerprint: text that identifies these samples.
@@ -126,7 +126,7 @@ class PackedDataset(LabelledDataset):
         (torch.Size([4, 3, 8, 8]), torch.int64)
     """
 
-    def __init__(self, opened: OpenSplit, numbers: Indices | None = None) -> None:
+    def __init__(self, opened: OpenSplit, numbers: npt.NDArray[np.int64] | None = None) -> None:
         self._opened = opened
         self._numbers = numbers
         self.info = opened.info
@@ -176,7 +176,7 @@ class PackedDataset(LabelledDataset):
             found.append((Path(mapped.filename), mapped.offset))
         return tuple(found) or None
 
-    def column(self, name: str, numbers: Indices) -> Tensor | list[Any]:
+    def column(self, name: str, numbers: npt.NDArray[np.int64]) -> Tensor | list[Any]:
         """Return one field of several samples: a tensor, or a list if shapes may differ; see `stack_samples`.
 
         Args:
@@ -361,11 +361,11 @@ class FileDataset(LabelledDataset):
 
     def __init__(
         self,
-        source: AnySource,
+        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
         *,
         split: str = "train",
-        labels: Labels = "auto",
-        splits: Splits = None,
+        labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
+        splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
         seed: int = 0,
         channels: int = 3,
     ) -> None:

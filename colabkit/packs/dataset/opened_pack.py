@@ -22,7 +22,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.packs.dataset.datasets import PackedDataset
-from colabkit.packs.dataset.hdf5_files import DataSetNames, inspect_hdf5, is_plain_hdf5, open_hdf5_split
+from colabkit.packs.dataset.hdf5_files import inspect_hdf5, is_plain_hdf5, open_hdf5_split
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
 from colabkit.packs.dataset.samples import OpenSplit, open_sealed
 from colabkit.packs.format.layout import SAMPLES, PackInfo
@@ -34,7 +34,11 @@ _LEFT = (("bad", "bad", "sample"), ("left out", "left_out", "file"))
 
 
 def open_pack(
-    path: str | os.PathLike[str], *, x: DataSetNames | None = None, y: DataSetNames | None = None, trusted: bool = False
+    path: str | os.PathLike[str],
+    *,
+    x: str | Mapping[str, str] | None = None,
+    y: str | Mapping[str, str] | None = None,
+    trusted: bool = False,
 ) -> Pack:
     """Open the pack at `path`; `open_pack(path)["train"]` is a dataset.
 

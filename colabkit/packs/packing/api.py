@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +36,10 @@ from colabkit.foundation import (
 )
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
-from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.file_plan import FileCollection
-from colabkit.packs.packing.memory_plan import is_arrays, is_dataset, plan_arrays, plan_dataset
-from colabkit.packs.packing.options import Fields, PackOptions, Size
-from colabkit.packs.packing.pack_plan import Encoding, OnBad, PackPlan, UnequalSample
+from colabkit.packs.packing.memory_plan import MapDataset, is_arrays, is_dataset, plan_arrays, plan_dataset
+from colabkit.packs.packing.options import PackOptions
+from colabkit.packs.packing.pack_plan import PackPlan, UnequalSample
 from colabkit.packs.packing.pack_writer import WrittenPack
 from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, reclaim, write_plan
 from colabkit.packs.packing.verification import shards_of
@@ -51,9 +50,9 @@ from colabkit.storage import (
     AnySource,
     ArchiveSource,
     LmdbSource,
+    PathTable,
     RangeSource,
     Source,
-    Threads,
     check_outside,
     check_threads,
     identity_of,
@@ -143,22 +142,28 @@ class PackReport(Report):
 
 
 def pack(
-    source: AnySource,
+    source: str
+    | os.PathLike[str]
+    | Sequence[str | os.PathLike[str]]
+    | PathTable
+    | Source
+    | Mapping[str, Any]
+    | MapDataset,
     out: str | os.PathLike[str],
     *,
-    size: Size | None = None,
-    encoding: Encoding | Literal["auto"] = "auto",
+    size: int | tuple[int, int] | None = None,
+    encoding: Literal["auto", "raw", "source", "jpeg"] = "auto",
     quality: int = 90,
     channels: Literal[1, 3] = 3,
-    labels: Labels = "auto",
-    splits: Splits = None,
-    fields: Fields | None = None,
+    labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
+    splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
+    fields: Sequence[str] | Mapping[str, str | Callable[[str], Any]] | None = None,
     seed: int = 0,
-    on_bad: OnBad = "raise",
+    on_bad: Literal["raise", "skip", "blank"] = "raise",
     max_bad: float = 0.1,
     shard_bytes: int | str | None = None,
     executor: Any = None,
-    threads: Threads = "auto",
+    threads: int | Literal["auto"] = "auto",
     resume: bool = True,
     overwrite: bool = False,
     progress: bool = True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,17 @@ from colabkit.packs.packing.array_samples import (
 from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSampleMaker, ImageFormat
 from colabkit.packs.packing.options import PackOptions, check_field_names
 from colabkit.packs.packing.pack_plan import FieldTable, PackPlan, digest_of
+
+
+class MapDataset(Protocol):
+    """A map-style dataset: its samples by number, and its length. PyTorch and Hugging Face datasets are examples."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return a sample: a tuple or dict of its fields."""
+
 
 _FIELDS = {"x": SAMPLES, "y": LABELS}
 

@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,16 +36,15 @@ from colabkit.foundation import (
 )
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.packing.api import pack
-from colabkit.packs.packing.options import Fields, PackOptions, Size
-from colabkit.packs.packing.pack_plan import Encoding, OnBad
+from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.verification import verify
-from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, Way
+from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport
 from colabkit.storage import (
     STALLED_S,
-    AnySource,
+    PathTable,
     Retries,
+    Source,
     Threads,
     answer_of,
     concurrently,
@@ -63,20 +62,20 @@ _STATED_ENTRIES = 1000
 
 
 def prepare(
-    source: AnySource,
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
     *,
-    size: Size | None = None,
-    encoding: Encoding | Literal["auto"] = "auto",
+    size: int | tuple[int, int] | None = None,
+    encoding: Literal["auto", "raw", "source", "jpeg"] = "auto",
     quality: int = 90,
     channels: Literal[1, 3] = 3,
-    labels: Labels = "auto",
-    splits: Splits = None,
-    fields: Fields | None = None,
+    labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
+    splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
+    fields: Sequence[str] | Mapping[str, str | Callable[[str], Any]] | None = None,
     seed: int = 0,
-    on_bad: OnBad = "raise",
+    on_bad: Literal["raise", "skip", "blank"] = "raise",
     max_bad: float = 0.1,
     save_to: str | os.PathLike[str] | None = "drive:colabkit",
-    threads: Threads = "auto",
+    threads: int | Literal["auto"] = "auto",
     refresh: bool = False,
     progress: bool = True,
 ) -> PreparedPack:
@@ -99,7 +98,7 @@ def prepare(
     call waits for its pack.
 
     Args:
-        source: any source that `pack()` accepts, including a URL.
+        source: any source of `pack()` except arrays and datasets, including a URL.
         size: as in `pack()`.
         encoding: as in `pack()`.
         quality: as in `pack()`.
@@ -195,7 +194,7 @@ class _Preparation:
         if found is None and self.read_state() is None:
             # Raises an error, unless the source was created in the meantime.
             self.pack_to(self.path)
-        way: Way = "near"
+        way: Literal["near", "saved", "packed"] = "near"
         with self.alone() as is_alone:
             self.notes = self.read_notes()
             found = self.find_local()
@@ -329,7 +328,7 @@ class _Preparation:
             file_changes.write_file(partial.path, json.dumps(self.notes).encode())
             partial.publish(replace=True)
 
-    def prepared(self, info: PackInfo, way: Way) -> PreparedPack:
+    def prepared(self, info: PackInfo, way: Literal["near", "saved", "packed"]) -> PreparedPack:
         """Return the pack with its report."""
         is_saved = self.is_saved(info.path)
         seconds = {name: self.notes.get(name) for name in ("saved_s", "packed_s")}

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from colabkit.foundation import Report, format_bytes, format_seconds
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.dataset.samples import open_sealed
 from colabkit.packs.format.layout import PackInfo
-
-Way: TypeAlias = Literal["near", "saved", "packed"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +31,7 @@ class PrepareReport(Report):
     """
 
     path: Path
-    way: Way
+    way: Literal["near", "saved", "packed"]
     near_s: float
     saved_s: float | None
     packed_s: float | None

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from colabkit.foundation import (
     BadSource,
@@ -43,7 +43,8 @@ from colabkit.storage.sources.webdataset import WebDatasetSource, is_webdataset
 from colabkit.storage.sources.zip_archive import ZipSource
 
 AnySource: TypeAlias = str | os.PathLike[str] | Source | Any
-"""Source types that public functions accept; a table of paths is a list of them or a pandas DataFrame."""
+"""Any source type, before it is checked; public functions spell out what they accept."""
+
 
 _ARCHIVES: tuple[tuple[tuple[str, ...], type[ArchiveSource], Callable[[Path], bool]], ...] = (
     # Suffixes, class, and a test of the content for files without a known suffix. Tar comes first, since a tar that
@@ -61,6 +62,18 @@ _WHOLE_SUFFIXES = (
     *(".apk", ".docx", ".epub", ".ipynb", ".jar", ".kmz", ".odp", ".ods", ".odt", ".pptx", ".whl", ".xlsx"),
     *(".h5", ".hdf5", ".npy", ".arrow", ".feather", ".tfrecord"),
 )
+
+
+class PathTable(Protocol):
+    """A pandas DataFrame that lists one file in each row, or a Series of paths.
+
+    The column of paths is the first of `path, file, filename, file_name, filepath, file_path, image, image_path,
+    img_path` that exists, ignoring case, or the only column.
+    """
+
+    @property
+    def iloc(self) -> Any:
+        """Rows by number."""
 
 
 def open_source(source: AnySource) -> Source:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -27,10 +27,10 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import FSSPEC, Address
 from colabkit.storage.fetching.api import fetch
-from colabkit.storage.sources.concurrency import Threads, check_threads
+from colabkit.storage.sources.concurrency import check_threads
 from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import ArchiveSource, Source
-from colabkit.storage.sources.registry import AnySource, open_source
+from colabkit.storage.sources.registry import AnySource, PathTable, open_source
 from colabkit.storage.staging.local_copy import LocalCopy
 from colabkit.storage.staging.places import Target, candidates, choose, identity_of
 from colabkit.storage.staging.reports import StagePlan, StageReport, UnstageReport
@@ -40,10 +40,10 @@ _NAME_COPY = "Name the path that stage() returned; a copy at a path of your own 
 
 
 def stage(
-    source: AnySource,
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source,
     to: str | os.PathLike[str] = "auto",
     *,
-    threads: Threads = "auto",
+    threads: int | Literal["auto"] = "auto",
     verify: Literal["size", "full"] = "size",
     extract: bool = True,
     refresh: bool = False,
@@ -118,7 +118,9 @@ def stage(
     return _report(run, found or run.plan, started)
 
 
-def unstage(path: AnySource | StageReport) -> UnstageReport:
+def unstage(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathTable | Source | StageReport,
+) -> UnstageReport:
     """Remove a local copy made by `stage()`, or the data of an interrupted run, and free its space.
 
     Args:
