@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from colabkit.foundation import (
@@ -18,16 +17,16 @@ from colabkit.foundation import (
     InvalidOption,
     Mount,
     MountFailed,
-    Report,
+    Text,
+    call,
     cannot,
     check_seconds,
     current_place,
     drive_root,
-    format_bytes,
-    format_count,
     format_seconds,
-    format_things,
     log_causes,
+    omit,
+    option,
     user_path,
 )
 from colabkit.storage.drive.drivefs import DriveFs, check_can_mount, mount_in_colab, options_of
@@ -40,134 +39,13 @@ from colabkit.storage.drive.mountpoints import (
     find_drive,
     find_mount,
     liveness,
-    mount_failed,
+    with_cause,
 )
 from colabkit.storage.drive.ocamlfuse import Ocamlfuse
 from colabkit.storage.drive.rclone import Rclone
+from colabkit.storage.drive.reports import CacheReport, FlushReport, MountReport, UnmountReport
 
 COLAB_POINT = "/content/drive"
-
-
-@dataclass(frozen=True, repr=False)
-class MountReport(Report):
-    """The report of `mount()`.
-
-    Attributes:
-        path: the My Drive folder, which `drive:` stands for.
-        mountpoint: folder where Drive is mounted.
-        kind: `"DriveFS"`, `"google-drive-ocamlfuse"` or `"rclone"`.
-        state: `"mounted"`, `"was mounted already"`, or `"repaired"` if a dead mount was replaced.
-        readonly: whether writes are refused; None if unknown, for example for a DriveFS mounted by another process.
-        seconds: duration of the call.
-        notes: further information, such as a warning about writes that may be lost.
-    """
-
-    path: Path
-    mountpoint: Path
-    kind: str
-    state: str
-    readonly: bool | None
-    seconds: float
-    notes: tuple[str, ...] = ()
-
-    def _summary(self) -> str:
-        mode = ", read-only" if self.readonly else ""
-        how = "" if self.state == "was mounted already" else f" in {format_seconds(self.seconds)}"
-        lines = [f"Drive {self.state} at {str(self.path)!r} ({self.kind}{mode}){how}; drive: is its short name"]
-        return "\n".join([*lines, *map(self._words.render, self.notes)])
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        mode = {None: "cannot be told", True: "read-only", False: "read and write"}[self.readonly]
-        return [
-            ("My Drive", str(self.path)),
-            ("mounted at", str(self.mountpoint)),
-            ("mode", mode),
-            *(("note", self._words.render(note)) for note in self.notes),
-        ]
-
-
-@dataclass(frozen=True, repr=False)
-class _WritesReport(Report):
-    mountpoint: Path
-    kind: str
-    sent: str
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [("mountpoint", str(self.mountpoint)), ("kind", self.kind), ("writes", self.sent)]
-
-
-@dataclass(frozen=True, repr=False)
-class UnmountReport(_WritesReport):
-    """The report of `unmount()`; `sent` is the known state of the writes."""
-
-    seconds: float
-
-    def _summary(self) -> str:
-        return f"Unmounted {str(self.mountpoint)!r} ({self.kind}) in {format_seconds(self.seconds)}; {self.sent}"
-
-
-@dataclass(frozen=True, repr=False)
-class FlushReport(_WritesReport):
-    """The report of `flush()`; `sent` is the known state of the writes, which may not have reached Drive's servers."""
-
-    remounted: bool
-    seconds: float
-
-    def _summary(self) -> str:
-        again = ", mounted again" if self.remounted else ""
-        return f"Flushed {str(self.mountpoint)!r} ({self.kind}) in {format_seconds(self.seconds)}{again}; {self.sent}"
-
-
-@dataclass(frozen=True, repr=False)
-class CacheReport(Report):
-    """The report of `clear_cache()`.
-
-    Attributes:
-        mountpoint: folder where Drive is mounted.
-        kind: type of the mount.
-        folder: the cache folder; None if the cache is only in the memory of the mount's program.
-        cached_bytes: disk space that the cache took.
-        freed_bytes: disk space that was freed, or would be with `dry_run`.
-        unsent: number of files not yet uploaded; None if unknown.
-        steps: the steps that were done, or would be with `dry_run`.
-        loss: the data that was lost, or would be with `dry_run`; empty for none.
-        dry_run: whether nothing was changed.
-        seconds: duration of the call.
-    """
-
-    mountpoint: Path
-    kind: str
-    folder: Path | None
-    cached_bytes: int
-    freed_bytes: int
-    unsent: int | None
-    steps: tuple[str, ...]
-    loss: str
-    dry_run: bool
-    seconds: float
-
-    def _summary(self) -> str:
-        kept = self.cached_bytes - self.freed_bytes
-        stays = f"; {format_bytes(kept)} of file contents stay" if kept else ""
-        if self.dry_run:
-            doing = f"Would clear the {self.kind} cache of {str(self.mountpoint)!r}"
-            is_sent_first = self.unsent and self.kind != "rclone"
-            first = f"; {format_things(self.unsent or 0, 'file')} to send first" if is_sent_first else ""
-            lost = self.loss or "nothing"
-            return f"{doing}: {format_bytes(self.freed_bytes)} to free{stays}{first}\nWould lose: {lost}"
-        did = f"Cleared the {self.kind} cache of {str(self.mountpoint)!r} in {format_seconds(self.seconds)}"
-        lost = f"\nLost: {self.loss}" if self.loss else ""
-        freed = f"{format_bytes(self.freed_bytes)} freed" if self.freed_bytes else "it lists again"
-        return f"{did}: {freed}{stays}{lost}"
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        unsent = "cannot be told" if self.unsent is None else format_count(self.unsent)
-        return [
-            ("cache", "in memory" if self.folder is None else f"{self.folder} ({format_bytes(self.cached_bytes)})"),
-            ("files not sent yet", unsent),
-            *(("step", step) for step in self.steps),
-            ("would be lost" if self.dry_run else "lost", self.loss or "nothing"),
-        ]
 
 
 def mount(
@@ -203,69 +81,104 @@ def mount(
     act = "mount Drive"
     check_seconds(act, "timeout", timeout)
     if isinstance(path, str) and path.startswith("drive:"):
-        raise InvalidOption(cannot(act, f"{path!r} as path", "a folder to mount it at", "Leave the path out"))
+        raise InvalidOption(
+            cannot("mount Drive", f"{path!r} is a path on Drive itself", "a local folder to mount it at", omit("path"))
+        )
     place = current_place()
-    asked_point = None if path is None else os.path.abspath(user_path(path, act))
-    found = find_drive(act, place, asked_point)
+    requested_point = None if path is None else os.path.abspath(user_path(path, act))
+    found = find_drive(act, place, requested_point)
     if found is None:
-        made = mount_in_colab(asked_point or COLAB_POINT, readonly, timeout, force)
-        return _report(made, "mounted", readonly, started)
-    point = asked_point or found.point
+        mounted = mount_in_colab(requested_point or COLAB_POINT, readonly, timeout, force)
+        return _report(mounted, "mounted", readonly, started)
+    point = requested_point or found.point
     state, reason = liveness(_folders(found), timeout)
     if state == "alive" and not force:
         if point != found.point:
-            raise mount_failed(
-                "folder",
-                f"it is mounted at {found.point!r} already",
-                "one mount at a time",
-                "Use that, or drive: for short, or run colabkit.unmount() first",
+            message = cannot(
+                "mount Drive",
+                f"it is already mounted at {found.point!r}",
+                "",
+                ("Use that mount, or run ", call("unmount"), " first"),
             )
+            raise with_cause("folder", MountFailed(message))
         mode = options_of(found)[0] if found.fstype == DRIVEFS else found.readonly
-        notes = [f"It is the rclone mount of {found.source!r}"] if found.fstype == RCLONE else []
+        notes: list[Text] = [f"This is the rclone mount of {found.source!r}"] if found.fstype == RCLONE else []
         if readonly and not mode:
-            known = "It is for reading and writing" if mode is False else "Whether it is read-only cannot be told"
-            notes.append(f"{known}; force=True mounts it again")
+            notes.append(_note_of_mode(found, mode))
         return _report(found, "was mounted already", mode, started, tuple(notes))
     if found.fstype != DRIVEFS:
-        raise _not_colabs(found, state, reason, timeout)
+        raise _cannot_replace(found, state, reason, timeout)
     check_can_mount(place)
     if state in ("hung", "failing") and not force:
-        is_quota = "quota" in log_causes()
-        says = f"does not answer ({reason})" if state == "hung" else f"answers {reason}"
-        loses = "loses what it has not sent" if state == "hung" else "sends its writes first"
-        raise mount_failed(
-            "quota" if is_quota else state,
-            f"DriveFS at {found.point!r} {says}" + (", and its log says QUOTA_EXCEEDED" if is_quota else ""),
-            "a mount that answers",
-            f"Wait and try again, or mount it again with force=True, which {loses}",
-        )
+        raise _forced_only(found, state, reason)
     check_not_inside(found, act)
     return _replace(found, point, state, readonly, timeout, started)
 
 
-def _not_colabs(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
+def _note_of_mode(found: Mount, mode: bool | None) -> Text:
+    """Return the note about a mount that may be writable although `readonly` was requested."""
+    known = "The mount is writable" if mode is False else "Whether the mount is read-only is unknown"
+    if found.fstype != DRIVEFS:
+        return f"{known}; to change that, mount it again with {DRIVE_TYPES[found.fstype]}"
+    return (f"{known}; to mount it again, use ", option("force", True))
+
+
+def _forced_only(found: Mount, state: str, reason: str) -> MountFailed:
+    """Return the error for a DriveFS mount that hangs or returns errors, and is replaced only on request."""
+    is_quota = "quota" in log_causes()
+    log = "; its log reports QUOTA_EXCEEDED" if is_quota else ""
+    effect = "which loses unsent writes" if state == "hung" else "which sends its writes first"
+    message = cannot(
+        "mount Drive",
+        f"the DriveFS mount at {found.point!r} {'does not respond' if state == 'hung' else 'fails'} ({reason}){log}",
+        "",
+        ("Wait and try again, or mount it again with ", option("force", True), f", {effect}"),
+    )
+    return with_cause("quota" if is_quota else state, MountFailed(message))
+
+
+def _cannot_replace(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
     """Return the error for a mount that google.colab did not make; if it is dead, unmount it first."""
     kind = DRIVE_TYPES[found.fstype]
-    command = f"rclone mount {found.source}" if found.fstype == RCLONE else kind
+    command = f"{f'rclone mount {found.source}' if found.fstype == RCLONE else kind} {found.point}"
     if state == "dead":
         detach(found, timeout, lazily=True)
-        gone = f"the program of the {kind} mount at {found.point!r} died, and what it left was taken away"
-        return mount_failed(state, gone, "a mount that answers", f"Run '{command} {found.point}' again")
-    why = {"hung": "does not answer", "failing": f"answers {reason}"}.get(state, "is not Colab's to mount again")
-    next_step = f"Use its own tools, or colabkit.unmount() and '{command} {found.point}'"
-    cause = "place" if state == "alive" else state
-    return mount_failed(cause, f"the {kind} mount at {found.point!r} {why}", "one that can be replaced", next_step)
+        message = cannot(
+            "mount Drive",
+            f"the {kind} mount at {found.point!r} was dead and has been removed",
+            "",
+            f"Run '{command}' again",
+        )
+    elif state == "alive":
+        message = cannot(
+            "mount Drive",
+            f"the {kind} mount at {found.point!r} was not made by google.colab, which cannot mount it again",
+            "",
+            ("Run ", call("unmount"), f", then '{command}'"),
+        )
+    else:
+        message = cannot(
+            "mount Drive",
+            f"the {kind} mount at {found.point!r} {'does not respond' if state == 'hung' else 'fails'} ({reason})",
+            "",
+            (
+                "Wait and try again, or run ",
+                call("unmount", force=True),
+                f", which may lose unsent writes, then '{command}'",
+            ),
+        )
+    return with_cause("place" if state == "alive" else state, MountFailed(message))
 
 
 def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: float, started: float) -> MountReport:
     """Replace a DriveFS mount: send its writes first, unless it is dead or hangs."""
     if state in ("alive", "failing"):
         DriveFs(found).unmount("mount Drive again", timeout, progress=True)
-        made = mount_in_colab(point, readonly, timeout, force=False)
-        return _report(made, "mounted", readonly, started)
-    _take_away(found, timeout)
-    made = mount_in_colab(point, readonly, timeout, force=True)
-    return _report(made, "repaired", readonly, started, ("What had been written and not sent before may be lost",))
+        mounted = mount_in_colab(point, readonly, timeout, force=False)
+        return _report(mounted, "mounted", readonly, started)
+    _unmount_at_once(found, timeout)
+    mounted = mount_in_colab(point, readonly, timeout, force=True)
+    return _report(mounted, "repaired", readonly, started, ("Writes that had not been sent before may be lost",))
 
 
 def unmount(
@@ -300,7 +213,7 @@ def unmount(
     act = f"unmount {found.point!r}"
     check_not_inside(found, act)
     if force:
-        sent = _take_away(found, timeout)
+        sent = _unmount_at_once(found, timeout)
     else:
         check_alive(found, act, timeout)
         sent = _served(found, act).unmount(act, timeout, progress)
@@ -391,7 +304,7 @@ def clear_cache(
     folder, unsent, cached = served.cache_folder(), served.unsent(), served.cache_bytes()
     freed = cached if served.frees_contents else 0
     if dry_run:
-        loss = _at_stake(unsent, timeout) if force else ""
+        loss = _possible_loss(unsent, timeout) if force else ""
     else:
         check_not_inside(found, act)
         loss = served.clear(act, timeout, force, progress)
@@ -416,19 +329,19 @@ def _served(found: Mount, act: str) -> DriveMount:
     return Ocamlfuse.of(found, act) if found.fstype == OCAMLFUSE else Rclone.of(found, act)
 
 
-def _take_away(found: Mount, timeout: float) -> str:
+def _unmount_at_once(found: Mount, timeout: float) -> str:
     """Unmount at once, dead or alive; return a note about its unsent writes."""
     if found.fstype == DRIVEFS:
         DriveFs(found).drop(timeout)
-        return "what DriveFS had not sent is lost"
+        return "writes that DriveFS had not sent are lost"
     detach(found, timeout, lazily=True)
-    return "what it had not sent may be lost; look at its cache before mounting again"
+    return "unsent writes may be lost; look for them in the program's cache before you mount again"
 
 
-def _at_stake(unsent: int | None, timeout: float) -> str:
+def _possible_loss(unsent: int | None, timeout: float) -> str:
     if unsent is None:
-        return f"what cannot be sent in {format_seconds(timeout)}"
-    return f"those of {counted_files(unsent)} that cannot be sent in {format_seconds(timeout)}" if unsent else ""
+        return f"writes that cannot be sent within {format_seconds(timeout)}"
+    return f"up to {counted_files(unsent)} that cannot be sent within {format_seconds(timeout)}" if unsent else ""
 
 
 def _folders(found: Mount) -> tuple[str, ...]:
@@ -436,7 +349,7 @@ def _folders(found: Mount) -> tuple[str, ...]:
 
 
 def _report(
-    found: Mount, state: str, readonly: bool | None, started: float, notes: tuple[str, ...] = ()
+    found: Mount, state: str, readonly: bool | None, started: float, notes: tuple[Text, ...] = ()
 ) -> MountReport:
     return MountReport(
         path=Path(drive_root(found)),

@@ -24,11 +24,14 @@ from pathlib import Path
 
 from colabkit.foundation import (
     DRIVEFS_FOLDER,
+    Message,
     Mount,
     MountFailed,
     Place,
+    Text,
     TimedOut,
     UnsentWrites,
+    call,
     cannot,
     current_place,
     drive_root,
@@ -39,17 +42,17 @@ from colabkit.foundation import (
     log_size,
     mount_holding,
     mounts,
+    option,
     processes,
 )
 from colabkit.storage.drive.mountpoints import (
-    GIVE_UP,
     DriveMount,
     daemons,
     detach,
     liveness,
-    mount_failed,
     mounts_at,
     wait_until,
+    with_cause,
 )
 
 _PUSH = "import sys; from google.colab import drive; drive.flush_and_unmount(timeout_ms=int(sys.argv[1]))"
@@ -61,37 +64,58 @@ _GRACE_S = 30.0
 _TIMEOUT_S = 120.0
 # Time limit for DriveFS and its mount to disappear after it reports its end.
 _END_S = 15.0
-_ELSEWHERE = {
-    "Kaggle": (
-        "Kaggle has no Drive mount",
-        "Attach the data as a Kaggle dataset, which appears in /kaggle/input, or colabkit.fetch() a share link",
-    ),
-    "Colab Enterprise": (
-        "google.colab mounts no Drive in Colab Enterprise",
-        "Keep the data in Cloud Storage and colabkit.fetch('gs://...') it",
-    ),
-    "Colab, local runtime": (
-        "google.colab mounts Drive on hosted runtimes only",
-        "Use Drive for desktop or 'rclone mount' on this machine, or colabkit.fetch() a share link",
-    ),
-}
-_ANYWHERE = (
-    "no Drive mount here, and google.colab is not there to make one",
+_ANYWHERE: Text = (
     "Mount it with 'rclone mount REMOTE: FOLDER --vfs-cache-mode full --rc', after which drive: works, "
-    "or colabkit.fetch() a share link",
+    "or download a share link with ",
+    call("fetch"),
 )
+_AGAIN: Text = (
+    "Look for a consent dialog in the browser and run ",
+    call("mount"),
+    " again; if that fails, use Runtime > Disconnect and delete runtime",
+)
+# The report gives the same information in more detail.
+_EXPECTED = ("Mounted at", "Drive already mounted at")
 
 
 def check_can_mount(place: Place, act: str = "mount Drive") -> None:
     """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message names an alternative."""
     if not place.can_mount_drive:
-        if place.name.startswith("Colab") and place.name not in _ELSEWHERE:
-            found, next_step = "this runs outside the notebook's kernel", "Run %mount in a cell of the notebook"
-            raise mount_failed("place", found, "a cell", next_step, act)
-        found, next_step = _ELSEWHERE.get(place.name, _ANYWHERE)
-        raise mount_failed("place", found, "a hosted Colab notebook", next_step, act)
+        raise with_cause("place", MountFailed(_not_here(place, act)))
     if threading.current_thread() is not threading.main_thread():
-        raise mount_failed("thread", "this is a thread", "the kernel's main thread", "Call it in a cell", act)
+        message = cannot(act, "it was called in a background thread", "the kernel's main thread", "Call it in a cell")
+        raise with_cause("thread", MountFailed(message))
+
+
+def _not_here(place: Place, act: str) -> Message:
+    """Return the message that names an alternative to `google.colab` for a place."""
+    if place.name == "Kaggle":
+        return cannot(
+            act,
+            "Kaggle cannot mount Drive",
+            "",
+            (
+                "Attach the data as a Kaggle dataset, which appears in /kaggle/input, or download a share link with ",
+                call("fetch"),
+            ),
+        )
+    if place.name == "Colab Enterprise":
+        return cannot(
+            act,
+            "google.colab cannot mount Drive in Colab Enterprise",
+            "",
+            ("Keep the data in Cloud Storage and download it with ", call("fetch", "gs://...")),
+        )
+    if place.name == "Colab, local runtime":
+        return cannot(
+            act,
+            "google.colab can mount Drive on hosted runtimes only",
+            "",
+            ("Use Drive for desktop or 'rclone mount' on this machine, or download a share link with ", call("fetch")),
+        )
+    if place.name.startswith("Colab"):
+        return cannot(act, "this process is not the notebook's kernel", "", "Run %mount in a cell of the notebook")
+    return cannot(act, "google.colab can mount Drive in hosted Colab notebooks only", "", _ANYWHERE)
 
 
 def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> Mount:
@@ -100,35 +124,38 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     holding = mount_holding(point, mounts())
     # google.colab would access this folder, and could hang there.
     if holding is not None and holding.is_remote:
-        found = f"{point!r} lies on the mount at {holding.point!r} ({holding.fstype})"
-        raise mount_failed("folder", found, "an empty folder of its own", "Choose another path, or unmount that first")
+        message = cannot(
+            "mount Drive",
+            f"{point!r} is on the mount at {holding.point!r} ({holding.fstype})",
+            "an empty local folder",
+            "Choose another path, or unmount that file system first",
+        )
+        raise with_cause("folder", MountFailed(message))
     drive = importlib.import_module("google.colab.drive")
     log_start = log_size()
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with alarm(_WAITS * timeout + _GRACE_S), contextlib.redirect_stdout(said):
+        with alarm(_WAITS * timeout + _GRACE_S), contextlib.redirect_stdout(printed):
             drive.mount(point, force_remount=force, timeout_ms=math.ceil(timeout * 1000), readonly=readonly)
     except Exception as error:
         raise explain(error, timeout, log_causes(log_start)) from error
     finally:
-        sys.stdout.write("".join(line for line in said.getvalue().splitlines(True) if not line.startswith(_EXPECTED)))
-    made = next((mount for mount in reversed(mounts()) if mount.point == point), None)
-    if made is None:
-        words = " ".join(said.getvalue().split()) or "nothing"
-        raise mount_failed("unknown", f"google.colab said {words!r} and mounted nothing", "a mount", _AGAIN)
+        lines = printed.getvalue().splitlines(True)
+        sys.stdout.write("".join(line for line in lines if not line.startswith(_EXPECTED)))
+    mount = next((mount for mount in reversed(mounts()) if mount.point == point), None)
+    if mount is None:
+        text = " ".join(printed.getvalue().split())
+        output = f"; it printed {text!r}" if text else ""
+        message = cannot("mount Drive", f"google.colab ended without an error and mounted nothing{output}", "", _AGAIN)
+        raise with_cause("unknown", MountFailed(message))
     _options[point] = (readonly, timeout)
-    state, reason = liveness((made.point, drive_root(made)), timeout)
+    state, reason = liveness((mount.point, drive_root(mount)), timeout)
     if state != "alive":
-        raise mount_failed(state, f"mounted, but not usable: {reason}", "a mount that answers", _AGAIN)
-    return made
+        found = f"Drive is mounted at {point!r} but does not work ({reason})"
+        raise with_cause(state, MountFailed(cannot("mount Drive", found, "", _AGAIN)))
+    return mount
 
 
-# The report gives the same information in more detail.
-_EXPECTED = ("Mounted at", "Drive already mounted at")
-_AGAIN = (
-    "Look for a dialog in the browser that asks for access and try again; if it stays, use Runtime > Disconnect and "
-    "delete runtime"
-)
 # Options that Drive was mounted with, by mount point: read-only, timeout in seconds.
 _options: dict[str, tuple[bool, float]] = {}
 
@@ -150,51 +177,63 @@ def options_of(mount: Mount) -> tuple[bool | None, float | None]:
 
 def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
     """Translate an exception of `google.colab`, with the causes found in DriveFS's log, into the error of `mount()`."""
+    cause, message = _explained(error, timeout, logged)
+    return with_cause(cause, MountFailed(message))
+
+
+def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tuple[str, Message]:
     name, text = type(error).__name__, " ".join(str(error).split())
     if name == "MessageError":
-        return mount_failed(
-            "consent",
-            f"the browser did not give access ({text})",
-            "consent, given with the account that this notebook runs under",
-            "Run it again, choose that account and allow all that is asked; another account's Drive cannot be mounted, "
-            "so have its folder shared with this one",
+        return "consent", cannot(
+            "mount Drive",
+            f"access was not granted in the browser ({text})",
+            "",
+            (
+                "Run ",
+                call("mount"),
+                " again, choose the account that this notebook runs under and grant all permissions; to use another "
+                "account's Drive, share its folder with this account",
+            ),
         )
     if isinstance(error, NotImplementedError):
-        return mount_failed("place", "google.colab mounts no Drive here", "a hosted Colab notebook", _ANYWHERE[1])
+        return "place", cannot("mount Drive", "google.colab cannot mount Drive in this environment", "", _ANYWHERE)
     if "domain policy" in text:
-        return mount_failed(
-            "policy",
-            "the account's organisation has switched Drive for desktop off",
-            "an account that may use it",
+        return "policy", cannot(
+            "mount Drive",
+            "the organization of this account has disabled Drive for desktop",
+            "",
             "Ask its administrator (https://support.google.com/a/answer/7496409), or use another account",
         )
     if "quota" in logged:
-        return mount_failed(
-            "quota",
-            "Drive says QUOTA_EXCEEDED: too many requests or downloads",
-            "quota left",
-            "Wait some hours; then read one archive instead of many files, or a copy in your own Drive",
+        return "quota", cannot(
+            "mount Drive",
+            "Drive reports QUOTA_EXCEEDED: too many requests or downloads",
+            "",
+            "Wait a few hours, then read one archive instead of many files, or a copy in your own Drive",
         )
     if "root folder" in text or "top folder" in logged:
-        return mount_failed(
-            "top folder",
-            f"Drive's top folder was not listed in {format_seconds(timeout)}, it holds too many items",
-            "fewer items directly in My Drive",
-            f"Run mount(timeout={max(600, round(2 * timeout))}), each try gets further; then move them into folders "
-            "and empty the Trash",
+        return "top folder", cannot(
+            "mount Drive",
+            f"Drive's top folder holds too many items to be listed within {format_seconds(timeout)}",
+            "",
+            (
+                "Run ",
+                call("mount", timeout=max(600, round(2 * timeout))),
+                ", since each attempt lists more of them, then move items to folders and empty the Trash",
+            ),
         )
     if text.startswith("Mountpoint") or "must be a directory" in text:
-        return mount_failed(
-            "folder", f"google.colab says {text!r}", "an empty folder of its own", "Choose another path"
+        return "folder", cannot(
+            "mount Drive", f"google.colab reports {text!r}", "an empty folder", "Choose another path"
         )
     if isinstance(error, TimeoutError) or name == "TIMEOUT":
-        return mount_failed(
-            "timeout",
-            f"no answer in {format_seconds(timeout)}",
-            "consent in the browser, and DriveFS's answer",
-            f"Look for a dialog in the browser and run mount(timeout={max(300, round(2 * timeout))})",
+        return "timeout", cannot(
+            "mount Drive",
+            f"no answer from the consent dialog or from DriveFS within {format_seconds(timeout)}",
+            "",
+            ("Look for a dialog in the browser and run ", call("mount", timeout=max(300, round(2 * timeout)))),
         )
-    return mount_failed("unknown", f"google.colab says {text or name!r}", "a mount", _AGAIN)
+    return "unknown", cannot("mount Drive", f"google.colab reports {text or name!r}", "", _AGAIN)
 
 
 @contextlib.contextmanager
@@ -202,7 +241,7 @@ def alarm(seconds: float) -> Iterator[None]:
     """Raise `TimeoutError` in the block, which must run in the main thread, when its time is up."""
 
     def ring(*_: object) -> None:
-        raise TimeoutError(f"no end after {seconds:g} s")
+        raise TimeoutError(f"google.colab did not end within {seconds:g} s")
 
     former = signal.signal(signal.SIGALRM, ring)
     began = time.monotonic()
@@ -223,7 +262,11 @@ class DriveFs(DriveMount):
 
     mount: Mount
 
-    steps = ("send all writes and end DriveFS", "remove its folder but the logs", "mount Drive again, with consent")
+    steps = (
+        "send all writes and end DriveFS",
+        "remove its cache but not its logs",
+        "mount Drive again, which may ask for consent",
+    )
     is_remounted = True
 
     def unsent(self) -> int | None:
@@ -243,9 +286,9 @@ class DriveFs(DriveMount):
         """Send all writes, which ends DriveFS, and mount Drive again."""
         check_can_mount(current_place(), act)
         before = options_of(self.mount)
-        said = self.unmount(act, timeout, progress)
+        sent = self.unmount(act, timeout, progress)
         self._mount_again(before, act, "all writes were sent")
-        return said
+        return sent
 
     def _mount_again(self, before: tuple[bool | None, float | None], act: str, done: str) -> None:
         """Mount with the former options; try twice, since DriveFS sometimes fails right after it ended."""
@@ -257,9 +300,15 @@ class DriveFs(DriveMount):
             except MountFailed as error:
                 if again and error.cause == "unknown":
                     continue
-                reason = str(error).removeprefix("Cannot mount Drive: ").rstrip(".")
-                found = f"{done}, but Drive could not be mounted again: {reason}"
-                raise mount_failed(error.cause, found, "Drive mounted again", "Run colabkit.mount()", act) from error
+                if error.message is None:
+                    raise
+                message = cannot(
+                    act,
+                    (f"{done}, but Drive could not be mounted again: ", error.message.found),
+                    error.message.expected,
+                    error.message.next_step,
+                )
+                raise with_cause(error.cause, MountFailed(message)) from error
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
         """Send all writes and end DriveFS."""
@@ -269,16 +318,33 @@ class DriveFs(DriveMount):
                 act,
                 # DriveFS has the same deadline, and its own error is more precise, so let it fail first.
                 timeout + _GRACE_S,
-                next_step="DriveFS may go on sending: allow more with timeout=, or try again later",
+                next_step=(
+                    "Allow more time with ",
+                    option("timeout"),
+                    ", or try again later; DriveFS may still be sending",
+                ),
                 on_tick=tick,
             )
-        said = (finished.output.strip().splitlines() or ["nothing"])[-1]
-        if said.startswith(("NotImplementedError", "ModuleNotFoundError", "ImportError")):
-            raise mount_failed("place", f"google.colab says {said!r}", "a hosted Colab notebook", _ANYWHERE[1], act)
+        last_line = (finished.output.strip().splitlines() or [""])[-1]
+        if last_line.startswith(("NotImplementedError", "ModuleNotFoundError", "ImportError")):
+            message = cannot(act, f"google.colab reports {last_line!r}", "a hosted Colab notebook", _ANYWHERE)
+            raise with_cause("place", MountFailed(message))
         if finished.status or not wait_until(lambda: not mounts_at(self.mount.point), _END_S):
-            found = f"DriveFS did not send all writes (google.colab says {said!r})"
-            raise UnsentWrites(cannot(act, found, "all writes sent", f"Try again with a longer timeout=, or {GIVE_UP}"))
-        return "DriveFS says that it sent all writes; that they reached Drive cannot be seen from here"
+            output = f" (google.colab reports {last_line!r})" if last_line else ""
+            raise UnsentWrites(
+                cannot(
+                    act,
+                    f"DriveFS did not send all writes{output}",
+                    "",
+                    (
+                        "Allow more time with ",
+                        option("timeout"),
+                        ", or lose unsent writes with ",
+                        call("unmount", force=True),
+                    ),
+                )
+            )
+        return "DriveFS reports that it sent all writes; whether they reached Drive cannot be checked from here"
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
         """Send all writes, end DriveFS, remove its cache and mount Drive again; return the data that was lost."""
@@ -295,8 +361,8 @@ class DriveFs(DriveMount):
                 raise
             loss = self.drop(timeout)
         if not wait_until(lambda: not list(daemons("drive")), _END_S):
-            found, needed = "Drive is unmounted, but DriveFS still runs", "its end, as it writes to its cache"
-            raise TimedOut(cannot(act, found, needed, "Try again"))
+            found = "Drive is unmounted, but DriveFS is still running and writes to its cache"
+            raise TimedOut(cannot(act, found, "", ("Run ", call("mount"), " and try again")))
         with file_changes.translated(act):
             for path in self.cached():
                 file_changes.remove(path)
@@ -310,4 +376,4 @@ class DriveFs(DriveMount):
                 os.kill(daemon.pid, signal.SIGKILL)
         if mounts_at(self.mount.point):
             detach(self.mount, timeout, lazily=True)
-        return "what DriveFS had not sent"
+        return "writes that DriveFS had not sent"

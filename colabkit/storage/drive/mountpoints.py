@@ -21,6 +21,7 @@ from colabkit.foundation import (
     NotMounted,
     Place,
     TimedOut,
+    call,
     cannot,
     check_seconds,
     drive_mounts,
@@ -29,6 +30,7 @@ from colabkit.foundation import (
     heartbeat,
     mount_holding,
     mounts,
+    option,
     processes,
     user_path,
 )
@@ -38,8 +40,8 @@ Liveness = Literal["alive", "failing", "dead", "hung"]
 PROBE_S = 15.0
 """Seconds after which a mount hangs if it has not answered `statvfs`, whose answer is never cached."""
 
-GIVE_UP = "give up what is unsent with colabkit.unmount(force=True)"
-NOTHING_WAITS = "nothing waits to be sent; that it reached Drive cannot be seen from here"
+NO_UPLOADS = "no pending uploads; whether all writes reached Drive cannot be checked from here"
+"""State of the writes after all uploads, as the program that serves the mount reports it."""
 
 # The kernel returns these errors when the mount's program is gone.
 _DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
@@ -61,9 +63,8 @@ def counted_files(count: int | None) -> str:
     return "an unknown number of files" if count is None else format_things(count, "file")
 
 
-def mount_failed(cause: str, found: str, needed: str, next_step: str, act: str = "mount Drive") -> MountFailed:
-    """Return a `MountFailed` error with its cause."""
-    error = MountFailed(cannot(act, found, needed, next_step))
+def with_cause(cause: str, error: MountFailed) -> MountFailed:
+    """Set the attribute `cause` of an error, and return the error."""
     error.cause = cause
     return error
 
@@ -76,13 +77,13 @@ def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Livene
     """
     command = processes.python(_PROBE, *folders)
     try:
-        answer = processes.run(command, f"ask {folders[0]!r}", min(timeout, PROBE_S)).output.split()
+        answer = processes.run(command, f"check {folders[0]!r}", min(timeout, PROBE_S)).output.split()
     except TimedOut:
-        return "hung", f"no answer in {min(timeout, PROBE_S):g} s"
+        return "hung", f"no answer within {min(timeout, PROBE_S):g} s"
     if answer == ["alive"]:
         return "alive", ""
     if not answer or not answer[-1].isdigit():
-        return "failing", "the child that asked it ended early"
+        return "failing", "the process that checked it ended early"
     number = int(answer[-1])
     state: Liveness = "dead" if number in _DEAD else "failing"
     return state, f"Errno {number}, {os.strerror(number)}"
@@ -105,7 +106,7 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         *([name, "-u", *(["-z"] if lazily else [])] for name in ("fusermount3", "fusermount")),
         ["umount", *(["-l"] if lazily else [])],
     ]
-    said = "none of fusermount3, fusermount and umount is installed"
+    reason = ""
     before = mounts_at(mount.point)
     deadline = time.monotonic() + timeout
     for name, *options in commands:
@@ -116,9 +117,15 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
         finished = processes.run([program, *options, mount.point], act, left)
         if mounts_at(mount.point) < before:
             return
-        said = " ".join(finished.output.split()) or f"{name} ended with status {finished.status}"
-    next_step = "Close the files that are open there, also notebooks' working folders, and try again"
-    raise mount_failed("in use", said, "a mount that is not in use", next_step, act)
+        reason = " ".join(finished.output.split()) or f"{name} ended with status {finished.status}"
+    if not reason:
+        message = cannot(act, "none of fusermount3, fusermount and umount is installed", "", "Install fuse3")
+    else:
+        next_step = (
+            "Close the files that are open on it, leave its folders in all notebooks and terminals, and try again"
+        )
+        message = cannot(act, reason, "", next_step)
+    raise with_cause("in use", MountFailed(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +233,7 @@ class DriveMount(ABC):
             if wait_until(lambda: self.unsent() == 0, timeout, tick):
                 return
         found = f"{counted_files(self.unsent())} not uploaded after {timeout:g} s"
-        raise TimedOut(cannot(act, found, "none", "Allow more with timeout="))
+        raise TimedOut(cannot(act, found, "", ("Allow more time with ", option("timeout"))))
 
 
 def find_drive(act: str, place: Place, point: str | None) -> Mount | None:
@@ -250,15 +257,22 @@ def find_mount(path: str | os.PathLike[str] | None, act: str, timeout: float) ->
     if path is None and not os.environ.get("COLABKIT_DRIVE"):
         if found := _only_drive(act, table):
             return found
-        raise NotMounted(cannot(act, "Drive is not mounted", "a mount", "Run colabkit.mount() first"))
+        raise NotMounted(cannot(act, "Drive is not mounted", "", ("Run ", call("mount"), " first")))
     path = "drive:" if path is None else path
     holding = mount_holding(os.path.abspath(user_path(path, act)), table)
     if holding is None or not holding.is_remote:
         act = f"{act.partition(' Drive')[0]} {os.fspath(path)!r}"
-        raise NotMounted(cannot(act, "no mount is there", "a path on the Drive mount", "See colabkit.runtime()"))
+        next_step = ("Pass a path on the Drive mount, which ", call("runtime"), " shows")
+        raise NotMounted(cannot(act, "this path is not on a Drive mount", "", next_step))
     if holding.fstype not in DRIVE_TYPES:
-        needed = f"one of {', '.join(DRIVE_TYPES)}"
-        raise InvalidOption(cannot(act, f"{holding.point!r} is of type {holding.fstype}", needed, "Use its own tools"))
+        raise InvalidOption(
+            cannot(
+                act,
+                f"the mount at {holding.point!r} is of type {holding.fstype}",
+                f"one of {', '.join(DRIVE_TYPES)}",
+                "Use the program that mounted it",
+            )
+        )
     return holding
 
 
@@ -267,8 +281,9 @@ def _only_drive(act: str, table: list[Mount]) -> Mount | None:
     found = drive_mounts(table)
     if len(found) > 1:
         points = ", ".join(repr(mount.point) for mount in found)
-        next_step = "Pass its path, or set COLABKIT_DRIVE to the folder that drive: stands for"
-        raise NotMounted(cannot(act, f"{len(found)} mounts can be meant ({points})", "one", next_step))
+        raise NotMounted(
+            cannot(act, f"{len(found)} Drive mounts were found ({points})", "", "Pass the path of one of them")
+        )
     return found[0] if found else None
 
 
@@ -279,8 +294,13 @@ def check_not_inside(found: Mount, act: str) -> None:
     except FileNotFoundError:
         return
     if mount_holding(here, [found]):
-        needed = "a working folder elsewhere"
-        raise mount_failed("in use", f"the working folder {here!r} lies on it", needed, "Run %cd /content first", act)
+        message = cannot(
+            act,
+            f"the working folder {here!r} is on this mount",
+            "",
+            "Change to another folder first, for example by %cd /content",
+        )
+        raise with_cause("in use", MountFailed(message))
 
 
 def check_alive(found: Mount, act: str, timeout: float) -> None:
@@ -288,5 +308,17 @@ def check_alive(found: Mount, act: str, timeout: float) -> None:
     state, reason = liveness((found.point,), timeout)
     if state in ("alive", "failing"):
         return
-    cure = "Run colabkit.mount(), which takes it away" if state == "dead" else f"Wait and try again, or {GIVE_UP}"
-    raise mount_failed(state, f"the mount is {state} ({reason})", "a mount that answers", cure, act)
+    if state == "dead":
+        next_step = ("Run ", call("mount"), ", which repairs or removes it")
+        raise with_cause(state, MountFailed(cannot(act, f"the mount is dead ({reason})", "", next_step)))
+    raise with_cause(
+        state,
+        MountFailed(
+            cannot(
+                act,
+                f"the mount does not respond ({reason})",
+                "",
+                ("Wait and try again, or lose unsent writes with ", call("unmount", force=True)),
+            )
+        ),
+    )

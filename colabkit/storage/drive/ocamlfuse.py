@@ -20,24 +20,26 @@ from pathlib import Path
 from colabkit.foundation import (
     ColabkitError,
     Mount,
+    MountFailed,
     NotMounted,
     TimedOut,
     UnsentWrites,
     cannot,
     format_things,
+    option,
     processes,
 )
 from colabkit.storage.drive.mountpoints import (
-    NOTHING_WAITS,
+    NO_UPLOADS,
     Daemon,
     DriveMount,
     counted_files,
     detach,
     liveness,
-    mount_failed,
     mounts_at,
     serving,
     wait_until,
+    with_cause,
 )
 
 PROGRAM = "google-drive-ocamlfuse"
@@ -56,15 +58,15 @@ class Ocamlfuse(DriveMount):
     config: Path
     cache: Path
 
-    steps = ("wait for uploads", "unmount", f"{PROGRAM} -cc", "mount again as it was")
+    steps = ("wait for uploads", "unmount", f"run {PROGRAM} -cc", "mount again with the same arguments")
 
     @classmethod
     def of(cls, mount: Mount, act: str) -> Ocamlfuse:
         """Return the mount with its program; raises `NotMounted` if the program is not found."""
         daemon = next(serving(PROGRAM, mount.point), None)
         if daemon is None:
-            found = f"no {PROGRAM} of this user serves {mount.point!r}"
-            raise NotMounted(cannot(act, found, "its program, for its label and folders", "Run it as its user"))
+            found = f"no {PROGRAM} process of this user serves {mount.point!r}"
+            raise NotMounted(cannot(act, found, "", "Run this as the user who mounted it"))
         config, cache = folders(daemon)
         return cls(mount, daemon, config, cache)
 
@@ -88,22 +90,29 @@ class Ocamlfuse(DriveMount):
     def send(self, act: str, timeout: float, progress: bool) -> str:
         """Wait for all uploads."""
         self.wait_for_uploads(act, timeout, progress)
-        return f"its database names nothing to send; what {PROGRAM} keeps in memory cannot be seen from here"
+        return f"its database lists no pending uploads; those that {PROGRAM} keeps in memory are unknown"
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
         """Wait for all uploads, unmount, and wait for the program to end."""
         self.send(act, timeout, progress)
-        self._take_away(act, timeout)
+        self._unmount_and_wait(act, timeout)
         if unsent := self.unsent():
-            return f"{format_things(unsent, 'file')} in its queue for the next mount, do not clear its cache"
-        return f"{PROGRAM} says that {NOTHING_WAITS}"
+            queued = format_things(unsent, "file")
+            return f"its queue still holds {queued}, to upload after the next mount; do not clear its cache before"
+        return f"{PROGRAM} reports {NO_UPLOADS}"
 
-    def _take_away(self, act: str, timeout: float) -> None:
+    def _unmount_and_wait(self, act: str, timeout: float) -> None:
         """Unmount and wait for the program to end."""
         detach(self.mount, timeout)
         if not wait_until(lambda: not os.path.exists(f"/proc/{self.daemon.pid}"), timeout):
-            found = f"{PROGRAM} still runs after {timeout:g} s"
-            raise TimedOut(cannot(act, found, "its end", "It goes on uploading: allow more with timeout="))
+            raise TimedOut(
+                cannot(
+                    act,
+                    f"{PROGRAM} is still running {timeout:g} s after it was unmounted",
+                    "",
+                    ("Wait until it has uploaded all files, or allow more time with ", option("timeout")),
+                )
+            )
 
     def _mount_again(self, timeout: float) -> None:
         """Mount again with the program's former arguments."""
@@ -111,9 +120,10 @@ class Ocamlfuse(DriveMount):
         finished = self._run(list(self.daemon.arguments), act, timeout)
         state, reason = liveness((self.mount.point,), timeout)
         if finished.status or state != "alive":
-            found = f"{PROGRAM} said {_said(finished)!r}" if finished.status else reason
+            found = _last_line(finished) if finished.status else f"the mount does not work ({reason})"
             command = shlex.join([PROGRAM, *_without_secrets(self.daemon.arguments)])
-            raise mount_failed("unknown", found, "a mount that answers", f"Run it as before: {command}", act)
+            message = cannot(act, found, "", f"Run it again with the same arguments: {command}")
+            raise with_cause("unknown", MountFailed(message))
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
         """Clear the cache in the order that loses nothing; if files are unsent, keep the mount or mount again."""
@@ -123,18 +133,28 @@ class Ocamlfuse(DriveMount):
             if not force:
                 raise
         try:
-            self._take_away(act, timeout)
+            self._unmount_and_wait(act, timeout)
             unsent = self.unsent()
             if unsent != 0 and not force:
-                found = f"{counted_files(unsent)} not uploaded"
-                needed = "none, as they would be lost"
-                raise UnsentWrites(cannot(act, found, needed, "Try again, or give them up with force=True"))
+                raise UnsentWrites(
+                    cannot(
+                        act,
+                        f"{counted_files(unsent)} not uploaded, which would be lost",
+                        "",
+                        ("Try again, or lose them with ", option("force", True)),
+                    )
+                )
             finished = self._run(["-cc", *self._identity()], act, timeout)
             # Without stored consent it ends with status 1 although it has cleared the cache, so check the remaining
             # files.
             if left := [path for path in self.cached() if not path.name.startswith("cache.db")]:
-                found = f"{PROGRAM} -cc left {format_things(len(left), 'file')} and said {_said(finished)!r}"
-                raise mount_failed("unknown", found, "an empty cache", f"Look at {str(self.cache)!r}", act)
+                message = cannot(
+                    act,
+                    f"{PROGRAM} -cc left {format_things(len(left), 'file')} in the cache; {_last_line(finished)}",
+                    "",
+                    f"Check the folder {str(self.cache)!r}",
+                )
+                raise with_cause("unknown", MountFailed(message))
         except ColabkitError:
             if not mounts_at(self.mount.point):
                 with contextlib.suppress(ColabkitError):
@@ -145,23 +165,24 @@ class Ocamlfuse(DriveMount):
 
     def _identity(self) -> list[str]:
         """Return the arguments that select the cache: all except the mount point and options for mounting only."""
-        kept: list[str] = []
+        selected: list[str] = []
         words = iter(self.daemon.arguments)
         for word in words:
             if word in ("-label", "-config"):
-                kept += [word, next(words, "")]
+                selected += [word, next(words, "")]
             elif word == "-o" and (roots := [o for o in next(words, "").split(",") if o.startswith("gdfroot=")]):
-                kept += ["-o", ",".join(roots)]
+                selected += ["-o", ",".join(roots)]
             elif word in ("-xdgbd", "-headless"):
-                kept.append(word)
-        return kept
+                selected.append(word)
+        return selected
 
     def _run(self, arguments: list[str], act: str, timeout: float) -> processes.ProcessResult:
         try:
             return processes.run([self.daemon.program, *arguments], act, timeout, environ=self.daemon.environ)
         except OSError as error:
             found = f"{self.daemon.program!r} cannot be started ({error.strerror})"
-            raise mount_failed("unknown", found, "it to be installed", f"Install {PROGRAM}", act) from error
+            message = cannot(act, found, "", f"Check that {PROGRAM} is installed")
+            raise with_cause("unknown", MountFailed(message)) from error
 
 
 def folders(daemon: Daemon) -> tuple[Path, Path]:
@@ -193,18 +214,21 @@ def folders(daemon: Daemon) -> tuple[Path, Path]:
     return config, cache
 
 
-def _said(finished: processes.ProcessResult) -> str:
-    """Return the last line of a program's output, without addresses, which can hold tokens."""
-    last = (finished.output.strip().splitlines() or ["nothing"])[-1]
-    return re.sub(r"\w+://\S+", "(address)", last)
+def _last_line(finished: processes.ProcessResult) -> str:
+    """Return a clause with the last line of a program's output, without addresses, which can hold tokens."""
+    lines = finished.output.strip().splitlines()
+    if not lines:
+        return f"it ended with status {finished.status}"
+    shown = re.sub(r"\w+://\S+", "(address)", lines[-1])
+    return f"it printed {shown!r}"
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    kept: list[str] = []
+    shown: list[str] = []
     for word in arguments:
-        is_secret = bool(kept) and kept[-1] in ("-id", "-secret")
-        kept.append("..." if is_secret else word)
-    return kept
+        is_secret = bool(shown) and shown[-1] in ("-id", "-secret")
+        shown.append("..." if is_secret else word)
+    return shown
 
 
 def _after(words: list[str], flag: str) -> str:

@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colabkit.foundation import Mount, MountFailed, NotMounted, UnsentWrites, cannot
+from colabkit.foundation import Mount, MountFailed, NotMounted, UnsentWrites, call, cannot
 from colabkit.storage.drive.mountpoints import (
-    GIVE_UP,
-    NOTHING_WAITS,
+    NO_UPLOADS,
     Daemon,
     DriveMount,
     detach,
-    mount_failed,
     serving,
+    with_cause,
 )
 
 _MOUNTING = frozenset({"mount", "mount2", "cmount", "nfsmount"})
@@ -40,7 +39,10 @@ class Rclone(DriveMount):
     daemon: Daemon
     control: Control | None
 
-    steps = ("make rclone forget its listings; contents it evicts itself, by --vfs-cache-max-size and -age",)
+    steps = (
+        "make rclone forget its directory listings",
+        "leave file contents to rclone, which evicts them by --vfs-cache-max-size and --vfs-cache-max-age",
+    )
     frees_contents = False
 
     @classmethod
@@ -48,8 +50,8 @@ class Rclone(DriveMount):
         """Return the mount with its program; raises `NotMounted` if the program is not found."""
         daemon = next((one for one in serving("rclone", mount.point) if _is_mount(one.arguments)), None)
         if daemon is None:
-            found = f"no rclone of this user serves {mount.point!r}"
-            raise NotMounted(cannot(act, found, "its program, for its remote control", "Run it as its user"))
+            found = f"no rclone process of this user serves {mount.point!r}"
+            raise NotMounted(cannot(act, found, "", "Run this as the user who mounted it"))
         control = control_of(daemon)
         return cls(mount, daemon, control if control and control.answers(mount) else None)
 
@@ -70,17 +72,22 @@ class Rclone(DriveMount):
     def send(self, act: str, timeout: float, progress: bool) -> str:
         """Wait for all uploads; raises `UnsentWrites` if there is no remote control to query."""
         if self.control is None:
-            found = "rclone runs without --rc, so that it cannot be asked what it has not sent"
-            next_step = f"Start it with --rc, or {GIVE_UP}"
-            raise UnsentWrites(cannot(act, found, "an answer that all is sent", next_step))
+            raise UnsentWrites(
+                cannot(
+                    act,
+                    "rclone runs without --rc, so its pending uploads are unknown",
+                    "",
+                    ("Start rclone with --rc, or lose unsent writes with ", call("unmount", force=True)),
+                )
+            )
         self.wait_for_uploads(act, timeout, progress)
-        return f"rclone says that {NOTHING_WAITS}"
+        return f"rclone reports {NO_UPLOADS}"
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
         """Wait for all uploads and unmount."""
-        said = self.send(act, timeout, progress)
+        sent = self.send(act, timeout, progress)
         detach(self.mount, timeout)
-        return said
+        return sent
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
         """Make rclone forget its listings, through its remote control or else by SIGHUP; nothing is lost."""
@@ -90,9 +97,9 @@ class Rclone(DriveMount):
             try:
                 os.kill(self.daemon.pid, signal.SIGHUP)
             except OSError as error:
-                found = f"rclone cannot be signalled ({error.strerror})"
-                needed = "a running rclone of this user"
-                raise mount_failed("unknown", found, needed, "Start it with --rc", act) from error
+                found = f"the signal SIGHUP could not be sent to rclone ({error.strerror})"
+                message = cannot(act, found, "", "Start rclone with --rc")
+                raise with_cause("unknown", MountFailed(message)) from error
         return ""
 
     def cache_folder(self) -> Path | None:
@@ -123,20 +130,21 @@ class Control:
         if self.authorization:
             headers["Authorization"] = self.authorization
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_RC_TIMEOUT_S)
-        act = f"ask rclone at {self.host}:{self.port} for {command}"
+        act = f"send {command} to rclone at {self.host}:{self.port}"
         try:
             connection.request("POST", f"/{command}", json.dumps(values).encode(), headers)
             reply = connection.getresponse()
             answer = json.loads(reply.read())
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise MountFailed(
-                cannot(act, f"no answer ({error})", "its remote control", "Look whether rclone is still running")
+                cannot(act, f"its remote control does not answer ({error})", "", "Check that rclone is still running")
             ) from error
         finally:
             connection.close()
         if reply.status != 200 or not isinstance(answer, dict):
-            said = answer.get("error") if isinstance(answer, dict) else answer
-            raise MountFailed(cannot(act, f"status {reply.status} ({said})", "an answer", "Look at rclone's log"))
+            reason = answer.get("error") if isinstance(answer, dict) else answer
+            found = f"rclone refused with status {reply.status} ({reason})"
+            raise MountFailed(cannot(act, found, "", "Check rclone's log"))
         return answer
 
     def answers(self, mount: Mount) -> bool:
