@@ -1,4 +1,4 @@
-"""What `drive` reads from arguments, words and places, without any mount."""
+"""Parsing of programs' arguments and configuration, and errors of `drive` that need no mount."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from colabkit.storage.drive.rclone import Control, control_of
         (("--features=max_read_qps:1000",), (False, None)),
     ],
 )
-def test_how_another_process_mounted_it_is_read_from_the_programs_arguments(words, expected, monkeypatch):
+def test_options_of_a_drivefs_started_by_another_process_are_read_from_its_command_line(words, expected, monkeypatch):
     monkeypatch.setattr(drivefs, "_options", {})
     monkeypatch.setattr(drivefs, "daemons", lambda name: iter([Daemon(1, "drive", words, {})]))
     assert drivefs.options_of(Mount("/content/drive", "fuse.drive", "drive", ("rw",))) == expected
 
 
-def test_elsewhere_it_says_what_works_there(monkeypatch):
+def test_errors_outside_a_hosted_notebook_name_an_alternative_for_that_environment(monkeypatch):
     monkeypatch.setattr(mountpoints, "mounts", list)
     for name, words in {
         "Kaggle": "/kaggle/input",
@@ -51,39 +51,39 @@ def test_elsewhere_it_says_what_works_there(monkeypatch):
         assert words in str(caught.value)
 
 
-def test_invalid_timeouts_are_refused():
+def test_invalid_timeouts_raise():
     for timeout in (0, -1, float("nan"), float("inf"), "60", True, None):
         for call in (colabkit.mount, colabkit.unmount, colabkit.flush, colabkit.clear_cache):
             with pytest.raises(InvalidOption, match="timeout="):
                 call(timeout=timeout)
 
 
-def test_nothing_mounted_is_said_so(tmp_path, monkeypatch):
+def test_errors_without_a_mount_say_so_and_suggest_mount(tmp_path, monkeypatch):
     monkeypatch.setattr(mountpoints, "mounts", list)
     for call in (colabkit.unmount, colabkit.flush, colabkit.clear_cache):
         with pytest.raises(NotMounted, match=r"colabkit\.mount\(\)"):
             call()
-        with pytest.raises(NotMounted, match="no mount is there"):
+        with pytest.raises(NotMounted, match="not on a Drive mount"):
             call(tmp_path)
 
 
-def test_an_alarm_of_the_users_goes_on():
-    rang = threading.Event()
-    former = signal.signal(signal.SIGALRM, lambda *_: rang.set())
-    others = signal.setitimer(signal.ITIMER_REAL, 5.0)
+def test_a_timer_of_the_user_keeps_running():
+    has_fired = threading.Event()
+    former = signal.signal(signal.SIGALRM, lambda *_: has_fired.set())
+    former_timer = signal.setitimer(signal.ITIMER_REAL, 5.0)
     try:
         with drivefs.alarm(100.0):
             pass
         left = signal.getitimer(signal.ITIMER_REAL)[0]
         assert 0 < left <= 5.0
         signal.setitimer(signal.ITIMER_REAL, 0.01)
-        wait_for(rang.is_set, "the alarm")
+        wait_for(has_fired.is_set, "the alarm")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *others)
+        signal.setitimer(signal.ITIMER_REAL, *former_timer)
         signal.signal(signal.SIGALRM, former)
 
 
-def test_an_error_nobody_foresaw_is_still_one_line():
+def test_an_unknown_error_becomes_one_line():
     error = drivefs.explain(RuntimeError("several\nlines\nof text"), 1.0, frozenset())
     assert error.cause == "unknown"
     assert "several lines of text" in str(error)
@@ -109,11 +109,11 @@ def daemon(*arguments: str, **environ: str) -> Daemon:
         (("-config", "/etc/gd", "/m"), {}, "/etc/gd", "/home/me/.gdfuse/default/cache"),
     ],
 )
-def test_the_folders_of_ocamlfuse_follow_its_arguments(arguments, environ, config, cache):
+def test_the_folders_of_ocamlfuse_are_derived_from_its_arguments(arguments, environ, config, cache):
     assert folders(daemon(*arguments, **environ)) == (Path(config), Path(cache))
 
 
-def test_a_cache_directory_of_the_configuration_comes_before_all(tmp_path):
+def test_cache_directory_in_the_configuration_has_priority(tmp_path):
     config = tmp_path / "gdfuse" / "default" / "config"
     config.parent.mkdir(parents=True)
     config.write_text("max_cache_size_mb=512\ncache_directory=/big/disk\n")
@@ -139,12 +139,12 @@ def test_a_cache_directory_of_the_configuration_comes_before_all(tmp_path):
         (("mount", "--rc", "--rc-addr", "[::1]:99"), {}, ("::1", 99, "")),
     ],
 )
-def test_the_remote_control_is_read_from_the_programs_arguments(arguments, environ, expected):
+def test_the_remote_control_is_found_from_rclones_arguments_and_environment(arguments, environ, expected):
     assert control_of(daemon(*arguments, **environ)) == (None if expected is None else Control(*expected))
 
 
-def test_a_remote_control_that_is_not_there_is_not_used():
+def test_an_unreachable_remote_control_is_not_used():
     mount = Mount("/m", "fuse.rclone", "r:", ("rw",))
     assert not Control("127.0.0.1", 1, "").answers(mount)
-    with pytest.raises(MountFailed, match="no answer"):
+    with pytest.raises(MountFailed, match="does not answer"):
         Control("127.0.0.1", 1, "").ask("vfs/list", {})

@@ -1,4 +1,4 @@
-"""`clear_cache()`, `flush()` and `unmount()` by type: DriveFS, google-drive-ocamlfuse, a real rclone."""
+"""`clear_cache()`, `flush()` and `unmount()` of DriveFS, google-drive-ocamlfuse and a real rclone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Remote = Callable[..., RcloneMount]
 
 @pytest.fixture
 def cached(colab: Colab) -> Path:
-    """Mount Drive in Colab, with things in its cache, and return the folder of the cache."""
+    """Mount Drive in Colab with files in its cache, and return the cache folder."""
     folder = colab.home / DRIVEFS_FOLDER
     for name in ("123/content_cache/d0", "123/metadata.db", "Logs/drive_fs.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def ocamlfuse(tmp_path: Path) -> Iterator[Ocamlfuse]:
         yield mounted
 
 
-def test_drivefs_is_flushed_its_cache_removed_and_mounted_again(colab, cached):
+def test_clear_cache_flushes_drivefs_removes_its_cache_and_mounts_it_again(colab, cached):
     report = colabkit.clear_cache()
     assert [path.name for path in cached.iterdir()] == ["Logs"]
     assert report.freed_bytes >= 200_000
@@ -62,31 +62,31 @@ def test_drivefs_is_flushed_its_cache_removed_and_mounted_again(colab, cached):
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
 
 
-def test_a_dry_run_of_drivefs_changes_nothing(colab, cached):
+def test_a_dry_run_with_drivefs_changes_nothing(colab, cached):
     before = sorted(colab.home.rglob("*"))
     report = colabkit.clear_cache(dry_run=True)
     assert sorted(colab.home.rglob("*")) == before
     assert (report.freed_bytes, report.dry_run) == (report.cached_bytes, True)
     assert "Would clear" in repr(report)
     assert "Would lose: nothing" in repr(report)
-    assert "what cannot be sent" in repr(colabkit.clear_cache(dry_run=True, force=True))
+    assert "writes that cannot be sent" in repr(colabkit.clear_cache(dry_run=True, force=True))
     assert colab.count("flush_and_unmount") == 0
 
 
 @pytest.mark.parametrize("push", sampled(["fails", "hangs"], 1))
-def test_drivefs_keeps_its_cache_where_writes_are_not_sent_unless_told(colab, cached, push, monkeypatch):
+def test_drivefs_keeps_its_cache_if_writes_are_not_sent_except_with_force(colab, cached, push, monkeypatch):
     monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
     colab.plan(push=push)
     with pytest.raises((UnsentWrites, TimedOut)):
         colabkit.clear_cache(timeout=1.5)
     assert (cached / "123").is_dir()
     report = colabkit.clear_cache(timeout=1.5, force=True)
-    assert report.loss == "what DriveFS had not sent"
+    assert report.loss == "writes that DriveFS had not sent"
     assert not (cached / "123").exists()
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
 
 
-def test_drivefs_is_not_cleared_where_it_could_not_be_mounted_again(colab, cached):
+def test_drivefs_is_not_cleared_if_it_could_not_be_mounted_again(colab, cached):
     with ThreadPoolExecutor(1) as pool, pytest.raises(MountFailed) as caught:
         pool.submit(colabkit.clear_cache).result()
     assert caught.value.cause == "thread"
@@ -94,11 +94,11 @@ def test_drivefs_is_not_cleared_where_it_could_not_be_mounted_again(colab, cache
     assert colab.count("flush_and_unmount") == 0
 
 
-def test_drivefs_is_mounted_again_as_it_was_or_says_what_is_done_already(colab):
+def test_drivefs_is_mounted_again_with_the_same_options_or_the_error_says_what_is_done(colab):
     colabkit.mount(readonly=True, timeout=300)
     report = colabkit.flush(timeout=20)
     assert report.remounted
-    assert "cannot be seen from here" in repr(report)
+    assert "cannot be checked from here" in repr(report)
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
     colabkit.clear_cache(timeout=20)
     mounted = [event for event in colab.events() if event.startswith("mount ")]
@@ -113,7 +113,7 @@ def test_drivefs_is_mounted_again_as_it_was_or_says_what_is_done_already(colab):
 # google-drive-ocamlfuse
 
 
-def test_ocamlfuse_is_unmounted_cleared_and_mounted_again_as_it_was(tmp_path):
+def test_ocamlfuse_is_unmounted_cleared_and_mounted_again_with_the_same_arguments(tmp_path):
     with Ocamlfuse(tmp_path / "gd", "work", ("-headless",)) as mounted:
         (mounted.cache / "remote_id_1").write_bytes(bytes(50_000))
         (mounted.root / "birds.txt").write_text("birds")
@@ -129,19 +129,19 @@ def test_ocamlfuse_is_unmounted_cleared_and_mounted_again_as_it_was(tmp_path):
         assert (report.loss, report.unsent, report.folder) == ("", 0, mounted.cache)
 
 
-def test_a_dry_run_of_ocamlfuse_lists_bytes_and_what_is_unsent(ocamlfuse):
+def test_a_dry_run_with_ocamlfuse_reports_bytes_and_unsent_files(ocamlfuse):
     ocamlfuse.queue("ToUpload", "Uploading", "ToUpload")
     report = colabkit.clear_cache(ocamlfuse.point, dry_run=True)
     assert report.unsent == 3
     assert "3 files to send first" in repr(report)
     assert "Would lose: nothing" in repr(report)
-    assert "those of 3 files" in colabkit.clear_cache(ocamlfuse.point, dry_run=True, force=True).loss
+    assert "up to 3 files" in colabkit.clear_cache(ocamlfuse.point, dry_run=True, force=True).loss
     assert report.freed_bytes >= 100_000
     assert len(ocamlfuse.calls()) == 1
     assert (ocamlfuse.cache / "remote_id_1").exists()
 
 
-def test_ocamlfuse_waits_for_uploads_before_it_clears(ocamlfuse, monkeypatch):
+def test_ocamlfuse_waits_for_uploads_before_clearing(ocamlfuse, monkeypatch):
     ocamlfuse.queue("ToUpload")
     calls: list[int] = []
     unsent = drive.Ocamlfuse.unsent
@@ -160,7 +160,7 @@ def test_ocamlfuse_waits_for_uploads_before_it_clears(ocamlfuse, monkeypatch):
 
 
 @pytest.mark.full
-def test_ocamlfuse_keeps_everything_where_uploads_are_not_done_in_time(ocamlfuse):
+def test_ocamlfuse_keeps_its_cache_if_uploads_do_not_finish_in_time(ocamlfuse):
     ocamlfuse.queue("ToUpload", "Uploading")
     with pytest.raises(TimedOut, match="2 files not uploaded"):
         colabkit.clear_cache(ocamlfuse.point, timeout=0.5)
@@ -170,7 +170,7 @@ def test_ocamlfuse_keeps_everything_where_uploads_are_not_done_in_time(ocamlfuse
     assert report.loss == "2 files not uploaded"
 
 
-def test_uploads_that_show_only_after_unmounting_are_kept_and_counted(tmp_path):
+def test_uploads_found_only_after_unmounting_are_kept_and_counted(tmp_path):
     mounted = Ocamlfuse(tmp_path / "gd")
     mounted.environ["OCAMLFUSE_UNSENT"] = "2"
     with mounted:
@@ -181,11 +181,11 @@ def test_uploads_that_show_only_after_unmounting_are_kept_and_counted(tmp_path):
         assert mounted_at(mounted.point) == ["fuse.google-drive-ocamlfuse"]
         assert (mounted.cache / "remote_id_1").read_bytes() == b"unsent"
         mounted.queue()
-        assert "2 files in its queue" in colabkit.unmount(mounted.point).sent
+        assert "its queue still holds 2 files" in colabkit.unmount(mounted.point).sent
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_damaged_or_missing_queue_is_not_taken_for_an_empty_one(ocamlfuse, is_there):
+def test_a_damaged_or_missing_queue_counts_as_unknown(ocamlfuse, is_there):
     database = ocamlfuse.cache / "cache.db"
     database.write_bytes(b"no database at all" * 100) if is_there else database.unlink()
     assert colabkit.clear_cache(ocamlfuse.point, dry_run=True).unsent is None
@@ -194,13 +194,13 @@ def test_a_damaged_or_missing_queue_is_not_taken_for_an_empty_one(ocamlfuse, is_
     assert len(ocamlfuse.calls()) == 1
 
 
-def test_no_secret_of_the_programs_arguments_is_shown(tmp_path, monkeypatch):
+def test_secrets_in_a_programs_arguments_are_not_shown(tmp_path, monkeypatch):
     with Ocamlfuse(tmp_path / "gd", options=("-id", "me", "-secret", "TOPSECRET")) as mounted:
         monkeypatch.setattr(
             "colabkit.storage.drive.ocamlfuse.liveness", lambda folders, timeout: ("dead", "as planned")
         )
         with pytest.raises(
-            MountFailed, match=r"Run it as before: google-drive-ocamlfuse -id \.\.\. -secret \.\.\."
+            MountFailed, match=r"with the same arguments: google-drive-ocamlfuse -id \.\.\. -secret \.\.\."
         ) as caught:
             colabkit.clear_cache(mounted.point)
         assert f"'{mounted.point}'" in str(caught.value)
@@ -210,7 +210,7 @@ def test_no_secret_of_the_programs_arguments_is_shown(tmp_path, monkeypatch):
         assert "TOPSECRET" not in repr(daemon)
 
 
-def test_ocamlfuse_without_stored_consent_is_cleared_all_the_same(ocamlfuse):
+def test_ocamlfuse_without_stored_consent_is_cleared_too(ocamlfuse):
     (ocamlfuse.config.parent / "state").unlink()
     assert colabkit.clear_cache(ocamlfuse.point).freed_bytes >= 100_000
     assert mounted_at(ocamlfuse.point) == ["fuse.google-drive-ocamlfuse"]
@@ -224,8 +224,8 @@ def test_a_mount_in_use_is_not_cleared(ocamlfuse):
     assert (ocamlfuse.cache / "remote_id_1").exists()
 
 
-def test_flush_and_unmount_of_ocamlfuse_wait_for_uploads(ocamlfuse):
-    assert "in memory cannot be seen" in repr(colabkit.flush(ocamlfuse.point))
+def test_flush_and_unmount_wait_for_uploads_of_ocamlfuse(ocamlfuse):
+    assert "in memory are unknown" in repr(colabkit.flush(ocamlfuse.point))
     ocamlfuse.queue("ToUpload")
     for call in (colabkit.flush, colabkit.unmount):
         with pytest.raises(TimedOut, match="1 file not uploaded"):
@@ -238,21 +238,21 @@ def test_flush_and_unmount_of_ocamlfuse_wait_for_uploads(ocamlfuse):
 
 
 @pytest.mark.parametrize("call", sampled([colabkit.clear_cache, colabkit.flush, colabkit.unmount], 1))
-def test_a_dead_ocamlfuse_is_named(ocamlfuse, call):
+def test_a_dead_ocamlfuse_raises(ocamlfuse, call):
     ocamlfuse.kill()
     with pytest.raises(MountFailed, match="the mount is dead"):
         call(ocamlfuse.point)
 
 
-def test_a_mount_whose_program_is_not_found_is_left_alone(tmp_path):
+def test_a_mount_whose_program_is_not_found_is_left_unchanged(tmp_path):
     with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse"):
-        with pytest.raises(NotMounted, match="no google-drive-ocamlfuse of this user"):
+        with pytest.raises(NotMounted, match="no google-drive-ocamlfuse process of this user"):
             colabkit.clear_cache(tmp_path / "point")
         assert mounted_at(tmp_path / "point") == ["fuse.google-drive-ocamlfuse"]
 
 
 @pytest.mark.parametrize("access", [{}, {"user": "me", "password": "secret"}])
-def test_rclone_forgets_by_its_remote_control(tmp_path, remote, access):
+def test_rclone_forgets_its_listings_through_its_remote_control(tmp_path, remote, access):
     root, point = tmp_path / "root", tmp_path / "point"
     (root / "old.txt").write_text("old")
     with remote(rc=True, **access):
@@ -267,7 +267,7 @@ def test_rclone_forgets_by_its_remote_control(tmp_path, remote, access):
         assert "secret" not in repr(report) + report._repr_html_()
 
 
-def test_rclone_without_a_remote_control_forgets_on_a_signal_that_no_other_rclone_gets(tmp_path, remote):
+def test_rclone_without_a_remote_control_gets_a_signal_that_no_other_rclone_gets(tmp_path, remote):
     point = tmp_path / "point"
     with remote():
         assert os.listdir(point) == []
@@ -285,16 +285,16 @@ def test_rclone_without_a_remote_control_forgets_on_a_signal_that_no_other_rclon
             other.wait()
 
 
-def test_flush_of_rclone_waits_until_nothing_is_queued(tmp_path, remote):
+def test_flush_waits_until_rclone_has_uploaded_all_files(tmp_path, remote):
     with remote(rc=True, options=["--vfs-write-back", "2s"]):
         (tmp_path / "point" / "written.txt").write_text("written")
         report = colabkit.flush(tmp_path / "point")
         assert (tmp_path / "root" / "written.txt").read_text() == "written"
-        assert "nothing waits to be sent" in repr(report)
+        assert "no pending uploads" in repr(report)
         assert not report.remounted
 
 
-def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, remote):
+def test_writes_that_rclone_does_not_send_in_time_are_counted(tmp_path, remote):
     point = tmp_path / "point"
     with remote(rc=True, options=["--vfs-write-back", "1h"]):
         (point / "written.txt").write_text("written")
@@ -304,18 +304,18 @@ def test_rclone_writes_that_are_not_sent_in_time_are_counted(tmp_path, remote):
         assert mounted_at(point) == ["fuse.rclone"]
 
 
-def test_rclone_that_cannot_be_asked_is_unmounted_only_when_told(tmp_path, remote):
+def test_rclone_without_a_remote_control_is_unmounted_only_with_force(tmp_path, remote):
     point = tmp_path / "point"
     with remote():
         for call in (colabkit.flush, colabkit.unmount):
-            with pytest.raises(UnsentWrites, match="cannot be asked what it has not sent"):
+            with pytest.raises(UnsentWrites, match="its pending uploads are unknown"):
                 call(point)
         assert mounted_at(point) == ["fuse.rclone"]
         assert "may be lost" in repr(colabkit.unmount(point, force=True))
         assert mounted_at(point) == []
 
 
-def test_a_killed_rclone_is_named_and_taken_away_when_told(tmp_path, remote):
+def test_a_dead_rclone_mount_raises_and_is_removed_with_force(tmp_path, remote):
     with remote(rc=True) as mounted:
         mounted.kill()
         with pytest.raises(MountFailed, match="the mount is dead"):

@@ -1,4 +1,4 @@
-"""Every known failure of Drive's mount in notebooks: what colabkit says and does.
+"""Every known failure of Drive mounts in notebooks, and what colabkit does and reports.
 
 `pytest tests/system/test_drive_failures.py -n 0 --report` prints the table.
 """
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("fuse")
 
 
 def log(colab: Colab, text: str) -> None:
-    """Let DriveFS have logged something."""
+    """Write the log of DriveFS."""
     path = colab.home / DRIVEFS_LOG
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
-def test_a_passing_input_output_error_is_tried_again(colab, report_row):
+def test_a_temporary_input_output_error_is_retried(colab, report_row):
     make_tree(colab.root / "MyDrive" / "birds", 4)
     colabkit.mount()
     colab.served.fail(errno.EIO, one_in=5)
@@ -40,20 +40,20 @@ def test_a_passing_input_output_error_is_tried_again(colab, report_row):
     colab.served.fail(0)
     assert staged.files == 12
     assert staged.retries > 0
-    report_row("Errno 5 now and then", "reads again at the offset reached, counts it", staged)
+    report_row("occasional Errno 5", "reads again at the offset reached, counts retries", staged)
 
 
-def test_a_lasting_input_output_error_names_the_cause(colab, report_row, monkeypatch):
+def test_a_permanent_input_output_error_names_the_cause(colab, report_row, monkeypatch):
     make_tree(colab.root / "MyDrive" / "birds", 1)
     colabkit.mount()
     colab.served.fail(errno.EIO)
-    with pytest.raises(FileFailed, match="split folders of more than some thousand files") as caught:
+    with pytest.raises(FileFailed, match="split folders of more than a few thousand files") as caught:
         colabkit.stage("drive:birds", to="disk")
     colab.served.fail(0)
-    report_row("Errno 5 that stays (huge folder)", "one error with cause and cure", caught.value)
+    report_row("permanent Errno 5 (huge folder)", "one error with cause and remedy", caught.value)
 
 
-def test_a_quota_is_named_where_reading_fails(colab, report_row):
+def test_an_exceeded_quota_is_named_when_reading_fails(colab, report_row):
     make_tree(colab.root / "MyDrive" / "birds", 1)
     colabkit.mount()
     log(colab, "E QUOTA_EXCEEDED\n")
@@ -61,18 +61,18 @@ def test_a_quota_is_named_where_reading_fails(colab, report_row):
     with pytest.raises(FileFailed, match="QUOTA_EXCEEDED") as caught:
         colabkit.stage("drive:birds", to="disk")
     colab.served.fail(0)
-    report_row("a Drive quota is exceeded", "reads DriveFS's log, names quota and cure", caught.value)
+    report_row("a Drive quota is exceeded", "reads DriveFS's log, names quota and remedy", caught.value)
 
 
-def test_a_crowded_top_folder_is_named(colab, report_row):
+def test_too_many_items_in_the_top_folder_are_named(colab, report_row):
     colab.plan(mount="root folder")
     with pytest.raises(MountFailed) as caught:
         colabkit.mount()
     assert caught.value.cause == "top folder"
-    report_row("mounting times out (crowded My Drive)", "one error with cause and cure", caught.value)
+    report_row("mounting times out (crowded My Drive)", "one error with cause and remedy", caught.value)
 
 
-def test_a_dead_mount_is_repaired_and_its_paths_work_again(colab, report_row):
+def test_a_dead_mount_is_repaired_at_the_same_path(colab, report_row):
     make_tree(colab.root / "MyDrive" / "birds", 2)
     colabkit.mount()
     colab.served.kill()
@@ -80,10 +80,10 @@ def test_a_dead_mount_is_repaired_and_its_paths_work_again(colab, report_row):
         colabkit.stage("drive:birds", to="disk")
     repaired = colabkit.mount()
     assert colabkit.stage("drive:birds", to="disk").files == 6
-    report_row("Errno 107, the mount died", "mount() takes it away and mounts again", repaired)
+    report_row("Errno 107, the mount died", "mount() removes it and mounts again", repaired)
 
 
-def test_a_mount_that_hangs_is_found_out_in_time(colab, report_row):
+def test_a_probe_of_a_hanging_mount_ends_in_time(colab, report_row):
     for number in range(40):
         (colab.root / "MyDrive" / f"{number}.png").write_bytes(b"x")
     colabkit.mount()
@@ -93,26 +93,26 @@ def test_a_mount_that_hangs_is_found_out_in_time(colab, report_row):
     assert time.monotonic() - began < 8
     assert probed.stalled
     colab.served.go_on()
-    report_row("reading hangs at file 20 of thousands", "a child reads; the deadline holds", probed)
+    report_row("reading hangs at file 20 of thousands", "a child process reads; the deadline holds", probed)
 
 
-def test_a_mount_that_hangs_is_not_ended_silently(colab, report_row):
+def test_a_hanging_mount_is_replaced_only_with_force(colab, report_row):
     colabkit.mount()
     colab.served.hang()
     with pytest.raises(MountFailed) as caught:
         colabkit.mount(timeout=1)
     assert caught.value.cause == "hung"
-    report_row("the mount hangs altogether", "refuses to end it unasked", caught.value)
+    report_row("the whole mount hangs", "replaces it only with force=True", caught.value)
 
 
-def test_writes_are_sent_and_no_more_is_claimed(colab, report_row):
+def test_flush_sends_writes_and_does_not_claim_that_they_reached_drive(colab, report_row):
     colabkit.mount()
     report = colabkit.flush()
-    assert "cannot be seen from here" in repr(report)
+    assert "cannot be checked from here" in repr(report)
     report_row("files written are absent from Drive", "flush() sends them, with a deadline", report)
 
 
-def test_new_files_show_after_the_cache_is_cleared(tmp_path, report_row):
+def test_new_files_are_visible_after_clearing_the_cache(tmp_path, report_row):
     needs("rclone", has_rclone())
     root, point = tmp_path / "root", tmp_path / "point"
     root.mkdir()
@@ -122,14 +122,14 @@ def test_new_files_show_after_the_cache_is_cleared(tmp_path, report_row):
         assert os.listdir(point) == []
         report = colabkit.clear_cache(point)
         assert os.listdir(point) == ["new.txt"]
-    report_row("new files stay invisible", "clear_cache() by the type of mount", report)
+    report_row("new files stay invisible", "clear_cache() works for each type of mount", report)
 
 
-def test_bytes_that_are_not_the_right_ones_are_refused(tmp_path, report_row):
+def test_a_download_with_another_digest_raises(tmp_path, report_row):
     with served(b"not what was there") as server, pytest.raises(Corrupt) as caught:
         colabkit.fetch(server.url, f"{tmp_path}/", digest=f"sha256:{'0' * 64}")
     assert list(tmp_path.iterdir()) == []
-    report_row("large files arrive corrupt", "checks sizes always, digests when given", caught.value)
+    report_row("large files arrive corrupt", "always checks sizes, and digests if given", caught.value)
 
 
 def test_shortcuts_and_shared_drives_are_read(colab, report_row):
@@ -156,29 +156,32 @@ def test_shortcuts_and_shared_drives_are_read(colab, report_row):
     report_row("shortcuts and shared drives", "follows shortcuts, not loops; drive:Shareddrives/...", staged)
 
 
-def test_a_full_cache_disk_is_told_from_a_full_drive(colab, report_row):
+def test_a_full_cache_disk_is_distinguished_from_a_full_drive(colab, report_row):
     cached = colab.home / DRIVEFS_FOLDER / "123" / "content_cache"
     cached.mkdir(parents=True)
     (cached / "d0").write_bytes(bytes(300_000))
     colabkit.mount()
-    with pytest.raises(NotEnoughSpace, match="whatever room Drive has"), file_changes.translated("write 'x'"):
+    with (
+        pytest.raises(NotEnoughSpace, match="regardless of the free space on Drive"),
+        file_changes.translated("write 'x'"),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device", f"{colab.point}/MyDrive/x")
     report = colabkit.clear_cache(dry_run=True)
     assert report.freed_bytes >= 300_000
-    report_row("no space left, though Drive has room", "says whose disk, counts what clearing frees", report)
+    report_row("no space left, though Drive has room", "names the full disk, counts what clearing frees", report)
 
 
-def test_the_true_budget_of_shared_memory_is_shown(report_row):
+def test_the_usable_size_of_shared_memory_is_shown(report_row):
     report = colabkit.runtime()
     shared = [disk for disk in report.tmpfs if disk.folder == "/dev/shm"]
     assert bool(shared) is os.access("/dev/shm", os.W_OK)
     assert all(disk.budget_bytes <= min(disk.free_bytes, report.memory.available_bytes) for disk in shared)
     report_row(
-        "Bus error: /dev/shm is full", "shows its true budget; loads by threads", shared[0] if shared else report
+        "Bus error: /dev/shm is full", "shows its usable size; loads by threads", shared[0] if shared else report
     )
 
 
-def test_workers_are_counted_by_what_is_allowed(report_row):
+def test_workers_are_limited_by_the_allowed_cpus(report_row):
     def read(path: str) -> str:
         files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "200000 100000\n"}
         if path not in files:
@@ -189,7 +192,7 @@ def test_workers_are_counted_by_what_is_allowed(report_row):
     report_row("too many workers for 2 CPUs", "counts CPUs by affinity and quota", f"{colabkit.runtime().cpus:g} CPUs")
 
 
-def test_a_pack_opens_where_locks_do_not_work(tmp_path, report_row):
+def test_a_pack_opens_on_a_file_system_without_locks(tmp_path, report_row):
     (tmp_path / "root").mkdir()
     make_pack(tmp_path / "root" / "birds.h5", train=6)
     with FuseMount(tmp_path / "point", tmp_path / "root", locks=False):

@@ -1,4 +1,4 @@
-"""`mount()` and `unmount()`: against the double of hosted Colab, real FUSE mounts, and places that are not Colab."""
+"""`mount()` and `unmount()` with a fake of hosted Colab, with real FUSE mounts, and outside Colab."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ pytestmark = pytest.mark.usefixtures("fuse")
 
 @pytest.fixture
 def jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be in a Jupyter kernel, which sees the mounts of this test only."""
+    """Make this process a Jupyter kernel that sees only the mounts of this test."""
     be_at(Place("Jupyter", "kernel", False), monkeypatch)
     see_only(tmp_path, monkeypatch)
 
 
 def refused(**options) -> MountFailed:
-    """Return the error of `mount()`."""
+    """Return the error that `mount()` raises."""
     with pytest.raises(MountFailed) as caught:
         colabkit.mount(**options)
     return caught.value
 
 
-def test_drive_is_mounted_and_then_used_without_asking_for_consent_again(colab, tmp_path, capfd):
+def test_an_existing_mount_is_reused_without_asking_for_consent_again(colab, tmp_path, capfd):
     (colab.root / "MyDrive" / "notes.txt").write_text("hello")
     colab.plan(prints="A word from Google")
     report = colabkit.mount(readonly=True, timeout=77.5)
@@ -51,7 +51,8 @@ def test_drive_is_mounted_and_then_used_without_asking_for_consent_again(colab, 
     assert (report.path / "notes.txt").read_text() == "hello"
     assert "drive:" in repr(report)
     assert colabkit.mount().state == "was mounted already"
-    colab.served.fail(errno.EIO)  # of listings, which is no reason to lose writes
+    # Errors of listings are no reason to remount, which could lose writes.
+    colab.served.fail(errno.EIO)
     assert colabkit.mount().state == "was mounted already"
     colab.served.fail(0)
     colab.served.hang("list")
@@ -63,7 +64,7 @@ def test_drive_is_mounted_and_then_used_without_asking_for_consent_again(colab, 
     assert [colab.count(event) for event in ("consent", "mount", "flush_and_unmount")] == [1, 1, 0]
 
 
-def test_whether_it_is_read_only_is_remembered_and_not_claimed_of_a_mount_that_was_there(colab, monkeypatch):
+def test_the_mode_is_known_for_own_mounts_and_unknown_for_others(colab, monkeypatch):
     for readonly in (False, True):
         colabkit.mount(readonly=readonly, force=readonly)
         report = colabkit.mount(readonly=True)
@@ -73,10 +74,10 @@ def test_whether_it_is_read_only_is_remembered_and_not_claimed_of_a_mount_that_w
     monkeypatch.setattr(drivefs, "daemons", lambda name: iter(()))
     report = colabkit.mount(readonly=True)
     assert report.readonly is None
-    assert "cannot be told" in repr(report)
+    assert "is unknown" in repr(report)
 
 
-def test_a_dead_mount_is_taken_away_and_mounted_again(colab):
+def test_a_dead_mount_is_removed_and_mounted_again(colab):
     colabkit.mount()
     colab.served.kill()
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
@@ -87,7 +88,7 @@ def test_a_dead_mount_is_taken_away_and_mounted_again(colab):
     assert "may be lost" in repr(report)
 
 
-def test_a_hanging_mount_is_refused_in_time_and_ended_only_when_told(colab):
+def test_a_hanging_mount_raises_in_time_and_is_replaced_only_with_force(colab):
     colabkit.mount()
     colab.served.hang()
     began = time.monotonic()
@@ -101,7 +102,7 @@ def test_a_hanging_mount_is_refused_in_time_and_ended_only_when_told(colab):
     assert in_child("import os, sys; print(os.listdir(sys.argv[1]))", report.path.parent) != "hung"
 
 
-def test_a_mount_that_answers_errors_is_not_taken_for_a_dead_one(colab):
+def test_a_mount_that_returns_errors_is_not_replaced(colab):
     colabkit.mount()
     (colab.root / "MyDrive").rename(colab.root / "Elsewhere")
     for log, cause in (("", "failing"), ("E QUOTA_EXCEEDED\n", "quota")):
@@ -114,17 +115,17 @@ def test_a_mount_that_answers_errors_is_not_taken_for_a_dead_one(colab):
     assert colabkit.mount().state == "was mounted already"
 
 
-def test_the_working_folder_is_not_taken_away(colab, monkeypatch):
+def test_a_mount_that_holds_the_working_folder_is_not_unmounted(colab, monkeypatch):
     colabkit.mount()
     monkeypatch.chdir(colab.point)
     for call in (colabkit.flush, colabkit.unmount, colabkit.clear_cache, lambda: colabkit.mount(force=True)):
-        with pytest.raises(MountFailed, match="%cd /content first") as caught:
+        with pytest.raises(MountFailed, match="%cd /content") as caught:
             call()
         assert caught.value.cause == "in use"
     assert colab.count("flush_and_unmount") == 0
 
 
-def test_a_mountpoint_on_another_remote_mount_is_refused_untouched(colab, tmp_path):
+def test_a_mountpoint_on_another_remote_mount_raises_without_access_to_it(colab, tmp_path):
     with FuseMount(tmp_path / "other", tmp_path, "fuse.sshfs") as other:
         other.hang()
         began = time.monotonic()
@@ -134,7 +135,7 @@ def test_a_mountpoint_on_another_remote_mount_is_refused_untouched(colab, tmp_pa
         assert colab.events() == []
 
 
-def test_mounting_again_sends_the_writes_first_and_stops_where_it_cannot(colab):
+def test_mounting_again_sends_the_writes_first_and_stops_if_that_fails(colab):
     colabkit.mount()
     colabkit.mount(force=True)
     events = [event.split()[0] for event in colab.events()]
@@ -156,16 +157,17 @@ FAILURES: list[tuple[dict[str, Any], str, str]] = [
     ({"mount": "fails", "log": "E QueryManager timed out\n"}, "top folder", "timeout=600"),
     ({"mount": "fails", "log": "E QUOTA_EXCEEDED\n"}, "quota", "one archive"),
     ({"mount": "fails"}, "unknown", "Disconnect and delete runtime"),
-    ({"mount": "pexpect"}, "timeout", "no answer in"),
+    ({"mount": "pexpect"}, "timeout", "no answer from the consent dialog"),
     ({"mount": "nothing"}, "unknown", "mounted nothing"),
 ]
 
 
-def test_every_failure_of_google_colab_is_one_error_with_its_cause(colab):
+def test_every_failure_of_google_colab_raises_one_error_with_its_cause(colab):
     log = colab.home / DRIVEFS_LOG
     log.parent.mkdir(parents=True)
     for plan, cause, words in FAILURES:
-        log.write_text("E QUOTA_EXCEEDED yesterday\n")  # which is not blamed
+        # An old line of the log is not taken for the cause.
+        log.write_text("E QUOTA_EXCEEDED yesterday\n")
         colab.plan(**plan)
         error = refused()
         assert (error.cause, plan) == (cause, plan)
@@ -174,7 +176,7 @@ def test_every_failure_of_google_colab_is_one_error_with_its_cause(colab):
         assert "\n" not in str(error)
 
 
-def test_a_mountpoint_that_cannot_be_one_is_named(colab, tmp_path):
+def test_an_unusable_mountpoint_raises_folder(colab, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "x").touch()
@@ -189,7 +191,7 @@ def test_a_mountpoint_that_cannot_be_one_is_named(colab, tmp_path):
 
 
 @pytest.mark.parametrize("plan", sampled([{"consent": "hangs"}, {"mount": "hangs"}], 1))
-def test_google_colab_cannot_hang_past_the_deadline(colab, plan, monkeypatch):
+def test_a_hang_of_google_colab_ends_at_the_deadline(colab, plan, monkeypatch):
     monkeypatch.setattr(drivefs, "_GRACE_S", 0.5)
     colab.plan(**plan)
     former, was_set = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
@@ -200,7 +202,7 @@ def test_google_colab_cannot_hang_past_the_deadline(colab, plan, monkeypatch):
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) is was_set
 
 
-def test_a_thread_is_told_to_call_from_a_cell(colab):
+def test_a_call_in_a_background_thread_raises(colab):
     errors: list[MountFailed] = []
     thread = threading.Thread(target=lambda: errors.append(refused()))
     thread.start()
@@ -210,7 +212,7 @@ def test_a_thread_is_told_to_call_from_a_cell(colab):
 
 
 @pytest.mark.usefixtures("jupyter")
-def test_elsewhere_a_mount_by_other_means_is_found_and_taken_away_when_it_died(tmp_path):
+def test_outside_colab_another_mount_is_used_and_a_dead_one_removed(tmp_path):
     with FuseMount(tmp_path / "point", tmp_path, "fuse.google-drive-ocamlfuse") as mounted:
         report = colabkit.mount()
         assert (report.kind, report.path) == ("google-drive-ocamlfuse", tmp_path / "point")
@@ -223,7 +225,7 @@ def test_elsewhere_a_mount_by_other_means_is_found_and_taken_away_when_it_died(t
 
 
 @pytest.mark.usefixtures("jupyter")
-def test_a_killed_rclone_is_taken_away_so_that_it_can_be_started_again(tmp_path):
+def test_a_dead_rclone_mount_is_removed_so_that_rclone_can_be_started_again(tmp_path):
     needs("rclone", has_rclone())
     (tmp_path / "root").mkdir()
     with RcloneMount(tmp_path / "point", tmp_path / "root", tmp_path / "cache") as mounted:
@@ -236,37 +238,37 @@ def test_a_killed_rclone_is_taken_away_so_that_it_can_be_started_again(tmp_path)
 
 @pytest.mark.usefixtures("jupyter")
 @pytest.mark.parametrize("force", sampled([True, False], 1))
-def test_a_mount_that_hangs_and_is_not_colabs_is_left_alone(tmp_path, force):
+def test_a_hanging_mount_of_another_program_is_left_unchanged(tmp_path, force):
     with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone") as mounted:
         mounted.hang()
         assert refused(timeout=1.0, force=force).cause == "hung"
         assert mounted_at(tmp_path / "point") == ["fuse.rclone"]
 
 
-def test_unmount_sends_the_writes_and_leaves_the_mount_where_it_cannot(colab, monkeypatch):
+def test_unmount_sends_the_writes_and_keeps_the_mount_if_that_fails(colab, monkeypatch):
     colabkit.mount()
-    for plan, wrong in (({"hosted": False}, "NotImplementedError"), ({}, "ModuleNotFoundError")):
+    for plan, reason in (({"hosted": False}, "NotImplementedError"), ({}, "ModuleNotFoundError")):
         colab.plan(**plan)
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.environ["PYTHONPATH"] if plan else "/nothing")
-            with pytest.raises(MountFailed, match=wrong) as caught:
+            with pytest.raises(MountFailed, match=reason) as caught:
                 colabkit.unmount()
         assert caught.value.cause == "place"
     colab.plan(push="hangs")
     with monkeypatch.context() as patch:
         patch.setattr(drivefs, "_GRACE_S", 0.5)
-        with pytest.raises(TimedOut, match="may go on sending"):
+        with pytest.raises(TimedOut, match="may still be sending"):
             colabkit.unmount(timeout=1.5)
     assert mounted_at(Path(colab.point)) == ["fuse.drive"]
     colab.plan()
     report = colabkit.unmount(timeout=33)
     assert colab.events()[-1] == "flush_and_unmount timeout_ms=33000"
     assert mounted_at(Path(colab.point)) == []
-    assert "cannot be seen from here" in repr(report)
+    assert "cannot be checked from here" in repr(report)
 
 
 @pytest.mark.parametrize("state", ["dead", "hung"])
-def test_a_mount_that_does_not_answer_goes_only_when_told(colab, state):
+def test_a_dead_or_hanging_mount_is_unmounted_only_with_force(colab, state):
     colabkit.mount()
     colab.served.kill() if state == "dead" else colab.served.hang()
     with pytest.raises(MountFailed) as caught:
@@ -277,7 +279,7 @@ def test_a_mount_that_does_not_answer_goes_only_when_told(colab, state):
     assert mounted_at(Path(colab.point)) == []
 
 
-def test_a_mount_in_use_or_of_another_type_is_left_alone(tmp_path):
+def test_a_mount_in_use_or_of_another_type_is_left_unchanged(tmp_path):
     (tmp_path / "file").write_text("x")
     with FuseMount(tmp_path / "point", tmp_path, "fuse.rclone") as mount, (mount.point / "file").open():
         with pytest.raises(MountFailed, match="Close the files"):

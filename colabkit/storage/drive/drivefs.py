@@ -339,7 +339,7 @@ class DriveFs(DriveMount):
                     (
                         "Allow more time with ",
                         option("timeout"),
-                        ", or lose unsent writes with ",
+                        ", or discard unsent writes with ",
                         call("unmount", force=True),
                     ),
                 )

@@ -318,7 +318,7 @@ def check_alive(found: Mount, act: str, timeout: float) -> None:
                 act,
                 f"the mount does not respond ({reason})",
                 "",
-                ("Wait and try again, or lose unsent writes with ", call("unmount", force=True)),
+                ("Wait and try again, or discard unsent writes with ", call("unmount", force=True)),
             )
         ),
     )

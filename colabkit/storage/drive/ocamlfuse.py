@@ -141,7 +141,7 @@ class Ocamlfuse(DriveMount):
                         act,
                         f"{counted_files(unsent)} not uploaded, which would be lost",
                         "",
-                        ("Try again, or lose them with ", option("force", True)),
+                        ("Try again, or discard them with ", option("force", True)),
                     )
                 )
             finished = self._run(["-cc", *self._identity()], act, timeout)

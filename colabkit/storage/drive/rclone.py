@@ -77,7 +77,7 @@ class Rclone(DriveMount):
                     act,
                     "rclone runs without --rc, so its pending uploads are unknown",
                     "",
-                    ("Start rclone with --rc, or lose unsent writes with ", call("unmount", force=True)),
+                    ("Start rclone with --rc, or discard unsent writes with ", call("unmount", force=True)),
                 )
             )
         self.wait_for_uploads(act, timeout, progress)
