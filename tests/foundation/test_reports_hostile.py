@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 import colabkit
+from colabkit.foundation import messages
 from colabkit.foundation.reports import Report
 
 PACKAGE = Path(colabkit.__file__).parent
@@ -97,7 +98,8 @@ def filled(hint: Any, name: str) -> Any:
     if origin in (dict, collections.abc.Mapping):
         return {filled(arguments[0], name): filled(arguments[1], name)}
     if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
+        # `Text` refers to classes that modules of reports need not import.
+        hints = typing.get_type_hints(hint, localns=vars(messages))
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
         own = {field for field in fields if hint in typing.get_args(hints[field])}  # the same again would never end
         return hint(**{field: None if field in own else filled(hints[field], name) for field in fields})
